@@ -1,0 +1,30 @@
+# make demo: sets up and runs the main job. make test: sets up and passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/python -m runs train --workers 2 --steps 300 --link 100mbit --log-dir logs/demo
+	@echo "See it: $(BIN)/tensorboard --logdir logs/demo"
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m runs bench
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,42 @@
+"""Adaptive gradient compression for PyTorch DistributedDataParallel.
+
+compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_model)
+"""
+
+from adaptive.compressor import AdaptiveCompressor
+from adaptive.hook import adaptive_hook
+from adaptive.link import LinkSpec
+from adaptive.summary import Summary
+from adaptive.tensorboard import TensorBoardTimeline
+from adaptive.timeline import (
+    Event,
+    JSONLTimeline,
+    MemoryTimeline,
+    StepRecord,
+    Timeline,
+)
+from compressors import Compressor, NoCompression, RandomK, TopK
+from policies import Accordion, Fixed, GraVAC, Plan, Policy, StepReport
+
+__all__ = [
+    "Accordion",
+    "AdaptiveCompressor",
+    "Compressor",
+    "Event",
+    "Fixed",
+    "GraVAC",
+    "JSONLTimeline",
+    "LinkSpec",
+    "MemoryTimeline",
+    "NoCompression",
+    "Plan",
+    "Policy",
+    "RandomK",
+    "StepRecord",
+    "StepReport",
+    "Summary",
+    "TensorBoardTimeline",
+    "Timeline",
+    "TopK",
+    "adaptive_hook",
+]

@@ -1,0 +1,268 @@
+"""Runs one policy: from measurements to one agreed report a step, from reports to plans.
+
+A step's statistics are summed by a small all-reduce that starts at its last bucket and is read at
+the next step's first, so nothing waits and decisions lag one step. The plan is applied at a step
+boundary only: every bucket of a step uses the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite, nan
+from statistics import median
+from typing import Any
+
+from adaptive.exchange import Exchange, PendingSum, Traffic, reduce_wire_bytes
+from adaptive.summary import Summary, Totals
+from adaptive.tally import Agreed, Tally
+from adaptive.timeline import Event, StepRecord, Timeline
+from policies import DENSE, Plan, Policy, StepReport
+
+log = logging.getLogger("adaptive")
+
+TIMED_STEPS = 32
+"""A rank's step time at a CF is its median over this many of the last steps sent at that CF."""
+
+
+@dataclass
+class _Pending:
+    """A step whose statistics are under way."""
+
+    step: int
+    cf: float
+    cfs: tuple[float, ...]
+    vector: PendingSum
+    traffic: Traffic
+    timed_cf: float
+    timed_bytes: float
+
+
+@dataclass
+class _Timing:
+    """When the present step began and what it did, to be timed when the next one begins."""
+
+    began: float
+    cf: float
+    wire: float
+    compress: float
+    backward_left: float
+    exchanged: float
+
+
+class Controller:
+    """Owns the policy and the books.
+
+    numel: elements of all gradients. floats: elements sent a step at a CF.
+    clock: seconds, monotonic. writes: this rank writes the timeline.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        exchange: Exchange,
+        timeline: Timeline,
+        clock: Callable[[], float],
+        numel: Callable[[], int],
+        floats: Callable[[float], float],
+        samples_per_step: float | None,
+    ) -> None:
+        self.policy = policy
+        self.plan = Plan(send=DENSE)
+        self.step = 0
+        self.cf = DENSE
+        self.tally = Tally()
+        self.sum_reader: Callable[[], float] = lambda: nan
+        self.lr: Callable[[], float] = lambda: nan
+        self.forced_dense = False
+        self._exchange = exchange
+        self._timeline = timeline
+        self._writes = exchange.rank == 0
+        self._clock = clock
+        self._floats = floats
+        self._numel = numel
+        self._samples = samples_per_step or 1.0
+        self._totals = Totals()
+        self._times: dict[float, deque[float]] = {}
+        self._pending: _Pending | None = None
+        self._timing: _Timing | None = None
+        self._last_wire = nan
+        self._started_at: float | None = None
+        self._verdict = ""
+
+    @property
+    def dense_wire_bytes(self) -> float:
+        """Bytes a rank would put on the wire for one dense fp32 all-reduce of the model."""
+        return reduce_wire_bytes(4 * self._numel(), self._exchange.world_size)
+
+    def begin_step(self) -> None:
+        """At the first bucket: learn how the last step went, and plan this one."""
+        now = self._clock()
+        self._observe_pending(now)
+        timed = self._time_last_step(now)
+        plan = self.policy.plan() if not self.forced_dense else Plan(DENSE, reason="detached")
+        if plan.send != self.cf and self.step > 0:
+            self._totals.switches += 1
+            self._emit(Event(self.step, self.cf, plan.send, plan.reason))
+        elif plan.reason and not self.forced_dense:
+            self._emit(Event(self.step, self.cf, plan.send, plan.reason))
+        self.plan, self.cf = plan, plan.send
+        compressed = {plan.send, *plan.probe} - {DENSE}
+        self.tally = Tally(cfs=tuple(sorted(compressed)))
+        self.tally.lr = self.lr()
+        if timed is not None:
+            self.tally.seconds = now - timed.began
+            self.tally.median_seconds = median(self._times[timed.cf])
+            self.tally.compress_seconds = timed.compress
+            self.tally.exchange_seconds = max(0.0, timed.exchanged - timed.backward_left)
+        else:
+            self.tally.compress_seconds = nan
+        if plan.read_sum:
+            self.tally.sum_norm = self.sum_reader()
+        self._timed_cf = timed.cf if timed else nan
+        self._timed_bytes = timed.wire if timed else nan
+        self._timing = _Timing(now, plan.send, 0.0, 0.0, now, now)
+
+    def hook_left(self, entered: float) -> None:
+        """A hook call that began at `entered` (by this controller's clock) is over."""
+        assert self._timing is not None
+        self._timing.backward_left = self._clock()
+        self._timing.compress += self._timing.backward_left - entered
+
+    def bucket_done(self) -> None:
+        """A bucket's mean is decoded (called on a thread of the process group)."""
+        if self._timing is not None:
+            self._timing.exchanged = self._clock()
+
+    def now(self) -> float:
+        return self._clock()
+
+    def end_step(self) -> None:
+        """At the last bucket, after its own collective: start agreeing on the statistics."""
+        vector = self._exchange.sum_later(self.tally.vector())
+        traffic = self._exchange.take_traffic()
+        assert self._timing is not None
+        self._timing.wire = traffic.wire
+        self._pending = _Pending(
+            self.step,
+            self.cf,
+            self.tally.cfs,
+            vector,
+            traffic,
+            self._timed_cf,
+            self._timed_bytes,
+        )
+        self._count_step(traffic)
+        self.step += 1
+
+    def flush(self) -> None:
+        """Take in the last step's statistics now (the next step would have)."""
+        self._observe_pending(self._clock())
+
+    def summary(self) -> Summary:
+        return self._totals.summary(self.cf, self.policy.verdict())
+
+    def state_dict(self) -> dict[str, Any]:
+        self.flush()
+        timing = self._timing
+        return {
+            "step": self.step,
+            "cf": self.cf,
+            "policy": self.policy.state_dict(),
+            "totals": self._totals.state_dict(),
+            "times": [(cf, list(times)) for cf, times in self._times.items()],
+            "timing": None if timing is None else vars(timing).copy(),
+            "verdict": self._verdict,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
+        """same_clock: the clock goes on from where it stood when the state was taken; otherwise
+        the interval between is a pause and is not timed."""
+        self._pending = None
+        self._exchange.take_traffic()
+        self.step = int(state["step"])
+        self.cf = float(state["cf"])
+        self.policy.load_state_dict(state["policy"])
+        self._totals = Totals.from_state(state["totals"])
+        self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
+        saved = state["timing"]
+        self._timing = _Timing(**saved) if saved and same_clock else None
+        self._verdict = state["verdict"]
+
+    def _time_last_step(self, now: float) -> _Timing | None:
+        """The last step's timing, entered in the books; None if it is not to be counted: the
+        first step of all builds DDP's buckets, and a resumed one has a pause before it."""
+        timed = self._timing
+        if timed is None or self.step <= 1:
+            return None
+        self._times.setdefault(timed.cf, deque(maxlen=TIMED_STEPS)).append(now - timed.began)
+        return timed
+
+    def _observe_pending(self, now: float) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        agreed = Agreed.read(pending.vector.wait(), pending.cfs, self._exchange.world_size)
+        report = StepReport(
+            step=pending.step,
+            cf=pending.cf,
+            measurements=agreed.measurements,
+            timed_cf=pending.timed_cf,
+            seconds=agreed.seconds,
+            median_seconds=agreed.median_seconds,
+            compress_seconds=agreed.compress_seconds,
+            exchange_seconds=agreed.exchange_seconds,
+            wire_bytes=pending.traffic.wire,
+            dense_wire_bytes=self.dense_wire_bytes,
+            timed_bytes=pending.timed_bytes,
+            grad_norm=agreed.grad_norm,
+            sum_norm=agreed.sum_norm,
+            lr=agreed.lr,
+        )
+        if pending.cf in report.measurements:
+            self._totals.add_gain(pending.cf, report.measurements[pending.cf])
+        if not self.forced_dense:
+            self.policy.observe(report)
+        self._record(report, now)
+        verdict = self.policy.verdict()
+        if verdict and verdict != self._verdict:
+            self._emit(Event(pending.step, pending.cf, pending.cf, verdict))
+            if self._writes:
+                log.warning("%s", verdict)
+        self._verdict = verdict
+
+    def _record(self, report: StepReport, now: float) -> None:
+        if not self._writes:
+            return
+        if self._started_at is None:
+            self._started_at = now
+        seconds = report.median_seconds
+        t_sys = self._samples / seconds if isfinite(seconds) and seconds > 0 else nan
+        measured = report.measurements.get(report.timed_cf)
+        gain = (
+            1.0
+            if report.timed_cf == DENSE
+            else measured.gain(self.policy.gain)
+            if measured
+            else nan
+        )
+        self._timeline.step(
+            StepRecord(
+                report, now - self._started_at, t_sys, t_sys * gain, dict(self.policy.status())
+            )
+        )
+
+    def _emit(self, event: Event) -> None:
+        if self._writes:
+            self._timeline.event(event)
+
+    def _count_step(self, traffic: Traffic) -> None:
+        totals = self._totals
+        totals.steps += 1
+        totals.steps_at_cf[self.cf] = totals.steps_at_cf.get(self.cf, 0) + 1
+        totals.wire += traffic.wire
+        totals.payload += traffic.payload
+        totals.floats += self._floats(self.cf)
+        totals.dense += self.dense_wire_bytes

@@ -1,0 +1,107 @@
+"""How payloads become the mean gradient: the collectives, and the count of their bytes.
+
+Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
+future's callback (callbacks run in an order that differs between ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from adaptive.link import EmulatedLink
+
+
+@dataclass
+class Traffic:
+    """payload: bytes handed to collectives. wire: bytes a rank put on the wire (ring algorithms:
+    (N-1) x payload for an all-gather, 2(N-1)/N x payload for an all-reduce)."""
+
+    payload: int = 0
+    wire: float = 0.0
+
+
+def gather_wire_bytes(payload: float, world_size: int) -> float:
+    """Bytes a rank sends to all-gather `payload` bytes among `world_size` ranks."""
+    return payload * (world_size - 1)
+
+
+def reduce_wire_bytes(payload: float, world_size: int) -> float:
+    """Bytes a rank sends to all-reduce `payload` bytes among `world_size` ranks."""
+    return payload * 2 * (world_size - 1) / world_size
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum under way that nobody waits for yet. It has no callback: one could still be running
+    on a thread of the process group when the interpreter exits, which aborts the process."""
+
+    work: dist.Work
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """The sum over all ranks."""
+        self.work.wait()
+        return self.tensor
+
+
+class Exchange:
+    """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
+
+    traffic: since the last `take_traffic`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, link: EmulatedLink | None = None) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.traffic = Traffic()
+        self._link = link
+
+    def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
+        """Sum `tensor` over the ranks, in place."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
+        return self._hold(work, wire)
+
+    def sum_later(self, tensor: Tensor) -> PendingSum:
+        """Start summing a small `tensor` over the ranks, in place, to be read a step later. An
+        emulated link does not hold it back."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
+        return PendingSum(work, tensor)
+
+    def all_gather(self, payload: Tensor) -> Future[Tensor]:
+        """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
+        out = torch.empty(
+            self.world_size, payload.numel(), dtype=payload.dtype, device=payload.device
+        )
+        work = _all_gather(out.view(-1), payload, self.group)
+        wire = self._count(payload.numel(), gather_wire_bytes)
+        return self._hold(work, wire).then(lambda _: out)
+
+    def take_traffic(self) -> Traffic:
+        """The traffic counted so far; counting starts again from zero."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    def _count(self, payload: int, wire_bytes: Callable[[float, int], float]) -> float:
+        wire = wire_bytes(payload, self.world_size)
+        self.traffic.payload += payload
+        self.traffic.wire += wire
+        return wire
+
+    def _hold(self, work: dist.Work, wire: float) -> Future[Tensor]:
+        done: Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
+        return self._link.hold(done, wire) if self._link else done
+
+
+def _all_gather(out: Tensor, payload: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, payload, group=group, async_op=True)

@@ -1,0 +1,155 @@
+"""Momentum correction: the velocity is accumulated locally, and the residual is the velocity's.
+
+Deep Gradient Compression (Lin and others 2018), section 3: with momentum in the optimizer, a
+coordinate that is sent rarely loses its momentum's discount; accumulating u = m u + g before
+compression keeps it. Momentum factor masking clears the velocity of what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from adaptive.residual import Residual, Slot, _checked
+from compressors import Compressor
+from compressors.base import Payload
+
+
+class MomentumRule(NamedTuple):
+    """How torch's SGD moves its velocity: u = momentum * u + (1 - dampening) * g."""
+
+    momentum: float
+    dampening: float = 0.0
+    nesterov: bool = False
+
+
+class MomentumMemory(Residual):
+    """A velocity and its residual for each parameter.
+
+    rule: the momentum settings of a slot, asked anew each step, so schedulers keep working.
+    has_buffer: True if the optimizer already holds a velocity for the slot.
+    masking: smallest CF at which the velocity of what was sent is cleared; inf for never.
+    maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
+    """
+
+    name = "momentum"
+
+    def __init__(
+        self,
+        rule: Callable[[Slot], MomentumRule],
+        has_buffer: Callable[[Slot], bool],
+        masking: float,
+        maybe_unused: Callable[[], bool],
+    ) -> None:
+        self._rule = rule
+        self._has_buffer = has_buffer
+        self._masking = masking
+        self._maybe_unused = maybe_unused
+        self._undo: dict[Slot, tuple[MomentumRule, Tensor | None, bool]] = {}
+
+    def compress(
+        self, slot: Slot, grad: Tensor, compressor: Compressor, cf: float, key: Any
+    ) -> Payload:
+        rule = self._rule(slot)
+        self._undo[slot] = (rule, None, slot.started)
+        if not rule.momentum:
+            return super().compress(slot, grad, compressor, cf, key)
+        velocity = self._step(slot, grad, rule)
+        residual = slot.open_residual()
+        if rule.nesterov:  # the direction is g + m u
+            residual.add_(velocity, alpha=rule.momentum)
+            return compressor.compress_sum(residual, grad, cf, key)
+        return compressor.compress_sum(residual, velocity, cf, key)
+
+    def undo_compress(self, slot: Slot, grad: Tensor) -> None:
+        rule, _, started = self._undo.pop(slot)
+        assert slot.residual is not None
+        if not rule.momentum or rule.nesterov:
+            slot.residual.sub_(grad)
+        if rule.momentum:
+            assert slot.velocity is not None
+            slot.residual.sub_(slot.velocity, alpha=rule.momentum if rule.nesterov else 1.0)
+            self._step_back(slot, grad, rule, started)
+
+    def commit(self, slot: Slot, payload: Payload, compressor: Compressor) -> None:
+        super().commit(slot, payload, compressor)
+        self._undo.pop(slot, None)
+        if slot.velocity is not None and payload.cf >= self._masking:
+            sent = compressor.indices(payload)
+            if sent is not None:
+                slot.velocity[sent] = 0
+
+    def fold(self, slot: Slot, grad: Tensor) -> None:
+        rule = self._rule(slot)
+        if not rule.momentum:
+            self._undo[slot] = (rule, None, slot.started)
+            super().fold(slot, grad)
+            return
+        # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
+        # room for it; only in the step that empties a residual does it cost an allocation.
+        if slot.filled:
+            saved = grad.clone()
+        else:
+            slot.residual = saved = slot.open_residual().copy_(grad)
+            slot.filled = False
+        self._undo[slot] = (rule, saved, slot.started)
+        velocity = self._step(slot, grad, rule)
+        if rule.nesterov:
+            grad.add_(velocity, alpha=rule.momentum)
+        else:
+            grad.copy_(velocity)
+        super().fold(slot, grad)
+
+    def undo_fold(self, slot: Slot) -> None:
+        rule, saved, started = self._undo.pop(slot)
+        if rule.momentum:
+            assert saved is not None
+            self._step_back(slot, saved, rule, started)
+
+    def commit_dense(self, slot: Slot) -> None:
+        super().commit_dense(slot)
+        self._undo.pop(slot, None)
+
+    def idle(self, slot: Slot) -> bool:
+        return False
+
+    def holds_back(self, slot: Slot, grad_energy: float) -> bool:
+        # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
+        # treat as unused keeps everything to itself.
+        return grad_energy == 0.0 and (self._maybe_unused() or slot.velocity is None)
+
+    def state_dict(self, slot: Slot) -> dict[str, Any]:
+        state = super().state_dict(slot)
+        if slot.started and slot.velocity is not None:
+            state["velocity"] = slot.velocity.clone()
+        return state
+
+    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(slot, state)
+        saved = state.get("velocity")
+        slot.fresh = False
+        slot.started = saved is not None
+        slot.velocity = None
+        if saved is not None:
+            slot.velocity = slot.zeros().copy_(_checked(saved, slot, "velocity"))
+
+    def _step(self, slot: Slot, grad: Tensor, rule: MomentumRule) -> Tensor:
+        if slot.velocity is None:
+            slot.velocity = slot.zeros()
+        slot.fresh = not slot.started and not self._has_buffer(slot)
+        if slot.fresh:
+            slot.velocity.copy_(grad)
+        else:
+            slot.velocity.mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
+        slot.started = True
+        return slot.velocity
+
+    def _step_back(self, slot: Slot, grad: Tensor, rule: MomentumRule, started: bool) -> None:
+        assert slot.velocity is not None
+        if slot.fresh:
+            slot.velocity.zero_()
+        else:
+            slot.velocity.sub_(grad, alpha=1 - rule.dampening).div_(rule.momentum)
+        slot.started = started

@@ -1,0 +1,150 @@
+"""Error feedback: what was not sent in one step is added to the gradient of the next.
+
+r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019; DESIGN: one memory,
+keyed by parameter). A memory changes in two stages. While the hook runs, the gradient is
+accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
+(`commit`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
+memory is as it was before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressors import Compressor
+from compressors.base import Payload
+
+
+@dataclass(eq=False)
+class Slot:
+    """What is kept for one parameter, flat. Half-precision parameters are kept in float32.
+
+    residual: allocated at the first compressed step; meaningless unless `filled`.
+    velocity: with momentum correction only. started: the velocity has had its first step.
+    fresh: that first step was this one (SGD does not dampen it).
+    """
+
+    name: str
+    param: Tensor
+    residual: Tensor | None = None
+    filled: bool = False
+    velocity: Tensor | None = None
+    started: bool = False
+    fresh: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.param.dtype == torch.float64 else torch.float32
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.param.numel(), dtype=self.dtype, device=self.param.device)
+
+    def open_residual(self) -> Tensor:
+        """The residual, zero if it was empty."""
+        if self.residual is None:
+            self.residual = self.zeros()
+        elif not self.filled:
+            self.residual.zero_()
+        self.filled = True
+        return self.residual
+
+
+class NoMemory:
+    """Nothing is remembered: what is not sent is lost (for unbiased compressors)."""
+
+    name = "none"
+    keeps_residual = False
+
+    def compress(
+        self, slot: Slot, grad: Tensor, compressor: Compressor, cf: float, key: Any
+    ) -> Payload:
+        """Accumulate `grad` into the memory and compress the result at `cf`."""
+        return compressor.compress(grad, cf, key)
+
+    def undo_compress(self, slot: Slot, grad: Tensor) -> None:
+        """Take back what `compress` did to the memory (to rounding)."""
+
+    def commit(self, slot: Slot, payload: Payload, compressor: Compressor) -> None:
+        """`payload` was sent: the residual is what remains."""
+
+    def fold(self, slot: Slot, grad: Tensor) -> None:
+        """Turn `grad`, in place, into all that a dense step has to send."""
+
+    def undo_fold(self, slot: Slot) -> None:
+        """Take back what `fold` did to the memory."""
+
+    def commit_dense(self, slot: Slot) -> None:
+        """What `fold` made was sent: nothing remains."""
+
+    def idle(self, slot: Slot) -> bool:
+        """True if a dense step has nothing to fold in, now and for this slot."""
+        return True
+
+    def holds_back(self, slot: Slot, grad_energy: float) -> bool:
+        """True if this slot sends nothing this step and keeps its memory to itself.
+
+        DDP throws away what arrives for a globally unused parameter, so a slice that is exactly
+        zero must not spend its residual."""
+        return grad_energy == 0.0
+
+    def state_dict(self, slot: Slot) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        return
+
+
+class Residual(NoMemory):
+    """Plain error feedback: one residual a parameter."""
+
+    name = "residual"
+    keeps_residual = True
+
+    def compress(
+        self, slot: Slot, grad: Tensor, compressor: Compressor, cf: float, key: Any
+    ) -> Payload:
+        return compressor.compress_sum(slot.open_residual(), grad, cf, key)
+
+    def undo_compress(self, slot: Slot, grad: Tensor) -> None:
+        assert slot.residual is not None
+        slot.residual.sub_(grad)
+
+    def commit(self, slot: Slot, payload: Payload, compressor: Compressor) -> None:
+        assert slot.residual is not None
+        compressor.subtract_from(slot.residual, payload)
+
+    def fold(self, slot: Slot, grad: Tensor) -> None:
+        if slot.filled:
+            assert slot.residual is not None
+            grad.add_(slot.residual)
+
+    def commit_dense(self, slot: Slot) -> None:
+        slot.filled = False
+
+    def idle(self, slot: Slot) -> bool:
+        return not slot.filled
+
+    def state_dict(self, slot: Slot) -> dict[str, Any]:
+        return (
+            {"residual": slot.residual.clone()} if slot.filled and slot.residual is not None else {}
+        )
+
+    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        saved = state.get("residual")
+        slot.filled = saved is not None
+        if saved is not None:
+            slot.open_residual().copy_(_checked(saved, slot, "residual"))
+
+
+def _checked(saved: Tensor, slot: Slot, what: str) -> Tensor:
+    if saved.numel() != slot.param.numel():
+        raise ValueError(
+            f"state: {what} of {slot.name!r} has {saved.numel()} elements, "
+            f"the parameter has {slot.param.numel()}"
+        )
+    return saved

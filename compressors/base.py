@@ -1,0 +1,181 @@
+"""The contract between a gradient compressor and whoever exchanges its payloads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from math import floor, isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Key(NamedTuple):
+    """Names one tensor in one step; the same on every rank, so it can seed shared randomness."""
+
+    name: str
+    step: int = 0
+
+
+class CorruptPayload(ValueError):  # noqa: N818
+    """Received bytes that cannot be what a compressor sent (wrong size, index out of bounds)."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one compressed tensor becomes on the wire.
+
+    parts: contiguous tensors, sent one after the other in this order.
+    numel: elements of the tensor that was compressed.
+    cf: compression factor it was compressed with.
+    energy: ||c||^2, squared norm of what is kept (nan if unknown, as after receiving).
+    error: ||a - c||^2, squared norm of what is lost (nan if unknown).
+    key: the tensor and step it belongs to.
+    """
+
+    parts: tuple[Tensor, ...]
+    numel: int
+    cf: float
+    energy: float
+    error: float
+    key: Key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this payload takes on the wire."""
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    def write(self, out: Tensor) -> None:
+        """Copy the parts into `out`, a contiguous uint8 tensor of exactly `nbytes` elements."""
+        if out.dtype != torch.uint8 or out.numel() != self.nbytes:
+            raise ValueError(
+                f"out must be uint8 of {self.nbytes} elements, got {out.dtype} of {out.numel()}"
+            )
+        start = 0
+        for part in self.parts:
+            flat = part.contiguous().as_strided(
+                (part.numel(),), (1,)
+            )  # a stride of 1 also if empty
+            raw = flat.view(torch.uint8)
+            out[start : start + raw.numel()].copy_(raw)
+            start += raw.numel()
+
+    def with_parts(self, *parts: Tensor) -> Payload:
+        """The same payload with other contents."""
+        return replace(self, parts=parts)
+
+
+def kept(numel: int, cf: float) -> int:
+    """Elements a sparsifier keeps of `numel` at `cf`: max(1, floor(numel / cf)), 0 of nothing.
+
+    The tolerance makes 10 * (24 / 10) the same CF as 24, whatever the last bit says."""
+    return min(numel, max(1, floor(numel / cf * (1 + 1e-12))))
+
+
+def check_cf(cf: float) -> float:
+    """Return `cf` as a float; ValueError unless it is a finite number >= 1."""
+    if isinstance(cf, bool) or not isinstance(cf, (int, float)) or not isfinite(cf) or cf < 1:
+        raise ValueError(f"cf must be a finite number >= 1, got {cf!r}")
+    return float(cf)
+
+
+def further(cf: float, factor: float) -> float:
+    """The CF of what was compressed at `cf` and then by a further `factor` >= 1."""
+    if not factor >= 1:
+        raise ValueError(f"factor must be >= 1, got {factor!r}")
+    return check_cf(cf * factor)
+
+
+class Compressor(ABC):
+    """Maps one flat tensor and a CF to a `Payload` and back. Knows nothing of processes.
+
+    Subclasses are stateless between calls unless they say otherwise. Tensors are flat
+    (1-d), contiguous, float32 or float64; half-precision gradients are widened before.
+
+    name: the registered name, used in messages.
+    linear: payloads of several ranks may be summed element by element (all-reduce);
+        otherwise they are gathered. All parts of a linear payload share the tensor's dtype.
+    error_feedback: C is a contraction, so feeding its error back converges. False for
+        unbiased compressors whose values are scaled up.
+    """
+
+    name: str = ""
+    linear: bool = False
+    error_feedback: bool = True
+
+    @abstractmethod
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        """Compress `tensor` (flat, n elements) at `cf` >= 1. `tensor` is left as it is."""
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        """memory += tensor in place, then compress `memory`. Override to do it in one pass."""
+        memory.add_(tensor)
+        return self.compress(memory, cf, key)
+
+    @abstractmethod
+    def recompress(self, payload: Payload, factor: float) -> Payload:
+        """Compress what `payload` keeps by a further `factor` >= 1 (multi-level compression,
+        GraVAC section III): the result is at CF payload.cf * factor, and its `error` is against
+        the tensor that was compressed first. Never touches that tensor again."""
+
+    @abstractmethod
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        """out += scale * decompress(payload), in place; `out` is flat with payload.numel elements.
+
+        Raises CorruptPayload, and writes nothing, if the payload points outside `out`."""
+
+    @abstractmethod
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        """tensor -= decompress(payload), in place: what is left is the residual."""
+
+    @abstractmethod
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of the payload of `numel` elements at `cf`: a pure function, alike on all ranks."""
+
+    @abstractmethod
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        """The payload whose bytes are `data` (uint8, flat). Inverse of `Payload.write`.
+
+        Raises CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
+
+    def poison(self, payload: Payload) -> Payload:
+        """`payload` with every floating-point value NaN: how a rank tells the others that its
+        gradient was not finite, without a collective of its own."""
+        parts = (
+            torch.full_like(p, float("nan")) if p.is_floating_point() else p for p in payload.parts
+        )
+        return payload.with_parts(*parts)
+
+    def silence(self, payload: Payload) -> Payload:
+        """`payload` with every floating-point value 0: decompresses to nothing."""
+        parts = (torch.zeros_like(p) if p.is_floating_point() else p for p in payload.parts)
+        return payload.with_parts(*parts)
+
+    def is_poisoned(self, payload: Payload) -> bool:
+        """True if the payload (or a sum it went into) was made by `poison`."""
+        return any(p.numel() and bool(p[0] != p[0]) for p in payload.parts if p.is_floating_point())
+
+    def total(self, payload: Payload) -> float:
+        """||a||^2 of the tensor that was compressed. For a projection, what is kept plus what is
+        lost; others override it."""
+        return payload.energy + payload.error
+
+    def indices(self, payload: Payload) -> Tensor | None:
+        """Where the kept elements are (int64, flat), for a sparsifier; None if all are kept."""
+        return None
+
+    def decompress(self, payload: Payload) -> Tensor:
+        """The dense tensor that `payload` stands for (flat, payload.numel elements)."""
+        values = next(p for p in payload.parts if p.is_floating_point())
+        out = torch.zeros(payload.numel, dtype=values.dtype, device=values.device)
+        self.add_to(out, payload)
+        return out
+
+    def supported(self, cf: float, numel: int) -> float:
+        """The nearest CF >= 1 that this compressor can really do on `numel` elements."""
+        return check_cf(cf)
+
+    def floats(self, numel: int, cf: float) -> float:
+        """Elements sent, indices not counted (the papers' "floats sent")."""
+        return numel / cf

@@ -1,0 +1,137 @@
+"""Random-k sparsification with indices that every rank derives from a shared seed.
+
+Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization"
+(NeurIPS 2018), with uniform probabilities; Stich et al., "Sparsified SGD with Memory" (NeurIPS
+2018) for the error-fed variant. The indices are the same on all ranks, so only values travel and
+they can be summed by an all-reduce.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from math import gcd, nan
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compressors.base import Compressor, Key, Payload, check_cf, further, kept
+from compressors.norms import add_and_norm, lost, squared_norm
+from compressors.sparse import add_at, check_flat, check_out, take
+from compressors.wire import split
+
+_FIRST = 1024  # indices computed by multiplication, the others by addition
+
+
+class RandomK(Compressor):
+    """Keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
+
+    seed: the same on all ranks.
+    unbiased: scale the values by numel / k, so that E[C(a)] = a; then the error is not fed back.
+        Otherwise C is a projection, to be used with error feedback.
+
+    parts: values (the tensor's dtype, k elements), in the order of `shared_indices`.
+    """
+
+    name = "randomk"
+    linear = True
+
+    def __init__(self, seed: int = 0, unbiased: bool = False) -> None:
+        self.seed = seed
+        self.unbiased = unbiased
+        self.error_feedback = not unbiased
+
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self._compress(tensor, squared_norm(tensor), cf, key)
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self._compress(memory, add_and_norm(memory, tensor), cf, key)
+
+    def recompress(self, payload: Payload, factor: float) -> Payload:
+        cf = further(payload.cf, factor)
+        (values,) = payload.parts
+        scale = self._scale(payload.numel, values.numel())
+        total = self.total(payload)
+        values = values[: kept(payload.numel, cf)]
+        return self._payload(values, scale, total, payload.numel, cf, payload.key)
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        check_out(out, payload)
+        (values,) = payload.parts
+        add_at(out, self._indices(payload), values, scale)
+
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        self.add_to(tensor, payload, -1.0)
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        return kept(numel, cf) * dtype.itemsize
+
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        parts = split(data, (kept(numel, cf), dtype))
+        return Payload(parts, numel, cf, nan, nan, key)
+
+    def total(self, payload: Payload) -> float:
+        """||a||^2 = ||a - c||^2 + 2 <a, c> - ||c||^2, where <a, c> = ||c||^2 / scale."""
+        scale = self._scale(payload.numel, payload.parts[0].numel())
+        return payload.error + (2 / scale - 1) * payload.energy
+
+    def indices(self, payload: Payload) -> Tensor | None:
+        if payload.parts[0].numel() == payload.numel:
+            return None
+        return self._indices(payload).long()
+
+    def floats(self, numel: int, cf: float) -> float:
+        return float(kept(numel, cf))
+
+    def _compress(self, tensor: Tensor, total: float, cf: float, key: Key) -> Payload:
+        check_flat(tensor)
+        cf, numel = check_cf(cf), tensor.numel()
+        indices = shared_indices(self.seed, key, numel, kept(numel, cf))
+        values = take(tensor, torch.from_numpy(indices).to(tensor.device))
+        return self._payload(values, 1.0, total, numel, cf, key)
+
+    def _payload(
+        self, values: Tensor, scaled: float, total: float, numel: int, cf: float, key: Key
+    ) -> Payload:
+        """values: the kept elements of a, times `scaled`. total: ||a||^2."""
+        k = values.numel()
+        scale = self._scale(numel, k)
+        inner = squared_norm(values) / scaled**2  # ||a||^2 over the kept elements
+        if scale != scaled:
+            values = values * (scale / scaled)
+        energy = scale**2 * inner
+        error = lost(total + energy, 2 * scale * inner) if k < numel else 0.0
+        return Payload((values,), numel, cf, energy, error, key)
+
+    def _scale(self, numel: int, k: int) -> float:
+        return numel / k if self.unbiased and k else 1.0
+
+    def _indices(self, payload: Payload) -> Tensor:
+        (values,) = payload.parts
+        indices = shared_indices(self.seed, payload.key, payload.numel, values.numel())
+        return torch.from_numpy(indices).to(values.device)
+
+
+def shared_indices(seed: int, key: Key, numel: int, k: int) -> NDArray[np.int32]:
+    """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
+
+    index[i] = (stride * i + start) mod numel with a stride coprime to numel: distinct for
+    i < numel, nested in k, and uniform over the keys because the start is. O(k) work.
+    """
+    if k == 0:
+        return np.empty(0, np.int32)
+    digest = blake2b(repr((seed, key.name, key.step, numel)).encode(), digest_size=16).digest()
+    start = int.from_bytes(digest[:8], "little") % numel
+    stride = int.from_bytes(digest[8:], "little") % numel
+    while gcd(stride, numel) != 1:
+        stride = (stride + 1) % numel
+    indices = np.empty(k, np.uint32)
+    done = min(k, _FIRST)  # stride * _FIRST + start < 2**42
+    indices[:done] = (np.arange(done) * stride + start) % numel
+    while done < k:  # the next ones are the ones so far, moved on by stride * done
+        more = indices[done : 2 * done]
+        np.add(indices[: more.size], np.uint32(stride * done % numel), out=more)
+        np.minimum(more, more - np.uint32(numel), out=more)  # below 0 wraps round to the top
+        done += more.size
+    return indices.view(np.int32)

@@ -1,0 +1,140 @@
+"""Exact top-k by magnitude on a CPU, in little more time than it takes to read the tensor.
+
+`torch.topk` on a whole gradient costs some 60 copies of it. Here one pass over blocks that fit
+the cache does all that touches every element: adds the new gradient to the memory, sums the squared
+norm, and collects what is at or above a threshold guessed from a strided sample. The guess is meant
+to be a little too low; the k largest are then found among the few collected.
+
+The result never depends on the guess. Too high a threshold shows as fewer than k collected, and a
+lower one is tried. Too low a one is raised on the way: when more than twice k are held, all but the
+k largest of them are dropped, and from then on only what exceeds the smallest of those can matter.
+Equal magnitudes go to the lower index, so the selection is a function of the values alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressors.norms import BLOCK, Array, array_norm, block_norm, trusted
+from compressors.ranking import largest, rank_bounds, rank_value
+
+_SAMPLE = 1 << 16  # elements looked at, at most, to guess the threshold
+_STRIDE = 33  # at least; a larger sample costs more than it saves
+_PLAIN_BELOW = 1 << 13  # elements; under this the guess costs more than it saves
+_PLAIN_CF = 4  # keeping more than a quarter, collecting costs more than it saves
+
+_local = threading.local()
+
+
+class Selection(NamedTuple):
+    """indices: int32, ascending. values: those elements. total: ||x||^2 over all elements."""
+
+    indices: NDArray[np.int32]
+    values: Array
+    total: float
+
+
+class _Collected:
+    """The elements that may be among the `k` largest, in the order of their indices."""
+
+    def __init__(self, k: int, threshold: float) -> None:
+        self.k = k
+        self.threshold = threshold
+        self.wanted: np.ufunc = np.greater_equal  # how a magnitude must compare to the threshold
+        self.count = 0
+        self.indices: list[NDArray[np.int32]] = []
+        self.values: list[Array] = []
+
+    def extend(self, indices: NDArray[np.int32], values: Array) -> None:
+        self.indices.append(indices)
+        self.values.append(values)
+        self.count += indices.size
+        if self.count > 2 * self.k + BLOCK:
+            self.prune()
+
+    def prune(self) -> None:
+        """Keep the k largest so far. What comes later must exceed the smallest of them."""
+        indices, values = self.largest()
+        self.indices, self.values, self.count = [indices], [values], self.k
+        self.threshold = np.abs(values).min()
+        self.wanted = np.greater
+
+    def largest(self) -> tuple[NDArray[np.int32], Array]:
+        indices, values = np.concatenate(self.indices), np.concatenate(self.values)
+        keep = largest(values, self.k)
+        return indices.take(keep), values.take(keep)
+
+
+def select(x: Array, k: int, add: Array | None = None) -> Selection:
+    """The `k` elements of flat `x` (float32 or float64) that are largest in magnitude.
+
+    add: if given, x += add in place first. Needs 1 <= k <= x.size < 2**31, or k = 0 of nothing.
+    """
+    with np.errstate(all="ignore"):
+        if x.size >= _PLAIN_BELOW and _PLAIN_CF * k <= x.size:
+            return _select_blocks(x, k, add)
+        if add is not None:
+            x += add
+        return _select_plain(x, k)
+
+
+def _select_plain(x: Array, k: int) -> Selection:
+    keep = largest(x, k)
+    return Selection(keep.astype(np.int32), x.take(keep), array_norm(x))
+
+
+def _select_blocks(x: Array, k: int, add: Array | None) -> Selection:
+    sample = _sample(x, add)
+    rank = rank_bounds(sample.size, k / x.size)[1]
+    collected, total = _collect(x, k, _threshold(sample, rank), add)
+    while collected.count < k:
+        if rank > sample.size:  # fewer than k elements are >= 0: the others are NaN
+            return _select_plain(x, k)
+        rank *= 4
+        collected, total = _collect(x, k, _threshold(sample, rank), None)
+    indices, values = collected.largest()
+    return Selection(indices, values, trusted(total, x))
+
+
+def _sample(x: Array, add: Array | None) -> Array:
+    """Magnitudes of evenly spread elements. The stride is odd, so that patterns of the usual even
+    layer widths do not fall in step with it."""
+    stride = max(x.size // _SAMPLE | 1, _STRIDE)
+    sample = x[::stride]
+    return np.abs(sample if add is None else sample + add[::stride])
+
+
+def _threshold(sample: Array, rank: int) -> float:
+    """Magnitude of that rank, counted from the largest; 0 past the end."""
+    return rank_value(sample, rank) if rank <= sample.size else 0.0
+
+
+def _collect(x: Array, k: int, threshold: float, add: Array | None) -> tuple[_Collected, float]:
+    """One pass over `x`: the elements worth keeping, and ||x||^2."""
+    collected = _Collected(k, threshold)
+    scratch, mask = _buffers(x.dtype)
+    total = 0.0
+    for start in range(0, x.size, BLOCK):
+        block = x[start : start + BLOCK]
+        if add is not None:
+            np.add(block, add[start : start + BLOCK], out=block)
+        total += block_norm(block)
+        magnitude = np.abs(block, out=scratch[: block.size])
+        above = collected.wanted(magnitude, collected.threshold, out=mask[: block.size])
+        found = np.flatnonzero(above)
+        if found.size:
+            collected.extend((found + start).astype(np.int32), block.take(found))
+    return collected, total
+
+
+def _buffers(dtype: np.dtype) -> tuple[Array, NDArray[np.bool_]]:
+    """This thread's scratch space for one block: magnitudes and a mask."""
+    buffers: dict[str, Array] = _local.__dict__
+    if dtype.char not in buffers:
+        buffers[dtype.char] = np.empty(BLOCK, dtype)
+        buffers["mask"] = np.empty(BLOCK, np.bool_)
+    return buffers[dtype.char], buffers["mask"]

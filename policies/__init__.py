@@ -1,0 +1,66 @@
+"""When to switch: pure state machines on agreed statistics (no torch, no I/O, no clock)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from policies.accordion import Accordion
+from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
+from policies.fixed import Fixed
+from policies.gravac import GraVAC
+
+__all__ = [
+    "DENSE",
+    "Accordion",
+    "Context",
+    "Fixed",
+    "GainKind",
+    "GraVAC",
+    "Measurement",
+    "Plan",
+    "Policy",
+    "StepReport",
+    "make_policy",
+    "policy_names",
+    "register",
+]
+
+_registry: dict[str, Callable[..., Policy]] = {
+    "accordion": Accordion,
+    "fixed": Fixed,
+    "gravac": GraVAC,
+}
+
+
+def register(name: str, factory: Callable[..., Policy]) -> None:
+    """Make `name` usable wherever a policy is chosen by name.
+
+    factory: called with the settings that were given, if any; e.g. the class. ValueError if the
+    name is already taken.
+    """
+    if name in _registry:
+        raise ValueError(f"name must not be registered yet, got {name!r}")
+    _registry[name] = factory
+
+
+def policy_names() -> tuple[str, ...]:
+    """The registered names, in alphabetical order."""
+    return tuple(sorted(_registry))
+
+
+def make_policy(policy: str | Policy, **settings: Any) -> Policy:
+    """The policy called `policy` with these settings, or `policy` itself if it already is one.
+
+    ValueError for an unknown name and whatever the policy says of its settings; TypeError for
+    anything but a name or a Policy object, and for settings beside an object, which has its own.
+    """
+    if isinstance(policy, Policy):
+        if settings:
+            raise TypeError(f"policy={policy!r} is an object already: {sorted(settings)} go to it")
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"policy must be a name or a Policy object, got {policy!r}")
+    if policy not in _registry:
+        raise ValueError(f"policy must be one of {', '.join(policy_names())}; got {policy!r}")
+    return _registry[policy](**settings)

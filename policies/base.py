@@ -1,0 +1,153 @@
+"""The contract between a policy and the controller that feeds it.
+
+A policy is a pure state machine over agreed statistics: given the same reports it makes the same
+plans. It imports no torch, does no I/O and reads no clock, so it can be tested from a table,
+replayed from a record, and can never make two ranks disagree.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from typing import Any, Literal
+
+DENSE = 1.0
+"""The CF that means "not compressed"."""
+
+GainKind = Literal["gradient", "error_fed", "raw"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a policy is told once, before its first plan.
+
+    cf_range: smallest and largest CF it may send besides dense; CFs are floats >= 1.
+    world_size: number of ranks.
+    """
+
+    cf_range: tuple[float, float]
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do in the next step.
+
+    send: CF to send; 1 is dense.
+    probe: CFs to measure without sending them, also while dense is sent.
+    reason: why this differs from the plan before, in words and numbers; "" when it does not.
+    accumulate: keep the sum of the decoded mean gradients (one gradient-sized accumulator).
+    read_sum: report the norm of that sum in this step's report, and start a new sum.
+    """
+
+    send: float
+    probe: tuple[float, ...] = ()
+    reason: str = ""
+    accumulate: bool = False
+    read_sum: bool = False
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Squared norms of one CF in one step, summed over tensors and ranks (agreed).
+
+    kept: ||c||^2; error: ||a - c||^2; total: ||a||^2 with a the error-fed gradient;
+    grad: ||g||^2 of the local gradients; sample_error, sample_total: ||s - C(s)||^2 and ||s||^2,
+    s a fixed strided sample of the gradient before error feedback.
+    """
+
+    kept: float = nan
+    error: float = nan
+    total: float = nan
+    grad: float = nan
+    sample_error: float = nan
+    sample_total: float = nan
+
+    def terms(self, kind: GainKind) -> tuple[float, float]:
+        """Numerator and denominator of a gain, to be averaged apart (ratio of means)."""
+        if kind == "error_fed":
+            return max(0.0, self.total - self.error), self.total
+        if kind == "raw":
+            return self.kept, self.grad
+        return max(0.0, self.sample_total - self.sample_error), self.sample_total
+
+    def gain(self, kind: GainKind) -> float:
+        """This step's gain in [0, 1]; nan if it was not measured or is not finite."""
+        top, bottom = self.terms(kind)
+        if not (isfinite(top) and isfinite(bottom)) or bottom <= 0:
+            return nan
+        return min(1.0, top / bottom)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, as all ranks agreed on it. Times in seconds, nan when unknown.
+
+    step: index of the step, from 0. cf: CF that was sent.
+    measurements: by CF, for the CF sent and those probed.
+    timed_cf: the CF of the step that `seconds` belongs to (the step before this one: a step's
+        time is known only when the next begins).
+    seconds: mean over ranks of that step's wall time.
+    median_seconds: mean over ranks of each rank's median over the last steps sent at timed_cf.
+    compress_seconds, exchange_seconds: of the timed step, mean over ranks: time in compression;
+        time that backward waited for the network.
+    wire_bytes: bytes a rank put on the wire in this step.
+    dense_wire_bytes: what dense fp32 all-reduce would have put there.
+    timed_bytes: wire bytes of the step that `seconds` belongs to.
+    grad_norm: root of the mean over ranks of ||g||^2.
+    sum_norm: norm of the sum of the mean gradients since the last reading; nan unless read.
+    lr: learning rate of the first parameter group; nan if no optimizer was handed over.
+    """
+
+    step: int
+    cf: float
+    measurements: Mapping[float, Measurement] = field(default_factory=dict)
+    timed_cf: float = nan
+    seconds: float = nan
+    median_seconds: float = nan
+    compress_seconds: float = nan
+    exchange_seconds: float = nan
+    wire_bytes: float = nan
+    dense_wire_bytes: float = nan
+    timed_bytes: float = nan
+    grad_norm: float = nan
+    sum_norm: float = nan
+    lr: float = nan
+
+
+class Policy(ABC):
+    """Decides which CF to send. The controller calls, on every rank alike:
+    `start(context)` once, then `plan()` before and `observe(report)` after each step."""
+
+    name: str = ""
+    gain: GainKind = "gradient"
+    """The gain it decides on; the timeline's T_comp uses the same."""
+
+    @abstractmethod
+    def start(self, context: Context) -> None:
+        """Learn the CF range and world size; ValueError if the settings do not fit them."""
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """The plan for the next step."""
+
+    def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule need not look
+        """Take in what happened in the step just planned."""
+
+    def status(self) -> Mapping[str, float]:
+        """Numbers for the timeline (candidate, floor, averages, throughputs), by short name."""
+        return {}
+
+    def verdict(self) -> str:
+        """One sentence when the policy has concluded something worth telling; else ""."""
+        return ""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly from here, in plain JSON-like values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()` of a policy with the same settings."""

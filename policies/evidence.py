@@ -1,0 +1,103 @@
+"""What GraVAC has seen of each CF: gain, T_sys, T_comp = T_sys x gain (GraVAC section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from policies.average import Average
+from policies.base import DENSE, GainKind, StepReport
+from policies.cost import CostModel
+
+
+class Evidence:
+    """Averaged gains of the CFs measured now, gains of those judged before, and step times.
+
+    kind: which gain. weight: of a new value in its average. believed_after: measurements that a
+    gain must rest on.
+    """
+
+    def __init__(self, kind: GainKind, weight: float, believed_after: int) -> None:
+        self._kind = kind
+        self._weight = weight
+        self._believed_after = believed_after
+        self._averages: dict[float, Average] = {}
+        self._judged: dict[float, float] = {}
+        self._cost = CostModel()
+
+    def observe(self, report: StepReport, measured: Collection[float]) -> None:
+        """Take in one step: all times, and the gains of the CFs in `measured`."""
+        self._cost.observe(report)
+        for cf, measurement in report.measurements.items():
+            if cf in measured:
+                average = self._averages.setdefault(cf, Average(self._weight))
+                average.add(*measurement.terms(self._kind))
+
+    def forget_all_but(self, measured: Collection[float]) -> None:
+        """An average that is not fed any more is stale: measured again, a CF starts afresh."""
+        self._averages = {cf: a for cf, a in self._averages.items() if cf in measured}
+
+    def gain(self, cf: float | None) -> float | None:
+        """The averaged gain of a CF in [0, 1], once it can be believed; dense has 1."""
+        if cf == DENSE:
+            return 1.0
+        average = None if cf is None else self._averages.get(cf)
+        if average is None or average.count < self._believed_after:
+            return None
+        return min(1.0, average.value)
+
+    def judge(self, *cfs: float | None) -> None:
+        """A window is over: put down the gains of these CFs, where they are known."""
+        for cf in cfs:
+            gain = self.gain(cf)
+            if cf is not None and cf != DENSE and gain is not None:
+                self._judged[cf] = gain
+
+    def t_sys(self, cf: float) -> float | None:
+        """Steps a second at a CF, if it was ever sent."""
+        seconds = self._cost.seconds(cf)
+        return None if seconds is None else 1 / seconds
+
+    def t_comp(self, epsilon: float) -> dict[float, float]:
+        """T_comp of the judged CFs that were sent and whose gain is at least epsilon."""
+        return {
+            cf: gain * t_sys
+            for cf, gain in self._judged.items()
+            if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
+        }
+
+    def hopeless(self) -> str:
+        """Why no CF can beat dense, as soon as two that were sent show it; else "".
+
+        The bound: nothing on the wire, the fastest compression and the best gain that were seen.
+        """
+        dense = self.t_sys(DENSE)
+        sent = {cf: t_sys for cf in self._judged if (t_sys := self.t_sys(cf)) is not None}
+        if dense is None or len(sent) < 2:
+            return ""
+        gain = max(self._judged.values())
+        seconds = self._cost.predict(0, min(self._cost.compress(cf) for cf in sent))
+        # A step that was faster than the model's limit says that the model is wrong.
+        if seconds is None or gain > dense * seconds or gain * max(sent.values()) > dense:
+            return ""
+        return (
+            f"even with nothing on the wire a step would take {seconds:.4g} s and T_comp be "
+            f"{gain / seconds:.4g} at the best gain, {gain:.4g}, <= {dense:.4g} of dense"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in JSON-like values: pairs, since JSON has no float keys."""
+        return {
+            "averages": [[cf, average.state_dict()] for cf, average in self._averages.items()],
+            "judged": [list(item) for item in self._judged.items()],
+            "cost": self._cost.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        self._averages = {}
+        for cf, saved in state["averages"]:
+            self._averages[float(cf)] = Average(self._weight)
+            self._averages[float(cf)].load_state_dict(saved)
+        self._judged = {float(cf): float(gain) for cf, gain in state["judged"]}
+        self._cost.load_state_dict(state["cost"])

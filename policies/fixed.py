@@ -1,0 +1,40 @@
+"""One CF for the whole run: the static baseline (CF 1: dense)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from policies import checks
+from policies.base import Context, Plan, Policy
+
+
+class Fixed(Policy):
+    """Sends the same CF in every step.
+
+    cf: 1 (dense) or inside cf_range; None: the smallest of cf_range.
+    """
+
+    name = "fixed"
+
+    def __init__(self, cf: float | None = None) -> None:
+        self.cf = None if cf is None else checks.real("cf", cf, least=1)
+        self._plan: Plan | None = None
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if cf is neither 1 nor inside cf_range."""
+        allowed = checks.cf_range(context.cf_range)
+        send = allowed[0] if self.cf is None else self.cf
+        self._plan = Plan(send=checks.cf_within("cf", send, allowed))
+
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("Fixed.plan() needs start(context) first")
+        return self._plan
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"send": self.plan().send}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing but a check: raises ValueError if the state is of another CF."""
+        checks.same(self.name, {"send": self.plan().send}, {"send": state["send"]})

@@ -1,0 +1,243 @@
+"""GraVAC (Tyagi, Swany, 2023): move the CF by gain and compression throughput (DESIGN section 5).
+
+A run goes through phases:
+1. "measure": dense for a few steps, for dense's own step time; gains are probed meanwhile.
+2. "floor": one window at the smallest CF, for its step time.
+3. "explore": one window for each candidate of the ladder; the floor follows where nothing is lost.
+4. "settled": the CF where compression throughput saturates, left and found again through epsilon;
+   or "stay dense", where no CF beats dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+from typing import Any, get_args
+
+from policies import checks
+from policies.average import weight_for
+from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
+from policies.choice import choose, nothing_lost
+from policies.evidence import Evidence
+from policies.ladder import SCALINGS, make_ladder
+from policies.reasons import change
+from policies.send_rule import MIN_OBSERVATIONS, Level, SendRule
+
+_STATE = ("phase", "floor", "rung", "chosen", "window_step", "reason", "verdict")
+
+
+class GraVAC(Policy):
+    """Gradient-variance-aware choice of one CF for the whole model.
+
+    epsilon: smallest gain worth sending, in (0, 1].
+    omega: relative change that counts as none, of gains (floor promotion) and of T_comp (choice).
+    window: steps that a candidate is judged on; those sent dense for want of gain do not count.
+    scaling, step_size: how the candidates grow (policies/ladder.py); step_size > 1.
+    gain: which gain decides: "gradient", "error_fed" (the paper) or "raw" (its released code).
+    allow_dense: measure dense first, and keep it if no CF beats it. False: send dense only where
+        no gain reaches epsilon.
+    dense_window: steps of that measurement; 0: no measurement.
+    hysteresis, cooldown (steps): around epsilon, see policies/send_rule.py.
+    """
+
+    name = "gravac"
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 0.3,
+        omega: float = 0.1,
+        window: int = 40,
+        scaling: str = "exponential",
+        step_size: float = 2.0,
+        gain: GainKind = "gradient",
+        allow_dense: bool = True,
+        dense_window: int = 10,
+        hysteresis: float = 0.1,
+        cooldown: int = 40,
+    ) -> None:
+        self.epsilon = checks.fraction("epsilon", epsilon)
+        self.omega = checks.fraction("omega", omega)
+        self.window = checks.whole("window", window, least=1)
+        self.scaling = checks.one_of("scaling", scaling, SCALINGS)
+        self.step_size = checks.real("step_size", step_size, above=1)
+        checks.one_of("gain", gain, get_args(GainKind))
+        self.gain: GainKind = gain
+        self.allow_dense = checks.flag("allow_dense", allow_dense)
+        self.dense_window = checks.whole("dense_window", dense_window, least=0)
+        self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
+        self.cooldown = checks.whole("cooldown", cooldown, least=1)
+        self._settings = dict(vars(self))
+        self._ladder: tuple[float, ...] = ()
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
+        cf_range = checks.cf_range(context.cf_range)
+        self._ladder = make_ladder(cf_range, self.scaling, self.step_size)
+        # A short window must still leave steps to send the candidate in.
+        believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
+        self._seen = Evidence(self.gain, weight_for(context.world_size), believed_after)
+        self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
+        self._floor = self._ladder[0]
+        self._rung = 1  # of the candidate
+        self._chosen: float | None = None  # until settled
+        self._window_step = 0
+        self._phase = "measure"
+        if not (self.allow_dense and self.dense_window):
+            self._phase = "floor"
+            self._rule.enter(Level.FLOOR)
+        self._reason = self._verdict = ""
+
+    def plan(self) -> Plan:
+        if not self._ladder:
+            raise RuntimeError("GraVAC needs start(context) before plan()")
+        return Plan(send=self._send, probe=self._probe, reason=self._reason)
+
+    @property
+    def _candidate(self) -> float | None:
+        """The CF above the floor: the one explored, or the one chosen."""
+        if self._phase == "settled":
+            return None if self._chosen == self._floor else self._chosen
+        return self._ladder[self._rung] if self._rung < len(self._ladder) else None
+
+    @property
+    def _send(self) -> float:
+        if self._rule.level == Level.CANDIDATE and self._candidate is not None:
+            return self._candidate
+        return self._floor if self._rule.level == Level.FLOOR else DENSE
+
+    @property
+    def _probe(self) -> tuple[float, ...]:
+        """What the send rule must know and sending does not show; nothing once all is well."""
+        send = self._send
+        if send == self._chosen:
+            return ()
+        wanted = (self._floor, self._candidate)
+        return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, send))
+
+    def observe(self, report: StepReport) -> None:
+        self._seen.observe(report, {self._send, *self._probe})
+        if self._phase == "stay dense":
+            self._reason = ""
+        elif self._window_ends():
+            self._window_step = 0
+            self._reason = self._end_window()
+        else:
+            self._reason = self._follow_rule()
+        self._seen.forget_all_but({self._send, *self._probe})
+
+    def _follow_rule(self) -> str:
+        """The three-way send rule; returns the reason if the plan changes."""
+        if self._phase == "measure":
+            return ""
+        sent = self._send
+        candidate = None if self._phase == "floor" else self._candidate
+        why = self._rule.step(self._seen.gain(self._floor), self._seen.gain(candidate))
+        return change(sent, self._send, why)
+
+    def _window_ends(self) -> bool:
+        if self._phase == "measure":
+            self._window_step += 1
+            return self._window_step >= self.dense_window
+        if self._phase == "settled" or self._rule.level == Level.DENSE:
+            return False
+        self._window_step += 1
+        return self._window_step >= self.window
+
+    def _end_window(self) -> str:
+        """Go on to the next window or phase; returns the reason if the plan changes."""
+        sent = self._send
+        if self._phase == "measure":
+            self._phase = "floor"
+            gain = self._seen.gain(self._floor)
+            if gain is not None and gain < self.epsilon:
+                return ""  # dense goes on, from now on for want of gain
+            self._rule.enter(Level.FLOOR)
+            known = "not known yet" if gain is None else f"{gain:.4g}"
+            return change(sent, self._send, f"{self.dense_window} dense steps done, gain {known}")
+        self._seen.judge(self._floor)
+        why = ""
+        if self._phase == "floor":
+            self._phase = "explore"
+        elif self._candidate is not None:
+            self._seen.judge(self._candidate)
+            if self.allow_dense and (hopeless := self._seen.hopeless()):
+                return self._stay_dense(hopeless)
+            why = self._promote(self._candidate)
+            self._rung += 1
+        if self._candidate is None:
+            return self._settle()
+        self._rule.enter(Level.FLOOR)  # free to move up once the candidate's gain is believed
+        return change(sent, self._send, why and f"{why}, next candidate {self._candidate:g}")
+
+    def _promote(self, candidate: float) -> str:
+        """Move the floor up to the candidate if that loses nothing; returns why (not)."""
+        gains = self._seen.gain(self._floor), self._seen.gain(candidate)
+        may, why = nothing_lost(*gains, omega=self.omega, epsilon=self.epsilon)
+        if not may:
+            return f"{why}, floor stays {self._floor:g}"
+        why += f", floor {self._floor:g} -> {candidate:g}"
+        self._floor = candidate
+        return why
+
+    def _settle(self) -> str:
+        """The ladder is used up: choose; returns the reason."""
+        sent = self._send
+        t_comp = self._seen.t_comp(self.epsilon)
+        dense = self._seen.t_sys(DENSE) if self.allow_dense else None
+        if t_comp:
+            self._chosen, why = choose(t_comp, dense, self.omega)
+        else:
+            self._chosen = self._floor
+            why = f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
+        if t_comp and self._chosen == DENSE:
+            return self._stay_dense(why)
+        self._phase = "settled"
+        self._floor = self._ladder[0]
+        self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
+        self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
+        return change(sent, self._send, f"settled, {why}")
+
+    def _stay_dense(self, why: str) -> str:
+        """No CF can beat dense: no more compression, no more probing; returns the reason."""
+        sent = self._send
+        self._phase = "stay dense"
+        self._chosen = DENSE
+        self._rule.enter(Level.DENSE)
+        self._verdict = f"GraVAC stays dense: {why}"
+        return change(sent, self._send, why)
+
+    def status(self) -> Mapping[str, float]:
+        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent."""
+        gain, t_sys = self._seen.gain(self._send), self._seen.t_sys(self._send)
+        numbers = {
+            "candidate": None if self._phase == "stay dense" else self._candidate,
+            "floor": self._floor,
+            "gain_floor": self._seen.gain(self._floor),
+            "gain_candidate": self._seen.gain(self._candidate),
+            "t_sys": t_sys,
+            "t_comp": None if gain is None or t_sys is None else gain * t_sys,
+            "epsilon": self.epsilon,
+        }
+        return {name: nan if number is None else number for name, number in numbers.items()}
+
+    def verdict(self) -> str:
+        return self._verdict
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": {**self._settings, "ladder": list(self._ladder)},
+            **{name: getattr(self, f"_{name}") for name in _STATE},
+            "seen": self._seen.state_dict(),
+            "rule": self._rule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After start(). Raises ValueError if the state is of other settings or another range."""
+        if not self._ladder:
+            raise RuntimeError("GraVAC needs start(context) before load_state_dict()")
+        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, state["settings"])
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
+        self._seen.load_state_dict(state["seen"])
+        self._rule.load_state_dict(state["rule"])

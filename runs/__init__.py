@@ -1,0 +1,1 @@
+"""Runnable jobs on top of the library: python -m runs --help."""

@@ -1,0 +1,102 @@
+"""DDP with and without the hook: step time and peak memory, in real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Fixed
+from runs.bench.timing import Row, interleaved, median_ratio
+
+WIDTH = 1024
+
+
+def _model(layers: int) -> nn.Module:
+    """`layers` linear layers of about a million parameters each."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def _step(model: DDP, x: Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    model(x).square().mean().backward()
+
+
+def _in_processes(workers: int, function: Any, *args: Any) -> Any:
+    """function(rank, *args) in `workers` fresh gloo processes; what rank 0 returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_work, args=(workers, folder, function, args), nprocs=workers)
+        return torch.load(f"{folder}/result", weights_only=False)
+
+
+def _work(rank: int, workers: int, folder: str, function: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers
+    )
+    result = function(rank, *args)
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _hook_times(rank: int, layers: int, rounds: int) -> dict[str, list[float]]:
+    torch.manual_seed(rank)
+    x = torch.randn(256, WIDTH)
+    plain, hooked = DDP(_model(layers)), DDP(_model(layers))
+    AdaptiveCompressor("none", policy="fixed").attach(hooked)
+    return interleaved(
+        {"no hook": lambda: _step(plain, x), "hook": lambda: _step(hooked, x)}, rounds, warmup=3
+    )
+
+
+def bench_hook(workers: int, layers: int, rounds: int) -> list[Row]:
+    """What the hook costs when it compresses nothing."""
+    times = _in_processes(workers, _hook_times, layers, rounds)
+    ratio = median_ratio(times["hook"], times["no hook"])
+    detail = ", ".join(f"{name} {1e3 * median(t):.0f} ms" for name, t in times.items())
+    return [Row("DDP step, base none, policy fixed: hook / no hook", ratio, "<= 1.03", detail)]
+
+
+def _peak(rank: int, layers: int, cf: float, momentum: bool) -> int:
+    """Peak resident bytes of this process after a few steps; CF 0 is DDP without a hook."""
+    torch.manual_seed(0)
+    model = DDP(_model(layers), gradient_as_bucket_view=True)
+    if cf:
+        AdaptiveCompressor(
+            "topk",
+            (min(cf, 10), 1000),
+            policy=Fixed(cf=cf),
+            memory="momentum" if momentum else "residual",
+            momentum=0.9 if momentum else None,
+        ).attach(model)
+    x = torch.randn(16, WIDTH)
+    for _ in range(5):
+        _step(model, x)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def bench_memory(workers: int, layers: int) -> list[Row]:
+    """Peak memory beyond DDP's own, in units of what is allowed."""
+    numel = sum(p.numel() for p in _model(layers).parameters())
+    bucket = 25 * 1024**2
+    without = _in_processes(workers, _peak, layers, 0.0, False)
+    rows = []
+    for cf in (10.0, 100.0, 1000.0):
+        for momentum in (False, True):
+            extra = _in_processes(workers, _peak, layers, cf, momentum) - without
+            allowed = 4 * numel * (2 if momentum else 1) + 1.5 * bucket
+            what = f"memory at CF {cf:g}, {'momentum' if momentum else 'residual'}: extra / allowed"
+            detail = f"{extra / 2**20:.0f} MiB, model {4 * numel / 2**20:.0f} MiB"
+            rows.append(Row(what, extra / allowed, "<= 1", detail))
+    return rows

@@ -1,0 +1,152 @@
+"""Ranks that differ as much as they can still take the same decisions in the same steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import Accordion, AdaptiveCompressor, Event, GraVAC, MemoryTimeline, Timeline
+from adaptive.timeline import StepRecord
+from compressors import TopK
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, batch, flat_parameters, small_net
+
+
+class _EveryRank(Timeline):
+    """Sees nothing on ranks other than 0, which is part of what is tested."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def step(self, record: StepRecord) -> None:
+        self.seen += 1
+
+    def event(self, event: Event) -> None:
+        self.seen += 1
+
+
+def _disagreeable(rank: int, policy: Any, slow_rank: int, steps: int) -> dict[str, Any]:
+    timeline = _EveryRank()
+    model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [steps // 2], gamma=0.1)
+    compressor = AdaptiveCompressor(
+        "topk", (2, 100), policy=policy, timeline=timeline, link="20mbit,100us"
+    ).attach(model, optimizer=optimizer)
+    plans, reports = [], []
+    observe = policy.observe
+
+    def record(report: Any) -> None:
+        reports.append(repr(report))
+        observe(report)
+
+    policy.observe = record
+    for step in range(steps):
+        if rank == slow_rank or (step + rank) % 7 == 0:
+            time.sleep(0.004)
+        optimizer.zero_grad()
+        x, y = batch(step, rank, torch.float32)
+        ((model(x * 3**rank) - y * (rank + 1)) ** 2).mean().backward()
+        plans.append(compressor.cf)
+        optimizer.step()
+        schedule.step()
+    return {
+        "plans": plans,
+        "reports": reports,
+        "parameters": flat_parameters(model),
+        "seen": timeline.seen,
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        GraVAC(epsilon=0.3, omega=0.2, window=8, dense_window=4),
+        GraVAC(epsilon=0.5, omega=0.2, window=5, gain="error_fed", scaling="geometric"),
+        Accordion(interval=7, eta=0.3),
+    ],
+    ids=["gradient", "error_fed", "accordion"],
+)
+def test_plans_reports_and_parameters_are_identical(policy: Any, world_size: int) -> None:
+    results = run_ranks(world_size, _disagreeable, policy, world_size - 1, 60)
+    assert len(set(results[0]["plans"])) > 1, "a policy that never moved proves nothing"
+    for other in results[1:]:
+        assert other["plans"] == results[0]["plans"]
+        assert other["reports"] == results[0]["reports"]
+        assert torch.equal(other["parameters"], results[0]["parameters"])
+    assert [bool(result["seen"]) for result in results] == [True] + [False] * (world_size - 1)
+
+
+class _RankDependent(TopK):
+    """Announces a payload that depends on the rank: a hang, if nobody looked."""
+
+    name = "rank-dependent"
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: Any = torch.float32) -> int:
+        return super().payload_nbytes(numel, cf * (1 + dist.get_rank()), dtype)
+
+
+def _error_of(rank: int, how: str) -> str:
+    model = DDP(small_net())
+    try:
+        if how == "sizes":
+            AdaptiveCompressor(_RankDependent(), (2, 10)).attach(model)
+        elif how == "settings":
+            AdaptiveCompressor("topk", (10, 100 + rank)).attach(model)
+        elif how == "twice":
+            AdaptiveCompressor().attach(model)
+            AdaptiveCompressor().attach(model)
+        elif how == "not ddp":
+            AdaptiveCompressor().attach(small_net())  # type: ignore[arg-type]
+        elif how == "other hook":
+            model.register_comm_hook(None, _other_hook)
+            AdaptiveCompressor().attach(model)
+        elif how == "unbound":
+            AdaptiveCompressor().state_dict()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("sizes", "RuntimeError: rank 1: compressor 'rank-dependent' announced"),
+        ("settings", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        ("twice", "RuntimeError: model is attached already"),
+        ("not ddp", "TypeError: model must be a DistributedDataParallel module, got Sequential"),
+        ("other hook", "RuntimeError: model has a communication hook already (_other_hook)"),
+        ("unbound", "RuntimeError: state_dict keys its contents by parameter name"),
+    ],
+)
+def test_errors_reach_every_rank_before_training(how: str, wanted: str) -> None:
+    for message in run_ranks(2, _error_of, how):
+        assert message.startswith(wanted)
+
+
+def _alone(rank: int) -> dict[str, Any]:
+    model = DDP(small_net())
+    timeline = MemoryTimeline()
+    compressor = AdaptiveCompressor(policy=Scripted([10.0]), timeline=timeline).attach(model)
+    for step in range(3):
+        x, y = batch(step, rank)
+        ((model(x) - y) ** 2).mean().backward()
+    compressor.flush()
+    return {"summary": compressor.summary(), "factors": [s.wire_factor for s in timeline.steps]}
+
+
+def test_a_world_of_one_works_and_sends_nothing() -> None:
+    (result,) = run_ranks(1, _alone)
+    assert result["summary"].bytes_sent == 0
+    assert result["summary"].wire_factor == 1
+    assert result["factors"] == [1, 1, 1]

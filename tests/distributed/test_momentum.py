@@ -1,0 +1,176 @@
+"""Momentum correction: the invariant holds of velocities, masking clears what was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, local_gradients, loss_of, small_net
+
+STEPS = 8
+
+
+def _velocity_invariant(rank: int, base: str, cfs: list[float], nesterov: bool) -> float:
+    model = DDP(small_net(), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=nesterov)
+    compressor = AdaptiveCompressor(base, (1.5, 1000), policy=Scripted(cfs), masking=False)
+    compressor.attach(model, optimizer=optimizer)
+    velocity: dict[str, Any] = {}
+    total: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
+    for step in range(STEPS):
+        for name, g in local_gradients(model, step, rank).items():
+            velocity[name] = 0.9 * velocity.get(name, 0) + g
+            direction = g + 0.9 * velocity[name] if nesterov else velocity[name]
+            total[name] = total.get(name, 0) + direction
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        for name, p in model.module.named_parameters():
+            sent[name] = sent.get(name, 0) + p.grad.flatten() * dist.get_world_size()
+        optimizer.step()
+    state = compressor.state_dict()
+    assert state["memory_kind"] == "momentum"
+    worst = 0.0
+    for name in total:
+        kept = state["memory"][name]
+        torch.testing.assert_close(kept["velocity"], velocity[name])
+        both = torch.stack([total[name], kept.get("residual", torch.zeros_like(total[name]))])
+        dist.all_reduce(both)
+        worst = max(worst, float((sent[name] + both[1] - both[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("base", ["topk", "randomk"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sent_plus_residual_is_the_sum_of_velocities(base: str, nesterov: bool) -> None:
+    worst = run_ranks(2, _velocity_invariant, base, [10.0, 1.0, 50.0, 50.0, 1.0, 3.0], nesterov)
+    assert max(worst) < 1e-12
+
+
+def _masked(rank: int, masking: float | bool, cf: float) -> list[tuple[int, int]]:
+    """For each parameter: velocities that are zero, and elements sent, after one step."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    policy = Scripted([cf])
+    compressor = AdaptiveCompressor("topk", (1, 1000), policy=policy, masking=masking)
+    compressor.attach(model, optimizer=optimizer)
+    loss_of(model, 0, rank).backward()
+    memory = compressor.state_dict()["memory"]
+    return [
+        (int((memory[name]["velocity"] == 0).sum()), max(1, int(p.numel() / cf)))
+        for name, p in model.module.named_parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("masking", "cf", "masks"),
+    [
+        (32.0, 40.0, True),
+        (32.0, 10.0, False),
+        (True, 10.0, True),
+        (False, 40.0, False),
+        (True, 1.0, False),
+    ],
+)
+def test_masking_clears_the_velocity_of_what_was_sent(
+    masking: float | bool, cf: float, masks: bool
+) -> None:
+    for counts in run_ranks(2, _masked, masking, cf):
+        for zeros, sent in counts:
+            assert zeros == (sent if masks and cf > 1 else 0)
+
+
+def _memory_kinds(rank: int) -> dict[str, str]:
+    def kind(optimizer_of: Any, **options: Any) -> str:
+        model = DDP(small_net())
+        compressor = AdaptiveCompressor(**options)
+        compressor.attach(model, optimizer=optimizer_of and optimizer_of(model.parameters()))
+        return compressor.state_dict()["memory_kind"]
+
+    sgd, plain = torch.optim.SGD, lambda p: torch.optim.SGD(p, lr=0.1)
+    found = {
+        "no optimizer": kind(None),
+        "sgd": kind(plain),
+        "sgd momentum": kind(lambda p: sgd(p, lr=0.1, momentum=0.9)),
+        "adamw": kind(torch.optim.AdamW),
+        "asked for residual": kind(lambda p: sgd(p, lr=0.1, momentum=0.9), memory="residual"),
+        "own momentum": kind(plain, memory="momentum", momentum=0.9),
+    }
+    for options, wanted in (
+        ({"memory": "momentum"}, "momentum must be given"),
+        ({"memory": "momentum", "momentum": 0.5}, "momentum must be None"),
+    ):
+        optimizer_of = plain if "momentum" not in options else lambda p: sgd(p, 0.1, 0.9)
+        with pytest.raises(ValueError, match=wanted):
+            kind(optimizer_of, **options)
+    return found
+
+
+def test_which_memory_is_used() -> None:
+    for found in run_ranks(2, _memory_kinds):
+        assert found == {
+            "no optimizer": "residual",
+            "sgd": "residual",
+            "sgd momentum": "momentum",
+            "adamw": "residual",
+            "asked for residual": "residual",
+            "own momentum": "momentum",
+        }
+
+
+def _clipped(rank: int, cf: float) -> tuple[list[float], list[float]]:
+    model = DDP(small_net())
+    policy = Scripted([cf])
+    compressor = AdaptiveCompressor("topk", (1, 100), policy=policy, clip_norm=0.01)
+    compressor.attach(model)
+    before = [float(g.norm()) for g in local_gradients(model, 0, rank).values()]
+    loss_of(model, 0, rank).backward()
+    memory = compressor.state_dict()["memory"]
+    total = [
+        float((p.grad.flatten() * 2 + _sum_over_ranks(memory.get(n, {}).get("residual"), p)).norm())
+        for n, p in model.module.named_parameters()
+    ]
+    return before, total
+
+
+def _sum_over_ranks(residual: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
+    summed = torch.zeros(p.numel(), dtype=p.dtype) if residual is None else residual.clone()
+    dist.all_reduce(summed)
+    return summed
+
+
+@pytest.mark.parametrize("cf", [1.0, 10.0])
+def test_local_gradients_are_clipped_before_they_are_accumulated(cf: float) -> None:
+    for before, total in run_ranks(2, _clipped, cf):
+        assert max(before) > 0.01  # there was something to clip
+        assert max(total) <= 2 * 0.01 / 2**0.5 + 1e-12  # two ranks, each at most 0.01 / sqrt(2)
+
+
+def _optimizer_after_step(rank: int) -> dict[str, Any]:
+    """The user's hyper-parameters are theirs again after step(), with a closure and an error."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
+    AdaptiveCompressor("topk", (1, 10), policy="fixed").attach(model, optimizer=optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank)
+        loss.backward()
+        return loss
+
+    first = float(optimizer.step(closure))
+    group = optimizer.param_groups[0]
+    after = {k: group[k] for k in ("momentum", "weight_decay", "nesterov", "dampening")}
+    return {"loss": first, **after}
+
+
+def test_closures_work_and_hyper_parameters_are_restored() -> None:
+    for found in run_ranks(2, _optimizer_after_step):
+        assert found.pop("loss") > 0
+        assert found == {"momentum": 0.9, "weight_decay": 0.1, "nesterov": False, "dampening": 0}

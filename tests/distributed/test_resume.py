@@ -1,0 +1,141 @@
+"""Stopping and going on, detaching and attaching again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import Accordion, AdaptiveCompressor, GraVAC, MemoryTimeline
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Clock, flat_parameters, loss_of, same, small_net
+
+STEPS, STOP = 50, 23
+
+POLICIES = {
+    "gravac": lambda: GraVAC(epsilon=0.3, omega=0.2, window=6, dense_window=3),
+    "error_fed": lambda: GraVAC(epsilon=0.4, omega=0.2, window=4, gain="error_fed"),
+    "accordion": lambda: Accordion(interval=5, eta=0.2),
+}
+
+
+class _Run:
+    """A training run that can be stopped into a state and started from one."""
+
+    def __init__(self, policy: str, base: str) -> None:
+        self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.001
+        )
+        self.clock = Clock()
+        self.timeline = MemoryTimeline()
+        self.compressor = AdaptiveCompressor(
+            base, (2, 100), policy=POLICIES[policy](), clock=self.clock, timeline=self.timeline
+        ).attach(self.model, optimizer=self.optimizer)
+
+    def train(self, rank: int, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            # Step times that differ from rank to rank and depend on what was sent.
+            self.clock.now = self.clock.now + 0.01 * (1 + rank) + 0.05 / self.compressor.cf
+            self.optimizer.zero_grad()
+            loss_of(self.model, step, rank).backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "compressor": self.compressor.state_dict(),
+            "clock": self.clock.now,
+        }
+
+    def load(self, rank: int, state: dict[str, Any]) -> None:
+        loss_of(self.model, 0, rank).backward()  # let DDP order its buckets
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.compressor.load_state_dict(state["compressor"])
+        self.clock.now = state["clock"]
+
+
+def _straight_and_resumed(rank: int, policy: str, base: str, path: str) -> dict[str, Any]:
+    straight = _Run(policy, base)
+    straight.train(rank, 0, STEPS)
+    stopped = _Run(policy, base)
+    stopped.train(rank, 0, STOP)
+    torch.save(stopped.state(), f"{path}/{rank}")
+    resumed = _Run(policy, base)
+    resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
+    resumed.train(rank, STOP, STEPS)
+    return {
+        "parameters": [flat_parameters(r.model) for r in (straight, resumed)],
+        "states": [r.compressor.state_dict() for r in (straight, resumed)],
+        "switches": straight.compressor.summary().switches,
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("base", ["topk", "randomk"])
+def test_resuming_equals_never_having_stopped(policy: str, base: str, tmp_path: Any) -> None:
+    for result in run_ranks(2, _straight_and_resumed, policy, base, str(tmp_path)):
+        assert result["switches"] > 0
+        assert torch.equal(*result["parameters"])
+        assert same(*result["states"])
+
+
+def _misfit(rank: int, what: str) -> str:
+    run = _Run("gravac", "topk")
+    run.train(rank, 0, 3)
+    state = run.compressor.state_dict()
+    if what == "world_size":
+        state["world_size"] = 7
+    if what == "memory":
+        state["memory"]["stranger"] = {}
+    with pytest.raises(ValueError, match="state:") as caught:
+        run.compressor.load_state_dict(state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["world_size", "memory"])
+def test_a_state_that_does_not_fit_is_refused(what: str) -> None:
+    wanted = {"world_size": "world_size is 7, expected 2", "memory": "no parameters stranger"}
+    for message in run_ranks(2, _misfit, what):
+        assert wanted[what] in message
+
+
+def _detached(rank: int) -> dict[str, Any]:
+    run = _Run("gravac", "topk")
+    run.train(rank, 0, 20)
+    had = run.compressor.state_dict()["memory"]
+    run.compressor.detach()
+    run.train(rank, 20, 30)
+    dense = run.compressor.cf
+    velocity = run.optimizer.state[next(run.model.parameters())]["momentum_buffer"].clone()
+    other = AdaptiveCompressor("randomk", (4, 4), policy="fixed")
+    other.attach(run.model, optimizer=run.optimizer)
+    run.train(rank, 30, 33)
+    other_cf = other.cf
+    other.detach()
+    run.compressor.attach(run.model, optimizer=run.optimizer)
+    run.train(rank, 33, 36)
+    return {
+        "had": len(had),
+        "dense": dense,
+        "other": other_cf,
+        "velocity": velocity,
+        "parameters": flat_parameters(run.model),
+        "steps": run.compressor.summary().steps,
+    }
+
+
+def test_detach_is_dense_and_something_can_be_attached_again() -> None:
+    results = run_ranks(2, _detached)
+    for result in results:
+        assert result["had"] > 0
+        assert result["dense"] == 1
+        assert result["other"] == 4
+        assert result["steps"] == 33  # its own 20, the 10 after detach, and the last 3
+        assert bool(result["parameters"].isfinite().all())
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert torch.equal(result["velocity"], results[0]["velocity"])

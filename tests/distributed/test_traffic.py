@@ -1,0 +1,70 @@
+"""The bytes that are reported are the bytes that the collectives were handed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, MemoryTimeline
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, loss_of, small_net
+
+
+def _count(rank: int, base: str, cfs: list[float], probe: list[float]) -> dict[str, Any]:
+    model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
+    timeline = MemoryTimeline()
+    compressor = AdaptiveCompressor(
+        base, (2, 100), policy=Scripted(cfs, tuple(probe)), timeline=timeline
+    ).attach(model)
+    counted = {"all_reduce": 0, "all_gather_single": 0, "calls": 0}
+
+    def counting(name: str, position: int) -> None:
+        original = getattr(dist, name)
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += args[position].numel() * args[position].element_size()
+            counted["calls"] += 1
+            return original(*args, **kwargs)
+
+        setattr(dist, name, collective)
+
+    counting("all_reduce", 0)
+    counting("all_gather_single", 1)
+    for step in range(6):
+        loss_of(model, step, rank).backward()
+    compressor.flush()
+    summary = compressor.summary()
+    return {
+        "counted": counted,
+        "payload": summary.payload_bytes,
+        "wire": summary.bytes_sent,
+        "floats": summary.floats_sent,
+        "dense": summary.dense_bytes,
+        "numel": sum(p.numel() for p in model.parameters()),
+        "recorded": sum(s.report.wire_bytes for s in timeline.steps),
+        "sizes": [p.numel() for p in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("base", ["none", "topk", "randomk"])
+def test_reported_bytes_are_the_bytes_handed_to_collectives(base: str, world_size: int) -> None:
+    cfs = [10.0, 1.0, 50.0]
+    results = run_ranks(world_size, _count, base, cfs, [20.0])
+    for rank, result in enumerate(results):
+        counted = result["counted"]
+        assert result["payload"] == counted["all_reduce"] + counted["all_gather_single"]
+        n = world_size
+        wire = counted["all_reduce"] * 2 * (n - 1) / n + counted["all_gather_single"] * (n - 1)
+        assert result["wire"] == pytest.approx(wire)
+        assert result["dense"] == pytest.approx(6 * 4 * result["numel"] * 2 * (n - 1) / n)
+        assert result["counted"] == results[0]["counted"]
+        if rank == 0:
+            assert result["recorded"] == pytest.approx(wire)
+        if base == "topk":
+            kept = {cf: sum(max(1, int(size / cf)) for size in result["sizes"]) for cf in cfs}
+            assert result["floats"] == 2 * sum(kept.values())

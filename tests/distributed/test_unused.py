@@ -1,0 +1,75 @@
+"""Parameters that a step does not use keep their residual to themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, batch, small_net
+
+
+class _TwoBranches(nn.Module):
+    """Uses one branch or the other, or both: 0, 1, 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([small_net(seed=0), small_net(seed=1)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        wanted = self.branches if which == 2 else [self.branches[which]]
+        return sum(branch(x) for branch in wanted)
+
+
+def _run(rank: int, cfs: list[float], momentum: float) -> float:
+    model = DDP(_TwoBranches(), find_unused_parameters=True, bucket_cap_mb=0.004)
+    compressor = AdaptiveCompressor(
+        "topk",
+        (1, 100),
+        policy=Scripted(cfs),
+        masking=False,
+        memory="momentum" if momentum else "residual",
+        momentum=momentum or None,
+    ).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    total: dict[str, Any] = {}
+    velocity: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
+    for step in range(12):
+        # Now and then a branch is unused on all ranks, and now and then on one only.
+        which = [0, 1, 2, (step + rank) % 2][step % 4]
+        x, y = batch(step, rank)
+        names, parameters = zip(*model.module.named_parameters(), strict=True)
+        loss = ((model.module(x, which) - y) ** 2).mean()
+        for name, g in zip(
+            names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+        ):
+            if g is not None:
+                velocity[name] = momentum * velocity.get(name, 0) + g.flatten()
+                total[name] = total.get(name, 0) + velocity[name]
+        optimizer.zero_grad()
+        ((model(x, which) - y) ** 2).mean().backward()
+        for name, p in model.module.named_parameters():
+            if p.grad is not None:
+                sent[name] = sent.get(name, 0) + p.grad.flatten() * dist.get_world_size()
+        optimizer.step()
+    memory = compressor.state_dict()["memory"]
+    worst = 0.0
+    for name, p in model.module.named_parameters():
+        kept = memory.get(name, {}).get("residual", torch.zeros(p.numel(), dtype=p.dtype))
+        both = torch.stack([total[name], kept])
+        dist.all_reduce(both)
+        worst = max(worst, float((sent[name] + both[1] - both[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("cfs", [[10.0], [10.0, 10.0, 1.0], [1.0]])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nothing_is_lost_where_parameters_go_unused(cfs: list[float], momentum: float) -> None:
+    assert max(run_ranks(2, _run, cfs, momentum)) < 1e-12

@@ -1,0 +1,117 @@
+"""Random-k: the same everywhere, nested, uniform, unbiased."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+import pytest
+import torch
+
+from compressors import Key, RandomK, kept
+from compressors.randomk import shared_indices
+
+
+def normal(numel: int) -> torch.Tensor:
+    return torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 64, 97, 1024, 1025, 5000, 30_030])
+def test_indices_are_a_permutation_with_nested_prefixes(numel):
+    for step in range(5):
+        indices = shared_indices(0, Key("w", step), numel, numel)
+        assert indices.dtype == np.int32
+        np.testing.assert_array_equal(np.sort(indices), np.arange(numel))
+        for k in (1, numel // 3, numel - 1):
+            np.testing.assert_array_equal(
+                shared_indices(0, Key("w", step), numel, k), indices[: max(0, k)]
+            )
+
+
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31 - 2, 2**30])
+def test_no_overflow_at_the_largest_sizes(numel):
+    """Against the definition, start + i * stride mod numel, in Python's integers."""
+    for step in range(5):
+        indices = shared_indices(1, Key("w", step), numel, 5000).tolist()
+        stride = (indices[1] - indices[0]) % numel
+        assert gcd(stride, numel) == 1
+        assert indices == [(indices[0] + i * stride) % numel for i in range(5000)]
+
+
+def test_indices_never_change_between_processes_or_versions():
+    """Ranks may be different processes on different machines: no hash() and no global state."""
+    assert shared_indices(0, Key("layer.weight", 3), 1000, 6).tolist() == [
+        995,
+        298,
+        601,
+        904,
+        207,
+        510,
+    ]
+
+
+def test_two_ranks_choose_alike_and_steps_names_seeds_differ():
+    def chosen(seed: int, key: Key) -> list[int]:
+        return shared_indices(seed, key, 10_000, 50).tolist()
+
+    assert chosen(0, Key("a", 1)) == chosen(0, Key("a", 1))
+    others = [chosen(0, Key("a", 2)), chosen(0, Key("b", 1)), chosen(1, Key("a", 1))]
+    assert chosen(0, Key("a", 1)) not in others
+
+    ranks = [RandomK(seed=4), RandomK(seed=4)]
+    gradients = [normal(1000), normal(1000).flip(0)]
+    key = Key("w", 9)
+    payloads = [c.compress(g, 10.0, key) for c, g in zip(ranks, gradients, strict=True)]
+    reduced = payloads[0].with_parts(payloads[0].parts[0] + payloads[1].parts[0])
+    expected = sum(c.decompress(p) for c, p in zip(ranks, payloads, strict=True))
+    torch.testing.assert_close(ranks[0].decompress(reduced), expected)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_decompressed_equals_reference(unbiased):
+    x = normal(1000)
+    compressor = RandomK(seed=2, unbiased=unbiased)
+    payload = compressor.compress(x, 7.0, Key("w", 1))
+    k = kept(1000, 7.0)
+    expected = np.zeros(1000)
+    indices = shared_indices(2, Key("w", 1), 1000, k)
+    expected[indices] = x.numpy()[indices] * (1000 / k if unbiased else 1)
+    np.testing.assert_allclose(compressor.decompress(payload).numpy(), expected, rtol=1e-15)
+    assert len(payload.parts) == 1
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("cf", [1.0, 1.5, 10.0])
+@pytest.mark.parametrize("factor", [1.0, 1.7, 10.0, 1e6])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 50_000])
+def test_recompress_equals_direct(numel, factor, cf, unbiased):
+    compressor, key, x = RandomK(seed=2, unbiased=unbiased), Key("w", 5), normal(numel)
+    further = compressor.recompress(compressor.compress(x, cf, key), factor)
+    direct = compressor.compress(x, cf * factor, key)
+    torch.testing.assert_close(further.parts[0], direct.parts[0], rtol=1e-14, atol=0)
+    if not unbiased:
+        assert torch.equal(further.parts[0], direct.parts[0])
+    total = float(x.square().sum())
+    assert further.energy == pytest.approx(direct.energy, rel=1e-12)
+    assert further.error == pytest.approx(direct.error, rel=1e-11, abs=1e-12 * total)
+    assert further.cf == direct.cf
+
+
+def test_every_element_is_equally_likely():
+    numel, k, steps = 60, 6, 20_000
+    counts = np.zeros(numel)
+    for step in range(steps):
+        counts[shared_indices(0, Key("w", step), numel, k)] += 1
+    expected = steps * k / numel
+    deviation = np.sqrt(expected * (1 - k / numel))
+    assert np.abs(counts - expected).max() < 4.5 * deviation
+
+
+def test_unbiased_on_average():
+    x = normal(50)
+    compressor, steps = RandomK(seed=6, unbiased=True), 6000
+    mean = torch.zeros(50, dtype=torch.float64)
+    for step in range(steps):
+        compressor.add_to(mean, compressor.compress(x, 5.0, Key("w", step)), 1 / steps)
+    deviation = x.abs() * (4 / steps) ** 0.5  # variance of one: x^2 (numel / k - 1)
+    assert ((mean - x).abs() < 4.5 * deviation).all()
