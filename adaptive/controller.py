@@ -227,10 +227,8 @@ class Controller:
             self.policy.observe(report)
         self._record(report, now)
         verdict = self.policy.verdict()
-        if verdict and verdict != self._verdict:
-            self._emit(Event(pending.step, pending.cf, pending.cf, verdict))
-            if self._writes:
-                log.warning("%s", verdict)
+        if verdict and verdict != self._verdict and self._writes:
+            log.warning("%s", verdict)
         self._verdict = verdict
 
     def _record(self, report: StepReport, now: float) -> None:

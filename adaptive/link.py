@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_RATE = re.compile(r"([0-9.]+)\s*([kmg]?)bit(?:/s|ps)?", re.IGNORECASE)
+_RATE = re.compile(r"([0-9.]+)\s*([kmg]?)(?:bit(?:/s|ps)?|bps)", re.IGNORECASE)
 _TIME = re.compile(r"([0-9.]+)\s*(us|ms|s)", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 

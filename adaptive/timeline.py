@@ -93,6 +93,10 @@ class JSONLTimeline(Timeline):
 
     def event(self, event: Event) -> None:
         self._write({"kind": "event", **asdict(event)})
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system, e.g. before a checkpoint."""
         self._file.flush()
 
     def close(self) -> None:

@@ -1,0 +1,37 @@
+"""Models written for the tasks, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from runs.models.gpt import byte_gpt
+from runs.models.lstm import byte_lstm
+from runs.models.resnet import resnet8, resnet18, resnet20
+from runs.models.vgg import vgg11, vgg16
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "lstm": byte_lstm,
+    "gpt": byte_gpt,
+    "resnet8": resnet8,
+    "resnet20": resnet20,
+    "resnet18": resnet18,
+    "vgg11": vgg11,
+    "vgg16": vgg16,
+}
+
+
+def make_model(name: str, **shape: int) -> nn.Module:
+    """Build a registered model.
+
+    `shape` is `vocab`, `length` for the language models, `in_channels`, `classes` for the image
+    models, and each model's own widths and depths. Weights come from torch's global RNG.
+    Raises ValueError for an unknown name, TypeError for a shape that the model does not have.
+    """
+    if name not in MODELS:
+        raise ValueError(f"model={name!r} is unknown; accepted: {', '.join(MODELS)}")
+    return MODELS[name](**shape)
+
+
+__all__ = ["MODELS", "make_model"]

@@ -1,0 +1,80 @@
+"""Residual networks for small images (He et al. 2015, section 4.2), 3 x 3 stem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _conv3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut (1 x 1 projection where the shape changes)."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv3(channels_in, channels_out, stride)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = _conv3(channels_out, channels_out)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                nn.BatchNorm2d(channels_out),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Stages of basic blocks, the first at full resolution, each later one at half the last.
+
+    `forward` maps images (batch, in_channels, height, width) to logits (batch, classes); any
+    height and width from 8 up.
+    """
+
+    def __init__(
+        self, blocks: Sequence[int], widths: Sequence[int], in_channels: int, classes: int
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = widths[0]
+        for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
+            for index in range(count):
+                stride = 2 if stage and not index else 1
+                layers.append(BasicBlock(channels, width, stride))
+                channels = width
+        self.stem = nn.Sequential(_conv3(in_channels, widths[0]), nn.BatchNorm2d(widths[0]))
+        self.stages = nn.Sequential(*layers)
+        self.head = nn.Linear(channels, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stages(F.relu(self.stem(images)))
+        logits: Tensor = self.head(features.mean(dim=(2, 3)))
+        return logits
+
+
+def resnet8(*, in_channels: int = 3, classes: int = 10, width: int = 16) -> nn.Module:
+    """One block a stage, `width`, 2 and 4 times `width` channels: 78 thousand parameters."""
+    return ResNet((1, 1, 1), (width, 2 * width, 4 * width), in_channels, classes)
+
+
+def resnet20(*, in_channels: int = 3, classes: int = 10, width: int = 16) -> nn.Module:
+    """Three blocks a stage, `width`, 2 and 4 times `width` channels: 0.27 million parameters."""
+    return ResNet((3, 3, 3), (width, 2 * width, 4 * width), in_channels, classes)
+
+
+def resnet18(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.Module:
+    """Two blocks in each of four stages, `width` to 8 times `width`: 11.2 million parameters."""
+    widths = (width, 2 * width, 4 * width, 8 * width)
+    return ResNet((2, 2, 2, 2), widths, in_channels, classes)

@@ -1,0 +1,76 @@
+"""Shapes, sizes and causality of the models."""
+
+import pytest
+import torch
+
+from runs.models import MODELS, make_model
+
+PARAMETERS = {  # of the default shapes; the image models' by hand from the papers' layer lists
+    "lstm": 986_624,
+    "gpt": 1_020_320,
+    "resnet8": 78_042,
+    "resnet20": 272_474,
+    "resnet18": 11_173_962,
+    "vgg11": 9_228_362,
+    "vgg16": 14_724_042,
+}
+NARROW = {"lstm": {"hidden": 24}, "gpt": {"width": 20}, "resnet18": {"width": 8}}
+IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Small tensors: more threads only get in each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def narrow(name, **shape):
+    default = {"width": 8} if name in IMAGE_MODELS else {}
+    return make_model(name, **(NARROW.get(name, default) | shape))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_count(name):
+    with torch.device("meta"):
+        model = make_model(name)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28)])
+def test_image_models_take_both_sizes(name, shape):
+    model = narrow(name, in_channels=shape[0], classes=7)
+    assert model(torch.randn(2, *shape)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gpt"])
+def test_language_models_see_only_the_past(name):
+    model = narrow(name, vocab=50, length=12)
+    symbols = torch.randint(50, (2, 12))
+    logits = model(symbols)
+    assert logits.shape == (2, 12, 50)
+    changed = symbols.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 50
+    other = model(changed)
+    torch.testing.assert_close(other[:, :7], logits[:, :7])
+    assert not torch.allclose(other[:, 7:], logits[:, 7:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_gets_a_gradient(name):
+    model = narrow(name)
+    inputs = torch.randn(2, 3, 32, 32) if name in IMAGE_MODELS else torch.randint(256, (2, 16))
+    model(inputs).square().sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_bad_names_and_shapes():
+    with pytest.raises(ValueError, match=r"model='alexnet'.*accepted: lstm, gpt"):
+        make_model("alexnet")
+    with pytest.raises(ValueError, match=r"heads=3 must divide width=16"):
+        make_model("gpt", width=16, heads=3)
+    with pytest.raises(ValueError, match=r"sequence of 9 symbols.*<= 8"):
+        make_model("gpt", length=8)(torch.zeros(1, 9, dtype=torch.int64))

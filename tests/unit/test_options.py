@@ -1,0 +1,79 @@
+"""Bad arguments: the error names the argument, the value and what is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from adaptive import AdaptiveCompressor, GraVAC, RandomK
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cf_range": (1000, 10)}, ["cf_range", "(1000, 10)", "low <= high"]),
+        ({"cf_range": (0, 10)}, ["cf_range", "(0, 10)", "1 <= low"]),
+        ({"cf_range": (10,)}, ["cf_range", "(10,)", "two finite numbers"]),
+        ({"cf_range": (NAN, 10)}, ["cf_range", "nan", "finite"]),
+        ({"cf_range": (10, float("inf"))}, ["cf_range", "inf", "finite"]),
+        ({"cf_range": "10"}, ["cf_range", "'10'"]),
+        ({"cf_range": (True, 10)}, ["cf_range", "True"]),
+        ({"base": "topp"}, ["base", "'topp'", "topk", "randomk", "none"]),
+        ({"policy": "gravacc"}, ["policy", "'gravacc'", "gravac", "accordion", "fixed"]),
+        ({"memory": "all"}, ["memory", "'all'", "residual", "momentum"]),
+        ({"momentum": 0.9}, ["momentum", "0.9", "memory='momentum'"]),
+        ({"memory": "momentum", "momentum": 1.5}, ["momentum", "1.5", "(0, 1)"]),
+        ({"masking": 0.5}, ["masking", "0.5", "CF >= 1"]),
+        ({"masking": "yes"}, ["masking", "'yes'"]),
+        ({"clip_norm": -1}, ["clip_norm", "-1", "> 0"]),
+        ({"samples_per_step": 0}, ["samples_per_step", "0", "> 0"]),
+        ({"link": "fast"}, ["link", "'fast'", "100mbit"]),
+        ({"link": "100mbit,slow"}, ["link", "100mbit,slow", "latency"]),
+        (
+            {"base": RandomK(unbiased=True), "memory": "residual"},
+            ["memory", "unbiased", "'residual'"],
+        ),
+    ],
+)
+def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=words[0]) as caught:
+        AdaptiveCompressor(**options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"base": 3}, ["base", "3"]),
+        ({"policy": GraVAC}, ["policy", "GraVAC"]),
+        ({"timeline": "logs"}, ["timeline", "MemoryTimeline"]),
+    ],
+)
+def test_type_errors(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(TypeError, match=words[0]) as caught:
+        AdaptiveCompressor(**options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["epsilon", "omega"])
+@pytest.mark.parametrize("value", [0, -0.1, 1.1, NAN])
+def test_thresholds_are_in_0_1(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        GraVAC(**{name: value})
+
+
+def test_only_a_ddp_model_can_be_attached() -> None:
+    with pytest.raises(TypeError, match="model must be a DistributedDataParallel"):
+        AdaptiveCompressor().attach(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["summary", "flush", "detach", "state_dict"])
+def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
+    with pytest.raises(RuntimeError, match="attach"):
+        getattr(AdaptiveCompressor(), call)()

@@ -1,0 +1,59 @@
+"""The strided sample, and the statistics vector that is summed over the ranks."""
+
+from __future__ import annotations
+
+from math import isnan, nan
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive.sample import SHARE, WHOLE, sample_stride, strided_sample
+from adaptive.tally import Agreed, Tally
+from compressors import TopK
+from compressors.base import Key
+
+
+@given(st.integers(0, 50_000_000))
+def test_the_sample_is_large_enough_and_small_enough(numel: int) -> None:
+    stride = sample_stride(numel)
+    taken = -(-numel // stride)
+    assert taken >= min(numel, WHOLE)
+    assert taken <= 2 * (WHOLE + numel // SHARE) + 1
+
+
+def test_a_small_tensor_is_its_own_sample() -> None:
+    grad = torch.randn(WHOLE)
+    assert strided_sample(grad) is grad
+
+
+def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(1_000_000, generator=generator) ** 3
+    key = Key("g")
+    for cf in (10.0, 100.0):
+        whole = TopK().compress(grad, cf, key)
+        sample = TopK().compress(strided_sample(grad), cf, key)
+        gains = [p.energy / (p.energy + p.error) for p in (whole, sample)]
+        assert gains[1] == pytest.approx(gains[0], rel=0.1)
+
+
+def test_what_is_summed_over_ranks_is_read_back() -> None:
+    vectors = []
+    for rank in range(3):
+        tally = Tally(cfs=(10.0, 20.0))
+        tally.grad, tally.total, tally.sample_total = 4.0, 8.0, 2.0
+        tally.kept, tally.error, tally.sample_error = [6.0, 4.0], [2.0, 4.0], [1.0, 1.5]
+        tally.seconds, tally.median_seconds = 0.1 * (rank + 1), 0.2
+        tally.compress_seconds, tally.exchange_seconds = 0.01, 0.02
+        tally.lr, tally.sum_norm = 0.5, nan
+        vectors.append(tally.vector())
+    agreed = Agreed.read(torch.stack(vectors).sum(0), (10.0, 20.0), 3)
+    assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
+    assert agreed.grad_norm == pytest.approx(2.0)  # root of the mean square
+    assert agreed.lr == pytest.approx(0.5)
+    assert isnan(agreed.sum_norm)
+    assert agreed.measurements[20.0].gain("error_fed") == pytest.approx(0.5)
+    assert agreed.measurements[10.0].gain("gradient") == pytest.approx(0.5)
+    assert agreed.measurements[20.0].gain("raw") == 1.0  # 12 / 12

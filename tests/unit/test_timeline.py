@@ -1,0 +1,120 @@
+"""The record: JSON lines that any parser reads, TensorBoard scalars, and the summary's table."""
+
+from __future__ import annotations
+
+import json
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from adaptive import Event, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
+from adaptive.summary import Totals
+from adaptive.tensorboard import TensorBoardTimeline
+from adaptive.timeline import SeveralTimelines, make_timeline
+from policies import Measurement
+
+MEASUREMENT = Measurement(
+    kept=3.0, error=1.0, total=4.0, grad=2.0, sample_error=0.5, sample_total=1.0
+)
+
+
+def _record(step: int, cf: float = 10.0) -> StepRecord:
+    report = StepReport(
+        step,
+        cf,
+        {cf: MEASUREMENT, 1 / 3: MEASUREMENT},
+        seconds=0.1,
+        compress_seconds=0.02,
+        exchange_seconds=0.03,
+        wire_bytes=100.0,
+        dense_wire_bytes=1000.0,
+        lr=nan,
+    )
+    return StepRecord(report, 1.5, 10.0, 7.5, {"candidate": 20.0, "floor": nan, "epsilon": 0.3})
+
+
+def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
+    timeline = JSONLTimeline(tmp_path / "deep" / "timeline.jsonl")
+    timeline.step(_record(0))
+    timeline.event(Event(1, 10.0, 20.0, "scale up"))
+    timeline.close()
+    again = JSONLTimeline(timeline.path, append=True)
+    again.step(_record(2, cf=1.5))
+    again.close()
+    lines = timeline.path.read_text().splitlines()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    first, event, last = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert first["kind"] == "step"
+    assert first["report"]["lr"] is None
+    assert first["wire_factor"] == 10
+    assert float(list(first["report"]["measurements"])[1]) == 1 / 3
+    assert event == {"kind": "event", "step": 1, "cf_before": 10, "cf": 20, "reason": "scale up"}
+    assert last["report"]["cf"] == 1.5
+
+
+def test_tensorboard_gets_grouped_scalars_and_switches(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path, interval=10)
+    for step in range(21):
+        timeline.step(_record(step, cf=10.0 if step < 13 else 20.0))
+    timeline.event(Event(13, 10.0, 20.0, "scale up 10 -> 20"))
+    timeline.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert {"cf/sent", "cf/candidate", "gain/error_fed", "gain/raw", "gain/gradient"} <= scalars
+    assert {"throughput/t_sys", "throughput/t_comp", "bytes/sent", "bytes/wire_factor"} <= scalars
+    assert {"time/step", "time/compress", "time/exchange", "time/rest"} <= scalars
+    assert "cf/floor" not in scalars  # it was not known
+    sent = [(e.step, e.value) for e in events.Scalars("cf/sent")]
+    assert sent == [(0, 10.0), (10, 10.0), (13, 20.0), (20, 20.0)]  # every tenth, and the switch
+    assert events.Scalars("gain/error_fed")[0].value == pytest.approx(0.75)
+    assert events.Scalars("gain/raw")[0].value == pytest.approx(1.0)  # 3 / 2, clipped
+    assert events.Tags()["tensors"] == ["policy/switch/text_summary"]
+
+
+def test_an_existing_writer_is_used_and_left_open(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    timeline = TensorBoardTimeline(writer)
+    timeline.step(_record(0))
+    timeline.close()
+    writer.add_scalar("own/value", 1.0, 0)  # still open
+    writer.close()
+
+
+def test_several_sinks_see_the_same() -> None:
+    sinks = [MemoryTimeline(), MemoryTimeline()]
+    several = make_timeline(sinks)
+    assert isinstance(several, SeveralTimelines)
+    several.step(_record(0))
+    several.event(Event(0, 1.0, 10.0, "why"))
+    assert sinks[0].steps[0] is sinks[1].steps[0]
+    assert sinks[0].events == sinks[1].events == [Event(0, 1.0, 10.0, "why")]
+
+
+def test_the_summary_prints_a_table() -> None:
+    totals = Totals(steps=4, switches=1, wire=2e6, payload=1_000_000, floats=5e5, dense=8e6)
+    totals.steps_at_cf = {1.0: 1, 10.0: 3}
+    totals.add_gain(10.0, MEASUREMENT)
+    totals.add_gain(10.0, Measurement(error=nan, total=nan))  # a step with a NaN is skipped
+    summary = totals.summary(10.0, "stays dense: because")
+    assert summary.mean_gain == {10.0: 0.75, 1.0: 1.0}
+    assert summary.wire_factor == 4
+    text = str(summary)
+    for words in (
+        "dense",
+        "75.0%",
+        "0.7500",
+        "1 switches",
+        "2 MB of 8 MB",
+        "factor 4.0",
+        "because",
+    ):
+        assert words in text
+    assert Totals.from_state(totals.state_dict()) == totals
