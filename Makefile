@@ -7,7 +7,8 @@ STAMP := $(VENV)/installed
 .PHONY: demo test lint bench clean
 
 demo: $(STAMP)
-	$(BIN)/python -m runs train --workers 2 --steps 300 --link 100mbit --log-dir logs/demo
+	rm -rf logs/demo
+	$(BIN)/python -m runs train --workers 2 --steps 300 --link 100mbit --checkpoint-every 100 --log-dir logs/demo
 	@echo "See it: $(BIN)/tensorboard --logdir logs/demo"
 
 test: $(STAMP) lint

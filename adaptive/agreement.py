@@ -6,10 +6,11 @@ problem, so all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from compressors import Compressor
 from compressors.base import Key
@@ -18,58 +19,65 @@ _TRIAL = 4096
 """Largest tensor that is compressed on trial."""
 
 
-def check_agreement(
-    settings: str,
-    compressor: Compressor,
-    cfs: Sequence[float],
-    sizes: Sequence[int],
-    group: dist.ProcessGroup,
-) -> None:
-    """Compare this rank's settings and payload sizes with everyone's. A collective.
+def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
+    """Run `prepare` on every rank and compare what it returns. A collective.
 
-    settings: what must be the same on every rank, readable. cfs: CFs that may be sent. sizes:
-    elements of each parameter. RuntimeError on every rank, saying which rank said what.
+    prepare: describes what must be alike on all ranks, in readable lines; may raise. Its error is
+    raised on the rank that has it, and a RuntimeError that quotes it on the others; a RuntimeError
+    on all of them if the descriptions differ.
     """
-    problem = "".join(_size_problems(compressor, cfs, sizes))
-    announced = [[compressor.payload_nbytes(n, cf) for n in sizes] for cf in cfs]
-    mine = (problem, settings, tuple(map(tuple, announced)))
-    everyone: list[tuple[str, str, tuple[tuple[int, ...], ...]]] = [mine] * dist.get_world_size(
-        group
-    )
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, (theirs, _, _) in enumerate(everyone):
+    error: Exception | None = None
+    description = problem = ""
+    try:
+        description = prepare()
+    except Exception as caught:  # the other ranks must hear of it, whatever it is
+        error, problem = caught, f"{type(caught).__name__}: {caught}"
+    everyone = [("", "")] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (problem, description), group=group)
+    if error is not None:
+        raise error
+    for rank, (theirs, _) in enumerate(everyone):
         if theirs:
-            raise RuntimeError(f"rank {rank}: {theirs}")
-    for rank, (_, theirs, _) in enumerate(everyone):
-        if theirs != everyone[0][1]:
-            raise RuntimeError(
-                f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
-                f"must be alike on all ranks:\n  rank 0: {everyone[0][1]}\n  rank {rank}: {theirs}"
-            )
-    for rank, (_, _, sent) in enumerate(everyone):
-        for cf, ours, others in zip(cfs, everyone[0][2], sent, strict=True):
-            for size, a, b in zip(sizes, ours, others, strict=True):
-                if a != b:
-                    raise RuntimeError(
-                        f"compressor {compressor.name!r} has payloads of different size on "
-                        f"different ranks: for {size} elements at CF {cf:g}, {a} bytes on rank 0 "
-                        f"and {b} on rank {rank}; payload_nbytes must depend on its arguments only"
-                    )
-
-
-def _size_problems(
-    compressor: Compressor, cfs: Sequence[float], sizes: Sequence[int]
-) -> Iterable[str]:
-    """Compress small tensors for real: does each payload have the size announced for it?"""
-    generator = torch.Generator().manual_seed(0)
-    for numel in {min(size, _TRIAL) for size in sizes}:
-        tensor = torch.randn(numel, generator=generator)
-        for cf in cfs:
-            made = compressor.compress(tensor, cf, Key("trial")).nbytes
-            announced = compressor.payload_nbytes(numel, cf)
-            if made != announced:
-                yield (
-                    f"compressor {compressor.name!r} announced {announced} bytes for {numel} "
-                    f"elements at CF {cf:g} and made {made}"
+            raise RuntimeError(f"rank {rank} failed to set up: {theirs}")
+    first = everyone[0][1].splitlines()
+    for rank, (_, theirs) in enumerate(everyone):
+        for ours, other in zip(first, theirs.splitlines(), strict=False):
+            if ours != other:
+                raise RuntimeError(
+                    f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
+                    f"must be alike on all ranks:\n  rank 0: {ours}\n  rank {rank}: {other}"
                 )
-                return
+
+
+def describe_sizes(compressor: Compressor, cfs: Sequence[float], sizes: Sequence[int]) -> str:
+    """The payload sizes of tensors of `sizes` elements at each CF, a line for each.
+
+    Small tensors are compressed for real: ValueError if a payload has not the size announced."""
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for cf in cfs:
+        for numel in sorted({min(size, _TRIAL) for size in sizes}):
+            made = compressor.compress(torch.randn(numel, generator=generator), cf, Key("trial"))
+            announced = compressor.payload_nbytes(numel, cf)
+            if made.nbytes != announced:
+                raise ValueError(
+                    f"compressor {compressor.name!r} announced {announced} bytes for {numel} "
+                    f"elements at CF {cf:g} and made {made.nbytes}; payload_nbytes must depend on "
+                    f"its arguments only"
+                )
+        announced_sizes = [compressor.payload_nbytes(size, cf) for size in sizes]
+        lines.append(f"payload bytes of {compressor.name!r} at CF {cf:g}: {announced_sizes}")
+    return "\n".join(lines)
+
+
+def check_model(model: object) -> DistributedDataParallel:
+    """`model` if it is DDP with real parameters; TypeError otherwise."""
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
+            f"it first: attach(DistributedDataParallel(model))"
+        )
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.is_complex():
+            raise TypeError(f"model must have real parameters, {name} is {p.dtype}")
+    return model

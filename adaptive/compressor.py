@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from adaptive.agreement import check_agreement
-from adaptive.controller import Controller
-from adaptive.exchange import Exchange
-from adaptive.handover import MomentumHandover, has_momentum
+from adaptive.agreement import check_model
 from adaptive.hook import adaptive_hook
-from adaptive.link import EmulatedLink, LinkSpec
-from adaptive.momentum import MomentumMemory, MomentumRule
+from adaptive.link import LinkSpec
+from adaptive.memory import MemoryChoice
 from adaptive.options import (
-    MEMORIES,
     check_cf_range,
-    check_choice,
-    check_masking,
-    check_momentum,
+    check_clock,
+    check_link,
+    check_optimizer,
     check_positive,
+    check_scaler,
 )
-from adaptive.reduce import BucketReducer
-from adaptive.residual import NoMemory, Residual, Slot
+from adaptive.session import Session, Settings
 from adaptive.summary import Summary
 from adaptive.timeline import Timeline, make_timeline
 from compressors import Compressor, make_compressor
-from compressors.norms import squared_norm
-from policies import DENSE, Context, Fixed, Policy, make_policy
+from policies import DENSE, Policy, make_policy
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
-
-log = logging.getLogger("adaptive")
 
 _STATE_VERSION = 1
 
 
 class _Attachment:
     """The hook's state on one DDP model. A hook can never be unregistered, so what is attached
-    changes here."""
+    changes here. Copies and pickles of the model leave the compressor behind."""
 
-    def __init__(self, compressor: AdaptiveCompressor) -> None:
+    def __init__(self, compressor: AdaptiveCompressor | None = None) -> None:
         self.compressor = compressor
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        if self.compressor is None:
+            raise RuntimeError("this copy of the model has no compressor: attach one")
         return self.compressor.reduce(bucket)
+
+    def __reduce__(self) -> tuple[type[_Attachment], tuple[()]]:
+        return _Attachment, ()
 
 
 class AdaptiveCompressor:
@@ -62,7 +57,8 @@ class AdaptiveCompressor:
 
     All ranks must make it alike. Only `base` and `cf_range` are positional.
 
-    base: name of a compressor ("topk", "randomk", "none") or a `Compressor`.
+    base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. One that cannot
+        compress ("none") sends dense, whatever the policy.
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "gravac", "accordion", "fixed" (which stays at cf_range[0]), or a `Policy`.
     memory: what becomes of what is not sent. "residual": error feedback. "momentum": momentum
@@ -78,6 +74,8 @@ class AdaptiveCompressor:
     timeline: a `Timeline` or several; rank 0 writes.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
+    process_group: of the model whose hook is registered without `attach` or `bind`; None: the
+        default group.
 
     ValueError or TypeError names the argument, its value and what is accepted.
     """
@@ -98,30 +96,23 @@ class AdaptiveCompressor:
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.base = make_compressor(base)
-        self.cf_range = check_cf_range(cf_range)
-        self.policy = make_policy(policy)
-        self.memory_kind = check_choice("memory", memory, MEMORIES)
-        self._momentum = check_momentum(momentum)
-        self._masking = check_masking(masking)
-        self._clip_norm = check_positive("clip_norm", clip_norm)
-        self._samples_per_step = check_positive("samples_per_step", samples_per_step)
-        self._timeline = make_timeline(timeline)
-        self._link = LinkSpec.parse(link) if isinstance(link, str) else link
-        self._clock = clock
-        self._check_memory()
-
+        compressor = make_compressor(base)
+        self._settings = Settings(
+            base=compressor,
+            cf_range=check_cf_range(cf_range),
+            policy=make_policy(policy),
+            memory=MemoryChoice(compressor, memory, momentum, masking),
+            clip_norm=check_positive("clip_norm", clip_norm),
+            samples_per_step=check_positive("samples_per_step", samples_per_step),
+            timeline=make_timeline(timeline),
+            link=check_link(link),
+            clock=check_clock(clock),
+        )
+        self._group = process_group
+        self._session: Session | None = None
         self._model: DistributedDataParallel | None = None
-        self._slots: dict[Tensor, Slot] = {}
-        self._optimizer: Optimizer | None = None
-        self._scaler: GradScaler | None = None
-        self._handover: MomentumHandover | None = None
-        self._memory: NoMemory = NoMemory()
-        self._exchange: Exchange | None = None
-        self._controller: Controller | None = None
-        self._reducer: BucketReducer | None = None
-        self._sum: dict[Slot, Tensor] = {}
 
     # -- attaching ---------------------------------------------------------------------------
 
@@ -140,23 +131,23 @@ class AdaptiveCompressor:
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
         """
-        if not isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
-                f"it first: attach(DistributedDataParallel(model))"
-            )
+        check_model(model)
         attachment = getattr(model, "_adaptive_attachment", None)
-        if self._model is not None or (attachment and not attachment.compressor.detached):
-            raise RuntimeError("model is attached already; detach() the compressor first")
+        before = attachment.compressor if attachment else None
+        if before is not None and not before.detached:
+            raise RuntimeError("model is attached already; detach() its compressor first")
         if attachment is None and model._comm_hooks:
-            name = model._comm_hooks[0][0].__name__
+            name = getattr(model._comm_hooks[0][0], "__name__", "?")
             raise RuntimeError(f"model has a communication hook already ({name}); DDP takes one")
         self.bind(model, optimizer=optimizer, scaler=scaler)
+        assert self._session is not None
         if attachment is None:
             attachment = _Attachment(self)
             object.__setattr__(model, "_adaptive_attachment", attachment)  # past nn.Module's own
             model.register_comm_hook(attachment, adaptive_hook)
-        else:
+        elif before is not self:
+            if before is not None and before._session is not None:
+                self._session.adopt(before._session)
             attachment.compressor = self
         return self
 
@@ -168,17 +159,20 @@ class AdaptiveCompressor:
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
-        calls `model.register_comm_hook(compressor, compressor.hook)`."""
-        resumed = self._model is model or (self._controller is not None and self._same_model(model))
-        self._optimizer, self._scaler = optimizer, scaler
-        if not resumed:
-            names = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            self._slots = {p: Slot(n.removeprefix("module."), p) for n, p in names}
-            self._start(model.process_group)
+        calls `model.register_comm_hook(compressor, compressor.hook)` afterwards."""
+        check_model(model)
+        check_optimizer(optimizer)
+        check_scaler(scaler)
+        session = self._session
+        if self._model is not None:
+            raise RuntimeError("the compressor is attached to a model already; detach() it first")
+        if session is not None and session.model is None:
+            raise RuntimeError("bind(model) must come before the first backward")
+        if session is not None and session.model is model:
+            session.attach_again(optimizer, scaler)
+        else:
+            self._session = Session(self._settings, model.process_group, model, optimizer, scaler)
         self._model = model
-        self._hand_over()
-        assert self._controller is not None
-        self._controller.forced_dense = False
         return self
 
     def detach(self) -> None:
@@ -186,15 +180,9 @@ class AdaptiveCompressor:
 
         The exchange is dense until something is attached again. What the residual holds is sent
         with the next step; velocities go back into the optimizer."""
-        if self._model is None or self._controller is None:
-            raise RuntimeError("the compressor is not attached to a model")
-        self._controller.flush()
-        self._controller.forced_dense = True
-        if self._handover is not None:
-            self._return_velocities(self._handover)
-            self._handover.release()
-            self._handover = None
-            self._set_memory(Residual())
+        if self._model is None or self._session is None:
+            raise RuntimeError("the compressor is not attached to a model: nothing to detach")
+        self._session.detach()
         self._model = None
 
     @property
@@ -205,58 +193,42 @@ class AdaptiveCompressor:
     # -- what it does ------------------------------------------------------------------------
 
     @property
+    def base(self) -> Compressor:
+        """The compressor that is wrapped."""
+        return self._settings.base
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that chooses the CF."""
+        return self._settings.policy
+
+    @property
     def cf(self) -> float:
         """The compression factor in use; 1 is dense."""
-        return self._controller.cf if self._controller else DENSE
+        return self._session.controller.cf if self._session else DENSE
 
     def summary(self) -> Summary:
         """What was sent so far; prints as a table."""
-        return self._running().summary()
+        return self._running().controller.summary()
 
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start."""
-        self._running().flush()
+        self._running().controller.flush()
 
     def close(self) -> None:
-        """At the end of training: take in the last step and close the timeline."""
-        if self._controller is not None:
-            self._controller.flush()
-        self._timeline.close()
+        """At the end of training: take in the last step and close the timeline. Steps after this
+        are no longer recorded."""
+        if self._session is not None:
+            self._session.controller.close()
+        else:
+            self._settings.timeline.close()
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient."""
-        if self._controller is None:
+        if self._session is None:
             # Hook registered without bind(): parameters are known by identity only.
-            self._start(_default_group())
-            self._set_memory(self._make_memory(None))
-        controller, reducer = self._running(), self._reducer
-        assert reducer is not None
-        if bucket.index() == 0:
-            controller.begin_step()
-        entered = controller.now()
-        buffer = bucket.buffer()
-        slots = [self._slot(p) for p in bucket.parameters()]
-        scale = self._loss_scale(buffer)
-        if scale is not None:
-            buffer.div_(scale)
-        plan, tally = controller.plan, controller.tally
-        on_mean = self._add_to_sum if plan.accumulate else None
-        if plan.send == DENSE:
-            done = reducer.dense(buffer, slots, controller.step, tally, on_mean)
-        else:
-            done = reducer.compressed(buffer, slots, plan.send, controller.step, tally, on_mean)
-        if bucket.is_last():
-            controller.end_step()
-        controller.hook_left(entered)
-
-        def finish(future: Future[Tensor]) -> Tensor:
-            mean = future.value()
-            if scale is not None:
-                mean.mul_(scale)
-            controller.bucket_done()
-            return mean
-
-        return done.then(finish)
+            self._session = Session(self._settings, self._group or _default_group())
+        return self._session.reduce(bucket)
 
     # -- state -------------------------------------------------------------------------------
 
@@ -267,203 +239,33 @@ class AdaptiveCompressor:
         DDP orders its buckets anew after the first backward, which changes the order of
         summation: for bit-identical resumption run one throwaway backward before
         `load_state_dict` (as `runs train --resume` does)."""
-        self._need_model("state_dict")
-        assert self._exchange is not None
-        memory = {slot.name: self._memory.state_dict(slot) for slot in self._slots.values()}
-        return {
-            "version": _STATE_VERSION,
-            "world_size": self._exchange.world_size,
-            "rank": self._exchange.rank,
-            "memory_kind": self._memory.name,
-            "memory": {name: state for name, state in memory.items() if state},
-            "sum": {slot.name: total.clone() for slot, total in self._sum.items()},
-            "controller": self._running().state_dict(),
-        }
+        return {"version": _STATE_VERSION, **self._named("state_dict").state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's `state_dict()`; same model, settings, number of ranks.
 
-        ValueError if the state does not fit."""
-        self._need_model("load_state_dict")
-        assert self._exchange is not None
-        for what, ours in (
-            ("version", _STATE_VERSION),
-            ("world_size", self._exchange.world_size),
-            ("rank", self._exchange.rank),
-            ("memory_kind", self._memory.name),
-        ):
-            if state[what] != ours:
-                raise ValueError(f"state: {what} is {state[what]!r}, expected {ours!r}")
-        by_name = {slot.name: slot for slot in self._slots.values()}
-        unknown = sorted(set(state["memory"]) - set(by_name))
-        if unknown:
-            raise ValueError(f"state: the model has no parameters {', '.join(unknown)}")
-        for name, slot in by_name.items():
-            self._memory.load_state_dict(slot, state["memory"].get(name, {}))
-        self._sum = {by_name[name]: total.clone() for name, total in state["sum"].items()}
-        self._running().load_state_dict(
-            state["controller"], same_clock=self._clock is not time.perf_counter
-        )
-
-    # -- inside ------------------------------------------------------------------------------
-
-    def _check_memory(self) -> None:
-        if self.memory_kind == "residual" and not self.base.error_feedback:
+        ValueError, with nothing changed, if the state does not fit. An injected clock must go on
+        from where it stood; the real one does not, and the interval is not timed."""
+        session = self._named("load_state_dict")
+        if state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"memory must be 'none' or 'auto' for base {self.base.name!r} as configured: it is "
-                f"unbiased, and feeding its scaled-up error back diverges; got 'residual'"
+                f"state: version is {state.get('version')!r}, expected {_STATE_VERSION}"
             )
-        if self._momentum is not None and self.memory_kind != "momentum":
-            raise ValueError(
-                f"momentum is for memory='momentum', got momentum={self._momentum!r} with "
-                f"memory={self.memory_kind!r}"
-            )
+        same_clock = self._settings.clock is not time.perf_counter
+        session.load_state_dict(state, same_clock)
 
-    def _start(self, group: dist.ProcessGroup) -> None:
-        """Set everything up for one process group, and check that all ranks did so alike."""
-        link = EmulatedLink(self._link) if self._link else None
-        self._exchange = Exchange(group, link)
-        world_size = self._exchange.world_size
-        sizes = [p.numel() for p in self._slots]
-        low, high = (self.base.supported(cf, max(sizes, default=1)) for cf in self.cf_range)
-        if high == DENSE:
-            self.policy = Fixed(cf=DENSE)
-        self.policy.start(Context((low, high), world_size))
-        settings = (
-            f"base={self.base.name!r}, cf_range={self.cf_range}, policy={self.policy.name!r} "
-            f"{self.policy.state_dict()}, "
-            f"memory={self.memory_kind!r}, momentum={self._momentum}, masking={self._masking}, "
-            f"clip_norm={self._clip_norm}, parameters={len(sizes)} of {sum(sizes)} elements"
-        )
-        check_agreement(settings, self.base, sorted({low, high}), sizes, group)
-        if world_size == 1 and self._exchange.rank == 0:
-            log.warning("world size is 1: there is nobody to send gradients to")
-        self._controller = Controller(
-            self.policy,
-            self._exchange,
-            self._timeline,
-            self._clock,
-            lambda: sum(p.numel() for p in self._slots),
-            self._floats_at,
-            self._samples_per_step,
-        )
-        self._controller.sum_reader = self._read_sum
-        self._controller.lr = self._learning_rate
-
-    def _hand_over(self) -> None:
-        """Choose the memory now that the optimizer is known, and take its momentum over."""
-        if not isinstance(self._optimizer, SGD) or not has_momentum(self._optimizer):
-            self._set_memory(self._make_memory(None))
-            return
-        if self.memory_kind == "momentum" and self._momentum is not None:
-            raise ValueError(
-                f"momentum must be None when an optimizer with momentum is handed over: its own "
-                f"setting is used; got momentum={self._momentum!r}"
-            )
-        if self.memory_kind in ("residual", "none") or not self.base.error_feedback:
-            self._set_memory(self._make_memory(None))
-            return
-        assert self._model is not None
-        own: set[Tensor] = set(self._model.parameters())
-        self._handover = MomentumHandover(self._optimizer, self._slots, own)
-        self._set_memory(self._make_memory(self._handover))
-
-    def _make_memory(self, handover: MomentumHandover | None) -> NoMemory:
-        if not self.base.error_feedback:
-            return NoMemory()
-        if handover is not None:
-            return MomentumMemory(
-                handover.rule, handover.has_buffer, self._masking, self._maybe_unused
-            )
-        if self.memory_kind == "momentum":
-            if self._momentum is None:
-                raise ValueError(
-                    "momentum must be given for memory='momentum' when no SGD optimizer with "
-                    "momentum is handed over: AdaptiveCompressor(memory='momentum', momentum=0.9) "
-                    "or attach(model, optimizer=optimizer)"
-                )
-            rule = MomentumRule(self._momentum)
-            return MomentumMemory(
-                lambda _: rule, lambda _: False, self._masking, self._maybe_unused
-            )
-        return NoMemory() if self.memory_kind == "none" else Residual()
-
-    def _set_memory(self, memory: NoMemory) -> None:
-        assert self._exchange is not None
-        self._memory = memory
-        clip = self._clip_norm
-        if clip is not None:
-            clip /= sqrt(self._exchange.world_size)
-        self._reducer = BucketReducer(self.base, memory, self._exchange, clip)
-
-    def _return_velocities(self, handover: MomentumHandover) -> None:
-        """The ranks' mean velocities go where SGD keeps its own."""
-        assert self._exchange is not None
-        for slot in self._slots.values():
-            if slot.residual is not None:  # from velocities to a gradient that adds up to them
-                slot.residual.mul_(1 - handover.rule(slot).momentum)
-            velocity = slot.velocity if slot.velocity is not None else slot.zeros()
-            mean = self._exchange.all_reduce(velocity / self._exchange.world_size).wait()
-            if slot.started:
-                handover.give_back(slot, mean)
-            slot.velocity, slot.started, slot.fresh = None, False, False
-        self._exchange.take_traffic()
-
-    def _slot(self, param: Tensor) -> Slot:
-        slot = self._slots.get(param)
-        if slot is None:
-            if self._model is not None:
-                raise RuntimeError("the bucket holds a parameter that the bound model has not")
-            slot = self._slots[param] = Slot(f"parameter{len(self._slots)}", param)
-        return slot
-
-    def _floats_at(self, cf: float) -> float:
-        if cf == DENSE:
-            return float(sum(p.numel() for p in self._slots))
-        return sum(self.base.floats(p.numel(), cf) for p in self._slots)
-
-    def _add_to_sum(self, slot: Slot, mean: Tensor) -> None:
-        total = self._sum.get(slot)
-        if total is None:
-            total = self._sum[slot] = slot.zeros()
-        total.add_(mean)
-
-    def _read_sum(self) -> float:
-        """Norm of the sum of the decoded means since the last reading; a new sum begins."""
-        energy = 0.0
-        for total in self._sum.values():
-            energy += squared_norm(total)
-            total.zero_()
-        return sqrt(energy)
-
-    def _learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer else float("nan")
-
-    def _loss_scale(self, buffer: Tensor) -> Tensor | None:
-        """The loss scale as a tensor, never read on the host; None without an active scaler."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        one = torch.ones((), dtype=torch.float32, device=buffer.device)
-        return self._scaler.scale(one).to(buffer.dtype)
-
-    def _maybe_unused(self) -> bool:
-        model = self._model
-        return model is None or model.find_unused_parameters or model.static_graph
-
-    def _same_model(self, model: DistributedDataParallel) -> bool:
-        return set(self._slots) == {p for p in model.parameters() if p.requires_grad}
-
-    def _need_model(self, what: str) -> None:
-        if self._model is None:
+    def _named(self, what: str) -> Session:
+        if self._session is None or self._session.model is None:
             raise RuntimeError(
                 f"{what} keys its contents by parameter name, which needs the model: "
                 f"attach(model) or bind(model) first"
             )
+        return self._session
 
-    def _running(self) -> Controller:
-        if self._controller is None:
+    def _running(self) -> Session:
+        if self._session is None:
             raise RuntimeError("the compressor is not attached to a model: attach(model) first")
-        return self._controller
+        return self._session
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import isfinite, nan
+from dataclasses import dataclass, replace
+from math import nan
 from statistics import median
 from typing import Any
+
+import torch
 
 from adaptive.exchange import Exchange, PendingSum, Traffic, reduce_wire_bytes
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Agreed, Tally
-from adaptive.timeline import Event, StepRecord, Timeline
+from adaptive.timeline import Event, SafeTimeline, StepRecord, Timeline
 from policies import DENSE, Plan, Policy, StepReport
 
 log = logging.getLogger("adaptive")
@@ -78,7 +80,7 @@ class Controller:
         self.lr: Callable[[], float] = lambda: nan
         self.forced_dense = False
         self._exchange = exchange
-        self._timeline = timeline
+        self._timeline = SafeTimeline(timeline)
         self._writes = exchange.rank == 0
         self._clock = clock
         self._floats = floats
@@ -90,7 +92,7 @@ class Controller:
         self._timing: _Timing | None = None
         self._last_wire = nan
         self._started_at: float | None = None
-        self._verdict = ""
+        self._told: list[str] = []
 
     @property
     def dense_wire_bytes(self) -> float:
@@ -102,7 +104,12 @@ class Controller:
         now = self._clock()
         self._observe_pending(now)
         timed = self._time_last_step(now)
-        plan = self.policy.plan() if not self.forced_dense else Plan(DENSE, reason="detached")
+        if self.forced_dense:
+            plan = Plan(DENSE, reason="detached")
+        else:
+            plan = self.policy.plan()
+            if self.plan.reason == "detached" and not plan.reason:
+                plan = replace(plan, reason="attached again")
         if plan.send != self.cf and self.step > 0:
             self._totals.switches += 1
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
@@ -139,9 +146,9 @@ class Controller:
     def now(self) -> float:
         return self._clock()
 
-    def end_step(self) -> None:
+    def end_step(self, device: torch.device) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics."""
-        vector = self._exchange.sum_later(self.tally.vector())
+        vector = self._exchange.sum_later(self.tally.vector().to(device))
         traffic = self._exchange.take_traffic()
         assert self._timing is not None
         self._timing.wire = traffic.wire
@@ -161,6 +168,12 @@ class Controller:
         """Take in the last step's statistics now (the next step would have)."""
         self._observe_pending(self._clock())
 
+    def close(self) -> None:
+        """Take in the last step and close the timeline; later steps are not recorded."""
+        self.flush()
+        self._timeline.close()
+        self._timeline = SafeTimeline(Timeline())
+
     def summary(self) -> Summary:
         return self._totals.summary(self.cf, self.policy.verdict())
 
@@ -174,7 +187,9 @@ class Controller:
             "totals": self._totals.state_dict(),
             "times": [(cf, list(times)) for cf, times in self._times.items()],
             "timing": None if timing is None else vars(timing).copy(),
-            "verdict": self._verdict,
+            "told": list(self._told),
+            "started_at": self._started_at,
+            "saved_at": self._clock(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
@@ -189,7 +204,10 @@ class Controller:
         self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
         saved = state["timing"]
         self._timing = _Timing(**saved) if saved and same_clock else None
-        self._verdict = state["verdict"]
+        self._told = list(state["told"])
+        self._started_at = state["started_at"]
+        if self._started_at is not None and not same_clock:
+            self._started_at += self._clock() - state["saved_at"]
 
     def _time_last_step(self, now: float) -> _Timing | None:
         """The last step's timing, entered in the books; None if it is not to be counted: the
@@ -227,28 +245,28 @@ class Controller:
             self.policy.observe(report)
         self._record(report, now)
         verdict = self.policy.verdict()
-        if verdict and verdict != self._verdict and self._writes:
+        if verdict and verdict not in self._told and self._writes:
             log.warning("%s", verdict)
-        self._verdict = verdict
+            self._told.append(verdict)
 
     def _record(self, report: StepReport, now: float) -> None:
         if not self._writes:
             return
         if self._started_at is None:
             self._started_at = now
+        status = dict(self.policy.status())
         seconds = report.median_seconds
-        t_sys = self._samples / seconds if isfinite(seconds) and seconds > 0 else nan
+        t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
         measured = report.measurements.get(report.timed_cf)
-        gain = (
-            1.0
-            if report.timed_cf == DENSE
-            else measured.gain(self.policy.gain)
-            if measured
-            else nan
-        )
+        gain = measured.gain(self.policy.gain) if measured else nan
+        t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
         self._timeline.step(
             StepRecord(
-                report, now - self._started_at, t_sys, t_sys * gain, dict(self.policy.status())
+                report,
+                now - self._started_at,
+                t_sys * self._samples,
+                t_comp * self._samples,
+                status,
             )
         )
 

@@ -6,6 +6,8 @@ future's callback (callbacks run in an order that differs between ranks).
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +17,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.link import EmulatedLink
+
+
+@atexit.register
+def _let_threads_finish() -> None:
+    """A thread of the process group that is still in Python when the interpreter is taken down
+    aborts the process (torch 2.13, plain DDP too): give them the moment that they need."""
+    time.sleep(0.05)
 
 
 @dataclass

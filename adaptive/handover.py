@@ -12,6 +12,7 @@ this is linear, a buffer that was there before simply goes on decaying.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from adaptive.exchange import Exchange
 from adaptive.momentum import MomentumRule
 from adaptive.residual import Slot
+
+log = logging.getLogger("adaptive")
 
 _NEUTRAL = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 
@@ -43,6 +47,7 @@ class MomentumHandover:
         self._saved: list[dict[str, Any]] | None = None
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
+        self._reduced = self._warned = False
         for index, group in enumerate(optimizer.param_groups):
             if group["momentum"] and not all(p in own for p in group["params"]):
                 raise ValueError(
@@ -67,21 +72,56 @@ class MomentumHandover:
         state = self._optimizer.state.get(slot.param, {})
         return state.get("momentum_buffer") is not None
 
-    def release(self) -> None:
+    def unhook(self) -> None:
         """Stop watching; the optimizer applies its own momentum again."""
         self._restore()
         for hook in self._hooks:
             hook.remove()
 
-    def give_back(self, slot: Slot, velocity: Tensor) -> None:
-        """Add the mean velocity of all ranks to SGD's own buffer."""
-        state = self._optimizer.state[slot.param]
-        shaped = velocity.view_as(slot.param).to(slot.param.dtype)
+    def expect_step(self) -> None:
+        """Called at each synchronised backward: warns, once, if the optimizer has not stepped
+        since the last, since each of them moves the velocities."""
+        if self._reduced and not self._warned:
+            log.warning(
+                "two synchronised backward passes without optimizer.step() in between: each moves "
+                "the momentum; accumulate gradients under model.no_sync()"
+            )
+            self._warned = True
+        self._reduced = True
+
+    def give_back(self, exchange: Exchange) -> None:
+        """Add the ranks' mean velocities to SGD's own buffers, and turn each residual from a sum
+        of velocities into a gradient. A collective."""
+        for slot in self._slots.values():
+            if slot.residual is not None:
+                slot.residual.mul_(1 / self._gradient_to_velocity(slot))
+            velocity = slot.velocity if slot.velocity is not None else slot.zeros()
+            mean = exchange.sum_later(velocity / exchange.world_size).wait()
+            exchange.take_traffic()  # no step's
+            if slot.started:
+                self._add_to_buffer(slot, mean)
+
+    def to_velocity(self, slot: Slot) -> None:
+        """Turn a residual that was kept as a gradient into a sum of velocities."""
+        if slot.filled and slot.residual is not None:
+            slot.residual.mul_(self._gradient_to_velocity(slot))
+
+    def _gradient_to_velocity(self, slot: Slot) -> float:
+        """What a gradient adds up to once momentum is through with it."""
+        rule = self.rule(slot)
+        if rule.dampening == 1:
+            return 1.0
+        return (1 - rule.dampening) / (1 - rule.momentum) if rule.momentum else 1.0
+
+    def _add_to_buffer(self, slot: Slot, mean: Tensor) -> None:
+        p, state = slot.param, self._optimizer.state[slot.param]
         index = self._group_index(slot)
         if index is not None and self._optimizer.param_groups[index].get("maximize"):
-            shaped = -shaped
+            mean = -mean
+        # DDP's buckets hold a parameter's elements in the order of memory.
+        shaped = mean.to(p.dtype).as_strided(p.size(), p.stride())
         buffer = state.get("momentum_buffer")
-        state["momentum_buffer"] = shaped.clone() if buffer is None else buffer.add_(shaped)
+        state["momentum_buffer"] = shaped if buffer is None else buffer.add_(shaped)
 
     def _group_index(self, slot: Slot) -> int | None:
         groups = self._optimizer.param_groups
@@ -94,6 +134,7 @@ class MomentumHandover:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._restore()  # a step that raised never came to its post-hook
+        self._reduced = False
         args, kwargs = _run_closure(args, kwargs)
         for group in optimizer.param_groups:
             if group["momentum"]:

@@ -29,9 +29,10 @@ class LinkSpec:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.bits_per_second < float("inf"):
+        if isinstance(self.bits_per_second, str) or not 0 < self.bits_per_second < float("inf"):
             raise ValueError(
-                f"bits_per_second must be positive and finite, got {self.bits_per_second!r}"
+                f"bits_per_second must be a positive, finite number, got {self.bits_per_second!r}"
+                f"; LinkSpec.parse reads text"
             )
         if not 0 <= self.latency < float("inf"):
             raise ValueError(f"latency must be >= 0 seconds and finite, got {self.latency!r}")

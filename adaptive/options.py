@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
+from numbers import Real
 from typing import Any
+
+from torch.optim import Optimizer
+
+from adaptive.link import LinkSpec
 
 MEMORIES = ("auto", "residual", "momentum", "none")
 
 
+def is_number(value: Any) -> bool:
+    """True for a finite real number, numpy's included; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
 def check_cf_range(cf_range: Any) -> tuple[float, float]:
     """(smallest, largest) as floats. ValueError unless 1 <= smallest <= largest, finite."""
-    wanted = (
+    pair = tuple(cf_range) if isinstance(cf_range, Sequence) else ()
+    if len(pair) == 2 and all(is_number(cf) for cf in pair):
+        low, high = float(pair[0]), float(pair[1])
+        if 1 <= low <= high:
+            return low, high
+    raise ValueError(
         f"cf_range must be two finite numbers (low, high) with 1 <= low <= high, got {cf_range!r}"
     )
-    if not isinstance(cf_range, Sequence) or isinstance(cf_range, str) or len(cf_range) != 2:
-        raise ValueError(wanted)
-    if not all(isinstance(cf, (int, float)) and not isinstance(cf, bool) for cf in cf_range):
-        raise ValueError(wanted)
-    low, high = map(float, cf_range)
-    if not (isfinite(low) and isfinite(high) and 1 <= low <= high):
-        raise ValueError(wanted)
-    return low, high
 
 
 def check_choice(argument: str, value: Any, accepted: Sequence[str]) -> str:
@@ -35,11 +42,7 @@ def check_positive(argument: str, value: Any) -> float | None:
     """`value` as a float, or None; ValueError unless it is a finite number > 0."""
     if value is None:
         return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < float("inf")
-    ):
+    if not is_number(value) or value <= 0:
         raise ValueError(f"{argument} must be a finite number > 0 or None, got {value!r}")
     return float(value)
 
@@ -48,7 +51,7 @@ def check_momentum(value: Any) -> float | None:
     """`value` as a float, or None; ValueError unless it is in (0, 1)."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+    if not is_number(value) or not 0 < value < 1:
         raise ValueError(f"momentum must be a number in (0, 1) or None, got {value!r}")
     return float(value)
 
@@ -57,6 +60,34 @@ def check_masking(value: Any) -> float:
     """The smallest CF at which velocities are masked: True is every CF above 1, False none."""
     if isinstance(value, bool):
         return 1.0 if value else float("inf")
-    if isinstance(value, (int, float)) and value >= 1:
+    if is_number(value) and value >= 1:
         return float(value)
     raise ValueError(f"masking must be True, False or a CF >= 1 from which to mask, got {value!r}")
+
+
+def check_link(link: Any) -> LinkSpec | None:
+    """A `LinkSpec` from itself or from text, or None; TypeError for anything else."""
+    if isinstance(link, str):
+        return LinkSpec.parse(link)
+    if link is None or isinstance(link, LinkSpec):
+        return link
+    raise TypeError(f"link must be a rate such as '100mbit', a LinkSpec or None, got {link!r}")
+
+
+def check_clock(clock: Any) -> Callable[[], float]:
+    """`clock` if it can be called; TypeError otherwise."""
+    if not callable(clock):
+        raise TypeError(f"clock must be a function that returns seconds, got {clock!r}")
+    return clock
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """TypeError unless it is a torch optimizer or None."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {optimizer!r}")
+
+
+def check_scaler(scaler: Any) -> None:
+    """TypeError unless it scales a loss as a GradScaler does, or is None."""
+    if scaler is not None and not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")

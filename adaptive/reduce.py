@@ -93,6 +93,7 @@ class BucketReducer:
         `tally.cfs` are measured on what is sent."""
         untouched = not tally.cfs and self._clip_norm is None
         if untouched and all(self._memory.idle(slot) for slot in slots):
+            tally.grad = nan  # not measured
             return self.plain(buffer, slots, on_mean)
         parts = self._parts(buffer, slots, step, tally)
         finite = _finite(parts)
@@ -143,8 +144,10 @@ class BucketReducer:
         wire = pack(compressor, payloads, cf, dtype)
         numels, keys = [part.grad.numel() for part in parts], [part.key for part in parts]
 
+        senders = 1 if compressor.linear else self._exchange.world_size
+
         def finish(future: Future[Tensor]) -> Tensor:
-            rows = future.value().view(torch.uint8).view(-1, wire.numel())
+            rows = future.value().view(torch.uint8).view(senders, wire.numel())
             received = [unpack(compressor, row, numels, cf, dtype, keys) for row in rows]
             if any(compressor.is_poisoned(payload) for rank in received for payload in rank):
                 for part, _ in touched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,16 @@ class TensorBoardTimeline(Timeline):
     """
 
     def __init__(self, log_dir: str | Path | Any, interval: int = 1) -> None:
-        if interval < 1:
-            raise ValueError(f"interval must be >= 1 step, got {interval!r}")
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval must be a whole number of steps >= 1, got {interval!r}")
+        writer_class = _summary_writer()
         self._own = isinstance(log_dir, (str, Path))
-        writer: Any = _open_writer(log_dir) if isinstance(log_dir, (str, Path)) else log_dir
-        self._writer = writer
+        if not self._own and not hasattr(log_dir, "add_scalar"):
+            raise TypeError(f"log_dir must be a folder or a SummaryWriter, got {log_dir!r}")
+        # Opened at the first record, so on the writing rank only: TensorBoard follows the latest
+        # file of a folder, and one that another rank opened would stay empty.
+        self._open = partial(writer_class, str(log_dir)) if self._own else lambda: log_dir
+        self._lazy_writer: Any = None
         self._interval = interval
         self._last_cf: float | None = None
 
@@ -40,9 +46,16 @@ class TensorBoardTimeline(Timeline):
         self._writer.add_text("policy/switch", text, event.step)
 
     def close(self) -> None:
-        self._writer.flush()
-        if self._own:
-            self._writer.close()
+        if self._lazy_writer is not None:
+            self._lazy_writer.flush()
+            if self._own:
+                self._lazy_writer.close()
+
+    @property
+    def _writer(self) -> Any:
+        if self._lazy_writer is None:
+            self._lazy_writer = self._open()
+        return self._lazy_writer
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -69,7 +82,7 @@ def _scalars(record: StepRecord) -> dict[str, float]:
     return scalars
 
 
-def _open_writer(log_dir: str | Path) -> Any:
+def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -77,4 +90,4 @@ def _open_writer(log_dir: str | Path) -> Any:
             "TensorBoardTimeline needs the tensorboard package: "
             "pip install 'adaptive-compression[tensorboard]'"
         ) from error
-    return SummaryWriter(str(log_dir))
+    return SummaryWriter

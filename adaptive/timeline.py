@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import atexit
 import json
-from abc import ABC
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from policies import StepReport
+
+log = logging.getLogger("adaptive")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class StepRecord:
     """report: what the ranks agreed on. status: the policy's own numbers (candidate, floor, ...).
 
     elapsed: seconds since the first step, on the writing rank. t_sys: steps/s (samples/s if
-    `samples_per_step` is known). t_comp: t_sys times the gain that the policy decides on.
+    `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
+    decides on.
     """
 
     report: StepReport
@@ -41,7 +44,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """A switch from one CF to another (or a verdict, where both are the same), with its reason."""
+    """A switch from one CF to another, or a judgement (both CFs the same), with its reason."""
 
     step: int
     cf_before: float
@@ -49,17 +52,41 @@ class Event:
     reason: str
 
 
-class Timeline(ABC):  # noqa: B024 - a sink overrides what it wants to see
-    """A sink for records and events."""
+class Timeline:
+    """A sink for records and events; a subclass overrides what it wants to see."""
 
-    def step(self, record: StepRecord) -> None:  # noqa: B027
+    def step(self, record: StepRecord) -> None:
         """Called once a step, in order."""
 
-    def event(self, event: Event) -> None:  # noqa: B027
+    def event(self, event: Event) -> None:
         """Called at each switch."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Flush and release; nothing comes after."""
+
+
+class SafeTimeline(Timeline):
+    """Passes on to a sink until that fails, which is logged: a full disk must not take one rank
+    out of the collectives that the others wait in."""
+
+    def __init__(self, sink: Timeline) -> None:
+        self._sink = sink
+
+    def step(self, record: StepRecord) -> None:
+        self._try(lambda: self._sink.step(record))
+
+    def event(self, event: Event) -> None:
+        self._try(lambda: self._sink.event(event))
+
+    def close(self) -> None:
+        self._try(self._sink.close)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception:
+            log.exception("the timeline failed, and is no longer written")
+            self._sink = Timeline()
 
 
 class MemoryTimeline(Timeline):
@@ -79,14 +106,14 @@ class MemoryTimeline(Timeline):
 class JSONLTimeline(Timeline):
     """One JSON object a line, at full precision; null stands for a number that is not known.
 
-    path: the file; its folder is made. append: go on after what is there (resuming).
+    path: the file; made, with its folder, at the first record (so on the writing rank only).
+    append: go on after what is there (resuming).
     """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a" if append else "w", encoding="utf-8")
-        atexit.register(self.close)
+        self._mode = "a" if append else "w"
+        self._file: TextIO | None = None
 
     def step(self, record: StepRecord) -> None:
         self._write({"kind": "step", **asdict(record), "wire_factor": record.wire_factor})
@@ -96,16 +123,26 @@ class JSONLTimeline(Timeline):
         self.flush()
 
     def flush(self) -> None:
-        """Hand what is buffered to the operating system, e.g. before a checkpoint."""
-        self._file.flush()
+        """Bring the file up to date with what was recorded."""
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
-        atexit.unregister(self.close)
-        self._file.close()
+        if self._file is not None:
+            atexit.unregister(self.close)
+            self._file.close()
+            self._file, self._mode = None, "a"
 
     def _write(self, value: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = self._open()
         json.dump(_plain(value), self._file, separators=(",", ":"), allow_nan=False)
         self._file.write("\n")
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        atexit.register(self.close)
+        return self.path.open("w" if self._mode == "w" else "a", encoding="utf-8")
 
 
 class SeveralTimelines(Timeline):
@@ -129,13 +166,15 @@ class SeveralTimelines(Timeline):
 
 def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> Timeline:
     """One sink from what the user gave. TypeError if it is not a `Timeline` or several."""
-    sinks = [timeline] if isinstance(timeline, Timeline) else list(timeline or ())
-    for sink in sinks:
-        if not isinstance(sink, Timeline):
-            raise TypeError(
-                f"timeline must be a Timeline or a sequence of them (MemoryTimeline, "
-                f"JSONLTimeline, TensorBoardTimeline), got {sink!r}"
-            )
+    if timeline is None or isinstance(timeline, Timeline):
+        sinks: list[Any] = [timeline or Timeline()]
+    else:
+        sinks = list(timeline) if isinstance(timeline, (list, tuple)) else [timeline]
+    if not all(isinstance(sink, Timeline) for sink in sinks):
+        raise TypeError(
+            f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline), a "
+            f"list of them or None, got {timeline!r}"
+        )
     return sinks[0] if len(sinks) == 1 else SeveralTimelines(sinks)
 
 

@@ -141,7 +141,12 @@ class Compressor(ABC):
 
     def poison(self, payload: Payload) -> Payload:
         """`payload` with every floating-point value NaN: how a rank tells the others that its
-        gradient was not finite, without a collective of its own."""
+        gradient was not finite, without a collective of its own.
+
+        A payload without floating-point parts has no room for a NaN: override this and
+        `is_poisoned` (NotImplementedError otherwise)."""
+        if not any(p.is_floating_point() for p in payload.parts):
+            raise NotImplementedError(f"{type(self).__name__} must override poison and is_poisoned")
         parts = (
             torch.full_like(p, float("nan")) if p.is_floating_point() else p for p in payload.parts
         )

@@ -86,8 +86,9 @@ class Accordion(Policy):
         return low if self._critical else high
 
     def plan(self) -> Plan:
+        send = self._send
         ends = self._step % self.interval == self.interval - 1
-        return Plan(send=self._send, reason=self._reason, accumulate=True, read_sum=ends)
+        return Plan(send, reason=self._reason, accumulate=True, read_sum=ends)
 
     def observe(self, report: StepReport) -> None:
         dropped = self._watch_learning_rate(report.lr)
@@ -132,6 +133,9 @@ class Accordion(Policy):
         """critical: 1 or 0; sum_norm: of the last interval that had one, else nan."""
         old = self._old_norm
         return {"critical": float(self._critical), "sum_norm": nan if old is None else old}
+
+    def candidates(self) -> tuple[float, ...]:
+        return self._cfs or ()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -36,12 +36,9 @@ class Average:
         """Take in one step. Non-finite steps and steps with nothing to divide by are skipped."""
         if not (isfinite(top) and isfinite(bottom)) or bottom <= 0:
             return
-        mean_top = (1 - self.weight) * self._top + self.weight * top
-        mean_bottom = (1 - self.weight) * self._bottom + self.weight * bottom
-        if not (isfinite(mean_top) and isfinite(mean_bottom)):  # rounded past the largest float
-            return
         self.count += 1
-        self._top, self._bottom = mean_top, mean_bottom
+        self._top = (1 - self.weight) * self._top + self.weight * top
+        self._bottom = (1 - self.weight) * self._bottom + self.weight * bottom
 
     @property
     def value(self) -> float:

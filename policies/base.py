@@ -8,7 +8,7 @@ replayed from a record, and can never make two ranks disagree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any, Literal
@@ -68,10 +68,10 @@ class Measurement:
     def terms(self, kind: GainKind) -> tuple[float, float]:
         """Numerator and denominator of a gain, to be averaged apart (ratio of means)."""
         if kind == "error_fed":
-            return max(0.0, self.total - self.error), self.total
+            return _surviving(self.total, self.error), self.total
         if kind == "raw":
             return self.kept, self.grad
-        return max(0.0, self.sample_total - self.sample_error), self.sample_total
+        return _surviving(self.sample_total, self.sample_error), self.sample_total
 
     def gain(self, kind: GainKind) -> float:
         """This step's gain in [0, 1]; nan if it was not measured or is not finite."""
@@ -79,6 +79,11 @@ class Measurement:
         if not (isfinite(top) and isfinite(bottom)) or bottom <= 0:
             return nan
         return min(1.0, top / bottom)
+
+
+def _surviving(total: float, error: float) -> float:
+    """total - error, at least 0; nan unless both are finite (max() would make 0 of a nan)."""
+    return max(0.0, total - error) if isfinite(total) and isfinite(error) else nan
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,11 @@ class Policy(ABC):
 
     def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule need not look
         """Take in what happened in the step just planned."""
+
+    def candidates(self) -> Sequence[float]:
+        """After start(): CFs that it may send besides the ends of cf_range and dense. Payload
+        sizes are checked at these before training starts."""
+        return ()
 
     def status(self) -> Mapping[str, float]:
         """Numbers for the timeline (candidate, floor, averages, throughputs), by short name."""

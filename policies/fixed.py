@@ -32,6 +32,9 @@ class Fixed(Policy):
             raise RuntimeError("Fixed.plan() needs start(context) first")
         return self._plan
 
+    def candidates(self) -> tuple[float, ...]:
+        return (self.plan().send,)
+
     def state_dict(self) -> dict[str, Any]:
         return {"send": self.plan().send}
 

@@ -83,7 +83,7 @@ class GraVAC(Policy):
         self._chosen: float | None = None  # until settled
         self._window_step = 0
         self._phase = "measure"
-        if not (self.allow_dense and self.dense_window):
+        if not (self.allow_dense and self.dense_window) or self._floor == DENSE:
             self._phase = "floor"
             self._rule.enter(Level.FLOOR)
         self._reason = self._verdict = ""
@@ -116,24 +116,23 @@ class GraVAC(Policy):
         return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, send))
 
     def observe(self, report: StepReport) -> None:
-        self._seen.observe(report, {self._send, *self._probe})
-        if self._phase == "stay dense":
-            self._reason = ""
-        elif self._window_ends():
-            self._window_step = 0
-            self._reason = self._end_window()
-        else:
-            self._reason = self._follow_rule()
+        sent = self._send
+        self._seen.observe(report, {sent, *self._probe})
+        why = self._advance()
+        self._reason = change(sent, self._send, why)
         self._seen.forget_all_but({self._send, *self._probe})
 
-    def _follow_rule(self) -> str:
-        """The three-way send rule; returns the reason if the plan changes."""
+    def _advance(self) -> str:
+        """One step on; returns why the plan changes, "" if it does not."""
+        if self._phase == "stay dense":
+            return ""
+        if self._window_ends():
+            self._window_step = 0
+            return self._end_window()
         if self._phase == "measure":
             return ""
-        sent = self._send
         candidate = None if self._phase == "floor" else self._candidate
-        why = self._rule.step(self._seen.gain(self._floor), self._seen.gain(candidate))
-        return change(sent, self._send, why)
+        return self._rule.step(self._seen.gain(self._floor), self._seen.gain(candidate))
 
     def _window_ends(self) -> bool:
         if self._phase == "measure":
@@ -145,16 +144,16 @@ class GraVAC(Policy):
         return self._window_step >= self.window
 
     def _end_window(self) -> str:
-        """Go on to the next window or phase; returns the reason if the plan changes."""
-        sent = self._send
+        """Go on to the next window or phase; returns why the plan changes."""
         if self._phase == "measure":
             self._phase = "floor"
             gain = self._seen.gain(self._floor)
             if gain is not None and gain < self.epsilon:
-                return ""  # dense goes on, from now on for want of gain
+                # Dense goes on, from now on for want of gain.
+                return f"gain {gain:.4g} at CF {self._floor:g} < epsilon {self.epsilon:g}"
             self._rule.enter(Level.FLOOR)
             known = "not known yet" if gain is None else f"{gain:.4g}"
-            return change(sent, self._send, f"{self.dense_window} dense steps done, gain {known}")
+            return f"{self.dense_window} dense steps done, gain {known}"
         self._seen.judge(self._floor)
         why = ""
         if self._phase == "floor":
@@ -168,7 +167,7 @@ class GraVAC(Policy):
         if self._candidate is None:
             return self._settle()
         self._rule.enter(Level.FLOOR)  # free to move up once the candidate's gain is believed
-        return change(sent, self._send, why and f"{why}, next candidate {self._candidate:g}")
+        return why and f"{why}, next candidate {self._candidate:g}"
 
     def _promote(self, candidate: float) -> str:
         """Move the floor up to the candidate if that loses nothing; returns why (not)."""
@@ -181,8 +180,7 @@ class GraVAC(Policy):
         return why
 
     def _settle(self) -> str:
-        """The ladder is used up: choose; returns the reason."""
-        sent = self._send
+        """The ladder is used up: choose; returns why."""
         t_comp = self._seen.t_comp(self.epsilon)
         dense = self._seen.t_sys(DENSE) if self.allow_dense else None
         if t_comp:
@@ -196,16 +194,18 @@ class GraVAC(Policy):
         self._floor = self._ladder[0]
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
         self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
-        return change(sent, self._send, f"settled, {why}")
+        return f"settled, {why}"
 
     def _stay_dense(self, why: str) -> str:
-        """No CF can beat dense: no more compression, no more probing; returns the reason."""
-        sent = self._send
+        """No CF can beat dense: no more compression, no more probing; returns why."""
         self._phase = "stay dense"
         self._chosen = DENSE
         self._rule.enter(Level.DENSE)
         self._verdict = f"GraVAC stays dense: {why}"
-        return change(sent, self._send, why)
+        return why
+
+    def candidates(self) -> tuple[float, ...]:
+        return self._ladder
 
     def status(self) -> Mapping[str, float]:
         """By name, nan where there is none; throughputs (steps/s) are those of the CF sent."""
@@ -222,6 +222,9 @@ class GraVAC(Policy):
         return {name: nan if number is None else number for name, number in numbers.items()}
 
     def verdict(self) -> str:
+        wanting = self._rule.level == Level.DENSE and self._phase in ("floor", "explore")
+        if wanting:
+            return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, Event, GraVAC, MemoryTimeline, Timeline
+from adaptive import (
+    Accordion,
+    AdaptiveCompressor,
+    Event,
+    Fixed,
+    GraVAC,
+    MemoryTimeline,
+    RandomK,
+    Timeline,
+)
 from adaptive.timeline import StepRecord
 from compressors import TopK
 from tests.distributed.processes import run_ranks
@@ -92,11 +102,33 @@ class _RankDependent(TopK):
         return super().payload_nbytes(numel, cf * (1 + dist.get_rank()), dtype)
 
 
+class _LargeRankDependent(_RankDependent):
+    """As above, for tensors too large to be compressed on trial."""
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: Any = torch.float32) -> int:
+        if numel <= 4096:
+            return TopK.payload_nbytes(self, numel, cf, dtype)
+        return super().payload_nbytes(numel, cf, dtype)
+
+
 def _error_of(rank: int, how: str) -> str:
     model = DDP(small_net())
     try:
         if how == "sizes":
             AdaptiveCompressor(_RankDependent(), (2, 10)).attach(model)
+        elif how == "large sizes":
+            AdaptiveCompressor(_LargeRankDependent(), (2, 10)).attach(DDP(nn.Linear(100, 100)))
+        elif how == "seed":
+            AdaptiveCompressor(RandomK(seed=rank)).attach(model)
+        elif how == "optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            AdaptiveCompressor().attach(model, optimizer=optimizer if rank == 1 else None)
+        elif how == "start":
+            AdaptiveCompressor("topk", (10 + 20 * rank, 100), policy=Fixed(cf=20)).attach(model)
+        elif how == "complex":
+            AdaptiveCompressor().attach(DDP(nn.Linear(3, 3, dtype=torch.complex64)))
+        elif how == "optimizer type":
+            AdaptiveCompressor().attach(model, optimizer="sgd")  # type: ignore[arg-type]
         elif how == "settings":
             AdaptiveCompressor("topk", (10, 100 + rank)).attach(model)
         elif how == "twice":
@@ -121,7 +153,20 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        ("sizes", "RuntimeError: rank 1: compressor 'rank-dependent' announced"),
+        ("sizes", ("RuntimeError: rank 1 failed", "ValueError: compressor 'rank-dependent'")),
+        ("large sizes", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        ("seed", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        ("optimizer", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        (
+            "start",
+            (
+                "ValueError: cf=20",
+                "RuntimeError: rank 0 failed to set up: ValueError: cf=20",
+                "RuntimeError: rank 1 failed to set up: ValueError: cf=20",
+            ),
+        ),
+        ("complex", "TypeError: model must have real parameters, module.weight is torch.complex64"),
+        ("optimizer type", "TypeError: optimizer must be a torch.optim.Optimizer or None, got"),
         ("settings", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
         ("twice", "RuntimeError: model is attached already"),
         ("not ddp", "TypeError: model must be a DistributedDataParallel module, got Sequential"),
@@ -129,7 +174,7 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         ("unbound", "RuntimeError: state_dict keys its contents by parameter name"),
     ],
 )
-def test_errors_reach_every_rank_before_training(how: str, wanted: str) -> None:
+def test_errors_reach_every_rank_before_training(how: str, wanted: str | tuple) -> None:
     for message in run_ranks(2, _error_of, how):
         assert message.startswith(wanted)
 

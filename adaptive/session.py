@@ -1,0 +1,321 @@
+"""A compressor at work on one model: what is known only once the model and its group are.
+
+Made as a whole or not at all, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import nan, sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from adaptive.agreement import agree, describe_sizes
+from adaptive.controller import Controller
+from adaptive.exchange import Exchange
+from adaptive.handover import MomentumHandover
+from adaptive.link import EmulatedLink, LinkSpec
+from adaptive.memory import MemoryChoice
+from adaptive.reduce import BucketReducer
+from adaptive.residual import NoMemory, Residual, Slot
+from adaptive.timeline import Timeline
+from compressors import Compressor
+from compressors.norms import squared_norm
+from policies import DENSE, Context, Fixed, Policy
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+log = logging.getLogger("adaptive")
+
+
+@dataclass
+class Settings:
+    """What the user chose, checked."""
+
+    base: Compressor
+    cf_range: tuple[float, float]
+    policy: Policy
+    memory: MemoryChoice
+    clip_norm: float | None
+    samples_per_step: float | None
+    timeline: Timeline
+    link: LinkSpec | None
+    clock: Callable[[], float]
+
+
+class Session:
+    """model: None when the hook was registered without one; parameters then have no names.
+
+    A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
+    the ranks differ.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        group: dist.ProcessGroup,
+        model: DistributedDataParallel | None = None,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.slots = _slots(model)
+        self.exchange = Exchange(group, EmulatedLink(settings.link) if settings.link else None)
+        self._optimizer, self._scaler = optimizer, scaler
+        self._handover: MomentumHandover | None = None
+        self._sum: dict[Slot, Tensor] = {}
+        try:
+            agree(self._prepare, group)
+        except Exception:
+            self._unhook()
+            raise
+        if self.exchange.world_size == 1:
+            log.warning("world size is 1: there is nobody to send gradients to")
+        self.controller = Controller(
+            settings.policy,
+            self.exchange,
+            settings.timeline,
+            settings.clock,
+            self._numel,
+            self._floats,
+            settings.samples_per_step,
+        )
+        self.controller.sum_reader = self._read_sum
+        self.controller.lr = self._learning_rate
+
+    def _prepare(self) -> str:
+        """Start the policy and choose the memory; describes what must be alike on all ranks."""
+        settings, base = self.settings, self.settings.base
+        sizes = [p.numel() for p in self.slots]
+        low, high = (base.supported(cf, max(sizes, default=1)) for cf in settings.cf_range)
+        if high == DENSE:  # a base that cannot compress
+            settings.policy = Fixed(cf=DENSE)
+        settings.policy.start(Context((low, high), self.exchange.world_size))
+        self._choose_memory()
+        cfs = sorted({low, high, *settings.policy.candidates()} - {DENSE})
+        lines = (
+            f"base={base.name!r} {_plain_settings(base)}",
+            f"cf_range={settings.cf_range}",
+            f"policy={settings.policy.name!r} {settings.policy.state_dict()}",
+            f"{settings.memory}, chosen {self.memory.name!r}, clip_norm={settings.clip_norm}",
+            f"optimizer {_optimizer_settings(self._optimizer)}, scaler={self._scaler is not None}",
+            f"{len(sizes)} parameters of {sum(sizes)} elements",
+            describe_sizes(base, cfs, sizes),
+        )
+        return "\n".join(lines)
+
+    def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
+        """Compress again after `detach`, from where it stood."""
+        self._optimizer, self._scaler = optimizer, scaler
+        self._choose_memory()
+        self.controller.forced_dense = False
+
+    def adopt(self, other: Session) -> None:
+        """Take over what another, detached session on the same model still holds."""
+        for p, slot in self.slots.items():
+            theirs = other.slots.get(p)
+            if theirs is not None and theirs.filled and self.memory.keeps_residual:
+                slot.residual, slot.filled = theirs.residual, True
+                theirs.residual, theirs.filled = None, False
+                if self._handover is not None:
+                    self._handover.to_velocity(slot)
+
+    def detach(self) -> None:
+        """Dense from now on; velocities go back to the optimizer, the residual with the next
+        step."""
+        self.controller.flush()
+        self.controller.forced_dense = True
+        if self._handover is not None:
+            self._handover.give_back(self.exchange)
+            self._unhook()
+        for slot in self.slots.values():
+            slot.velocity, slot.started, slot.fresh = None, False, False
+        self._optimizer = None
+        self._set_memory(Residual() if self.memory.keeps_residual else NoMemory(), clip_norm=None)
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """The hook's work for one bucket; returns a future of the mean gradient."""
+        controller = self.controller
+        if bucket.index() == 0:
+            controller.begin_step()
+            if self._handover is not None and self._scaler is None:
+                self._handover.expect_step()
+        entered = controller.now()
+        buffer = bucket.buffer()
+        slots = [self._slot(p) for p in bucket.parameters()]
+        scale = self._loss_scale(buffer.device)
+        work = buffer
+        if scale is not None:  # in float32, where unscaled gradients do not underflow
+            work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
+        plan, tally = controller.plan, controller.tally
+        on_mean = self._add_to_sum if plan.accumulate else None
+        if plan.send == DENSE:
+            done = self._reducer.dense(work, slots, controller.step, tally, on_mean)
+        else:
+            done = self._reducer.compressed(work, slots, plan.send, controller.step, tally, on_mean)
+        if bucket.is_last():
+            controller.end_step(buffer.device)
+        controller.hook_left(entered)
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            mean = future.value()
+            if scale is not None:
+                mean = buffer.copy_(mean.mul_(scale))
+            controller.bucket_done()
+            return mean
+
+        return done.then(finish)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state by parameter name."""
+        memory = {slot.name: self.memory.state_dict(slot) for slot in self.slots.values()}
+        return {
+            "world_size": self.exchange.world_size,
+            "rank": self.exchange.rank,
+            "base": self.settings.base.name,
+            "policy": self.settings.policy.name,
+            "memory_kind": self.memory.name,
+            "memory": {name: state for name, state in memory.items() if state},
+            "sum": {slot.name: total.clone() for slot, total in self._sum.items()},
+            "controller": self.controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
+        """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
+        by_name = {slot.name: slot for slot in self.slots.values()}
+        self._check_state(state, by_name)
+        self.controller.load_state_dict(state["controller"], same_clock)
+        for name, slot in by_name.items():
+            self.memory.load_state_dict(slot, state["memory"].get(name, {}))
+        self._sum = {by_name[n]: by_name[n].zeros().copy_(t) for n, t in state["sum"].items()}
+
+    def _check_state(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
+        expected = {
+            "world_size": self.exchange.world_size,
+            "rank": self.exchange.rank,
+            "base": self.settings.base.name,
+            "policy": self.settings.policy.name,
+            "memory_kind": self.memory.name,
+        }
+        missing = [key for key in (*expected, "memory", "sum", "controller") if key not in state]
+        if missing:
+            raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
+        for what, ours in expected.items():
+            if state[what] != ours:
+                raise ValueError(f"state: {what} is {state[what]!r}, expected {ours!r}")
+        unknown = sorted({*state["memory"], *state["sum"]} - set(by_name))
+        if unknown:
+            raise ValueError(f"state: the model has no parameters {', '.join(unknown)}")
+        saved = [(n, kind, t) for n, held in state["memory"].items() for kind, t in held.items()]
+        saved += [(n, "sum", t) for n, t in state["sum"].items()]
+        for name, kind, tensor in saved:
+            numel = by_name[name].param.numel()
+            if tensor.numel() != numel:
+                raise ValueError(
+                    f"state: {kind} of {name!r} has {tensor.numel()} elements, the parameter has "
+                    f"{numel}"
+                )
+
+    def _choose_memory(self) -> None:
+        """The memory, now that the optimizer is known; takes its momentum over."""
+        choice = self.settings.memory
+        if choice.takes_over(self._optimizer):
+            own: set[Tensor] = set(self.model.parameters()) if self.model else set(self.slots)
+            self._handover = MomentumHandover(self._optimizer, self.slots, own)
+            for slot in self.slots.values():
+                self._handover.to_velocity(slot)
+        self._set_memory(choice.make(self._handover, self._maybe_unused), self.settings.clip_norm)
+
+    def _set_memory(self, memory: NoMemory, clip_norm: float | None) -> None:
+        self.memory = memory
+        if clip_norm is not None:
+            clip_norm /= sqrt(self.exchange.world_size)
+        self._reducer = BucketReducer(self.settings.base, memory, self.exchange, clip_norm)
+
+    def _unhook(self) -> None:
+        if self._handover is not None:
+            self._handover.unhook()
+            self._handover = None
+
+    def _slot(self, param: Tensor) -> Slot:
+        slot = self.slots.get(param)
+        if slot is None:
+            if self.model is not None:
+                raise RuntimeError(
+                    "the bucket holds a parameter that the bound model has not: one compressor "
+                    "serves one model"
+                )
+            slot = self.slots[param] = Slot(f"parameter{len(self.slots)}", param)
+        return slot
+
+    def _numel(self) -> int:
+        return sum(p.numel() for p in self.slots)
+
+    def _floats(self, cf: float) -> float:
+        if cf == DENSE:
+            return float(self._numel())
+        return sum(self.settings.base.floats(p.numel(), cf) for p in self.slots)
+
+    def _add_to_sum(self, slot: Slot, mean: Tensor) -> None:
+        total = self._sum.get(slot)
+        if total is None:
+            total = self._sum[slot] = slot.zeros()
+        total.add_(mean)
+
+    def _read_sum(self) -> float:
+        """Norm of the sum of the decoded means since the last reading; a new sum begins."""
+        energy = 0.0
+        for total in self._sum.values():
+            energy += squared_norm(total)
+            total.zero_()
+        return sqrt(energy)
+
+    def _learning_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer else nan
+
+    def _loss_scale(self, device: torch.device) -> Tensor | None:
+        """The loss scale as a tensor, never read on the host; None without an active scaler."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return self._scaler.scale(torch.ones((), device=device))
+
+    def _maybe_unused(self) -> bool:
+        model = self.model
+        return model is None or model.find_unused_parameters or model.static_graph
+
+
+def _slots(model: DistributedDataParallel | None) -> dict[Tensor, Slot]:
+    """A slot for each parameter that DDP reduces."""
+    if model is None:
+        return {}
+    ignored = model.parameters_to_ignore
+    named = model.module.named_parameters()
+    # DDP looks parameters of the outermost module up as ".name", and so never ignores those.
+    return {
+        p: Slot(n, p)
+        for n, p in named
+        if p.requires_grad and (n if "." in n else f".{n}") not in ignored
+    }
+
+
+def _plain_settings(base: Compressor) -> dict[str, Any]:
+    """A compressor's own settings, as far as they can be compared as text."""
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in sorted(vars(base).items()) if isinstance(value, plain)}
+
+
+def _optimizer_settings(optimizer: Optimizer | None) -> str:
+    if optimizer is None:
+        return "none"
+    momenta = [group.get("momentum") for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} with momentum {momenta}"

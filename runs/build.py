@@ -1,0 +1,87 @@
+"""From a configuration to the objects that it names."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from adaptive import Accordion, AdaptiveCompressor, Fixed, GraVAC, Policy, Timeline
+from runs.config import TrainConfig
+from runs.options import DEFAULT_CF, POLICY_OPTIONS, option
+from runs.parser import UsageError
+from runs.tasks import Task, make_task
+
+_POLICIES: dict[str, Callable[..., Policy]] = {
+    "gravac": GraVAC,
+    "accordion": Accordion,
+    "fixed": Fixed,
+}
+_OPTIONAL = ("memory", "masking", "clip_norm", "link")
+
+
+def build_task(config: TrainConfig) -> Task:
+    """The task, its data read. ValueError or FileNotFoundError if it cannot be."""
+    return make_task(
+        config.task,
+        model=config.model,
+        data=Path(config.data) if config.data is not None else None,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        lr=config.lr,
+    )
+
+
+def build_policy(config: TrainConfig) -> Policy:
+    """The policy with the settings that were given, its own defaults otherwise."""
+    names = POLICY_OPTIONS[config.policy]
+    settings = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
+    return _POLICIES[config.policy](**settings)
+
+
+def build_compressor(
+    config: TrainConfig,
+    samples_per_step: int,
+    timeline: Sequence[Timeline] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> AdaptiveCompressor:
+    """The compressor, not attached yet. ValueError or TypeError for settings out of range."""
+    assert config.base is not None, "policy off has no compressor"
+    settings = {n: getattr(config, n) for n in _OPTIONAL if getattr(config, n) is not None}
+    if config.policy == "fixed":
+        cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
+        settings["cf_range"] = (cf, cf)
+    elif config.cf_range is not None:
+        settings["cf_range"] = config.cf_range
+    return AdaptiveCompressor(
+        config.base,
+        policy=build_policy(config),
+        samples_per_step=samples_per_step,
+        timeline=list(timeline),
+        clock=clock,
+        **settings,
+    )
+
+
+def check(config: TrainConfig) -> None:
+    """Build everything once, to have its errors before workers start.
+
+    UsageError names the option, its value and what is accepted.
+    """
+    try:
+        if config.policy != "off":
+            build_compressor(config, samples_per_step=1)
+        build_task(config).steps_per_epoch(config.workers)
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(_with_option(str(error))) from error
+
+
+def _with_option(message: str) -> str:
+    """The library names its argument first; on the command line that is an option."""
+    word = re.match(r"\w*", message)
+    name = word[0] if word else ""
+    if name not in {field.name for field in fields(TrainConfig)}:
+        return message
+    return option(name) + message[len(name) :]

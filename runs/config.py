@@ -1,0 +1,109 @@
+"""Everything that defines a training run, as plain data: saved beside it, read back to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The options of `python -m runs train`; None takes the default of the task or library.
+
+    batch_size: items a worker a step. policy: "off" is plain DDP without a hook.
+    base: None only with policy "off". masking: True, False or the CF from which on to mask.
+    eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
+    fixed_clock: pretend that a step takes so many seconds (tests). json: result on stdout.
+    """
+
+    log_dir: str
+    task: str = "text"
+    model: str | None = None
+    data: str | None = None
+    workers: int = 2
+    steps: int = 300
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    policy: str = "gravac"
+    epsilon: float | None = None
+    omega: float | None = None
+    window: int | None = None
+    scaling: str | None = None
+    gain: str | None = None
+    cf: float | None = None
+    eta: float | None = None
+    interval: int | None = None
+    base: str | None = "topk"
+    cf_range: tuple[float, float] | None = None
+    memory: str | None = None
+    masking: bool | float | None = None
+    clip_norm: float | None = None
+    link: str | None = None
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    threads: int = 1
+    fixed_clock: float | None = None
+    json: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's files go."""
+        return Path(self.log_dir)
+
+    @property
+    def command(self) -> str:
+        """The command line that starts this run again (in another folder)."""
+        words = ["python", "-m", "runs", "train"]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in ("log_dir", "json") or value in (None, option.default):
+                continue
+            words += [f"--{option.name.replace('_', '-')}", *_words(value)]
+        return shlex.join(words)
+
+    def save(self) -> None:
+        """Write config.json into the run's folder."""
+        write_text(self.folder / CONFIG_FILE, json.dumps(self.as_json(), indent=2) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "command": self.command}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> TrainConfig:
+        """Inverse of `as_json`. ValueError if `saved` is no configuration."""
+        if not isinstance(saved, dict):
+            raise ValueError("must be a JSON object")
+        known = {option.name for option in fields(cls)}
+        unknown = sorted(set(saved) - known - {"command"})
+        if unknown or "log_dir" not in saved:
+            raise ValueError(f"unknown entries {unknown}" if unknown else "no log_dir")
+        values = {name: value for name, value in saved.items() if name in known}
+        if values.get("cf_range") is not None:
+            low, high = values["cf_range"]
+            values["cf_range"] = (float(low), float(high))
+        return cls(**values)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or none: to a temporary one beside it, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return ["on" if value else "off"]
+    if isinstance(value, tuple):
+        return [word for part in value for word in _words(part)]
+    if isinstance(value, float):
+        return [str(int(value)) if value.is_integer() else repr(value)]
+    return [str(value)]

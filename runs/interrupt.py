@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM in a worker: a flag that the training loop looks at after each step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+
+INTERRUPTED = 130
+"""The exit code of an interrupted run, as shells have it."""
+
+SAME_SIGNAL = 1.0
+"""Seconds: the terminal and torchrun both deliver one Ctrl-C; what comes this soon is the same."""
+
+
+class Interrupt:
+    """Catches SIGTERM and SIGINT from now on.
+
+    own_parent: the parent is our launcher. It gets every Ctrl-C itself, counts them, and sends
+    SIGTERM; SIGINT is ignored here, since a terminal delivers it to every process. Otherwise
+    (torchrun) a second signal ends this process at once.
+    """
+
+    def __init__(self, own_parent: bool) -> None:
+        self.requested = False
+        self._own_parent = own_parent
+        self._first = 0.0
+        signal.signal(signal.SIGTERM, self._caught)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if own_parent else self._caught)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested and not self._own_parent and now - self._first > SAME_SIGNAL:
+            os._exit(INTERRUPTED)
+        if not self.requested:
+            self.requested, self._first = True, now

@@ -1,0 +1,88 @@
+"""From options to a checked job: a new run, or one to go on with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runs.build import check
+from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
+from runs.config import CONFIG_FILE, TrainConfig
+from runs.options import NEWEST, RESUME_OPTIONS, make_config, option
+from runs.parser import UsageError
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and the checkpoint to go on from, if any."""
+
+    config: TrainConfig
+    checkpoint: Checkpoint | None = None
+
+
+def make_job(given: Mapping[str, Any], world_size: int | None) -> Job:
+    """The checked job. world_size: that of torchrun, None if we start the workers ourselves.
+
+    UsageError names the option, its value and what is accepted.
+    """
+    options = dict(given)
+    resume = options.pop("resume", None)
+    workers = options.get("workers", world_size)
+    if world_size is not None and workers != world_size:
+        raise UsageError(
+            f"--workers {workers}: torchrun has started {world_size}; accepted: {world_size}, or "
+            f"leave it out"
+        )
+    if resume is not None:
+        job = _resumed(resume, options, workers)
+    else:
+        if workers is not None:
+            options["workers"] = workers
+        job = Job(make_config(options))
+        _check_folder(job.config)
+    check(job.config)
+    return job
+
+
+def _resumed(resume: str, options: dict[str, Any], workers: int | None) -> Job:
+    folder = options.pop("log_dir", None)
+    if resume != NEWEST and folder not in (None, resume):
+        raise UsageError(f"--log-dir {folder}: --resume {resume} goes on in its own folder")
+    for name, value in options.items():
+        if name not in RESUME_OPTIONS:
+            accepted = ", ".join(map(option, RESUME_OPTIONS))
+            raise UsageError(
+                f"{option(name)} {value} cannot be given with --resume, which goes on with the "
+                f"options of the run; accepted: {accepted}"
+            )
+    checkpoint = find_checkpoint(Path(resume or folder or newest_run()))
+    if workers not in (None, checkpoint.world_size):
+        raise UsageError(
+            f"--workers {workers}: the checkpoint in {checkpoint.config.log_dir} is of "
+            f"{checkpoint.world_size} workers; accepted: {checkpoint.world_size}"
+        )
+    config = replace(checkpoint.config, **{"json": False, **options})
+    if config.steps <= checkpoint.step:
+        raise UsageError(
+            f"--steps {config.steps}: the run in {config.log_dir} has done {checkpoint.step} "
+            f"already, nothing to resume; accepted: --steps above {checkpoint.step}"
+        )
+    return Job(config, Checkpoint(checkpoint.folder, checkpoint.step, config.workers, config))
+
+
+def _check_folder(config: TrainConfig) -> None:
+    if (config.folder / CONFIG_FILE).exists():
+        raise UsageError(
+            f"--log-dir {config.log_dir}: holds a run already; accepted: another folder, or "
+            f"--resume {config.log_dir} to go on with it"
+        )
+    above = config.folder
+    while not above.exists():
+        above = above.parent
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UsageError(
+            f"--log-dir {config.log_dir}: {above} is not a folder that can be written to"
+        )

@@ -1,0 +1,169 @@
+"""Local worker processes: started together, ended together.
+
+Each worker gets its rank, the rendezvous and a pipe on which it says what went wrong. A worker
+that fails ends them all; they end by themselves when this process is killed (see `_follow`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection, get_context, parent_process, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from runs.interrupt import INTERRUPTED
+from runs.parser import UsageError
+
+GRACE = 2.0
+"""Seconds that the other workers get, after one failed, to say what they saw."""
+
+Work = Callable[[Any, int, int, str], int]
+"""work(argument, rank, world_size, init_method) -> exit code; at module level."""
+
+
+def launch(work: Work, argument: Any, workers: int) -> int:
+    """Run `work` in so many processes; returns the exit code of the whole.
+
+    0 if all returned 0; 130 if interrupted; 1 after printing what the first failing one said.
+    UsageError if that is what a worker raised.
+    """
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="runs-") as folder:
+        rendezvous = f"file://{Path(folder, 'rendezvous')}"
+        processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
+        blocked = (signal.SIGINT, signal.SIGTERM)
+        # Children inherit the mask, so that a signal waits until they are ready for it. (The
+        # tracker that multiprocessing starts with the first of them would lift it again.)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        stopper = _Stopper(processes)
+        try:
+            for rank in range(workers):
+                ours, theirs = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(
+                    target=_run, args=(work, argument, rank, workers, rendezvous, theirs)
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+            said = _wait(processes, pipes)
+            codes = [process.exitcode for process in processes]  # before we kill what is left
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            stopper.restore()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    if stopper.at_once:
+        return INTERRUPTED
+    return _verdict(codes, [process.pid for process in processes], said)
+
+
+class _Stopper:
+    """The first Ctrl-C (or SIGTERM) asks the workers to stop, the second kills them."""
+
+    def __init__(self, processes: list[BaseProcess]) -> None:
+        self.at_once = False
+        self._asked = False
+        self._processes = processes
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._caught) for number in signals}
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.at_once = self._asked
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL if self.at_once else signal.SIGTERM)
+        if not self._asked:
+            # not print: a handler may interrupt one
+            os.write(2, b"\nstopping after this step; once more ends at once\n")
+        self._asked = True
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: list[BaseProcess], pipes: list[Connection]) -> dict[int, tuple[float, Any]]:
+    """Until all have ended, or one failed and the grace is over; what they said, by rank."""
+    said: dict[int, tuple[float, Any]] = {}
+    deadline = float("inf")
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        alive = [process.sentinel for process in processes if process.is_alive()]
+        connection.wait(alive, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        _collect(pipes, said)
+        failed = said or any(p.exitcode not in (None, 0, INTERRUPTED) for p in processes)
+        if failed and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE
+    _collect(pipes, said)
+    return said
+
+
+def _collect(pipes: list[Connection], said: dict[int, tuple[float, Any]]) -> None:
+    for rank, pipe in enumerate(pipes):
+        try:
+            if rank not in said and pipe.poll():
+                said[rank] = pipe.recv()
+        except (EOFError, OSError):  # it ended without a word
+            continue
+
+
+def _verdict(
+    codes: list[int | None], pids: list[int | None], said: dict[int, tuple[float, Any]]
+) -> int:
+    """The exit code, after telling the cause. codes: None for those that had not ended."""
+    ended = {rank: signal.Signals(-code) for rank, code in enumerate(codes) if code and code < 0}
+    for rank, number in ended.items():
+        if number == signal.SIGABRT and said:
+            continue  # the process group's way to take a peer's failure
+        print(
+            f"error: worker {rank} (pid {pids[rank]}) was ended by {number.name}; all ended",
+            file=sys.stderr,
+        )
+        return 1
+    if said:
+        rank, (_, what) = min(said.items(), key=lambda item: item[1][0])
+        if isinstance(what, UsageError):
+            raise what
+        print(f"{what}error: worker {rank} failed (traceback above); all ended", file=sys.stderr)
+        return 1
+    return max((code or 0 for code in codes), default=0)
+
+
+def _run(
+    work: Work, argument: Any, rank: int, workers: int, init_method: str, pipe: Connection
+) -> None:
+    """The life of a worker."""
+    threading.Thread(target=_follow, name="follow-parent", daemon=True).start()
+    try:
+        code = work(argument, rank, workers, init_method)
+    except UsageError as error:
+        pipe.send((time.monotonic(), error))
+        code = 2
+    except BaseException:  # whatever it is, the parent must learn of it
+        pipe.send((time.monotonic(), traceback.format_exc()))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not waiting for threads of a broken process group
+
+
+def _follow() -> None:
+    """Die with the parent, whatever this process is waiting for."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

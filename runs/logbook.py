@@ -1,0 +1,138 @@
+"""What rank 0 keeps of a run: timeline, metrics, TensorBoard scalars, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import logging
+from math import isfinite
+from typing import Any
+
+from adaptive import (
+    Event,
+    JSONLTimeline,
+    LinkSpec,
+    StepRecord,
+    TensorBoardTimeline,
+    Timeline,
+)
+from policies.base import GainKind
+from runs.build import build_policy
+from runs.config import TrainConfig
+from runs.progress import Progress
+from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before
+
+
+class Logbook(Timeline):
+    """A timeline sink that passes on to the files, and the run's own numbers besides.
+
+    first_step: steps done already; the records of later ones are dropped from the files.
+    """
+
+    def __init__(self, config: TrainConfig, first_step: int) -> None:
+        self.config = config
+        self.muted = False
+        self.last: StepRecord | None = None
+        self.notes: list[str] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self.progress = Progress(first_step, config.steps, emulated(config), gain_kind(config))
+        folder = config.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (TIMELINE_FILE, METRICS_FILE):
+            keep_before(folder / name, first_step)
+        self._metrics = (folder / METRICS_FILE).open("a" if first_step else "w", encoding="utf-8")
+        self._writer = self._tensorboard(first_step)
+        self._sinks: list[Timeline] = []
+        self._json: JSONLTimeline | None = None
+        if config.policy != "off":
+            self._json = JSONLTimeline(folder / TIMELINE_FILE, append=first_step > 0)
+            self._sinks.append(self._json)
+            if self._writer is not None:
+                self._sinks.append(TensorBoardTimeline(self._writer))
+        self._handler = _Handler(self)
+        logging.getLogger("adaptive").addHandler(self._handler)
+        logging.getLogger("adaptive").propagate = False
+
+    # -- the compressor's timeline -------------------------------------------------------------
+
+    def step(self, record: StepRecord) -> None:
+        if not self.muted:
+            self.last = record
+            for sink in self._sinks:
+                sink.step(record)
+
+    def event(self, event: Event) -> None:
+        if self.muted:
+            return
+        for sink in self._sinks:
+            sink.event(event)
+        if event.cf != event.cf_before:
+            self.progress.say(f"step {event.step}: {event.reason or 'switch'}")
+
+    def close(self) -> None:
+        """Flush and close everything; also after an error, and twice."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks, self._json = [], None
+        self._metrics.close()
+        if self._writer is not None:
+            self._writer.close()
+        self.progress.close()
+        logging.getLogger("adaptive").removeHandler(self._handler)
+
+    def flush(self) -> None:
+        """Hand the records to the operating system: a checkpoint must not be ahead of them."""
+        self._metrics.flush()
+        if self._json is not None:
+            self._json.flush()
+
+    # -- the run's own numbers -----------------------------------------------------------------
+
+    def trained(self, done: int, loss: float) -> None:
+        """`done` steps are done, the last with this mean loss over the workers."""
+        self._metric(done - 1, "loss", loss)
+        if self._writer is not None and isfinite(loss):
+            self._writer.add_scalar("train/loss", loss, done - 1)
+        self.progress.update(done, loss, self.last)
+
+    def evaluated(self, done: int, name: str, quality: float) -> None:
+        """After `done` steps the model had this quality on held-out data."""
+        self.evaluations.append((done, quality))
+        self._metric(done - 1, "quality", quality)
+        if self._writer is not None and isfinite(quality):
+            self._writer.add_scalar("eval/quality", quality, done - 1)
+        if done < self.config.steps:
+            self.progress.say(f"step {done}: held-out {name} {quality:.4g}")
+
+    def _metric(self, step: int, name: str, value: float) -> None:
+        known = value if isfinite(value) else None
+        self._metrics.write(json.dumps({"step": step, name: known}) + "\n")
+
+    def _tensorboard(self, first_step: int) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.notes.append("no TensorBoard events: tensorboard is not installed")
+            return None
+        return SummaryWriter(str(self.config.folder), purge_step=first_step if first_step else None)
+
+
+class _Handler(logging.Handler):
+    """The library's own messages, above the progress bar."""
+
+    def __init__(self, logbook: Logbook) -> None:
+        super().__init__(logging.WARNING)
+        self._logbook = logbook
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._logbook.muted:
+            self._logbook.progress.say(record.getMessage())
+
+
+def emulated(config: TrainConfig) -> str:
+    """What every heading says of the link: "emulated 100 Mbit/s link", or nothing."""
+    return f"emulated {LinkSpec.parse(config.link)} link" if config.link else ""
+
+
+def gain_kind(config: TrainConfig) -> GainKind:
+    """The gain that the policy decides on."""
+    return build_policy(config).gain if config.policy != "off" else "gradient"

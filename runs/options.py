@@ -1,0 +1,217 @@
+"""The options of `python -m runs train`, and the configuration that they make."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from runs.config import TrainConfig
+from runs.parser import UsageError, number, positive, switch_or_number, whole
+
+POLICY_OPTIONS = {
+    "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
+    "accordion": ("eta", "interval"),
+    "fixed": ("cf",),
+    "off": (),
+}
+HOOK_OPTIONS = ("base", "cf_range", "memory", "masking", "clip_norm", "link", "fixed_clock")
+RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
+DEFAULT_CF = 10.0
+NEWEST = ""
+
+HELP = """\
+Train a model with adaptive gradient compression, on several workers.
+
+examples:
+  python -m runs train
+      a byte-level LSTM on Python's own sources, two workers, GraVAC over top-k
+  python -m runs train --link 100mbit --steps 500
+      the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
+  python -m runs train --policy fixed --cf 100
+      one compression factor all along; --policy off is plain DDP without the library
+  python -m runs train --task cifar10 --data DIR --model resnet20 --policy accordion
+  python -m runs train --checkpoint-every 100 --log-dir logs/mine
+  python -m runs train --resume logs/mine --steps 1000
+      go on where it stopped, with the same options; up to step 1000 in all
+  torchrun --nproc-per-node 4 -m runs train --workers 4
+      under torchrun the processes are there already; --workers may be left out
+
+Ctrl-C stops all workers after the step they are in and saves a checkpoint (exit code 130); a
+second Ctrl-C ends at once. Wrong options end with exit code 2, a failed worker with 1."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options; what is not given is not in the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--task", metavar="TASK", help=_TASK_HELP)
+    what.add_argument(
+        "--model", help="text: lstm, gpt; images: resnet8, resnet20, ... (the task's first)"
+    )
+    what.add_argument(
+        "--data",
+        metavar="DIR",
+        help="text file or folder, or the folder of the image data set in its standard format",
+    )
+    what.add_argument("--workers", type=whole(1), metavar="N", help="processes (2)")
+    what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")
+    what.add_argument("--batch-size", type=whole(1), metavar="N", help="items a worker a step")
+    what.add_argument("--lr", type=positive, help="learning rate of SGD (the task's own)")
+    what.add_argument("--seed", type=whole(0), help="of weights, order, augmentation (0)")
+    what.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads a worker (1)")
+
+    how = parser.add_argument_group("how to compress")
+    how.add_argument(
+        "--policy",
+        choices=list(POLICY_OPTIONS),
+        help="what chooses the compression factor, CF (gravac); off: plain DDP, no hook",
+    )
+    how.add_argument("--base", metavar="NAME", help="compressor: topk, randomk or none (topk)")
+    how.add_argument(
+        "--cf-range",
+        type=number,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="smallest and largest CF beside dense (10 1000)",
+    )
+    how.add_argument(
+        "--memory", help="auto, residual, momentum or none: what becomes of what is not sent (auto)"
+    )
+    how.add_argument(
+        "--masking",
+        type=switch_or_number,
+        metavar="on|off|CF",
+        help="momentum factor masking, always, never, or from a CF on (32)",
+    )
+    how.add_argument(
+        "--clip-norm",
+        type=positive,
+        metavar="NORM",
+        help="clip local gradients, each parameter's at NORM / sqrt(workers)",
+    )
+    how.add_argument(
+        "--link",
+        metavar="RATE[,LATENCY]",
+        help="emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms",
+    )
+
+    gravac = parser.add_argument_group("with --policy gravac")
+    gravac.add_argument("--epsilon", type=number, help="smallest gain worth sending, in (0, 1]")
+    gravac.add_argument("--omega", type=number, help="relative change that counts as none, (0, 1]")
+    gravac.add_argument("--window", type=whole(1), metavar="N", help="steps to judge a CF on")
+    gravac.add_argument("--scaling", help="how candidate CFs grow: exponential or geometric")
+    gravac.add_argument("--gain", help="what decides: gradient, error_fed or raw")
+    fixed = parser.add_argument_group("with --policy fixed")
+    fixed.add_argument("--cf", type=number, help=f"the CF; 1 is dense ({DEFAULT_CF:g})")
+    accordion = parser.add_argument_group("with --policy accordion")
+    accordion.add_argument(
+        "--eta", type=number, help="change of the gradient norm that makes a regime critical"
+    )
+    accordion.add_argument("--interval", type=whole(1), metavar="N", help="steps to a detection")
+
+    output = parser.add_argument_group("what is kept")
+    output.add_argument(
+        "--log-dir", metavar="DIR", help="where the files of this run go (logs/TASK-POLICY-TIME)"
+    )
+    output.add_argument(
+        "--eval-every",
+        type=whole(0),
+        metavar="N",
+        help="measure quality on held-out data every N steps (0: at the end only)",
+    )
+    output.add_argument(
+        "--checkpoint-every",
+        type=whole(0),
+        metavar="N",
+        help="save a checkpoint every N steps and at the end (0: only when interrupted)",
+    )
+    output.add_argument(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="LOGDIR",
+        help="go on from "
+        "the checkpoint in LOGDIR (the newest in logs/), with its options; only "
+        "--steps, --eval-every, --checkpoint-every, --json can be given anew",
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
+    )
+    output.add_argument(
+        "--fixed-clock",
+        type=positive,
+        metavar="SECONDS",
+        help="for tests: pretend that every step takes this long",
+    )
+
+
+def make_config(given: dict[str, Any]) -> TrainConfig:
+    """The configuration of a new run. UsageError for options that do not go together."""
+    given = dict(given)
+    policy = given.setdefault("policy", "fixed" if given.get("base") == "none" else "gravac")
+    _check_policy_options(policy, given)
+    if policy == "off":
+        given["base"] = None
+    if "cf_range" in given:
+        given["cf_range"] = tuple(given["cf_range"])
+    given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
+    return TrainConfig(**given)
+
+
+def option(name: str) -> str:
+    """The option for an argument: cf_range is --cf-range."""
+    return "--" + name.replace("_", "-")
+
+
+def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
+    for owner, names in POLICY_OPTIONS.items():
+        for name in names:
+            if name in given and owner != policy:
+                own = ", ".join(map(option, POLICY_OPTIONS[policy])) or "no such option"
+                raise UsageError(
+                    f"{option(name)} {given[name]} is for --policy {owner}, got --policy "
+                    f"{policy}, which takes {own}"
+                )
+    for name in HOOK_OPTIONS:
+        if name in given and policy == "off":
+            raise UsageError(
+                f"{option(name)} {_shown(given[name])} needs the library's hook, which --policy "
+                f"off leaves out; accepted: --policy gravac, accordion or fixed (with --cf 1 for "
+                f"a dense run)"
+            )
+    if policy == "fixed" and "cf_range" in given:
+        raise UsageError(
+            f"--cf-range {_shown(given['cf_range'])} is for --policy gravac or accordion; "
+            f"--policy fixed takes --cf"
+        )
+    if given.get("base") == "none" and (policy != "fixed" or given.get("cf", 1) != 1):
+        raise UsageError(
+            f"--base none compresses nothing, so it goes with --policy fixed and no --cf; got "
+            f"--policy {policy}" + (f" --cf {given['cf']:g}" if "cf" in given else "")
+        )
+    if "masking" in given and given.get("memory", "auto") not in ("auto", "momentum"):
+        raise UsageError(
+            f"--masking {_shown(given['masking'])} is for --memory momentum (or auto), got "
+            f"--memory {given['memory']}"
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(f"{part:g}" for part in value)
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+
+def _new_folder(name: str) -> str:
+    folder = Path("logs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    free, count = folder, 1
+    while free.exists():
+        count += 1
+        free = folder.with_name(f"{folder.name}-{count}")
+    return str(free)
+
+
+_TASK_HELP = "text (no download), cifar10, cifar100 or fashion-mnist (text)"

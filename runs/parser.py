@@ -1,0 +1,83 @@
+"""An argument parser whose errors are one line, and argument types that say what is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message names the option and what is accepted."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Prints `PROG: error: ...` without the usage, and exits with 2."""
+
+    def __init__(self, prog: str, description: str | None = None) -> None:
+        text, _, epilog = (description or "").partition("\n\n")
+        super().__init__(
+            prog=prog,
+            description=text or None,
+            epilog=epilog or None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
+
+
+def fail(prog: str, error: Exception) -> int:
+    """Print `error` as one line on stderr; returns the exit code 2."""
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """An argument type: an integer >= `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+def number(text: str) -> float:
+    """An argument type: a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
+    return value
+
+
+def positive(text: str) -> float:
+    """An argument type: a finite number > 0."""
+    try:
+        value = number(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be a finite number > 0, got {text!r}")
+    return value
+
+
+def switch_or_number(text: str) -> bool | float:
+    """An argument type: on, off, or a number."""
+    if text in ("on", "off"):
+        return text == "on"
+    try:
+        return number(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be on, off or a CF >= 1, got {text!r}") from None

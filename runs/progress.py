@@ -1,0 +1,104 @@
+"""What a run says while it runs, on stderr: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from math import isfinite, nan
+from typing import Any, TextIO
+
+from adaptive import StepRecord
+from policies import DENSE
+from policies.base import GainKind
+
+SECONDS = 5.0
+"""Between two plain lines."""
+
+
+class Progress:
+    """first, total: steps done already and in all. emulated: what to say of the link, or "".
+    gain: which gain to show."""
+
+    def __init__(
+        self,
+        first: int,
+        total: int,
+        emulated: str,
+        gain: GainKind = "gradient",
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._total = total
+        self._note = f"  ({emulated})" if emulated else ""
+        self._gain: GainKind = gain
+        self._bar = _make_bar(first, total, emulated, self._stream)
+        self._began = self._said = time.monotonic()
+        self._first = first
+
+    def update(self, step: int, loss: float, record: StepRecord | None) -> None:
+        """`step` steps are done; `record` is the newest one there is."""
+        numbers = {"loss": f"{loss:.3f}"}
+        if record is not None:
+            numbers["CF"] = cf_name(record.report.cf)
+            numbers["gain"] = f"{gain_of(record, self._gain):.3f}"
+            numbers["wire factor"] = f"{record.wire_factor:.1f}"
+        if self._bar is not None:
+            if step == self._first + 1:
+                self._bar.unpause()  # what came before was not training
+            self._bar.set_postfix(numbers, refresh=False)
+            self._bar.update(1)
+            return
+        now = time.monotonic()
+        if step == self._first + 1:
+            self._began = now  # what came before was not training
+        elif now - self._said >= SECONDS or step == self._total:
+            rate = (step - self._first - 1) / max(now - self._began, 1e-9)
+            numbers["steps/s"] = f"{rate:.1f}"
+        else:
+            return
+        self._said = now
+        text = "  ".join(f"{name} {value}" for name, value in numbers.items())
+        self.say(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text + self._note, file=self._stream)
+        else:
+            print(text + self._note, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def gain_of(record: StepRecord, kind: GainKind) -> float:
+    """The gain of what was sent in that step: 1 when dense, nan if it was not measured."""
+    if record.report.cf == DENSE:
+        return 1.0
+    measured = record.report.measurements.get(record.report.cf)
+    return measured.gain(kind) if measured is not None else nan
+
+
+def cf_name(cf: float) -> str:
+    """ "dense" for CF 1, else the number."""
+    if cf == DENSE:
+        return "dense"
+    return f"{cf:.4g}" if isfinite(cf) else "?"
+
+
+def _make_bar(first: int, total: int, emulated: str, stream: TextIO) -> Any:
+    if not stream.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(
+        total=total,
+        initial=first,
+        desc=emulated or "train",
+        unit=" steps",
+        file=stream,
+        dynamic_ncols=True,
+    )

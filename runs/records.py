@@ -1,0 +1,122 @@
+"""Reading timeline.jsonl back, as the objects that `JSONLTimeline` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from math import nan
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adaptive import Event, StepRecord, StepReport
+from policies import Measurement
+from runs.config import write_text
+
+TIMELINE_FILE = "timeline.jsonl"
+METRICS_FILE = "metrics.jsonl"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's records, in order of their steps."""
+
+    steps: list[StepRecord]
+    events: list[Event]
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes a rank put on the wire."""
+        return sum(step.report.wire_bytes for step in self.steps)
+
+    @property
+    def wire_factor(self) -> float:
+        """Bytes of dense fp32 all-reduce / bytes sent; 1 if nothing was sent."""
+        dense = sum(step.report.dense_wire_bytes for step in self.steps)
+        return dense / self.bytes_sent if self.bytes_sent else 1.0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps first..last, all sent at `cf`, and why it was switched to."""
+
+    first: int
+    last: int
+    cf: float
+    reason: str
+
+
+def read_records(path: Path) -> Recorded:
+    """All records of a timeline file. A last line cut short by a crash is left out.
+
+    ValueError names the file and the line that is not a record.
+    """
+    recorded = Recorded([], [])
+    for line, value in _lines(path):
+        try:
+            if value["kind"] == "step":
+                recorded.steps.append(_step(value))
+            else:
+                recorded.events.append(_only(Event, value))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {line}: not a timeline record ({error!r})") from error
+    return recorded
+
+
+def keep_before(path: Path, step: int) -> None:
+    """Drop the records of `step` and later ones, and a last line that was cut short."""
+    if path.exists():
+        kept = [value for _, value in _lines(path) if _step_of(value) < step]
+        lines = (json.dumps(value, separators=(",", ":")) + "\n" for value in kept)
+        write_text(path, "".join(lines))
+
+
+def stretches(recorded: Recorded) -> list[Stretch]:
+    """The CF history: consecutive steps at one CF, taken together."""
+    reasons = {event.step: event.reason for event in recorded.events if event.cf != event.cf_before}
+    found: list[Stretch] = []
+    for record in recorded.steps:
+        step, cf = record.report.step, record.report.cf
+        if found and found[-1].cf == cf:
+            last = found.pop()
+            found.append(Stretch(last.first, step, cf, last.reason))
+        else:
+            found.append(Stretch(step, step, cf, reasons.get(step, "")))
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                return
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def _step_of(value: dict[str, Any]) -> int:
+    return int(value["report"]["step"] if value.get("kind") == "step" else value["step"])
+
+
+def _step(value: dict[str, Any]) -> StepRecord:
+    report = dict(value["report"])
+    report["measurements"] = {
+        float(cf): _only(Measurement, measured) for cf, measured in report["measurements"].items()
+    }
+    status = {name: _number(number) for name, number in value["status"].items()}
+    return _only(StepRecord, {**value, "report": _only(StepReport, report), "status": status})
+
+
+def _only(kind: Callable[..., _T], value: dict[str, Any]) -> _T:
+    """Make a dataclass from the entries that it has; null is a number that is not known."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: _number(value[name]) for name in names if name in value})
+
+
+def _number(value: Any) -> Any:
+    return nan if value is None else value

@@ -1,0 +1,163 @@
+"""How a run ended: result.json, the plot, and a short table."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from math import isfinite
+from typing import Any, TextIO
+
+import torch
+
+from adaptive import Summary
+from runs.config import TrainConfig, write_text
+from runs.logbook import Logbook, emulated, gain_kind
+from runs.plot import PLOT_FILE, draw_timeline
+from runs.progress import cf_name
+from runs.records import TIMELINE_FILE, Recorded, Stretch, read_records, stretches
+from runs.tasks import TASKS
+from runs.train import Outcome
+
+RESULT_FILE = "result.json"
+
+SHOWN = 12
+"""Lines of the CF history in the table; more are abridged."""
+
+
+def title(config: TrainConfig) -> str:
+    """The run in one line."""
+    model = config.model or TASKS[config.task].models[0]
+    how = "plain DDP, no hook" if config.policy == "off" else f"{config.policy} over {config.base}"
+    link = f", {emulated(config)}" if config.link else ""
+    workers = f"{config.workers} worker{'s' if config.workers > 1 else ''}"
+    return f"{config.task} ({model}), {workers}, {how}{link}"
+
+
+def header(config: TrainConfig, first_step: int) -> str:
+    """What is printed before training."""
+    steps = f"resumed after step {first_step}" if first_step else f"{config.steps} steps"
+    if first_step:
+        steps += f", to step {config.steps}"
+    return f"{title(config)}\n{steps}, files in {config.log_dir}"
+
+
+def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> None:
+    """Write result.json and the plot, print the table to `out` and JSON to stdout if asked."""
+    timeline = config.folder / TIMELINE_FILE
+    recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
+    notes = list(logbook.notes)
+    if recorded.steps:
+        try:
+            path = config.folder / PLOT_FILE
+            draw_timeline(recorded, path, title(config), gain_kind(config))
+        except ImportError:
+            notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
+    result = make_result(config, outcome, logbook.evaluations, stretches(recorded))
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    write_text(config.folder / RESULT_FILE, text)
+    print(table(config, outcome, result, notes), file=out, flush=True)
+    if config.json:
+        print(json.dumps(result, allow_nan=False), flush=True)
+
+
+def make_result(
+    config: TrainConfig,
+    outcome: Outcome,
+    evaluations: list[tuple[int, float]],
+    history: list[Stretch],
+) -> dict[str, Any]:
+    """Everything about the run, as JSON-like values; null for numbers that are not known."""
+    task = TASKS[config.task]
+    made = outcome.steps_done - outcome.first_step
+    return {
+        "title": title(config),
+        "steps": outcome.steps_done,
+        "resumed_at": outcome.first_step,
+        "interrupted": outcome.interrupted,
+        "quality_name": task.quality_name,
+        "higher_is_better": task.higher_is_better,
+        "quality": _known(outcome.quality),
+        "evaluations": [{"step": step, "quality": _known(value)} for step, value in evaluations],
+        "train_loss": _known(outcome.loss),
+        "seconds": outcome.seconds,
+        "steps_per_second": made / outcome.seconds if outcome.seconds > 0 else None,
+        "emulated_link": emulated(config) or None,
+        "summary": _summary(outcome.summary),
+        "cf_history": [asdict(stretch) for stretch in history],
+        "log_dir": config.log_dir,
+        "command": config.command,
+        "config": config.as_json(),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "processor": platform.machine(),
+        },
+    }
+
+
+def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: list[str]) -> str:
+    """The end of the run, to be read."""
+    better = "higher is better" if result["higher_is_better"] else "lower is better"
+    quality = "not known" if result["quality"] is None else f"{result['quality']:.4g}"
+    rate = result["steps_per_second"]
+    rows = [
+        ("", ""),
+        (title(config), ""),
+        (f"  held-out {result['quality_name']}", f"{quality} ({better})"),
+        ("  steps", f"{outcome.steps_done} of {config.steps}"),
+        ("  steps/s", f"{rate:.3g}" if rate else "not known"),
+    ]
+    summary = outcome.summary
+    rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
+    lines = [f"{name:<28}{value}".rstrip() if value else name for name, value in rows]
+    if result["cf_history"]:
+        note = f" ({emulated(config)})" if config.link else ""
+        lines += [f"  CF history{note}", *_history(result["cf_history"])]
+        lines += [f"  summary of one worker{note}"]
+        lines += [f"    {line}" for line in str(summary).splitlines()]
+    lines += [f"  note: {note}" for note in notes]
+    lines += [f"files in {config.log_dir}; to look at them: tensorboard --logdir {config.log_dir}"]
+    if outcome.interrupted:
+        lines += [
+            f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "
+            f"with: python -m runs train --resume {config.log_dir}"
+        ]
+    return "\n".join(lines)
+
+
+def _history(history: list[dict[str, Any]]) -> list[str]:
+    """A line for each stretch of steps at one CF; the middle of a long history is left out."""
+    width = len(str(history[-1]["last"]))
+    lines = []
+    for part in history:
+        steps = f"{part['first']:>{width}} to {part['last']:>{width}}"
+        cf = cf_name(part["cf"]) if part["cf"] == 1 else f"CF {cf_name(part['cf'])}"
+        lines.append(f"    steps {steps}  {cf:<8} {part['reason']}".rstrip())
+    if len(lines) > SHOWN:
+        left_out = len(lines) - SHOWN + 1
+        lines[3 : 3 + left_out] = [f"    ... {left_out} more, in {RESULT_FILE} ..."]
+    return lines
+
+
+def _share(summary: Summary) -> str:
+    return f"{_bytes(summary.bytes_sent)} of {_bytes(summary.dense_bytes)} if dense, a worker"
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    values = asdict(summary)
+    values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
+    values["mean_gain"] = [[cf, _known(gain)] for cf, gain in summary.mean_gain.items()]
+    return {**values, "wire_factor": summary.wire_factor}
+
+
+def _known(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"

@@ -1,0 +1,212 @@
+"""One rank's training: the usual loop, with a compressor attached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import Summary, Timeline
+from adaptive.exchange import reduce_wire_bytes
+from policies import DENSE
+from runs.build import build_compressor, build_task
+from runs.checkpoint import Checkpoint, save_checkpoint
+from runs.config import TrainConfig
+from runs.interrupt import Interrupt
+from runs.logbook import Logbook
+from runs.vote import Vote
+
+StepClock = Callable[[int], float]
+"""Seconds as a function of the steps done: a clock that a resumed run finds where it stood."""
+
+
+class Trainer:
+    """A model, its optimizer and compressor on one rank; `step` counts the steps done.
+
+    clock: stands in for the real one, on which the policy's decisions depend.
+    """
+
+    def __init__(
+        self, config: TrainConfig, timeline: Timeline | None = None, clock: StepClock | None = None
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.step = 0
+        self.task = build_task(config)
+        torch.manual_seed(config.seed * self.world_size + self.rank)
+        self.model = DDP(self.task.build_model())
+        self.optimizer = self.task.optimizer(self.model)
+        self.compressor = None
+        if config.policy != "off":
+            self.compressor = build_compressor(
+                config,
+                samples_per_step=self.task.batch_size * self.world_size,
+                timeline=[timeline] if timeline is not None else [],
+                clock=time.perf_counter if clock is None else self._from_step(clock),
+            ).attach(self.model, optimizer=self.optimizer)
+
+    def _from_step(self, clock: StepClock) -> Callable[[], float]:
+        return lambda: clock(self.step)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of this rank's batch in the present step."""
+        batch = self.task.batch(self.step, self.rank, self.world_size)
+        return self.task.loss(self.model, batch)
+
+    def descend(self, loss: torch.Tensor) -> None:
+        """Backward, with the exchange in it, and the optimizer's step."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def summary(self) -> Summary:
+        """What was sent so far."""
+        if self.compressor is None:
+            return self._dense_summary()
+        self.compressor.flush()
+        return self.compressor.summary()
+
+    def _dense_summary(self) -> Summary:
+        """What plain DDP has sent."""
+        floats = self.step * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        wire = reduce_wire_bytes(4 * floats, self.world_size)
+        return Summary(
+            steps=self.step,
+            cf=DENSE,
+            steps_at_cf={DENSE: self.step},
+            mean_gain={DENSE: 1.0},
+            switches=0,
+            bytes_sent=wire,
+            payload_bytes=4 * floats,
+            floats_sent=floats,
+            dense_bytes=wire,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's whole state, between steps."""
+        return {
+            "step": self.step,
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "compressor": self.compressor.state_dict() if self.compressor is not None else None,
+            "rng": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, bit-identically given the same step times."""
+        # DDP orders its buckets anew after the first backward, which changes the order of
+        # summation, so that one must not count. Whatever it changes is loaded afterwards.
+        self.loss().backward()
+        self.optimizer.zero_grad()
+        self.step = state["step"]
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.compressor is not None:
+            self.compressor.load_state_dict(state["compressor"])
+        torch.set_rng_state(state["rng"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended. seconds: of the loop, evaluations and checkpoints not counted.
+    quality: on held-out data, on rank 0 (elsewhere None). loss: the last, mean over workers."""
+
+    steps_done: int
+    first_step: int
+    interrupted: bool
+    seconds: float
+    loss: float
+    summary: Summary
+    quality: float | None
+
+
+def train(
+    config: TrainConfig,
+    *,
+    checkpoint: Checkpoint | None = None,
+    interrupt: Interrupt | None = None,
+    logbook: Logbook | None = None,
+    clock: StepClock | None = None,
+) -> Outcome:
+    """Train to `config.steps`, in an initialised process group; all ranks call this alike.
+
+    checkpoint: where to go on from. interrupt: asks to stop after a step. logbook: rank 0's.
+    """
+    if clock is None and config.fixed_clock is not None:
+        seconds = config.fixed_clock
+        clock = lambda step: step * seconds  # noqa: E731
+    trainer = Trainer(config, logbook, clock)
+    if checkpoint is not None:
+        _resume(trainer, checkpoint, logbook)
+    vote = Vote()
+    first, loss, stop = trainer.step, float("nan"), False
+    saved_at = first if checkpoint is not None else 0
+    timer = _Timer()
+    while trainer.step < config.steps and not stop:
+        with timer:
+            local = trainer.loss()
+            vote.cast(local.item(), interrupt is not None and interrupt.requested)
+            trainer.descend(local)
+            loss, stop = vote.count()
+            if logbook is not None:
+                logbook.trained(trainer.step, loss)
+        done = trainer.step == config.steps
+        every = config.checkpoint_every
+        if (every and trainer.step % every == 0) or (done and (every or checkpoint is not None)):
+            _save(config, trainer, logbook)
+            saved_at = trainer.step
+        if config.eval_every and trainer.step % config.eval_every == 0 and not done:
+            _evaluate(trainer, logbook)
+    interrupted = stop and trainer.step < config.steps
+    if interrupted and saved_at != trainer.step:
+        _save(config, trainer, logbook)
+    if interrupted and logbook is not None:
+        logbook.progress.say(f"stopped after step {trainer.step}, checkpoint saved")
+    summary = trainer.summary()
+    dist.barrier()  # rank 0 goes on alone from here
+    quality = _evaluate(trainer, logbook)
+    return Outcome(trainer.step, first, interrupted, timer.seconds, loss, summary, quality)
+
+
+def _save(config: TrainConfig, trainer: Trainer, logbook: Logbook | None) -> None:
+    state = trainer.state_dict()  # takes in the last step, which goes on record
+    if logbook is not None:
+        logbook.flush()
+    save_checkpoint(config, trainer.step, state)
+
+
+def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
+    """Rank 0 measures, the others do not wait before they have to."""
+    if trainer.rank != 0:
+        return None
+    quality = trainer.task.evaluate(trainer.model)
+    if logbook is not None:
+        logbook.evaluated(trainer.step, trainer.task.quality_name, quality)
+    return quality
+
+
+def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -> None:
+    state = checkpoint.load(trainer.rank)
+    if logbook is not None:
+        logbook.muted = True  # the throwaway step is no part of the record
+    trainer.load_state_dict(state)
+    if logbook is not None:
+        logbook.muted = False
+
+
+class _Timer:
+    """Adds up the time spent inside `with`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began

@@ -1,0 +1,56 @@
+"""One worker process, from the process group's start to its end; rank 0 also reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing import parent_process
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from runs.config import TrainConfig
+from runs.interrupt import INTERRUPTED, Interrupt
+from runs.job import Job
+from runs.logbook import Logbook
+from runs.result import header, make_report
+from runs.train import train
+
+
+def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
+    """Train as one of `world_size` ranks; returns the exit code (130 if interrupted)."""
+    interrupt = Interrupt(own_parent=parent_process() is not None)
+    torch.set_num_threads(job.config.threads)
+    if init_method.startswith("file:") and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever this host's name means
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    job = _rank_0s(job)
+    config, checkpoint = job.config, job.checkpoint
+    logbook = None
+    if rank == 0:
+        first = checkpoint.step if checkpoint is not None else 0
+        print(header(config, first), file=output(config), flush=True)
+        config.save()
+        logbook = Logbook(config, first)
+    try:
+        outcome = train(config, checkpoint=checkpoint, interrupt=interrupt, logbook=logbook)
+    finally:
+        if logbook is not None:
+            logbook.close()
+    if logbook is not None:
+        make_report(config, outcome, logbook, output(config))
+    dist.destroy_process_group()
+    return INTERRUPTED if outcome.interrupted else 0
+
+
+def output(config: TrainConfig) -> TextIO:
+    """Where text for people goes: stdout, unless that is for JSON."""
+    return sys.stderr if config.json else sys.stdout
+
+
+def _rank_0s(job: Job) -> Job:
+    """Rank 0's job: under torchrun, each rank has made up its own name for the log folder."""
+    jobs = [job]
+    dist.broadcast_object_list(jobs, src=0)
+    return jobs[0]

@@ -1,0 +1,224 @@
+"""Detaching, handing over, closing, copying, sub-groups, and models with odd parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Event, Fixed, StepRecord, Timeline, adaptive_hook
+from policies import DENSE
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import (
+    Scripted,
+    flat_parameters,
+    local_gradients,
+    loss_of,
+    small_net,
+)
+
+
+def _mean_gradients(model: DDP, step: int, rank: int) -> dict[str, torch.Tensor]:
+    means = local_gradients(model, step, rank)
+    for mean in means.values():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return means
+
+
+def _deviation(model: DDP, means: dict[str, torch.Tensor]) -> float:
+    named = model.module.named_parameters()
+    return max(float((p.grad.flatten() - means[name]).abs().max()) for name, p in named)
+
+
+def _detached(rank: int, options: dict[str, Any]) -> tuple[float, float]:
+    """How far gradients are from dense ones in the first and second step after detach()."""
+    model = DDP(small_net())
+    compressor = AdaptiveCompressor("topk", policy="fixed", **options).attach(model)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+    compressor.detach()
+    deviations = []
+    for step in (4, 5):
+        means = _mean_gradients(model, step, rank)
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        deviations.append(_deviation(model, means))
+    return deviations[0], deviations[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"memory": "momentum", "momentum": 0.9}, {"clip_norm": 0.001}], ids=str
+)
+def test_after_detach_the_residual_is_sent_once_and_then_all_is_dense(options: dict) -> None:
+    for first, second in run_ranks(2, _detached, options):
+        assert first > 1e-6  # what the residual held
+        assert second < 1e-14
+
+
+def _adopted(rank: int, momentum: float) -> float:
+    """Gradient mass lost when one compressor follows another, relative to all of it."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=momentum)
+    first = AdaptiveCompressor("topk", policy="fixed", masking=False)
+    first.attach(model, optimizer=optimizer)
+    start = flat_parameters(model)
+    total: Any = 0
+    for step in range(6):
+        if step == 2:
+            first.detach()
+            first.attach(model, optimizer=optimizer)  # at once: nothing was flushed between
+        if step == 4:
+            first.detach()
+            second = AdaptiveCompressor("topk", (1, 10), policy=Fixed(cf=1.0))
+            second.attach(model, optimizer=optimizer)
+        gradient = torch.cat(list(_mean_gradients(model, step, rank).values()))
+        total = total + gradient * (1 - momentum ** (120 - step)) / (1 - momentum)
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    for _ in range(114):  # let the momentum run out
+        optimizer.zero_grad()
+        (loss_of(model, 0, rank) * 0).backward()
+        optimizer.step()
+    moved = (start - flat_parameters(model)) / 1e-6
+    return float((moved - total).norm() / total.norm())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nothing_is_lost_when_one_compressor_follows_another(momentum: float) -> None:
+    assert max(run_ranks(2, _adopted, momentum)) < 1e-5
+
+
+class _FullDisk(Timeline):
+    def step(self, record: StepRecord) -> None:
+        raise OSError("no space left on device")
+
+    def event(self, event: Event) -> None:
+        raise OSError("no space left on device")
+
+
+def _recorded(rank: int, how: str) -> float:
+    model = DDP(small_net())
+    timeline = _FullDisk() if how == "full disk" else None
+    compressor = AdaptiveCompressor(policy=Scripted([10.0, 20.0]), timeline=timeline)
+    compressor.attach(model)
+    for step in range(6):
+        loss_of(model, step, rank).backward()
+        if how == "closed" and step == 2:
+            compressor.close()
+    return compressor.cf
+
+
+@pytest.mark.parametrize("how", ["full disk", "closed"])
+def test_a_failing_or_closed_timeline_stops_nobody(how: str) -> None:
+    assert run_ranks(2, _recorded, how, limit=30) == [20.0, 20.0]
+
+
+def _in_groups_of_two(rank: int) -> tuple[float, float]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    attached, hooked = (DDP(small_net(), process_group=group) for _ in range(2))
+    AdaptiveCompressor("topk", policy=Fixed(cf=DENSE)).attach(attached)
+    hooked.register_comm_hook(
+        AdaptiveCompressor("topk", policy=Fixed(cf=DENSE), process_group=group), adaptive_hook
+    )
+    deviations = []
+    for model in (attached, hooked):
+        means = local_gradients(model, 0, rank)
+        for mean in means.values():
+            dist.all_reduce(mean, group=group)
+            mean /= 2
+        loss_of(model, 0, rank).backward()
+        deviations.append(_deviation(model, means))
+    return deviations[0], deviations[1]
+
+
+def test_the_mean_is_over_the_models_own_group() -> None:
+    for deviations in run_ranks(4, _in_groups_of_two):
+        assert max(deviations) < 1e-15
+
+
+class _Odd(nn.Module):
+    """Tied, frozen, ignored, empty, half-precision and channels-last parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.ignored = nn.Linear(1, 6)
+        self.own = nn.Parameter(torch.ones(6))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.narrow = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+        self.far = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).mean(dim=(2, 3)) + self.ignored.bias
+        x = self.second(self.first(x) + self.frozen(x)) * self.own * self.narrow.float()
+        return x.sum() + self.empty.sum() + self.far.sum()
+
+
+def _odd(rank: int, cfs: list[float]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = _Odd()
+    DDP._set_params_and_buffers_to_ignore_for_model(
+        module, ["ignored.weight", "ignored.bias", "own"]
+    )
+    model = DDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    compressor = AdaptiveCompressor("topk", (1, 100), policy=Scripted(cfs))
+    compressor.attach(model, optimizer=optimizer)
+    torch.manual_seed(rank)
+    for step in range(7):
+        if step == 5:
+            compressor.detach()
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).backward()
+        optimizer.step()
+    twin = copy.deepcopy(model.module)
+    reduced = [p for n, p in module.named_parameters() if "ignored" not in n and p.requires_grad]
+    return {
+        "parameters": [p.detach().clone() for p in reduced],
+        "dense_bytes": compressor.summary().dense_bytes,
+        "numel": sum(p.numel() for p in reduced),
+        "twin": len(list(twin.parameters())),
+    }
+
+
+@pytest.mark.parametrize("cfs", [[1.0], [10.0, 1.0, 3.0]])
+def test_odd_parameters(cfs: list[float]) -> None:
+    results = run_ranks(2, _odd, cfs)
+    for result in results:
+        assert result["dense_bytes"] == 7 * 4 * result["numel"]  # ignored ones are not counted
+        for a, b in zip(result["parameters"], results[0]["parameters"], strict=True):
+            assert torch.equal(a, b)
+
+
+def _two_backwards(rank: int) -> int:
+    import logging
+
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    AdaptiveCompressor("topk", policy="fixed").attach(model, optimizer=optimizer)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("adaptive").addHandler(handler)
+    for step in range(6):
+        loss_of(model, step, rank).backward()
+        if step < 3:
+            optimizer.step()
+    return sum("no_sync" in message for message in told)
+
+
+def test_two_backwards_a_step_are_warned_of_once() -> None:
+    assert run_ranks(2, _two_backwards) == [1, 1]

@@ -1,0 +1,234 @@
+"""Accordion's regimes from hand-made norms and learning rates."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from math import cos, inf, nan, pi
+
+import pytest
+
+from policies.accordion import Accordion
+from policies.base import Context, Plan, StepReport
+
+RANGE = (10.0, 1000.0)
+
+
+def started(**settings):
+    policy = Accordion(**{"interval": 5, **settings})
+    policy.start(Context(RANGE, 2))
+    return policy
+
+
+def drive(policy, norms=(), lrs=(), steps=None):
+    """Run; norms[i] is what the i-th reading gives, lrs[i] the rate of step i. Returns the plans.
+
+    Where norms or rates run out, the last one goes on (nan if there was none).
+    """
+    plans: list[Plan] = []
+    readings = 0
+    for step in range(len(norms) * policy.interval if steps is None else steps):
+        plan = policy.plan()
+        plans.append(plan)
+        norm = nan
+        if plan.read_sum:
+            norm = norms[min(readings, len(norms) - 1)] if norms else nan
+            readings += 1
+        lr = lrs[min(step, len(lrs) - 1)] if lrs else nan
+        policy.observe(StepReport(step, plan.send, sum_norm=norm, lr=lr))
+    return plans
+
+
+def by_interval(plans, interval=5):
+    """The CF of each interval, which must be the same throughout it."""
+    blocks = [plans[i : i + interval] for i in range(0, len(plans), interval)]
+    assert all(len({plan.send for plan in block}) == 1 for block in blocks)
+    return [block[0].send for block in blocks]
+
+
+def reasons(plans):
+    return [plan.reason for plan in plans if plan.reason]
+
+
+def test_it_sums_always_and_reads_at_each_intervals_end():
+    plans = drive(started(), norms=[1, 1, 1])
+    assert all(plan.accumulate for plan in plans)
+    assert [i for i, plan in enumerate(plans) if plan.read_sum] == [4, 9, 14]
+
+
+def test_every_step_may_be_an_interval():
+    plans = drive(started(interval=1), norms=[1.0, 1.0, 1.0, 9.0, 9.0])
+    assert all(plan.read_sum for plan in plans)
+    assert [plan.send for plan in plans] == [10, 10, 1000, 1000, 10]
+
+
+def test_critical_until_two_sums_can_be_compared_then_by_eta():
+    plans = drive(started(), norms=[8.0, 6.0, 3.0, 1.6, 1.6, 1.6])
+    assert by_interval(plans) == [10, 10, 1000, 10, 1000, 1000]
+    assert reasons(plans) == [
+        "scale up 10 -> 1000: critical regime over, |8 - 6| / 8 = 0.25 < eta 0.5",
+        "scale down 1000 -> 10: critical regime, |6 - 3| / 6 = 0.5 >= eta 0.5",
+        "scale up 10 -> 1000: critical regime over, |3 - 1.6| / 3 = 0.467 < eta 0.5",
+    ]
+    for before, plan in pairwise(plans):
+        assert bool(plan.reason) == (plan.send != before.send)
+
+
+def test_a_norm_that_grows_is_critical_too():
+    plans = drive(started(), norms=[4.0, 4.0, 6.0, 6.0])
+    assert by_interval([*plans, started().plan()])[:4] == [10, 10, 1000, 10]
+
+
+@pytest.mark.parametrize(
+    ("norms", "cfs"),
+    [
+        ([4.0, 4.0, nan, 4.0, 4.0], [10, 10, 1000, 1000, 1000]),
+        ([4.0, 4.0, inf, 1.0, 1.0], [10, 10, 1000, 1000, 10]),  # 1 is compared with the last 4
+        ([4.0, nan, 4.0, 4.0], [10, 10, 10, 1000]),
+        ([nan, nan, nan, nan], [10, 10, 10, 10]),
+    ],
+)
+def test_a_sum_that_is_not_finite_keeps_the_regime(norms, cfs):
+    plans = drive(started(), norms=norms)
+    assert by_interval(plans) == cfs
+
+
+@pytest.mark.parametrize(
+    ("norms", "last"), [([0.0, 0.0, 0.0], 1000), ([0.0, 1.0, 1.0], 10), ([1.0, 0.0, 0.0], 10)]
+)
+def test_norms_of_zero(norms, last):
+    assert by_interval(drive(started(), norms=norms))[-1] == last
+
+
+def test_a_dropped_learning_rate_counts_at_once_and_for_the_next_interval():
+    lrs = [0.1] * 17 + [0.01]
+    plans = drive(started(), norms=[1.0], lrs=lrs, steps=40)
+    # high from step 10; the rate drops in step 17, in the interval that ends with step 19
+    assert [plan.send for plan in plans] == [10] * 10 + [1000] * 8 + [10] * 7 + [1000] * 15
+    assert plans[18].reason == (
+        "scale down 1000 -> 10: critical regime, learning rate dropped, "
+        "0.01 / 0.1 = 0.1 <= lr_drop 0.5"
+    )
+    assert "critical regime over" in plans[25].reason
+
+
+def test_a_drop_with_an_intervals_last_step_belongs_to_that_interval():
+    plans = drive(started(), norms=[1.0], lrs=[0.1] * 14 + [0.01], steps=25)
+    assert [plan.send for plan in plans] == [10] * 10 + [1000] * 5 + [10] * 5 + [1000] * 5
+
+
+def test_a_drop_where_every_step_is_an_interval():
+    plans = drive(started(interval=1), norms=[1.0], lrs=[0.1] * 4 + [0.01], steps=8)
+    assert [plan.send for plan in plans] == [10, 10, 1000, 1000, 1000, 10, 1000, 1000]
+
+
+def test_the_sum_read_with_a_drop_is_the_next_ones_yardstick():
+    # norms 1, 1, 5 (read with the drop), 5: were the 5 not put down, the last would be a change
+    plans = drive(started(), norms=[1.0, 1.0, 5.0, 5.0], lrs=[0.1] * 14 + [0.01], steps=25)
+    assert by_interval(plans) == [10, 10, 1000, 10, 1000]
+
+
+def test_a_drop_in_a_critical_regime_prolongs_it_silently():
+    plans = drive(started(), norms=[1.0], lrs=[0.1] * 7 + [0.01], steps=20)
+    assert by_interval(plans) == [10, 10, 10, 1000]
+    assert len(reasons(plans)) == 1
+
+
+@pytest.mark.parametrize(
+    "lrs",
+    [
+        [0.05 * (1 + cos(pi * step / 400)) for step in range(300)],  # cosine
+        [0.1 * 0.9**step for step in range(300)],  # exponential
+        [0.1 * step for step in range(300)],  # warm-up, from zero
+        [0.1 * (nan if step % 3 else 1) for step in range(300)],
+        [0.1] * 150 + [0.06] * 150,  # a drop, but to more than half
+    ],
+)
+def test_schedules_that_do_not_drop(lrs):
+    plans = drive(started(), norms=[1.0], lrs=lrs, steps=300)
+    assert {plan.send for plan in plans[10:]} == {1000}
+
+
+@pytest.mark.parametrize("lrs", [[0.1] * 20 + [0.05], [0.1] * 20 + [0.0], [0.1] * 20 + [nan, 0.01]])
+def test_rates_that_do(lrs):
+    plans = drive(started(), norms=[1.0], lrs=lrs, steps=23)
+    assert plans[20].send == 1000
+    assert plans[22].send == 10
+
+
+def test_low_and_high():
+    policy = started(low=1, high=40.5)
+    assert {plan.send for plan in drive(policy, norms=[1.0, 1.0, 1.0])} == {1.0, 40.5}
+    policy = started(low=20, high=20)
+    assert not reasons(drive(policy, norms=[1.0, 1.0, 9.0])[:10])
+
+
+def test_intervals_in_epochs():
+    assert Accordion(steps_per_epoch=30).interval == 300  # the paper's 10 epochs
+    assert Accordion(steps_per_epoch=30, interval_epochs=2).interval == 60
+    assert Accordion(steps_per_epoch=30, interval_epochs=0.01).interval == 1
+    assert Accordion(steps_per_epoch=1).interval == 10
+    assert Accordion().interval == 100
+
+
+def test_status():
+    policy = started()
+    assert dict(policy.status()) == pytest.approx({"critical": 1, "sum_norm": nan}, nan_ok=True)
+    drive(policy, norms=[8.0, 7.0])
+    assert dict(policy.status()) == {"critical": 0, "sum_norm": 7.0}
+
+
+def test_a_state_is_of_one_set_of_settings():
+    state = json.loads(json.dumps(started().state_dict()))
+    started().load_state_dict(state)
+    with pytest.raises(ValueError, match=r"'accordion'.*eta=0\.5.*0\.4"):
+        started(eta=0.4).load_state_dict(state)
+    other = Accordion(interval=5)
+    with pytest.raises(RuntimeError, match="start"):
+        other.load_state_dict(state)
+    other.start(Context((20.0, 1000.0), 2))
+    with pytest.raises(ValueError, match="cfs"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"eta": 0}, ValueError, "eta=0: must be a finite number > 0"),
+        ({"eta": nan}, ValueError, "eta=nan"),
+        ({"eta": "x"}, TypeError, "eta='x'"),
+        ({"interval": 0}, ValueError, "interval=0"),
+        ({"interval": 1.5}, TypeError, "interval=1.5"),
+        ({"lr_drop": 0}, ValueError, "lr_drop=0"),
+        ({"lr_drop": 1}, ValueError, "lr_drop=1"),
+        ({"low": 0.5}, ValueError, "low=0.5: must be a finite number >= 1"),
+        ({"low": nan}, ValueError, "low=nan"),
+        ({"high": inf}, ValueError, "high=inf"),
+        ({"high": "10"}, TypeError, "high='10'"),
+        ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch=0"),
+        ({"steps_per_epoch": 5, "interval_epochs": 0}, ValueError, "interval_epochs=0"),
+        ({"interval_epochs": 2}, ValueError, "interval_epochs=2: needs steps_per_epoch"),
+    ],
+)
+def test_settings_are_checked(settings, error, message):
+    with pytest.raises(error, match=message):
+        Accordion(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"low": 5}, r"low=5: must be 1 \(dense\) or inside cf_range \(10, 1000\)"),
+        ({"high": 2000}, "high=2000"),
+        ({"low": 100, "high": 50}, "low=100: must not exceed high=50"),
+        ({"high": 1}, "low=10: must not exceed high=1"),
+    ],
+)
+def test_settings_must_fit_the_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Accordion(**settings).start(Context(RANGE, 2))
+
+
+def test_before_start():
+    with pytest.raises(RuntimeError, match="start"):
+        Accordion().plan()

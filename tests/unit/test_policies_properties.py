@@ -1,0 +1,216 @@
+"""What holds for every policy whatever the reports: range, determinism, exact continuation."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from math import inf, isfinite, nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import DENSE, Accordion, Context, Fixed, GraVAC, Measurement, StepReport
+
+few = settings(max_examples=60, deadline=None)
+
+wild = st.one_of(st.sampled_from([nan, inf, -inf, 0.0, -1.0]), st.floats())
+gains = st.one_of(st.floats(0, 1), st.floats(0.2, 0.6), wild)
+times = st.one_of(st.floats(1e-3, 10), st.sampled_from([0.1, 1.0]), wild)
+steps = st.fixed_dictionaries(
+    {
+        "gains": st.tuples(gains, gains),  # of the CF sent and of those probed
+        "wild": st.booleans(),  # the norms themselves, not the gains, are anything
+        "norms": st.tuples(wild, wild, wild),
+        "time": times,
+        "bytes": times,
+        "compress": times,
+        "sum_norm": st.one_of(st.floats(0, 10), wild),
+        "lr": st.one_of(st.sampled_from([0.1, 0.05, 0.01]), wild),
+    }
+)
+ranges = st.sampled_from(
+    [(10.0, 1000.0), (1.5, 1000.0), (1.0, 40.0), (64.0, 64.0), (1.0, 1.0), (3.3, 3.4)]
+)
+
+gravacs = st.fixed_dictionaries(
+    {
+        "epsilon": st.sampled_from([0.05, 0.3, 0.7, 1.0]),
+        "omega": st.sampled_from([0.01, 0.3, 1.0]),
+        "window": st.integers(1, 8),
+        "scaling": st.sampled_from(["exponential", "geometric"]),
+        "step_size": st.sampled_from([1.5, 2, 30]),
+        "gain": st.sampled_from(["gradient", "error_fed", "raw"]),
+        "allow_dense": st.booleans(),
+        "dense_window": st.integers(0, 4),
+        "hysteresis": st.sampled_from([0.0, 0.1, 2.0]),
+        "cooldown": st.integers(1, 5),
+    }
+)
+accordions = st.fixed_dictionaries(
+    {
+        "eta": st.sampled_from([0.1, 0.5, 2.0]),
+        "interval": st.integers(1, 6),
+        "lr_drop": st.sampled_from([0.1, 0.5, 0.9]),
+    }
+)
+
+
+def measurement(gain, norms, is_wild):
+    if is_wild:
+        return Measurement(*norms, *norms)
+    return Measurement(gain, 1 - gain, 1.0, 1.0, 1 - gain, 1.0)
+
+
+def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
+    """All plans and everything visible at each step. At `reload_at` a fresh policy takes over."""
+    policy.start(Context(cf_range, 50))
+    seen = []
+    last = nan
+    for step, move in enumerate(moves):
+        if step == reload_at:
+            state = json.dumps(policy.state_dict(), allow_nan=False)
+            policy = fresh()
+            policy.start(Context(cf_range, 50))
+            policy.load_state_dict(json.loads(state))
+        plan = policy.plan()
+        assert policy.plan() == plan  # looking changes nothing
+        seen.append((plan, repr(dict(policy.status())), policy.verdict()))
+        sent, probed = move["gains"]
+        measured = {cf: measurement(probed, move["norms"], move["wild"]) for cf in plan.probe}
+        measured[plan.send] = measurement(sent, move["norms"], move["wild"])
+        policy.observe(
+            StepReport(
+                step=step,
+                cf=plan.send,
+                measurements=measured,
+                timed_cf=last,
+                seconds=move["time"],
+                median_seconds=move["time"],
+                compress_seconds=move["compress"],
+                timed_bytes=move["bytes"],
+                sum_norm=move["sum_norm"] if plan.read_sum else nan,
+                lr=move["lr"],
+            )
+        )
+        last = plan.send
+    return seen, json.dumps(policy.state_dict(), allow_nan=False)
+
+
+def makers(kind, given_settings):
+    return lambda: kind(**given_settings)
+
+
+policy_makers = st.one_of(
+    st.builds(makers, st.just(GraVAC), gravacs), st.builds(makers, st.just(Accordion), accordions)
+)
+histories = st.lists(steps, min_size=1, max_size=25).map(lambda moves: moves * 4)
+"""Four times the same: long enough to get through every phase, small enough to shrink."""
+
+
+@few
+@given(make=policy_makers, cf_range=ranges, moves=histories)
+def test_nothing_outside_the_range_is_sent_or_probed(make, cf_range, moves):
+    for plan, _, _ in replay(make(), cf_range, moves)[0]:
+        assert plan.send == DENSE or cf_range[0] <= plan.send <= cf_range[1]
+        for cf in plan.probe:
+            assert cf_range[0] <= cf <= cf_range[1]
+        assert len({plan.send, DENSE, *plan.probe}) == len(plan.probe) + 1 + (plan.send != DENSE)
+
+
+@few
+@given(make=policy_makers, cf_range=ranges, moves=histories)
+def test_the_same_reports_make_the_same_plans(make, cf_range, moves):
+    assert replay(make(), cf_range, moves) == replay(make(), cf_range, moves)
+
+
+@few
+@given(make=policy_makers, cf_range=ranges, moves=histories, data=st.data())
+def test_a_saved_policy_goes_on_exactly(make, cf_range, moves, data):
+    at = data.draw(st.integers(0, len(moves) - 1))
+    straight = replay(make(), cf_range, moves)
+    assert replay(make(), cf_range, moves, reload_at=at, fresh=make) == straight
+
+
+@few
+@given(make=policy_makers, cf_range=ranges, moves=histories)
+def test_every_change_has_a_reason_and_says_from_where_to_where(make, cf_range, moves):
+    plans = [plan for plan, _, _ in replay(make(), cf_range, moves)[0]]
+    assert plans[0].reason == ""
+    for before, plan in pairwise(plans):
+        if plan.send != before.send:
+            assert f"{before.send:g} -> {plan.send:g}" in plan.reason
+        if plan.probe != before.probe:
+            assert plan.reason
+
+
+@few
+@given(setting=gravacs, cf_range=ranges, moves=histories)
+def test_gravac_says_something_only_when_something_changed(setting, cf_range, moves):
+    seen = replay(GraVAC(**setting), cf_range, moves)[0]
+
+    def visible(entry):
+        plan, status, verdict = entry
+        return plan.send, plan.probe, status.split("gain_floor")[0], verdict
+
+    for before, now in pairwise(seen):
+        if visible(before) == visible(now):
+            assert now[0].reason == ""
+
+
+@few
+@given(setting=gravacs, moves=histories)
+def test_gravac_without_gains_never_asks_for_dense_if_dense_is_not_allowed(setting, moves):
+    for move in moves:
+        move["wild"], move["norms"] = True, (nan, nan, nan)
+    policy = GraVAC(**{**setting, "allow_dense": False})
+    assert {plan.send for plan, _, _ in replay(policy, (10.0, 1000.0), moves)[0]} == {10.0}
+
+
+@few
+@given(cf=st.floats(10, 1000), moves=histories)
+def test_fixed_never_moves(cf, moves):
+    seen = replay(Fixed(cf), (10.0, 1000.0), moves)[0]
+    assert {plan.send for plan, _, _ in seen} == {cf}
+
+
+def test_the_histories_do_reach_every_phase():
+    """The properties above are only worth something if the random runs get anywhere."""
+    phases = set()
+
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @given(setting=gravacs, cf_range=ranges, moves=histories)
+    def collect(setting, cf_range, moves):
+        state = json.loads(replay(GraVAC(**setting), cf_range, moves)[1])
+        phases.add((state["phase"], state["rule"]["level"]))
+
+    collect()
+    assert {"explore", "settled", "stay dense"} <= {phase for phase, _ in phases}
+    assert {level for phase, level in phases if phase == "settled"} == {0, 1, 2}
+
+
+def test_a_state_is_of_one_set_of_settings():
+    def started(cf_range=(10.0, 1000.0), **setting):
+        policy = GraVAC(**setting)
+        policy.start(Context(cf_range, 2))
+        return policy
+
+    state = json.loads(json.dumps(started().state_dict()))
+    started().load_state_dict(state)
+    with pytest.raises(ValueError, match=r"'gravac'.*window=\d+.*here it is 7"):
+        started(window=7).load_state_dict(state)
+    with pytest.raises(ValueError, match="ladder"):
+        started(cf_range=(10.0, 999.0)).load_state_dict(state)
+
+
+def test_wild_values_are_wild():
+    """`wild` must give non-finite values, or the properties above would prove little."""
+    found = set()
+
+    @settings(max_examples=50, database=None, derandomize=True)
+    @given(wild)
+    def collect(value):
+        found.add(isfinite(value))
+
+    collect()
+    assert found == {True, False}
