@@ -178,7 +178,7 @@ def test_the_histories_do_reach_every_phase():
     """The properties above are only worth something if the random runs get anywhere."""
     phases = set()
 
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=600, deadline=None, database=None, derandomize=True)
     @given(setting=gravacs, cf_range=ranges, moves=histories)
     def collect(setting, cf_range, moves):
         state = json.loads(replay(GraVAC(**setting), cf_range, moves)[1])
