@@ -90,7 +90,7 @@ class Controller:
         self._times: dict[float, deque[float]] = {}
         self._pending: _Pending | None = None
         self._timing: _Timing | None = None
-        self._last_wire = nan
+        self._timed_cf = self._timed_bytes = nan
         self._started_at: float | None = None
         self._told: list[str] = []
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adaptive.residual import Residual, Slot, _checked
+from adaptive.residual import Residual, Slot
 from compressors import Compressor
 from compressors.base import Payload
 
@@ -133,7 +133,7 @@ class MomentumMemory(Residual):
         slot.started = saved is not None
         slot.velocity = None
         if saved is not None:
-            slot.velocity = slot.zeros().copy_(_checked(saved, slot, "velocity"))
+            slot.velocity = slot.zeros().copy_(saved)
 
     def _step(self, slot: Slot, grad: Tensor, rule: MomentumRule) -> Tensor:
         if slot.velocity is None:
