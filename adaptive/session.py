@@ -98,7 +98,7 @@ class Session:
         settings, base = self.settings, self.settings.base
         sizes = [p.numel() for p in self.slots]
         low, high = (base.supported(cf, max(sizes, default=1)) for cf in settings.cf_range)
-        if high == DENSE:  # a base that cannot compress
+        if high == DENSE < settings.cf_range[1]:  # a base that cannot compress
             settings.policy = Fixed(cf=DENSE)
         settings.policy.start(Context((low, high), self.exchange.world_size))
         self._choose_memory()

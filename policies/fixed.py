@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policies import checks
@@ -12,20 +12,23 @@ from policies.base import Context, Plan, Policy
 class Fixed(Policy):
     """Sends the same CF in every step.
 
-    cf: 1 (dense) or inside cf_range; None: the smallest of cf_range.
+    cf: 1 (dense) or inside cf_range; None: the smallest of cf_range. probe: other CFs > 1, measured
+    without being sent, for the record.
     """
 
     name = "fixed"
 
-    def __init__(self, cf: float | None = None) -> None:
+    def __init__(self, cf: float | None = None, probe: Sequence[float] = ()) -> None:
         self.cf = None if cf is None else checks.real("cf", cf, least=1)
+        self.probe = tuple(sorted({checks.real("probe", other, above=1) for other in probe}))
         self._plan: Plan | None = None
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
         allowed = checks.cf_range(context.cf_range)
         send = allowed[0] if self.cf is None else self.cf
-        self._plan = Plan(send=checks.cf_within("cf", send, allowed))
+        send = checks.cf_within("cf", send, allowed)
+        self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
 
     def plan(self) -> Plan:
         if self._plan is None:
@@ -33,7 +36,7 @@ class Fixed(Policy):
         return self._plan
 
     def candidates(self) -> tuple[float, ...]:
-        return (self.plan().send,)
+        return self.plan().send, *self.probe
 
     def state_dict(self) -> dict[str, Any]:
         return {"send": self.plan().send}

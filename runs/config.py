@@ -38,6 +38,7 @@ class TrainConfig:
     scaling: str | None = None
     gain: str | None = None
     cf: float | None = None
+    probe: tuple[float, ...] | None = None
     eta: float | None = None
     interval: int | None = None
     base: str | None = "topk"
@@ -88,6 +89,8 @@ class TrainConfig:
         if values.get("cf_range") is not None:
             low, high = values["cf_range"]
             values["cf_range"] = (float(low), float(high))
+        if values.get("probe") is not None:
+            values["probe"] = tuple(float(cf) for cf in values["probe"])
         return cls(**values)
 
 

@@ -13,7 +13,7 @@ from runs.parser import UsageError, number, positive, switch_or_number, whole
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
     "accordion": ("eta", "interval"),
-    "fixed": ("cf",),
+    "fixed": ("cf", "probe"),
     "off": (),
 }
 HOOK_OPTIONS = ("base", "cf_range", "memory", "masking", "clip_norm", "link", "fixed_clock")
@@ -106,6 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gravac.add_argument("--gain", help="what decides: gradient, error_fed or raw")
     fixed = parser.add_argument_group("with --policy fixed")
     fixed.add_argument("--cf", type=number, help=f"the CF; 1 is dense ({DEFAULT_CF:g})")
+    fixed.add_argument(
+        "--probe",
+        type=number,
+        nargs="+",
+        metavar="CF",
+        help="measure the gains of these CFs too, without sending them",
+    )
     accordion = parser.add_argument_group("with --policy accordion")
     accordion.add_argument(
         "--eta", type=number, help="change of the gradient norm that makes a regime critical"
@@ -157,6 +164,8 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         given["base"] = None
     if "cf_range" in given:
         given["cf_range"] = tuple(given["cf_range"])
+    if "probe" in given:
+        given["probe"] = tuple(given["probe"])
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
     return TrainConfig(**given)
 

@@ -6,7 +6,8 @@ from math import nan
 
 import pytest
 
-from policies.base import Context
+from policies.base import Context, Plan
+from policies.fixed import Fixed
 from policies.gravac import GraVAC
 
 RANGE = (10.0, 1000.0)
@@ -73,3 +74,11 @@ def test_the_ends_of_what_is_accepted():
     policy.start(Context(RANGE, 1))
     assert policy.plan().send == 10.0
     assert policy.status()["epsilon"] == 1
+
+
+def test_fixed_probes_other_cfs_than_the_one_it_sends():
+    policy = Fixed(10.0, probe=(1000.0, 10.0, 20.0, 20.0))
+    policy.start(Context((10.0, 10.0), 2))
+    assert policy.plan() == Plan(10.0, probe=(20.0, 1000.0))
+    with pytest.raises(ValueError, match="probe"):
+        Fixed(10.0, probe=(1.0,))
