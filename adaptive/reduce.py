@@ -135,26 +135,29 @@ class BucketReducer:
         parts = self._parts(buffer, slots, step, tally)
         finite = _finite(parts)
         payloads = [self._payload(part, cf, finite, tally) for part in parts]
-        touched = [
-            (part, payload)
-            for part, payload in zip(parts, payloads, strict=True)
-            if finite and not part.held
-        ]
         dtype = parts[0].grad.dtype
         wire = pack(compressor, payloads, cf, dtype)
+        size = wire.numel()
         numels, keys = [part.grad.numel() for part in parts], [part.key for part in parts]
-
         senders = 1 if compressor.linear else self._exchange.world_size
+        # What was gathered holds our own payloads too, so they need not be kept meanwhile.
+        summed = payloads if compressor.linear else None
+        del payloads
 
         def finish(future: Future[Tensor]) -> Tensor:
-            rows = future.value().view(torch.uint8).view(senders, wire.numel())
+            rows = future.value().view(torch.uint8).view(senders, size)
             received = [unpack(compressor, row, numels, cf, dtype, keys) for row in rows]
-            if any(compressor.is_poisoned(payload) for rank in received for payload in rank):
-                for part, _ in touched:
+            poisoned = any(compressor.is_poisoned(p) for payloads in received for p in payloads)
+            own = received[self._exchange.rank] if summed is None else summed
+            for part, payload in zip(parts, own, strict=True):
+                if not finite or part.held:
+                    continue  # its memory was not touched
+                if poisoned:
                     self._memory.undo_compress(part.slot, part.grad)
+                else:
+                    self._memory.commit(part.slot, payload, compressor)
+            if poisoned:
                 return buffer.fill_(nan)
-            for part, payload in touched:
-                self._memory.commit(part.slot, payload, compressor)
             self._decode(parts, received)
             if on_mean:
                 for part in parts:
