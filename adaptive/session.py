@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from adaptive.agreement import agree, describe_sizes
 from adaptive.controller import Controller
 from adaptive.exchange import Exchange
+from adaptive.gradient_sum import GradientSum
 from adaptive.handover import MomentumHandover
 from adaptive.link import EmulatedLink, LinkSpec
 from adaptive.memory import MemoryChoice
@@ -28,7 +29,6 @@ from adaptive.reduce import BucketReducer
 from adaptive.residual import NoMemory, Residual, Slot
 from adaptive.timeline import Timeline
 from compressors import Compressor
-from compressors.norms import squared_norm
 from policies import DENSE, Context, Fixed, Policy
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Session:
         self.exchange = Exchange(group, EmulatedLink(settings.link) if settings.link else None)
         self._optimizer, self._scaler = optimizer, scaler
         self._handover: MomentumHandover | None = None
-        self._sum: dict[Slot, Tensor] = {}
+        self._sum = GradientSum()
         try:
             agree(self._prepare, group)
         except Exception:
@@ -90,7 +90,7 @@ class Session:
             self._floats,
             settings.samples_per_step,
         )
-        self.controller.sum_reader = self._read_sum
+        self.controller.sum_reader = self._sum.read
         self.controller.lr = self._learning_rate
 
     def _prepare(self) -> str:
@@ -158,7 +158,7 @@ class Session:
         if scale is not None:  # in float32, where unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
         plan, tally = controller.plan, controller.tally
-        on_mean = self._add_to_sum if plan.accumulate else None
+        on_mean = self._sum.add if plan.accumulate else None
         if plan.send == DENSE:
             done = self._reducer.dense(work, slots, controller.step, tally, on_mean)
         else:
@@ -186,7 +186,7 @@ class Session:
             "policy": self.settings.policy.name,
             "memory_kind": self.memory.name,
             "memory": {name: state for name, state in memory.items() if state},
-            "sum": {slot.name: total.clone() for slot, total in self._sum.items()},
+            "sum": self._sum.state_dict(),
             "controller": self.controller.state_dict(),
         }
 
@@ -197,7 +197,7 @@ class Session:
         self.controller.load_state_dict(state["controller"], same_clock)
         for name, slot in by_name.items():
             self.memory.load_state_dict(slot, state["memory"].get(name, {}))
-        self._sum = {by_name[n]: by_name[n].zeros().copy_(t) for n, t in state["sum"].items()}
+        self._sum.load_state_dict(state["sum"], by_name)
 
     def _check_state(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
         expected = {
@@ -265,20 +265,6 @@ class Session:
         if cf == DENSE:
             return float(self._numel())
         return sum(self.settings.base.floats(p.numel(), cf) for p in self.slots)
-
-    def _add_to_sum(self, slot: Slot, mean: Tensor) -> None:
-        total = self._sum.get(slot)
-        if total is None:
-            total = self._sum[slot] = slot.zeros()
-        total.add_(mean)
-
-    def _read_sum(self) -> float:
-        """Norm of the sum of the decoded means since the last reading; a new sum begins."""
-        energy = 0.0
-        for total in self._sum.values():
-            energy += squared_norm(total)
-            total.zero_()
-        return sqrt(energy)
 
     def _learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer else nan

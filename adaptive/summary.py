@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 from policies import Measurement
@@ -69,7 +69,7 @@ class Totals:
     def add_gain(self, cf: float, measurement: Measurement) -> None:
         """Take in the error-fed gain of the CF that was sent; skips what is not finite."""
         kept, total = measurement.terms("error_fed")
-        if kept - kept == 0 and total - total == 0:
+        if isfinite(kept) and isfinite(total):
             terms = self.gain_terms.setdefault(cf, [0.0, 0.0])
             terms[0] += kept
             terms[1] += total

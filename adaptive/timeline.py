@@ -112,7 +112,7 @@ class JSONLTimeline(Timeline):
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
         self.path = Path(path)
-        self._mode = "a" if append else "w"
+        self._append = append
         self._file: TextIO | None = None
 
     def step(self, record: StepRecord) -> None:
@@ -131,7 +131,7 @@ class JSONLTimeline(Timeline):
         if self._file is not None:
             atexit.unregister(self.close)
             self._file.close()
-            self._file, self._mode = None, "a"
+            self._file, self._append = None, True
 
     def _write(self, value: dict[str, Any]) -> None:
         if self._file is None:
@@ -142,7 +142,7 @@ class JSONLTimeline(Timeline):
     def _open(self) -> TextIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.close)
-        return self.path.open("w" if self._mode == "w" else "a", encoding="utf-8")
+        return self.path.open("a" if self._append else "w", encoding="utf-8")
 
 
 class SeveralTimelines(Timeline):

@@ -18,15 +18,6 @@ NARROW = {"lstm": {"hidden": 24}, "gpt": {"width": 20}, "resnet18": {"width": 8}
 IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors: more threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def narrow(name, **shape):
     default = {"width": 8} if name in IMAGE_MODELS else {}
     return make_model(name, **(NARROW.get(name, default) | shape))

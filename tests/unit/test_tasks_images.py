@@ -12,15 +12,6 @@ from runs.tasks import make_task
 from runs.tasks.images import augment
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors: more threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def striped(count, channels, size, classes, seed):
     """Images whose label shows: a bright stripe at a height of the label's own, on noise."""
     generator = np.random.default_rng(seed)

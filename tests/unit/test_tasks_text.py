@@ -16,15 +16,6 @@ from runs.tasks.stdlib import stdlib_corpus
 from runs.tasks.text import TextTask
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors: more threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def task():
     return TextTask(seed=5, batch_size=4, length=16)
