@@ -42,6 +42,6 @@ def measure_levels(
         tally.kept[i] += payload.energy
         tally.error[i] += payload.error
         tally.sample_error[i] += of_sample.error
-    tally.total += compressor.total(levels[0])
-    tally.sample_total += compressor.total(sampled[0])
+    tally.total += levels[0].total
+    tally.sample_total += sampled[0].total
     return levels

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import floor, isfinite
-from typing import NamedTuple
+from math import floor, isfinite, nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Key(NamedTuple):
-    """Names one tensor in one step; the same on every rank, so it can seed shared randomness."""
+    """Names one tensor in one step; the same on every rank, so it can seed shared randomness.
+
+    shape: of the parameter, for compressors that see a matrix; () if it is not known.
+    """
 
     name: str
     step: int = 0
+    shape: tuple[int, ...] = ()
 
 
 class CorruptPayload(ValueError):  # noqa: N818
@@ -32,6 +37,9 @@ class Payload:
     energy: ||c||^2, squared norm of what is kept (nan if unknown, as after receiving).
     error: ||a - c||^2, squared norm of what is lost (nan if unknown).
     key: the tensor and step it belongs to.
+    total: ||a||^2, squared norm of what was compressed (nan if unknown). energy + error for a
+        projection only.
+    dtype: of the tensor that was compressed.
     """
 
     parts: tuple[Tensor, ...]
@@ -40,6 +48,8 @@ class Payload:
     energy: float
     error: float
     key: Key
+    total: float = nan
+    dtype: torch.dtype = torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -90,19 +100,26 @@ def further(cf: float, factor: float) -> float:
 class Compressor(ABC):
     """Maps one flat tensor and a CF to a `Payload` and back. Knows nothing of processes.
 
-    Subclasses are stateless between calls unless they say otherwise. Tensors are flat
+    Stateless between calls unless `state_dict` says otherwise. Tensors are flat
     (1-d), contiguous, float32 or float64; half-precision gradients are widened before.
 
     name: the registered name, used in messages.
     linear: payloads of several ranks may be summed element by element (all-reduce);
-        otherwise they are gathered. All parts of a linear payload share the tensor's dtype.
+        otherwise they are gathered. All parts of a linear payload are of one dtype.
     error_feedback: C is a contraction, so feeding its error back converges. False for
         unbiased compressors whose values are scaled up.
+    multilevel: `recompress` means something: what is kept at a larger CF is found in what is kept
+        at a smaller one. Otherwise candidates are compressed from the full tensor.
+    sampled: a strided sample of a tensor is compressed as well, or badly, as the tensor itself.
+    masking: the CF from which on its paper clears the velocity of what was sent; None: no opinion.
     """
 
     name: str = ""
     linear: bool = False
     error_feedback: bool = True
+    multilevel: bool = True
+    sampled: bool = True
+    masking: float | None = None
 
     @abstractmethod
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
@@ -113,11 +130,13 @@ class Compressor(ABC):
         memory.add_(tensor)
         return self.compress(memory, cf, key)
 
-    @abstractmethod
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """Compress what `payload` keeps by a further `factor` >= 1 (multi-level compression,
         GraVAC section III): the result is at CF payload.cf * factor, and its `error` is against
-        the tensor that was compressed first. Never touches that tensor again."""
+        the tensor that was compressed first. Never touches that tensor again.
+
+        NotImplementedError unless `multilevel`."""
+        raise NotImplementedError(f"compressor {self.name!r} does not compress in levels")
 
     @abstractmethod
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
@@ -161,19 +180,14 @@ class Compressor(ABC):
         """True if the payload (or a sum it went into) was made by `poison`."""
         return any(p.numel() and bool(p[0] != p[0]) for p in payload.parts if p.is_floating_point())
 
-    def total(self, payload: Payload) -> float:
-        """||a||^2 of the tensor that was compressed. For a projection, what is kept plus what is
-        lost; others override it."""
-        return payload.energy + payload.error
-
     def indices(self, payload: Payload) -> Tensor | None:
         """Where the kept elements are (int64, flat), for a sparsifier; None if all are kept."""
         return None
 
     def decompress(self, payload: Payload) -> Tensor:
         """The dense tensor that `payload` stands for (flat, payload.numel elements)."""
-        values = next(p for p in payload.parts if p.is_floating_point())
-        out = torch.zeros(payload.numel, dtype=values.dtype, device=values.device)
+        device = payload.parts[0].device
+        out = torch.zeros(payload.numel, dtype=payload.dtype, device=device)
         self.add_to(out, payload)
         return out
 
@@ -184,3 +198,14 @@ class Compressor(ABC):
     def floats(self, numel: int, cf: float) -> float:
         """Elements sent, indices not counted (the papers' "floats sent")."""
         return numel / cf
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The one dtype of a linear compressor's parts, in which they are summed."""
+        return dtype
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it carries from step to step (plain values and tensors), keyed by parameter."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
+        """Go on from a `state_dict()`; ValueError if it does not fit."""

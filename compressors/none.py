@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,7 @@ class NoCompression(Compressor):
         return numel * dtype.itemsize
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        nan = float("nan")
-        return Payload(split(data, (numel, dtype)), numel, 1.0, nan, nan, key)
+        return Payload(split(data, (numel, dtype)), numel, 1.0, nan, nan, key, dtype=dtype)
 
     def supported(self, cf: float, numel: int) -> float:
         return 1.0
@@ -51,4 +52,5 @@ class NoCompression(Compressor):
         return float(numel)
 
     def _payload(self, tensor: Tensor, energy: float, key: Key) -> Payload:
-        return Payload((tensor.detach(),), tensor.numel(), 1.0, energy, 0.0, key)
+        parts = (tensor.detach(),)
+        return Payload(parts, tensor.numel(), 1.0, energy, 0.0, key, energy, tensor.dtype)

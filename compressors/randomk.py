@@ -52,9 +52,8 @@ class RandomK(Compressor):
         cf = further(payload.cf, factor)
         (values,) = payload.parts
         scale = self._scale(payload.numel, values.numel())
-        total = self.total(payload)
         values = values[: kept(payload.numel, cf)]
-        return self._payload(values, scale, total, payload.numel, cf, payload.key)
+        return self._payload(values, scale, payload.total, payload.numel, cf, payload.key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -69,12 +68,7 @@ class RandomK(Compressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         parts = split(data, (kept(numel, cf), dtype))
-        return Payload(parts, numel, cf, nan, nan, key)
-
-    def total(self, payload: Payload) -> float:
-        """||a||^2 = ||a - c||^2 + 2 <a, c> - ||c||^2, where <a, c> = ||c||^2 / scale."""
-        scale = self._scale(payload.numel, payload.parts[0].numel())
-        return payload.error + (2 / scale - 1) * payload.energy
+        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
         if payload.parts[0].numel() == payload.numel:
@@ -102,7 +96,7 @@ class RandomK(Compressor):
             values = values * (scale / scaled)
         energy = scale**2 * inner
         error = lost(total + energy, 2 * scale * inner) if k < numel else 0.0
-        return Payload((values,), numel, cf, energy, error, key)
+        return Payload((values,), numel, cf, energy, error, key, total, values.dtype)
 
     def _scale(self, numel: int, k: int) -> float:
         return numel / k if self.unbiased and k else 1.0

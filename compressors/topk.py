@@ -7,6 +7,7 @@ selection; GraVAC's compressor. The error is fed back, so C(a) is a contraction:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import nan
 
 import torch
@@ -45,7 +46,7 @@ class TopK(Compressor):
         energy = squared_norm(values)
         error = payload.error + lost(payload.energy, energy)
         parts = (take(indices, positions), values)
-        return Payload(parts, payload.numel, cf, energy, error, payload.key)
+        return replace(payload, parts=parts, cf=cf, energy=energy, error=error)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -62,7 +63,8 @@ class TopK(Compressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k = kept(numel, cf)
-        return Payload(split(data, (k, torch.int32), (k, dtype)), numel, cf, nan, nan, key)
+        parts = split(data, (k, torch.int32), (k, dtype))
+        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
         indices = payload.parts[0]
@@ -78,7 +80,7 @@ class TopK(Compressor):
         indices, values, total = _largest(tensor.detach(), kept(numel, cf), add)
         energy = squared_norm(values)
         error = lost(total, energy) if values.numel() < numel else 0.0
-        return Payload((indices, values), numel, cf, energy, error, key)
+        return Payload((indices, values), numel, cf, energy, error, key, total, values.dtype)
 
 
 def _largest(tensor: Tensor, k: int, add: Tensor | None) -> tuple[Tensor, Tensor, float]:
