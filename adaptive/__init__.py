@@ -4,6 +4,7 @@ compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_mod
 """
 
 from adaptive.compressor import AdaptiveCompressor
+from adaptive.foreign import HookRung
 from adaptive.hook import adaptive_hook
 from adaptive.link import LinkSpec
 from adaptive.summary import Summary
@@ -15,8 +16,8 @@ from adaptive.timeline import (
     StepRecord,
     Timeline,
 )
-from compressors import Compressor, NoCompression, RandomK, TopK
-from policies import Accordion, Fixed, GraVAC, Plan, Policy, StepReport
+from compressors import Compressor, GraceCompressor, NoCompression, RandomK, TopK
+from policies import Accordion, Fixed, GraVAC, Plan, Policy, StepReport, Warmup
 
 __all__ = [
     "Accordion",
@@ -25,6 +26,8 @@ __all__ = [
     "Event",
     "Fixed",
     "GraVAC",
+    "GraceCompressor",
+    "HookRung",
     "JSONLTimeline",
     "LinkSpec",
     "MemoryTimeline",
@@ -38,5 +41,6 @@ __all__ = [
     "TensorBoardTimeline",
     "Timeline",
     "TopK",
+    "Warmup",
     "adaptive_hook",
 ]

@@ -13,12 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import check_model
+from adaptive.exchanges import check_exchange
+from adaptive.foreign import DDPHook, HookRung, check_hooks
 from adaptive.hook import adaptive_hook
 from adaptive.link import LinkSpec
 from adaptive.memory import MemoryChoice
 from adaptive.options import (
+    GRANULARITIES,
     check_cf_range,
+    check_choice,
     check_clock,
+    check_dense_below,
     check_link,
     check_optimizer,
     check_positive,
@@ -61,13 +66,24 @@ class AdaptiveCompressor:
         compress ("none") sends dense, whatever the policy.
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "gravac", "accordion", "fixed" (which stays at cf_range[0]), or a `Policy`.
+    granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
+        DDP bucket as one.
+    dense_below: tensors of fewer elements than this are sent uncompressed.
+    exchange: how the ranks' payloads become the mean. "all_reduce" (compressors whose payloads
+        can be summed), "all_gather", "sharded" (compressed twice; bytes do not grow with the
+        number of ranks), "shared_indices" (sparsifiers: one rank chooses for all). "auto": the
+        fastest by a cost model of the network, which is measured when there is a choice.
+    hooks: existing DDP communication hooks (or a `HookRung`: hook, state, gain), by the CF at
+        which the policy finds them; bytes are counted as dense / CF. Our residual is off while one
+        is in use, and is sent before, by a dense step.
     memory: what becomes of what is not sent. "residual": error feedback. "momentum": momentum
         correction (DGC, section 3), for SGD with momentum. "none": it is lost. "auto" (default):
         "momentum" if `attach` is handed an SGD optimizer with momentum, else "residual", or
         "none" for an unbiased compressor.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
-        (True: at every CF above 1; False: never). Never at CF 1.
+        (True: at every CF above 1; False: never; None: the compressor's own, else 32). Never at
+        CF 1.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
         accumulated (DGC, section 3.2, per parameter, since buckets leave before the last is there).
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
@@ -88,9 +104,13 @@ class AdaptiveCompressor:
         cf_range: tuple[float, float] = (10, 1000),
         *,
         policy: str | Policy = "gravac",
+        granularity: str = "layer",
+        dense_below: int = 0,
+        exchange: str = "auto",
+        hooks: Mapping[float, HookRung | DDPHook] | None = None,
         memory: str = "auto",
         momentum: float | None = None,
-        masking: bool | float = 32.0,
+        masking: bool | float | None = None,
         clip_norm: float | None = None,
         samples_per_step: float | None = None,
         timeline: Timeline | Sequence[Timeline] | None = None,
@@ -101,6 +121,10 @@ class AdaptiveCompressor:
         compressor = make_compressor(base)
         self._settings = Settings(
             base=compressor,
+            granularity=check_choice("granularity", granularity, GRANULARITIES),
+            dense_below=check_dense_below(dense_below, compressor),
+            exchange=check_exchange(exchange, compressor),
+            hooks=check_hooks(hooks),
             cf_range=check_cf_range(cf_range),
             policy=make_policy(policy),
             memory=MemoryChoice(compressor, memory, momentum, masking),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import nan
 from statistics import median
@@ -52,13 +52,14 @@ class _Timing:
     compress: float
     backward_left: float
     exchanged: float
+    waited: float = 0.0
 
 
 class Controller:
     """Owns the policy and the books.
 
     numel: elements of all gradients. floats: elements sent a step at a CF.
-    clock: seconds, monotonic. writes: this rank writes the timeline.
+    clock: seconds, monotonic. hooks: CFs that a foreign hook sends; nothing of them is measured.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Controller:
         numel: Callable[[], int],
         floats: Callable[[float], float],
         samples_per_step: float | None,
+        hooks: Collection[float] = (),
     ) -> None:
         self.policy = policy
         self.plan = Plan(send=DENSE)
@@ -86,6 +88,8 @@ class Controller:
         self._floats = floats
         self._numel = numel
         self._samples = samples_per_step or 1.0
+        self._hooks = hooks
+        self._carrying = False  # the residual may hold something
         self._totals = Totals()
         self._times: dict[float, deque[float]] = {}
         self._pending: _Pending | None = None
@@ -110,20 +114,26 @@ class Controller:
             plan = self.policy.plan()
             if self.plan.reason == "detached" and not plan.reason:
                 plan = replace(plan, reason="attached again")
+            if plan.send in self._hooks and self._carrying:
+                why = f"what the residual holds is sent before the hook at CF {plan.send:g}"
+                plan = replace(plan, send=DENSE, reason=why)
+        self._carrying = plan.send != DENSE and plan.send not in self._hooks
         if plan.send != self.cf and self.step > 0:
             self._totals.switches += 1
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
         elif plan.reason and not self.forced_dense:
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
-        compressed = {plan.send, *plan.probe} - {DENSE}
+        compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
         self.tally = Tally(cfs=tuple(sorted(compressed)))
         self.tally.lr = self.lr()
         if timed is not None:
             self.tally.seconds = now - timed.began
             self.tally.median_seconds = median(self._times[timed.cf])
             self.tally.compress_seconds = timed.compress
-            self.tally.exchange_seconds = max(0.0, timed.exchanged - timed.backward_left)
+            self.tally.exchange_seconds = timed.waited + max(
+                0.0, timed.exchanged - timed.backward_left
+            )
         else:
             self.tally.compress_seconds = nan
         if plan.read_sum:
@@ -132,11 +142,14 @@ class Controller:
         self._timed_bytes = timed.wire if timed else nan
         self._timing = _Timing(now, plan.send, 0.0, 0.0, now, now)
 
-    def hook_left(self, entered: float) -> None:
-        """A hook call that began at `entered` (by this controller's clock) is over."""
-        assert self._timing is not None
-        self._timing.backward_left = self._clock()
-        self._timing.compress += self._timing.backward_left - entered
+    def hook_left(self, entered: float, waited: float) -> None:
+        """A hook call that began at `entered` (by this controller's clock) is over; it `waited`
+        so many seconds for the network."""
+        timing = self._timing
+        assert timing is not None
+        timing.backward_left = self._clock()
+        timing.compress += timing.backward_left - entered - waited
+        timing.waited += waited
 
     def bucket_done(self) -> None:
         """A bucket's mean is decoded (called on a thread of the process group)."""
@@ -183,6 +196,7 @@ class Controller:
         return {
             "step": self.step,
             "cf": self.cf,
+            "carrying": self._carrying,
             "policy": self.policy.state_dict(),
             "totals": self._totals.state_dict(),
             "times": [(cf, list(times)) for cf, times in self._times.items()],
@@ -199,6 +213,7 @@ class Controller:
         self._exchange.take_traffic()
         self.step = int(state["step"])
         self.cf = float(state["cf"])
+        self._carrying = bool(state["carrying"])
         self.policy.load_state_dict(state["policy"])
         self._totals = Totals.from_state(state["totals"])
         self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}

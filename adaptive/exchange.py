@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from adaptive.link import EmulatedLink
+from compressors.scratch import fresh
 
 
 @atexit.register
@@ -43,6 +43,12 @@ def gather_wire_bytes(payload: float, world_size: int) -> float:
 def reduce_wire_bytes(payload: float, world_size: int) -> float:
     """Bytes a rank sends to all-reduce `payload` bytes among `world_size` ranks."""
     return payload * 2 * (world_size - 1) / world_size
+
+
+def shard_wire_bytes(payload: float, world_size: int) -> float:
+    """Bytes a rank sends, on average over the ranks, when `payload` bytes are scattered from every
+    rank (all-to-all) or broadcast from one."""
+    return payload * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,10 @@ class Exchange:
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
+        if tensor.numel() == 0:  # on every rank, since sizes agree
+            nothing: Future[Tensor] = Future()
+            nothing.set_result(tensor)
+            return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
         return self._hold(work, wire)
@@ -87,12 +97,33 @@ class Exchange:
 
     def all_gather(self, payload: Tensor) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
-        out = torch.empty(
-            self.world_size, payload.numel(), dtype=payload.dtype, device=payload.device
-        )
-        work = _all_gather(out.view(-1), payload, self.group)
+        flat = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
+        out = flat.view(self.world_size, payload.numel())
+        work = _all_gather(flat, payload, self.group)
         wire = self._count(payload.numel(), gather_wire_bytes)
         return self._hold(work, wire).then(lambda _: out)
+
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
+        """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
+        1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
+        size = sizes[self.rank]
+        flat = fresh(self.world_size * size, payload.dtype, payload.device)
+        out = flat.view(self.world_size, size)
+        work = dist.all_to_all_single(
+            flat, payload, [size] * self.world_size, list(sizes), self.group, async_op=True
+        )
+        wire = self._count(payload.numel(), shard_wire_bytes)
+        return self._hold(work, wire).then(lambda _: out)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Future[Tensor]:
+        """Make `tensor` on every rank that of the rank `source` of the group, in place."""
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
+        return self._hold(work, wire).then(lambda _: tensor)
+
+    def count_reduced(self, tensor: Tensor, cf: float) -> None:
+        """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else issues."""
+        self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes)
 
     def take_traffic(self) -> Traffic:
         """The traffic counted so far; counting starts again from zero."""

@@ -13,6 +13,9 @@ from adaptive.options import MEMORIES, check_choice, check_masking, check_moment
 from adaptive.residual import NoMemory, Residual
 from compressors import Compressor
 
+MASKING = 32.0
+"""Momentum factor masking helps at CF 100 and hurts at CF 10 (docs/defaults.md)."""
+
 
 class MemoryChoice:
     """What the user asked for, to be settled once the optimizer is known.
@@ -23,7 +26,7 @@ class MemoryChoice:
     def __init__(self, base: Compressor, memory: Any, momentum: Any, masking: Any) -> None:
         self.kind = check_choice("memory", memory, MEMORIES)
         self._momentum = check_momentum(momentum)
-        self._masking = check_masking(masking)
+        self._masking = check_masking(masking, base.masking or MASKING)
         self._feedback = base.error_feedback
         if self.kind in ("residual", "momentum") and not base.error_feedback:
             raise ValueError(

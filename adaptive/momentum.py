@@ -7,14 +7,12 @@ compression keeps it. Momentum factor masking clears the velocity of what was se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adaptive.residual import Residual, Slot
-from compressors import Compressor
-from compressors.base import Payload
+from adaptive.residual import Addition, Residual, Slot
 
 
 class MomentumRule(NamedTuple):
@@ -49,21 +47,19 @@ class MomentumMemory(Residual):
         self._maybe_unused = maybe_unused
         self._undo: dict[Slot, tuple[MomentumRule, Tensor | None, bool]] = {}
 
-    def compress(
-        self, slot: Slot, grad: Tensor, compressor: Compressor, cf: float, key: Any
-    ) -> Payload:
+    def open(self, slot: Slot, grad: Tensor) -> Addition:
         rule = self._rule(slot)
         self._undo[slot] = (rule, None, slot.started)
         if not rule.momentum:
-            return super().compress(slot, grad, compressor, cf, key)
+            return super().open(slot, grad)
         velocity = self._step(slot, grad, rule)
         residual = slot.open_residual()
         if rule.nesterov:  # the direction is g + m u
             residual.add_(velocity, alpha=rule.momentum)
-            return compressor.compress_sum(residual, grad, cf, key)
-        return compressor.compress_sum(residual, velocity, cf, key)
+            return Addition(residual, grad)
+        return Addition(residual, velocity)
 
-    def undo_compress(self, slot: Slot, grad: Tensor) -> None:
+    def undo_open(self, slot: Slot, grad: Tensor) -> None:
         rule, _, started = self._undo.pop(slot)
         assert slot.residual is not None
         if not rule.momentum or rule.nesterov:
@@ -73,13 +69,11 @@ class MomentumMemory(Residual):
             slot.residual.sub_(slot.velocity, alpha=rule.momentum if rule.nesterov else 1.0)
             self._step_back(slot, grad, rule, started)
 
-    def commit(self, slot: Slot, payload: Payload, compressor: Compressor) -> None:
-        super().commit(slot, payload, compressor)
+    def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
         self._undo.pop(slot, None)
-        if slot.velocity is not None and payload.cf >= self._masking:
-            sent = compressor.indices(payload)
-            if sent is not None:
-                slot.velocity[sent] = 0
+        if slot.velocity is not None and sent is not None and cf >= self._masking:
+            for indices in sent:
+                slot.velocity[indices] = 0
 
     def fold(self, slot: Slot, grad: Tensor) -> None:
         rule = self._rule(slot)

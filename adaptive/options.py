@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import isfinite
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from adaptive.link import LinkSpec
+from compressors import Compressor
 
+GRANULARITIES = ("layer", "bucket")
 MEMORIES = ("auto", "residual", "momentum", "none")
 
 
@@ -47,6 +50,18 @@ def check_positive(argument: str, value: Any) -> float | None:
     return float(value)
 
 
+def check_dense_below(value: Any, base: Compressor) -> int:
+    """`value`, a number of elements; ValueError unless it is whole, >= 0, and fits `base`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(f"dense_below must be a whole number of elements >= 0, got {value!r}")
+    if value and base.linear and base.wire_dtype(torch.float32) != torch.float32:
+        raise ValueError(
+            f"dense_below must be 0 for base {base.name!r}, whose payloads are summed in half "
+            f"precision; got {value!r}"
+        )
+    return int(value)
+
+
 def check_momentum(value: Any) -> float | None:
     """`value` as a float, or None; ValueError unless it is in (0, 1)."""
     if value is None:
@@ -56,13 +71,17 @@ def check_momentum(value: Any) -> float | None:
     return float(value)
 
 
-def check_masking(value: Any) -> float:
+def check_masking(value: Any, default: float) -> float:
     """The smallest CF at which velocities are masked: True is every CF above 1, False none."""
+    if value is None:
+        return default
     if isinstance(value, bool):
         return 1.0 if value else float("inf")
     if is_number(value) and value >= 1:
         return float(value)
-    raise ValueError(f"masking must be True, False or a CF >= 1 from which to mask, got {value!r}")
+    raise ValueError(
+        f"masking must be True, False, None or a CF >= 1 from which to mask, got {value!r}"
+    )
 
 
 def check_link(link: Any) -> LinkSpec | None:

@@ -4,73 +4,58 @@
    non-finite on every rank, as in dense DDP, and no memory is touched by it.
 2. Accumulate each gradient into the memory and compress the sum: at the smallest CF wanted from
    the full tensor, at larger ones from that payload (multi-level compression).
-3. Exchange all payloads of the bucket in one collective.
-4. When it is there (on a thread of the process group): decode the mean into the bucket's buffer,
+3. Exchange all payloads of the bucket (`adaptive.exchanges`), in one or two collectives.
+4. When all is there (on a thread of the process group): decode the mean into the bucket's buffer,
    and take what was sent off the memory - or undo step 2 if any rank poisoned the bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite, nan, sqrt
+from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.bucket import Bucket, Grain, Unit
+from adaptive.bucket_step import BucketStep, OnMean
 from adaptive.exchange import Exchange
+from adaptive.exchanges import Strategy
+from adaptive.exchanges.pipeline import Pipeline
 from adaptive.multilevel import measure_levels
 from adaptive.residual import NoMemory, Slot
 from adaptive.sample import strided_sample
+from adaptive.scratch import Scratch
 from adaptive.tally import Tally
-from adaptive.wire import pack, unpack
-from compressors import Compressor
-from compressors.base import Key, Payload
-from compressors.norms import squared_norm
+from compressors.base import Payload
 
-OnMean = Callable[[Slot, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One parameter's piece of a bucket. view: its flat slice of the bucket's buffer.
-
-    grad: the same values in the memory's precision (the view itself, unless it is half precision).
-    energy: ||g||^2. held: sends nothing this step, and keeps its memory to itself.
-    """
-
-    slot: Slot
-    view: Tensor
-    grad: Tensor
-    key: Key
-    energy: float
-    held: bool
-
-    def write_back(self) -> None:
-        """Bring the bucket up to date with `grad`."""
-        if self.grad is not self.view:
-            self.view.copy_(self.grad)
+Send = Callable[[Tensor], Future[Tensor]]
 
 
 class BucketReducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
+    grain: what is compressed as one.
     clip_norm: largest norm of a parameter's local gradient, already scaled by 1/sqrt(N); or None.
     """
 
     def __init__(
         self,
-        compressor: Compressor,
+        grain: Grain,
         memory: NoMemory,
         exchange: Exchange,
+        pipeline: Pipeline,
         clip_norm: float | None = None,
     ) -> None:
-        self._compressor = compressor
+        self._grain = grain
         self._memory = memory
         self._exchange = exchange
+        self._pipeline = pipeline
         self._clip_norm = clip_norm
+        self._scratch = Scratch()
 
     def plain(
         self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
@@ -80,34 +65,45 @@ class BucketReducer:
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
             if on_mean and _all_finite(mean):
-                for slot, view in zip(slots, _views(mean, slots), strict=True):
+                views = mean.split([slot.param.numel() for slot in slots])
+                for slot, view in zip(slots, views, strict=True):
                     on_mean(slot, view)
             return mean
 
-        return self._exchange.all_reduce(buffer.div_(self._exchange.world_size)).then(finish)
+        return self._mean(buffer).then(finish)
 
     def dense(
-        self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally, on_mean: OnMean | None
+        self,
+        buffer: Tensor,
+        slots: Sequence[Slot],
+        step: int,
+        tally: Tally,
+        on_mean: OnMean | None,
+        send: Send | None = None,
     ) -> Future[Tensor]:
         """All-reduce the gradients and all that the memory holds, uncompressed; the CFs in
-        `tally.cfs` are measured on what is sent."""
-        untouched = not tally.cfs and self._clip_norm is None
+        `tally.cfs` are measured on what is sent.
+
+        send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
+        """
+        untouched = not tally.cfs and self._clip_norm is None and send is None
         if untouched and all(self._memory.idle(slot) for slot in slots):
             tally.grad = nan  # not measured
             return self.plain(buffer, slots, on_mean)
-        parts = self._parts(buffer, slots, step, tally)
-        finite = _finite(parts)
-        sending = [part for part in parts if finite and not part.held]
+        bucket = self._open(buffer, slots, step, tally)
+        sending = [part for part in bucket.parts if bucket.finite and not part.held]
+        units = self._grain.cut(bucket) if tally.cfs and bucket.finite else []
+        samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
-            sample = strided_sample(part.grad).clone() if tally.cfs else part.grad
             self._memory.fold(part.slot, part.grad)
-            if tally.cfs:
-                first = partial(self._compressor.compress, part.grad, key=part.key)
-                measure_levels(self._compressor, first, sample, part.key, tally)
-            part.write_back()
+        for unit, sample in zip(units, samples, strict=True):
+            if not all(piece.part.held for piece in unit.ranges):
+                direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
+                measure_levels(unit.compressor, direct, direct, sample, unit.key, tally)
+        _write_back(bucket, buffer)
 
         def finish(future: Future[Tensor]) -> Tensor:
-            mean = future.value()
+            mean = only(future.value())
             arrived = _all_finite(mean)
             for part in sending:
                 if arrived:
@@ -115,11 +111,11 @@ class BucketReducer:
                 else:
                     self._memory.undo_fold(part.slot)
             if on_mean and arrived:
-                for part in parts:
-                    on_mean(part.slot, part.view)
+                for part in bucket.parts:
+                    on_mean(part.slot, mean[part.start : part.stop])
             return mean
 
-        return self._exchange.all_reduce(buffer.div_(self._exchange.world_size)).then(finish)
+        return (send or self._mean)(buffer).then(finish)
 
     def compressed(
         self,
@@ -129,93 +125,59 @@ class BucketReducer:
         step: int,
         tally: Tally,
         on_mean: OnMean | None,
+        strategy: Strategy,
+        index: int,
+        last: bool,
     ) -> Future[Tensor]:
-        """Exchange the gradients compressed at `cf`, one of `tally.cfs`."""
-        compressor = self._compressor
-        parts = self._parts(buffer, slots, step, tally)
-        finite = _finite(parts)
-        payloads = [self._payload(part, cf, finite, tally) for part in parts]
-        dtype = parts[0].grad.dtype
-        wire = pack(compressor, payloads, cf, dtype)
-        size = wire.numel()
-        numels, keys = [part.grad.numel() for part in parts], [part.key for part in parts]
-        senders = 1 if compressor.linear else self._exchange.world_size
-        # What was gathered holds our own payloads too, so they need not be kept meanwhile.
-        summed = payloads if compressor.linear else None
-        del payloads
+        """Exchange the gradients of bucket `index` compressed at `cf`, one of `tally.cfs`.
+
+        strategy: how payloads become the mean. last: no bucket of this step comes after it."""
+        bucket = self._open(buffer, slots, step, tally)
+        shards = self._exchange.world_size if strategy.sharded else 1
+        work = BucketStep(
+            index,
+            step,
+            bucket,
+            self._grain.cut(bucket, shards),
+            cf,
+            tally,
+            self._memory,
+            self._exchange,
+            self._scratch,
+            on_mean,
+        )
+        rounds = strategy.start(work)
+        done = self._pipeline.run(rounds, strategy.collectives, bucket.work, last)
 
         def finish(future: Future[Tensor]) -> Tensor:
-            rows = future.value().view(torch.uint8).view(senders, size)
-            received = [unpack(compressor, row, numels, cf, dtype, keys) for row in rows]
-            poisoned = any(compressor.is_poisoned(p) for payloads in received for p in payloads)
-            own = received[self._exchange.rank] if summed is None else summed
-            for part, payload in zip(parts, own, strict=True):
-                if not finite or part.held:
-                    continue  # its memory was not touched
-                if poisoned:
-                    self._memory.undo_compress(part.slot, part.grad)
-                else:
-                    self._memory.commit(part.slot, payload, compressor)
-            if poisoned:
-                return buffer.fill_(nan)
-            self._decode(parts, received)
-            if on_mean:
-                for part in parts:
-                    on_mean(part.slot, part.grad)
+            future.value()  # raises what went wrong
+            _write_back(bucket, buffer)
             return buffer
 
-        if compressor.linear:  # the sum of the payloads is the payload of the sum
-            return self._exchange.all_reduce(wire.view(dtype)).then(finish)
-        return self._exchange.all_gather(wire).then(finish)
+        return done.then(finish)
 
-    def _parts(self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally) -> list[Part]:
-        parts = []
-        for slot, view in zip(slots, _views(buffer, slots), strict=True):
-            grad = view if view.dtype == slot.dtype else view.to(slot.dtype)
-            energy = squared_norm(grad)
-            if self._clip_norm is not None and isfinite(energy) and energy > self._clip_norm**2:
-                grad.mul_(self._clip_norm / sqrt(energy))
-                energy = self._clip_norm**2
-            tally.grad += energy
-            held = self._memory.holds_back(slot, energy)
-            parts.append(Part(slot, view, grad, Key(slot.name, step), energy, held))
-        if not isfinite(tally.grad):  # this step's statistics are to be skipped, by all ranks
-            tally.total = tally.sample_total = nan
-        return parts
+    def _mean(self, buffer: Tensor) -> Future[Tensor]:
+        return self._exchange.all_reduce(buffer.div_(self._exchange.world_size))
 
-    def _payload(self, part: Part, cf: float, finite: bool, tally: Tally) -> Payload:
-        """What this rank sends for one part; the memory is accumulated, not yet committed."""
-        compressor = self._compressor
-        if not finite:
-            return compressor.poison(compressor.compress(torch.zeros_like(part.grad), cf, part.key))
-        if part.held:
-            return compressor.silence(compressor.compress(part.grad, cf, part.key))
-        levels = measure_levels(
-            compressor,
-            lambda lowest: self._memory.compress(
-                part.slot, part.grad, compressor, lowest, part.key
-            ),
-            strided_sample(part.grad),
-            part.key,
-            tally,
-        )
-        return replace(levels[tally.cfs.index(cf)], cf=cf)
-
-    def _decode(self, parts: Sequence[Part], received: Sequence[Sequence[Payload]]) -> None:
-        """The mean of all ranks' payloads into each part's slice of the bucket."""
-        for i, part in enumerate(parts):
-            part.grad.zero_()
-            for payloads in received:
-                self._compressor.add_to(part.grad, payloads[i], 1 / self._exchange.world_size)
-            part.write_back()
+    def _open(self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally) -> Bucket:
+        wide = buffer.dtype in (torch.float32, torch.float64)
+        work = buffer if wide else buffer.float()
+        return Bucket.open(work, slots, step, self._memory, tally, self._clip_norm)
 
 
-def _views(buffer: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    return list(buffer.split([slot.param.numel() for slot in slots]))
+def _compress(unit: Unit, a: Tensor, cf: float) -> Payload:
+    return unit.compressor.compress(a, cf, unit.key)
 
 
-def _finite(parts: Sequence[Part]) -> bool:
-    return all(isfinite(part.energy) for part in parts)
+def only(value: Any) -> Tensor:
+    """A communication hook's future may hold a list of one tensor."""
+    return value[0] if isinstance(value, list) else value
+
+
+def _write_back(bucket: Bucket, buffer: Tensor) -> None:
+    """Bring a half-precision bucket up to date with its wider copy."""
+    if bucket.work is not buffer:
+        buffer.copy_(bucket.work)
 
 
 def _all_finite(tensor: Tensor) -> bool:

@@ -3,21 +3,18 @@
 r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019; DESIGN: one memory,
 keyed by parameter). A memory changes in two stages. While the hook runs, the gradient is
 accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
-(`commit`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
+(`settle`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
 memory is as it was before the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from compressors import Compressor
-from compressors.base import Payload
 
 
 @dataclass(eq=False)
@@ -54,23 +51,37 @@ class Slot:
         return self.residual
 
 
+class Addition(NamedTuple):
+    """The error-fed gradient a = target + addend; whoever compresses adds it in place.
+
+    addend: None if `target` holds it all."""
+
+    target: Tensor
+    addend: Tensor | None
+
+
 class NoMemory:
     """Nothing is remembered: what is not sent is lost (for unbiased compressors)."""
 
     name = "none"
     keeps_residual = False
 
-    def compress(
-        self, slot: Slot, grad: Tensor, compressor: Compressor, cf: float, key: Any
-    ) -> Payload:
-        """Accumulate `grad` into the memory and compress the result at `cf`."""
-        return compressor.compress(grad, cf, key)
+    def open(self, slot: Slot, grad: Tensor) -> Addition:
+        """What a compressed step has to compress."""
+        return Addition(grad, None)
 
-    def undo_compress(self, slot: Slot, grad: Tensor) -> None:
-        """Take back what `compress` did to the memory (to rounding)."""
+    def undo_open(self, slot: Slot, grad: Tensor) -> None:
+        """Take back what `open` and the addition did to the memory (to rounding)."""
 
-    def commit(self, slot: Slot, payload: Payload, compressor: Compressor) -> None:
-        """`payload` was sent: the residual is what remains."""
+    def remainder(self, slot: Slot) -> Tensor | None:
+        """Where the error-fed gradient is (flat), for what is sent to be taken off; None if what
+        is not sent is lost."""
+        return None
+
+    def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
+        """What was sent at `cf` has been taken off the remainder.
+
+        sent: the indices of what was sent (int64), in several tensors; None if that is all."""
 
     def fold(self, slot: Slot, grad: Tensor) -> None:
         """Turn `grad`, in place, into all that a dense step has to send."""
@@ -105,18 +116,15 @@ class Residual(NoMemory):
     name = "residual"
     keeps_residual = True
 
-    def compress(
-        self, slot: Slot, grad: Tensor, compressor: Compressor, cf: float, key: Any
-    ) -> Payload:
-        return compressor.compress_sum(slot.open_residual(), grad, cf, key)
+    def open(self, slot: Slot, grad: Tensor) -> Addition:
+        return Addition(slot.open_residual(), grad)
 
-    def undo_compress(self, slot: Slot, grad: Tensor) -> None:
+    def undo_open(self, slot: Slot, grad: Tensor) -> None:
         assert slot.residual is not None
         slot.residual.sub_(grad)
 
-    def commit(self, slot: Slot, payload: Payload, compressor: Compressor) -> None:
-        assert slot.residual is not None
-        compressor.subtract_from(slot.residual, payload)
+    def remainder(self, slot: Slot) -> Tensor | None:
+        return slot.open_residual()
 
     def fold(self, slot: Slot, grad: Tensor) -> None:
         if slot.filled:

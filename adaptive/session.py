@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import nan, sqrt
+from functools import partial
+from math import ceil, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import agree, describe_sizes
+from adaptive.bucket import Grain
 from adaptive.controller import Controller
 from adaptive.exchange import Exchange
+from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
+from adaptive.exchanges.pipeline import Pipeline
+from adaptive.foreign import HookRung
 from adaptive.gradient_sum import GradientSum
 from adaptive.handover import MomentumHandover
 from adaptive.link import EmulatedLink, LinkSpec
 from adaptive.memory import MemoryChoice
-from adaptive.reduce import BucketReducer
+from adaptive.reduce import BucketReducer, only
 from adaptive.residual import NoMemory, Residual, Slot
 from adaptive.timeline import Timeline
 from compressors import Compressor
@@ -36,12 +41,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("adaptive")
 
+_BUCKET = 25 * 2**20
+_CONTENTS = ("compressor", "link", "memory", "sum", "controller")
+
 
 @dataclass
 class Settings:
     """What the user chose, checked."""
 
     base: Compressor
+    granularity: str
+    dense_below: int
+    exchange: str
+    hooks: dict[float, HookRung]
     cf_range: tuple[float, float]
     policy: Policy
     memory: MemoryChoice
@@ -73,12 +85,18 @@ class Session:
         self.exchange = Exchange(group, EmulatedLink(settings.link) if settings.link else None)
         self._optimizer, self._scaler = optimizer, scaler
         self._handover: MomentumHandover | None = None
+        self._payload_bytes: dict[float, float] = {}
         self._sum = GradientSum()
+        self._pipeline = Pipeline(settings.clock)
+        self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
+        self._grain = Grain(settings.base, settings.granularity == "bucket", settings.dense_below)
         try:
             agree(self._prepare, group)
         except Exception:
             self._unhook()
             raise
+        if self._ways.measures:
+            self._ways.link = measure_link(self.exchange, settings.clock, self._device())
         if self.exchange.world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
         self.controller = Controller(
@@ -89,6 +107,7 @@ class Session:
             self._numel,
             self._floats,
             settings.samples_per_step,
+            frozenset(settings.hooks),
         )
         self.controller.sum_reader = self._sum.read
         self.controller.lr = self._learning_rate
@@ -97,19 +116,33 @@ class Session:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base = self.settings, self.settings.base
         sizes = [p.numel() for p in self.slots]
-        low, high = (base.supported(cf, max(sizes, default=1)) for cf in settings.cf_range)
-        if high == DENSE < settings.cf_range[1]:  # a base that cannot compress
+        low, high = settings.cf_range
+        ends = tuple(self._supported(cf) for cf in settings.cf_range)
+        if ends[1] == DENSE < high:  # a base that cannot compress
             settings.policy = Fixed(cf=DENSE)
-        settings.policy.start(Context((low, high), self.exchange.world_size))
+            low = high = DENSE
+        assumed = {cf: rung.gain for cf, rung in settings.hooks.items() if rung.gain is not None}
+        settings.policy.start(
+            Context(
+                (min(low, *ends), max(high, *ends)),
+                self.exchange.world_size,
+                self._supported,
+                assumed,
+            )
+        )
         self._choose_memory()
-        cfs = sorted({low, high, *settings.policy.candidates()} - {DENSE})
+        sent = {*ends, *map(self._supported, settings.policy.candidates())}
+        cfs = sorted(sent - {DENSE, *settings.hooks})
         lines = (
             f"base={base.name!r} {_plain_settings(base)}",
+            f"granularity={settings.granularity!r}, dense_below={settings.dense_below}, "
+            f"exchange={settings.exchange!r}, hooks at CF {sorted(settings.hooks)}",
             f"cf_range={settings.cf_range}",
             f"policy={settings.policy.name!r} {settings.policy.state_dict()}",
             f"{settings.memory}, chosen {self.memory.name!r}, clip_norm={settings.clip_norm}",
             f"optimizer {_optimizer_settings(self._optimizer)}, scaler={self._scaler is not None}",
-            f"{len(sizes)} parameters of {sum(sizes)} elements",
+            f"{len(sizes)} parameters of {sum(sizes)} elements: "
+            f"{', '.join(str(tuple(p.shape)) for p in self.slots)}",
             describe_sizes(base, cfs, sizes),
         )
         return "\n".join(lines)
@@ -153,6 +186,7 @@ class Session:
         entered = controller.now()
         buffer = bucket.buffer()
         slots = [self._slot(p) for p in bucket.parameters()]
+        rung = self.settings.hooks.get(controller.plan.send)
         scale = self._loss_scale(buffer.device)
         work = buffer
         if scale is not None:  # in float32, where unscaled gradients do not underflow
@@ -161,11 +195,26 @@ class Session:
         on_mean = self._sum.add if plan.accumulate else None
         if plan.send == DENSE:
             done = self._reducer.dense(work, slots, controller.step, tally, on_mean)
+        elif rung is not None:
+            self.exchange.count_reduced(buffer, plan.send)
+            done = self._reducer.dense(
+                work, slots, controller.step, tally, on_mean, partial(_through, rung, bucket)
+            )
         else:
-            done = self._reducer.compressed(work, slots, plan.send, controller.step, tally, on_mean)
+            done = self._reducer.compressed(
+                work,
+                slots,
+                plan.send,
+                controller.step,
+                tally,
+                on_mean,
+                self._ways.pick(self._bucket_nbytes(plan.send)),
+                bucket.index(),
+                bucket.is_last(),
+            )
         if bucket.is_last():
             controller.end_step(buffer.device)
-        controller.hook_left(entered)
+        controller.hook_left(entered, self._pipeline.take_waited())
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
@@ -185,6 +234,8 @@ class Session:
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self.memory.name,
+            "compressor": self.settings.base.state_dict(),
+            "link": list(vars(self._ways.link).values()),
             "memory": {name: state for name, state in memory.items() if state},
             "sum": self._sum.state_dict(),
             "controller": self.controller.state_dict(),
@@ -194,6 +245,8 @@ class Session:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
         by_name = {slot.name: slot for slot in self.slots.values()}
         self._check_state(state, by_name)
+        self.settings.base.load_state_dict(state["compressor"])
+        self._ways.link = LinkCost(*state["link"])
         self.controller.load_state_dict(state["controller"], same_clock)
         for name, slot in by_name.items():
             self.memory.load_state_dict(slot, state["memory"].get(name, {}))
@@ -207,7 +260,7 @@ class Session:
             "policy": self.settings.policy.name,
             "memory_kind": self.memory.name,
         }
-        missing = [key for key in (*expected, "memory", "sum", "controller") if key not in state]
+        missing = [key for key in (*expected, *_CONTENTS) if key not in state]
         if missing:
             raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
         for what, ours in expected.items():
@@ -240,7 +293,7 @@ class Session:
         self.memory = memory
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
-        self._reducer = BucketReducer(self.settings.base, memory, self.exchange, clip_norm)
+        self._reducer = BucketReducer(self._grain, memory, self.exchange, self._pipeline, clip_norm)
 
     def _unhook(self) -> None:
         if self._handover is not None:
@@ -264,7 +317,32 @@ class Session:
     def _floats(self, cf: float) -> float:
         if cf == DENSE:
             return float(self._numel())
-        return sum(self.settings.base.floats(p.numel(), cf) for p in self.slots)
+        base, below = self.settings.base, self.settings.dense_below
+        return sum(
+            float(p.numel()) if p.numel() < below else base.floats_for(tuple(p.shape), cf)
+            for p in self.slots
+        )
+
+    def _supported(self, cf: float) -> float:
+        """The CF that the base or a hook can really do; the base on its largest tensor, where it
+        matters most."""
+        if cf in self.settings.hooks:
+            return cf
+        largest = max(self.slots, key=Tensor.numel, default=None)
+        shape = (1,) if largest is None else tuple(largest.shape)
+        return self.settings.base.supported_for(cf, shape) if cf != DENSE else DENSE
+
+    def _bucket_nbytes(self, cf: float) -> float:
+        """Payload bytes of a bucket at `cf`, roughly: DDP's buckets hold 25 MiB of gradients."""
+        nbytes = self._payload_bytes.get(cf)
+        if nbytes is None:
+            base = self.settings.base
+            whole = sum(base.payload_nbytes_for(tuple(p.shape), cf) for p in self.slots)
+            nbytes = self._payload_bytes[cf] = whole / ceil(max(1, 4 * self._numel() / _BUCKET))
+        return nbytes
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.slots), torch.device("cpu"))
 
     def _learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer else nan
@@ -278,6 +356,15 @@ class Session:
     def _maybe_unused(self) -> bool:
         model = self.model
         return model is None or model.find_unused_parameters or model.static_graph
+
+
+def _through(rung: HookRung, bucket: dist.GradBucket, work: Tensor) -> Future[Tensor]:
+    """What a foreign hook makes of `work`, the bucket's gradients or a wider copy of them."""
+    buffer = bucket.buffer()
+    if work.data_ptr() == buffer.data_ptr():
+        return rung.hook(rung.state, bucket)
+    buffer.copy_(work)
+    return rung.hook(rung.state, bucket).then(lambda future: work.copy_(only(future.value())))
 
 
 def _slots(model: DistributedDataParallel | None) -> dict[Tensor, Slot]:
@@ -297,7 +384,11 @@ def _slots(model: DistributedDataParallel | None) -> dict[Tensor, Slot]:
 def _plain_settings(base: Compressor) -> dict[str, Any]:
     """A compressor's own settings, as far as they can be compared as text."""
     plain = (bool, int, float, str, type(None))
-    return {name: value for name, value in sorted(vars(base).items()) if isinstance(value, plain)}
+    return {
+        name: value if isinstance(value, plain) else value.name
+        for name, value in sorted(vars(base).items())
+        if isinstance(value, plain) or isinstance(getattr(value, "name", None), str)
+    }
 
 
 def _optimizer_settings(optimizer: Optimizer | None) -> str:

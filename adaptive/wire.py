@@ -7,37 +7,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compressors import Compressor
-from compressors.base import Key, Payload
+from adaptive.bucket import Unit
+from compressors.base import Payload
+from compressors.scratch import fresh
+
+
+def payload_sizes(units: Sequence[Unit], cf: float, dtype: torch.dtype) -> list[int]:
+    """Bytes of each unit's payload at `cf`: the same on every rank."""
+    return [unit.compressor.payload_nbytes(unit.numel, cf, dtype) for unit in units]
 
 
 def pack(
-    compressor: Compressor, payloads: Sequence[Payload], cf: float, dtype: torch.dtype
+    units: Sequence[Unit], payloads: Sequence[Payload], cf: float, dtype: torch.dtype
 ) -> Tensor:
     """The payloads one after the other. RuntimeError if one has not its announced size."""
-    sizes = [compressor.payload_nbytes(payload.numel, cf, dtype) for payload in payloads]
-    wire = torch.empty(sum(sizes), dtype=torch.uint8, device=payloads[0].parts[0].device)
-    for payload, size, room in zip(payloads, sizes, wire.split(sizes), strict=True):
+    sizes = payload_sizes(units, cf, dtype)
+    device = payloads[0].parts[0].device if payloads else torch.device("cpu")
+    wire = fresh(sum(sizes), torch.uint8, device)
+    for unit, payload, size, room in zip(units, payloads, sizes, wire.split(sizes), strict=True):
         if payload.nbytes != size:
             raise RuntimeError(
-                f"compressor {compressor.name!r} announced {size} bytes for {payload.numel} "
+                f"compressor {unit.compressor.name!r} announced {size} bytes for {unit.numel} "
                 f"elements at CF {cf:g} and made {payload.nbytes}"
             )
         payload.write(room)
     return wire
 
 
-def unpack(
-    compressor: Compressor,
-    wire: Tensor,
-    numels: Sequence[int],
-    cf: float,
-    dtype: torch.dtype,
-    keys: Sequence[Key],
-) -> list[Payload]:
+def unpack(units: Sequence[Unit], wire: Tensor, cf: float, dtype: torch.dtype) -> list[Payload]:
     """The payloads that one rank packed. CorruptPayload if the bytes cannot be theirs."""
-    sizes = [compressor.payload_nbytes(numel, cf, dtype) for numel in numels]
+    rooms = wire.split(payload_sizes(units, cf, dtype))
     return [
-        compressor.read(data, numel, cf, dtype, key)
-        for data, numel, key in zip(wire.split(sizes), numels, keys, strict=True)
+        unit.compressor.read(data, unit.numel, cf, dtype, unit.key)
+        for unit, data in zip(units, rooms, strict=True)
     ]

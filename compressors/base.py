@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import floor, isfinite, nan
+from math import floor, isfinite, nan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -171,11 +171,6 @@ class Compressor(ABC):
         )
         return payload.with_parts(*parts)
 
-    def silence(self, payload: Payload) -> Payload:
-        """`payload` with every floating-point value 0: decompresses to nothing."""
-        parts = (torch.zeros_like(p) if p.is_floating_point() else p for p in payload.parts)
-        return payload.with_parts(*parts)
-
     def is_poisoned(self, payload: Payload) -> bool:
         """True if the payload (or a sum it went into) was made by `poison`."""
         return any(p.numel() and bool(p[0] != p[0]) for p in payload.parts if p.is_floating_point())
@@ -198,6 +193,20 @@ class Compressor(ABC):
     def floats(self, numel: int, cf: float) -> float:
         """Elements sent, indices not counted (the papers' "floats sent")."""
         return numel / cf
+
+    def payload_nbytes_for(
+        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """`payload_nbytes` of a parameter of this shape, where the shape matters."""
+        return self.payload_nbytes(prod(shape), cf, dtype)
+
+    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
+        """`floats` of a parameter of this shape, where the shape matters."""
+        return self.floats(prod(shape), cf)
+
+    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
+        """`supported` for a parameter of this shape, where the shape matters."""
+        return self.supported(cf, prod(shape))
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The one dtype of a linear compressor's parts, in which they are summed."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import inf
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from compressors.norms import Array
+from compressors.norms import Array, on_numpy
 
 _SAMPLE = 1 << 13  # elements, at most, from which the k-th largest is bracketed
 _STRIDE = 17  # at least; a larger sample costs more than it saves
@@ -62,3 +64,10 @@ def largest(x: Array, k: int) -> NDArray[np.intp]:
     ties = np.flatnonzero(~above)
     above[ties[: k - (keep.size - ties.size)]] = True
     return keep[above]
+
+
+def largest_of(tensor: Tensor, k: int) -> Tensor:
+    """Ascending positions (int32) of the `k` largest magnitudes of flat `tensor`."""
+    if on_numpy(tensor):
+        return torch.from_numpy(largest(tensor.detach().numpy(), k).astype(np.int32))
+    return tensor.detach().abs().topk(k, sorted=False).indices.sort().values.to(torch.int32)

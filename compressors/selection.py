@@ -9,16 +9,21 @@ The result never depends on the guess. Too high a threshold shows as fewer than 
 lower one is tried. Too low a one is raised on the way: when more than twice k are held, all but the
 k largest of them are dropped, and from then on only what exceeds the smallest of those can matter.
 Equal magnitudes go to the lower index, so the selection is a function of the values alone.
+
+The same pass serves the sparsifiers that keep what reaches a threshold of their own making.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compressors.collected import Collected as _Collected
 from compressors.norms import BLOCK, Array, array_norm, block_norm, trusted
 from compressors.ranking import largest, rank_bounds, rank_value
 
@@ -29,6 +34,8 @@ _PLAIN_CF = 4  # keeping more than a quarter, collecting costs more than it save
 
 _local = threading.local()
 
+Observer = Callable[[Array], object]  # is shown the magnitudes, block by block
+
 
 class Selection(NamedTuple):
     """indices: int32, ascending. values: those elements. total: ||x||^2 over all elements."""
@@ -36,37 +43,6 @@ class Selection(NamedTuple):
     indices: NDArray[np.int32]
     values: Array
     total: float
-
-
-class _Collected:
-    """The elements that may be among the `k` largest, in the order of their indices."""
-
-    def __init__(self, k: int, threshold: float) -> None:
-        self.k = k
-        self.threshold = threshold
-        self.wanted: np.ufunc = np.greater_equal  # how a magnitude must compare to the threshold
-        self.count = 0
-        self.indices: list[NDArray[np.int32]] = []
-        self.values: list[Array] = []
-
-    def extend(self, indices: NDArray[np.int32], values: Array) -> None:
-        self.indices.append(indices)
-        self.values.append(values)
-        self.count += indices.size
-        if self.count > 2 * self.k + BLOCK:
-            self.prune()
-
-    def prune(self) -> None:
-        """Keep the k largest so far. What comes later must exceed the smallest of them."""
-        indices, values = self.largest()
-        self.indices, self.values, self.count = [indices], [values], self.k
-        self.threshold = np.abs(values).min()
-        self.wanted = np.greater
-
-    def largest(self) -> tuple[NDArray[np.int32], Array]:
-        indices, values = np.concatenate(self.indices), np.concatenate(self.values)
-        keep = largest(values, self.k)
-        return indices.take(keep), values.take(keep)
 
 
 def select(x: Array, k: int, add: Array | None = None) -> Selection:
@@ -82,22 +58,59 @@ def select(x: Array, k: int, add: Array | None = None) -> Selection:
         return _select_plain(x, k)
 
 
+def select_above(x: Array, threshold: float, k: int, add: Array | None = None) -> Selection:
+    """The elements of flat `x` whose magnitude reaches `threshold` (rounded to the type of x); if
+    they are more than `k`, the `k` largest of them; if there are none, the largest of all.
+
+    Arguments otherwise as in `select`."""
+    with np.errstate(all="ignore"):
+        collected, total = _collect(x, k, x.dtype.type(threshold), add)
+        if not collected.count:
+            return select(x, min(k, 1))
+        return Selection(*collected.largest(), trusted(total, x))
+
+
+def select_superset(x: Array, k: int, add: Array | None, observe: Observer) -> Selection:
+    """Elements of flat `x` with the `k` largest among them, so that how many of `x` are at or above
+    a threshold can be counted among them, unless they are `k` or more. May be views of `x`.
+
+    observe: is shown the magnitudes of all elements once, in order and in blocks.
+    Arguments otherwise as in `select`."""
+    with np.errstate(all="ignore"):
+        if x.size >= _PLAIN_BELOW and _PLAIN_CF * k <= x.size:
+            collected, total = _gather(x, k, add, observe)
+            if collected is not None:
+                return Selection(*collected.held(), trusted(total, x))
+        else:
+            _, total = _collect(x, x.size, inf, add, observe)
+        return Selection(np.arange(x.size, dtype=np.int32), x, trusted(total, x))
+
+
 def _select_plain(x: Array, k: int) -> Selection:
     keep = largest(x, k)
     return Selection(keep.astype(np.int32), x.take(keep), array_norm(x))
 
 
 def _select_blocks(x: Array, k: int, add: Array | None) -> Selection:
+    collected, total = _gather(x, k, add)
+    if collected is None:
+        return _select_plain(x, k)
+    return Selection(*collected.largest(), trusted(total, x))
+
+
+def _gather(
+    x: Array, k: int, add: Array | None, observe: Observer | None = None
+) -> tuple[_Collected | None, float]:
+    """At least the `k` largest, and ||x||^2; None if fewer than k are >= 0: the others are NaN."""
     sample = _sample(x, add)
     rank = rank_bounds(sample.size, k / x.size)[1]
-    collected, total = _collect(x, k, _threshold(sample, rank), add)
+    collected, total = _collect(x, k, _threshold(sample, rank), add, observe)
     while collected.count < k:
-        if rank > sample.size:  # fewer than k elements are >= 0: the others are NaN
-            return _select_plain(x, k)
+        if rank > sample.size:
+            return None, total
         rank *= 4
         collected, total = _collect(x, k, _threshold(sample, rank), None)
-    indices, values = collected.largest()
-    return Selection(indices, values, trusted(total, x))
+    return collected, total
 
 
 def _sample(x: Array, add: Array | None) -> Array:
@@ -113,7 +126,9 @@ def _threshold(sample: Array, rank: int) -> float:
     return rank_value(sample, rank) if rank <= sample.size else 0.0
 
 
-def _collect(x: Array, k: int, threshold: float, add: Array | None) -> tuple[_Collected, float]:
+def _collect(
+    x: Array, k: int, threshold: float, add: Array | None, observe: Observer | None = None
+) -> tuple[_Collected, float]:
     """One pass over `x`: the elements worth keeping, and ||x||^2."""
     collected = _Collected(k, threshold)
     scratch, mask = _buffers(x.dtype)
@@ -124,6 +139,8 @@ def _collect(x: Array, k: int, threshold: float, add: Array | None) -> tuple[_Co
             np.add(block, add[start : start + BLOCK], out=block)
         total += block_norm(block)
         magnitude = np.abs(block, out=scratch[: block.size])
+        if observe is not None:
+            observe(magnitude)
         above = collected.wanted(magnitude, collected.threshold, out=mask[: block.size])
         found = np.flatnonzero(above)
         if found.size:

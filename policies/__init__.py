@@ -9,6 +9,7 @@ from policies.accordion import Accordion
 from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
 from policies.fixed import Fixed
 from policies.gravac import GraVAC
+from policies.warmup import Warmup
 
 __all__ = [
     "DENSE",
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "Policy",
     "StepReport",
+    "Warmup",
     "make_policy",
     "policy_names",
     "register",
@@ -30,6 +32,7 @@ _registry: dict[str, Callable[..., Policy]] = {
     "accordion": Accordion,
     "fixed": Fixed,
     "gravac": GraVAC,
+    "warmup": Warmup,
 }
 
 

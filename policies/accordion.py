@@ -70,7 +70,7 @@ class Accordion(Policy):
         high = allowed[1] if self.high is None else checks.cf_within("high", self.high, allowed)
         if low > high:
             raise ValueError(f"low={low:g}: must not exceed high={high:g}")
-        self._cfs = low, high
+        self._cfs = context.supported(low), context.supported(high)
         self._critical = True
         self._step = 0
         self._protected_until = 0  # reports before this one cannot end a critical regime

@@ -8,7 +8,7 @@ replayed from a record, and can never make two ranks disagree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any, Literal
@@ -25,10 +25,15 @@ class Context:
 
     cf_range: smallest and largest CF it may send besides dense; CFs are floats >= 1.
     world_size: number of ranks.
+    supported: the nearest CF that the compressor can really do.
+    assumed: gains, by CF, of what cannot be measured (foreign hooks); those CFs belong to the
+        ladder too.
     """
 
     cf_range: tuple[float, float]
     world_size: int
+    supported: Callable[[float], float] = float
+    assumed: Mapping[float, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,20 @@ class Evidence:
     """Averaged gains of the CFs measured now, gains of those judged before, and step times.
 
     kind: which gain. weight: of a new value in its average. believed_after: measurements that a
-    gain must rest on.
+    gain must rest on. assumed: gains of CFs that cannot be measured.
     """
 
-    def __init__(self, kind: GainKind, weight: float, believed_after: int) -> None:
+    def __init__(
+        self,
+        kind: GainKind,
+        weight: float,
+        believed_after: int,
+        assumed: Mapping[float, float] | None = None,
+    ) -> None:
         self._kind = kind
         self._weight = weight
         self._believed_after = believed_after
+        self._assumed = dict(assumed or {})
         self._averages: dict[float, Average] = {}
         self._judged: dict[float, float] = {}
         self._cost = CostModel()
@@ -41,6 +48,8 @@ class Evidence:
         """The averaged gain of a CF in [0, 1], once it can be believed; dense has 1."""
         if cf == DENSE:
             return 1.0
+        if cf in self._assumed:
+            return self._assumed[cf]
         average = None if cf is None else self._averages.get(cf)
         if average is None or average.count < self._believed_after:
             return None

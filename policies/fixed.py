@@ -27,7 +27,7 @@ class Fixed(Policy):
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
         allowed = checks.cf_range(context.cf_range)
         send = allowed[0] if self.cf is None else self.cf
-        send = checks.cf_within("cf", send, allowed)
+        send = context.supported(checks.cf_within("cf", send, allowed))
         self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
 
     def plan(self) -> Plan:

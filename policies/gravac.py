@@ -73,10 +73,13 @@ class GraVAC(Policy):
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
         cf_range = checks.cf_range(context.cf_range)
-        self._ladder = make_ladder(cf_range, self.scaling, self.step_size)
+        rungs = make_ladder(cf_range, self.scaling, self.step_size)
+        others = (cf for cf in context.assumed if cf_range[0] <= cf <= cf_range[1])
+        self._ladder = tuple(sorted({*map(context.supported, rungs), *others}))
         # A short window must still leave steps to send the candidate in.
         believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
-        self._seen = Evidence(self.gain, weight_for(context.world_size), believed_after)
+        weight = weight_for(context.world_size)
+        self._seen = Evidence(self.gain, weight, believed_after, context.assumed)
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
         self._floor = self._ladder[0]
         self._rung = 1  # of the candidate

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from adaptive import Accordion, AdaptiveCompressor, Fixed, GraVAC, Policy, Timeline
+from adaptive import Accordion, AdaptiveCompressor, Fixed, GraVAC, Policy, Timeline, Warmup
 from runs.config import TrainConfig
 from runs.options import DEFAULT_CF, POLICY_OPTIONS, option
 from runs.parser import UsageError
@@ -18,8 +18,10 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "gravac": GraVAC,
     "accordion": Accordion,
     "fixed": Fixed,
+    "warmup": Warmup,
 }
-_OPTIONAL = ("memory", "masking", "clip_norm", "link")
+_ARGUMENTS = {"warmup_steps": "steps"}
+_OPTIONAL = ("exchange", "granularity", "dense_below", "memory", "masking", "clip_norm", "link")
 
 
 def build_task(config: TrainConfig) -> Task:
@@ -37,7 +39,8 @@ def build_task(config: TrainConfig) -> Task:
 def build_policy(config: TrainConfig) -> Policy:
     """The policy with the settings that were given, its own defaults otherwise."""
     names = POLICY_OPTIONS[config.policy]
-    settings = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
+    given = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
+    settings = {_ARGUMENTS.get(name, name): value for name, value in given.items()}
     return _POLICIES[config.policy](**settings)
 
 

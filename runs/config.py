@@ -41,8 +41,12 @@ class TrainConfig:
     probe: tuple[float, ...] | None = None
     eta: float | None = None
     interval: int | None = None
+    warmup_steps: int | None = None
     base: str | None = "topk"
     cf_range: tuple[float, float] | None = None
+    exchange: str | None = None
+    granularity: str | None = None
+    dense_below: int | None = None
     memory: str | None = None
     masking: bool | float | None = None
     clip_norm: float | None = None

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from adaptive.exchanges import EXCHANGES
+from compressors import compressor_names
 from runs.config import TrainConfig
 from runs.parser import UsageError, number, positive, switch_or_number, whole
 
@@ -14,9 +16,21 @@ POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
     "accordion": ("eta", "interval"),
     "fixed": ("cf", "probe"),
+    "warmup": ("warmup_steps",),
     "off": (),
 }
-HOOK_OPTIONS = ("base", "cf_range", "memory", "masking", "clip_norm", "link", "fixed_clock")
+HOOK_OPTIONS = (
+    "base",
+    "cf_range",
+    "exchange",
+    "granularity",
+    "dense_below",
+    "memory",
+    "masking",
+    "clip_norm",
+    "link",
+    "fixed_clock",
+)
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
 DEFAULT_CF = 10.0
 NEWEST = ""
@@ -69,13 +83,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(POLICY_OPTIONS),
         help="what chooses the compression factor, CF (gravac); off: plain DDP, no hook",
     )
-    how.add_argument("--base", metavar="NAME", help="compressor: topk, randomk or none (topk)")
+    how.add_argument(
+        "--base",
+        metavar="NAME",
+        help=f"compressor (topk): {', '.join(compressor_names())}; a sparsifier's values may "
+        "be coded, as in topk+bf16",
+    )
     how.add_argument(
         "--cf-range",
         type=number,
         nargs=2,
         metavar=("LOW", "HIGH"),
         help="smallest and largest CF beside dense (10 1000)",
+    )
+    how.add_argument(
+        "--exchange", help=f"how payloads become the mean: {', '.join(EXCHANGES)} (auto)"
+    )
+    how.add_argument(
+        "--granularity", help="compress tensor by tensor (layer) or a whole bucket as one (layer)"
+    )
+    how.add_argument(
+        "--dense-below",
+        type=whole(0),
+        metavar="N",
+        help="send tensors of fewer elements than this uncompressed (0)",
     )
     how.add_argument(
         "--memory", help="auto, residual, momentum or none: what becomes of what is not sent (auto)"
@@ -112,6 +143,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="CF",
         help="measure the gains of these CFs too, without sending them",
+    )
+    warmup = parser.add_argument_group("with --policy warmup")
+    warmup.add_argument(
+        "--warmup-steps",
+        type=whole(1),
+        metavar="N",
+        help="steps at each of CF 4, 16, 64, 256 (100); then the largest of --cf-range",
     )
     accordion = parser.add_argument_group("with --policy accordion")
     accordion.add_argument(
@@ -188,12 +226,12 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
         if name in given and policy == "off":
             raise UsageError(
                 f"{option(name)} {_shown(given[name])} needs the library's hook, which --policy "
-                f"off leaves out; accepted: --policy gravac, accordion or fixed (with --cf 1 for "
-                f"a dense run)"
+                f"off leaves out; accepted: --policy gravac, accordion, warmup or fixed (with "
+                f"--cf 1 for a dense run)"
             )
     if policy == "fixed" and "cf_range" in given:
         raise UsageError(
-            f"--cf-range {_shown(given['cf_range'])} is for --policy gravac or accordion; "
+            f"--cf-range {_shown(given['cf_range'])} is for --policy gravac, accordion or warmup; "
             f"--policy fixed takes --cf"
         )
     if given.get("base") == "none" and (policy != "fixed" or given.get("cf", 1) != 1):

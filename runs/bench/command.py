@@ -6,16 +6,29 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
 import torch
 
+from runs.bench.compressors import bench_compressors
 from runs.bench.ddp import bench_hook, bench_memory
+from runs.bench.exchanges import bench_exchanges
+from runs.bench.levels import bench_levels
+from runs.bench.lowrank import bench_lowrank
 from runs.bench.timing import Row
-from runs.bench.topk import bench_topk
+from runs.bench.wire import bench_wire
 
-BENCHES = ("topk", "hook", "memory")
+BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "compressors": lambda args: bench_compressors(args.numel, args.rounds, args.seed),
+    "levels": lambda args: bench_levels(args.numel, args.rounds, args.seed),
+    "lowrank": lambda args: bench_lowrank(args.rounds, args.seed),
+    "wire": lambda args: bench_wire(args.numel),
+    "exchanges": lambda args: bench_exchanges(),
+    "hook": lambda args: bench_hook(args.workers, args.layers, 3 * args.rounds),
+    "memory": lambda args: bench_memory(args.workers, args.layers),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
     parser.add_argument(
-        "--numel", type=int, default=25_600_000, help="elements of the top-k tensor (25.6 M)"
+        "--numel", type=int, default=25_600_000, help="elements of the compressed tensor (25.6 M)"
     )
     parser.add_argument("--workers", type=int, default=2, help="processes of the DDP benches (2)")
     parser.add_argument("--layers", type=int, default=24, help="layers of 1.05 M parameters (24)")
@@ -40,14 +53,7 @@ def main(args: argparse.Namespace) -> int:
     if unknown:
         print(f"error: BENCH must be one of {', '.join(BENCHES)}; got {unknown[0]!r}")
         return 2
-    rows: list[Row] = []
-    for name in wanted:
-        if name == "topk":
-            rows += bench_topk(args.numel, args.rounds, args.seed)
-        elif name == "hook":
-            rows += bench_hook(args.workers, args.layers, 3 * args.rounds)
-        else:
-            rows += bench_memory(args.workers, args.layers)
+    rows = [row for name in wanted for row in BENCHES[name](args)]
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, numpy {np.__version__}, seed {args.seed}"

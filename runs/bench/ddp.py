@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
+from runs.bench.processes import in_processes
 from runs.bench.timing import Row, interleaved, median_ratio
 
 WIDTH = 1024
@@ -30,26 +26,6 @@ def _step(model: DDP, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def _in_processes(workers: int, function: Any, *args: Any) -> Any:
-    """function(rank, *args) in `workers` fresh gloo processes; what rank 0 returns."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(workers, folder, function, args), nprocs=workers)
-        return torch.load(f"{folder}/result", weights_only=False)
-
-
-def _work(rank: int, workers: int, folder: str, function: Any, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers
-    )
-    result = function(rank, *args)
-    if rank == 0:
-        torch.save(result, f"{folder}/result")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def _hook_times(rank: int, layers: int, rounds: int) -> dict[str, list[float]]:
     torch.manual_seed(rank)
     x = torch.randn(256, WIDTH)
@@ -62,7 +38,7 @@ def _hook_times(rank: int, layers: int, rounds: int) -> dict[str, list[float]]:
 
 def bench_hook(workers: int, layers: int, rounds: int) -> list[Row]:
     """What the hook costs when it compresses nothing."""
-    times = _in_processes(workers, _hook_times, layers, rounds)
+    times = in_processes(workers, _hook_times, layers, rounds)
     ratio = median_ratio(times["hook"], times["no hook"])
     detail = ", ".join(f"{name} {1e3 * median(t):.0f} ms" for name, t in times.items())
     return [Row("DDP step, base none, policy fixed: hook / no hook", ratio, "<= 1.03", detail)]
@@ -96,11 +72,11 @@ def bench_memory(workers: int, layers: int) -> list[Row]:
     """Peak memory beyond DDP's own, in units of what is allowed."""
     numel = sum(p.numel() for p in _model(layers).parameters())
     bucket = 25 * 1024**2
-    without = _in_processes(workers, _peak, layers, 0.0, False)
+    without = in_processes(workers, _peak, layers, 0.0, False)
     rows = []
     for cf in (10.0, 100.0, 1000.0):
         for momentum in (False, True):
-            extra = _in_processes(workers, _peak, layers, cf, momentum) - without
+            extra = in_processes(workers, _peak, layers, cf, momentum) - without
             allowed = 4 * numel * (2 if momentum else 1) + 1.5 * bucket
             what = f"memory at CF {cf:g}, {'momentum' if momentum else 'residual'}: extra / allowed"
             detail = f"{extra / 2**20:.0f} MiB, model {4 * numel / 2**20:.0f} MiB"

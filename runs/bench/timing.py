@@ -35,3 +35,8 @@ def interleaved(
 def median_ratio(a: list[float], b: list[float]) -> float:
     """Median over rounds of a / b."""
     return median(x / y for x, y in zip(a, b, strict=True))
+
+
+def describe(times: Mapping[str, list[float]]) -> str:
+    """Median milliseconds of each contender."""
+    return ", ".join(f"{name} {1e3 * median(t):.1f} ms" for name, t in times.items())

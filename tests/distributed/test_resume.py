@@ -24,7 +24,7 @@ POLICIES = {
 class _Run:
     """A training run that can be stopped into a state and started from one."""
 
-    def __init__(self, policy: str, base: str) -> None:
+    def __init__(self, policy: str, base: str, exchange: str = "auto") -> None:
         self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.001
@@ -32,7 +32,12 @@ class _Run:
         self.clock = Clock()
         self.timeline = MemoryTimeline()
         self.compressor = AdaptiveCompressor(
-            base, (2, 100), policy=POLICIES[policy](), clock=self.clock, timeline=self.timeline
+            base,
+            (2, 100),
+            policy=POLICIES[policy](),
+            exchange=exchange,
+            clock=self.clock,
+            timeline=self.timeline,
         ).attach(self.model, optimizer=self.optimizer)
 
     def train(self, rank: int, start: int, stop: int) -> None:
@@ -59,13 +64,15 @@ class _Run:
         self.clock.now = state["clock"]
 
 
-def _straight_and_resumed(rank: int, policy: str, base: str, path: str) -> dict[str, Any]:
-    straight = _Run(policy, base)
+def _straight_and_resumed(
+    rank: int, policy: str, base: str, exchange: str, path: str
+) -> dict[str, Any]:
+    straight = _Run(policy, base, exchange)
     straight.train(rank, 0, STEPS)
-    stopped = _Run(policy, base)
+    stopped = _Run(policy, base, exchange)
     stopped.train(rank, 0, STOP)
     torch.save(stopped.state(), f"{path}/{rank}")
-    resumed = _Run(policy, base)
+    resumed = _Run(policy, base, exchange)
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, STOP, STEPS)
     return {
@@ -76,9 +83,14 @@ def _straight_and_resumed(rank: int, policy: str, base: str, path: str) -> dict[
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("base", ["topk", "randomk"])
-def test_resuming_equals_never_having_stopped(policy: str, base: str, tmp_path: Any) -> None:
-    for result in run_ranks(2, _straight_and_resumed, policy, base, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("base", "exchange"),
+    [("topk", "auto"), ("randomk", "auto"), ("powersgd", "auto"), ("dgc+qsgd", "sharded")],
+)
+def test_resuming_equals_never_having_stopped(
+    policy: str, base: str, exchange: str, tmp_path: Any
+) -> None:
+    for result in run_ranks(2, _straight_and_resumed, policy, base, exchange, str(tmp_path)):
         assert result["switches"] > 0
         assert torch.equal(*result["parameters"])
         assert same(*result["states"])

@@ -162,13 +162,12 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
 
 
 @every_compressor
-def test_poison_and_silence(compressor):
+def test_poison(compressor):
     payload = compressor.compress(normal(1000), 10.0, KEY)
     assert not compressor.is_poisoned(payload)
     poisoned = compressor.poison(payload)
     assert compressor.is_poisoned(wire(compressor, poisoned, torch.float32))
     assert compressor.decompress(poisoned).isnan().sum() == payload.parts[-1].numel()
-    assert compressor.decompress(compressor.silence(payload)).count_nonzero() == 0
 
 
 @every_compressor

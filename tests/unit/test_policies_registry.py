@@ -10,13 +10,24 @@ from pathlib import Path
 import pytest
 
 import policies
-from policies import Accordion, Context, Fixed, GraVAC, Plan, StepReport, make_policy, policy_names
+from policies import (
+    Accordion,
+    Context,
+    Fixed,
+    GraVAC,
+    Plan,
+    StepReport,
+    Warmup,
+    make_policy,
+    policy_names,
+)
 
 RANGE = (10.0, 1000.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("accordion", Accordion), ("fixed", Fixed), ("gravac", GraVAC)]
+    ("name", "kind"),
+    [("accordion", Accordion), ("fixed", Fixed), ("gravac", GraVAC), ("warmup", Warmup)],
 )
 def test_names(name, kind):
     policy = make_policy(name)
@@ -40,7 +51,7 @@ def test_settings_are_passed_on():
 
 def test_unknown_name_says_what_is_accepted():
     with pytest.raises(
-        ValueError, match="policy must be one of accordion, fixed, gravac; got 'best'"
+        ValueError, match="policy must be one of accordion, fixed, gravac, warmup; got 'best'"
     ):
         make_policy("best")
 

@@ -1,0 +1,161 @@
+"""One DDP bucket in one step: whose gradients it holds, and what of it is compressed as one."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, nan, sqrt
+from typing import NamedTuple
+
+from torch import Tensor
+
+from adaptive.residual import NoMemory, Slot
+from adaptive.tally import Tally
+from compressors import Compressor, NoCompression
+from compressors.base import Key
+from compressors.norms import squared_norm
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter's piece of a bucket: elements [start, stop) of its buffer.
+
+    grad: that slice. energy: ||g||^2. held: sends nothing this step, and keeps its memory to
+    itself.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    grad: Tensor
+    key: Key
+    energy: float
+    held: bool
+
+
+class Range(NamedTuple):
+    """Elements [start, stop) of a part."""
+
+    part: Part
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.part.grad.numel()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one payload stands for: elements [start, stop) of the bucket.
+
+    compressor: by which it is compressed. ranges: the parts that it covers, in order.
+    """
+
+    start: int
+    stop: int
+    key: Key
+    compressor: Compressor
+    ranges: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Bucket:
+    """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there."""
+
+    def __init__(self, work: Tensor, parts: Sequence[Part]) -> None:
+        self.work = work
+        self.parts = parts
+        self.finite = all(isfinite(part.energy) for part in parts)
+
+    @classmethod
+    def open(
+        cls,
+        work: Tensor,
+        slots: Sequence[Slot],
+        step: int,
+        memory: NoMemory,
+        tally: Tally,
+        clip_norm: float | None,
+    ) -> Bucket:
+        """Look at the local gradients, clip them, and add their norms to the tally."""
+        parts, start = [], 0
+        for slot in slots:
+            stop = start + slot.param.numel()
+            grad = work[start:stop]
+            energy = squared_norm(grad)
+            if clip_norm is not None and isfinite(energy) and energy > clip_norm**2:
+                grad.mul_(clip_norm / sqrt(energy))
+                energy = clip_norm**2
+            tally.grad += energy
+            held = memory.holds_back(slot, energy)
+            key = Key(slot.name, step, tuple(slot.param.shape))
+            parts.append(Part(slot, start, stop, grad, key, energy, held))
+            start = stop
+        if not isfinite(tally.grad):  # this step's statistics are to be skipped, by all ranks
+            tally.total = tally.sample_total = nan
+        return cls(work, parts)
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How a bucket is cut into units. The same on every rank.
+
+    compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
+    they are. joined: neighbouring parts are compressed as one ("bucket" granularity), not one by
+    one ("layer").
+    """
+
+    compressor: Compressor
+    joined: bool = False
+    dense_below: int = 0
+
+    def cut(self, bucket: Bucket, shards: int = 1) -> list[Unit]:
+        """The units of a bucket, in order; none crosses the border between two of `shards`
+        equal shards."""
+        borders = shard_borders(bucket.work.numel(), shards)
+        units: list[Unit] = []
+        run: list[Range] = []
+        for part in bucket.parts:
+            for start, stop in _pieces(part.start, part.stop, borders):
+                piece = Range(part, start - part.start, stop - part.start)
+                small = part.grad.numel() < self.dense_below
+                if run and (small or not self.joined or start in borders):
+                    units.append(self._unit(run, self.compressor))
+                    run = []
+                if small:
+                    units.append(self._unit([piece], _DENSE))
+                else:
+                    run.append(piece)
+        if run:
+            units.append(self._unit(run, self.compressor))
+        return units
+
+    def _unit(self, ranges: Sequence[Range], compressor: Compressor) -> Unit:
+        first, last = ranges[0], ranges[-1]
+        start, stop = first.part.start + first.start, last.part.start + last.stop
+        key = first.part.key
+        if len(ranges) > 1 or not first.whole:  # not the parameter: no shape, a name of its own
+            key = Key(f"{key.name}[{first.start}:{first.start + stop - start}]", key.step)
+        return Unit(start, stop, key, compressor, tuple(ranges))
+
+
+_DENSE = NoCompression()
+
+
+def shard_borders(numel: int, shards: int) -> list[int]:
+    """Where each shard begins, and the end: `shards` + 1 positions, as even as can be."""
+    return [numel * i // shards for i in range(shards + 1)]
+
+
+def _pieces(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, int]]:
+    """[start, stop) cut at the borders inside it; nothing of an empty one."""
+    first = bisect_right(borders, start)
+    inside = [border for border in borders[first:] if border < stop]
+    ends = [start, *inside, stop]
+    return [(a, b) for a, b in itertools.pairwise(ends) if a < b]

@@ -1,0 +1,50 @@
+"""Existing DDP communication hooks as fixed rungs of the ladder, next to our own compressor.
+
+A hook shows neither what it kept nor what it lost. So its gain is unknown, our residual is off
+while it is in use, and what the residual held is sent first, by one dense step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+
+
+@dataclass(frozen=True)
+class HookRung:
+    """hook, state: as for `register_comm_hook`; the hook must return the mean gradient.
+
+    gain: what a policy that decides on gains shall take its gain for, in (0, 1]; None: unknown, so
+        that only a policy that asks for this CF by name sends it.
+    """
+
+    hook: DDPHook
+    state: Any = None
+    gain: float | None = None
+
+
+def check_hooks(hooks: Any) -> dict[float, HookRung]:
+    """By CF. ValueError or TypeError unless `hooks` maps CFs above 1 to hooks."""
+    if hooks is None:
+        return {}
+    if not isinstance(hooks, Mapping):
+        raise TypeError(f"hooks must map compression factors to hooks, got {hooks!r}")
+    rungs = {}
+    for cf, hook in hooks.items():
+        if isinstance(cf, bool) or not isinstance(cf, (int, float)) or not isfinite(cf) or cf <= 1:
+            raise ValueError(f"hooks must have finite CFs > 1 as keys, got {cf!r}")
+        rung = hook if isinstance(hook, HookRung) else HookRung(hook)
+        if not callable(rung.hook):
+            raise TypeError(f"hooks[{cf:g}] must be a communication hook, got {rung.hook!r}")
+        if rung.gain is not None and not 0 < rung.gain <= 1:
+            raise ValueError(f"hooks[{cf:g}]: gain must be in (0, 1] or None, got {rung.gain!r}")
+        rungs[float(cf)] = rung
+    return rungs

@@ -1,0 +1,137 @@
+"""Compressors that need what the other ranks sent before they can finish."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Generator, Sequence
+from math import nan, prod
+
+import torch
+from torch import Tensor
+
+from compressors.base import Compressor, Key, Payload
+from compressors.norms import check_same_length
+from compressors.sparse import check_flat
+
+Rounds = Generator[Tensor, Tensor, list[Payload]]
+Report = Callable[[list[Payload]], None]
+
+
+class RoundsCompressor(Compressor):
+    """Compresses the tensors of one bucket together, in rounds of all-reduces.
+
+    `compress` does the same in a world of one rank: it measures what a CF would keep, changes no
+    state and takes no part in any exchange.
+
+    rounds_count: collectives a bucket.
+    """
+
+    rounds_count: int = 2
+    sampled = False
+
+    @abstractmethod
+    def rounds(
+        self,
+        tensors: Sequence[Tensor],
+        cf: float,
+        keys: Sequence[Key],
+        world_size: int,
+        report: Report,
+        *,
+        held: Collection[int] = (),
+        totals: Sequence[float] | None = None,
+    ) -> Rounds:
+        """Compress and average one bucket at `cf` >= 1.
+
+        tensors: this rank's error-fed gradients a, flat, all of one dtype (float32 or float64) and
+            device, left as they are and not changed by the caller until the last round is over.
+        keys: one a tensor; names and shapes are the same, in the same order, on every rank.
+        held: positions whose tensor contributes nothing this step, on this rank.
+        totals: ||a||^2 of each tensor if they are known already, else they are computed.
+
+        Each `yield` hands out ONE flat tensor to be summed over all ranks (perhaps empty: then
+        there is nothing to exchange) and is sent the sum, which it may overwrite (it may be the
+        same tensor, summed in place). There are exactly `rounds_count` of them, and their sizes
+        are a function of (shapes, cf) alone.
+
+        `report` is called once, between the first sum and the second yield, with one payload a
+        tensor of what of *this rank's* a is kept: energy, error and total are known, `recompress`
+        gives those of larger CFs, and the mean of these payloads over the ranks is what every rank
+        decodes. Taking it off a (`subtract_from`) leaves this rank's residual; a held tensor's is
+        empty. Like `tensors` it is valid until the generator ends.
+
+        Returns one payload a tensor: the mean that every rank decodes, the same on all ranks.
+
+        If any rank's tensors are not finite, all the payloads of the bucket are NaN
+        (`is_poisoned`) on every rank, and no state has changed."""
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        check_same_length(memory, tensor)
+        memory.detach().add_(tensor)
+        return self.compress(memory, cf, key)
+
+    def write_to(self, out: Tensor, payload: Payload) -> None:
+        """out = decompress(payload), in place; `out` is flat with payload.numel elements."""
+        out.detach().zero_()
+        self.add_to(out, payload)
+
+    def payload_nbytes_for(
+        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Bytes handed to the collectives for a parameter of this shape, all rounds together."""
+        return self.payload_nbytes(prod(shape), cf, dtype)
+
+    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
+        """Elements sent for a parameter of this shape."""
+        return self.floats(prod(shape), cf)
+
+    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
+        """The CF really done for a parameter of this shape if asked for `cf`."""
+        return self.supported(cf, prod(shape))
+
+
+def check_bucket(
+    tensors: Sequence[Tensor], keys: Sequence[Key], totals: Sequence[float] | None
+) -> None:
+    """ValueError unless these are what `rounds` accepts."""
+    counts = {len(tensors), len(keys), len(tensors if totals is None else totals)}
+    if not tensors or len(counts) != 1:
+        raise ValueError(f"tensors, keys and totals must be equally many, not 0; got {counts}")
+    first = tensors[0]
+    if first.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"tensors must be float32 or float64, got {first.dtype}")
+    for tensor in tensors:
+        check_flat(tensor)
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError("tensors must be of one dtype and on one device")
+
+
+def finite_or_nan(summed: Tensor) -> bool:
+    """False if anything in `summed` is not finite; then all of it becomes NaN."""
+    finite = bool(summed.isfinite().all())
+    if not finite:
+        summed.fill_(nan)
+    return finite
+
+
+def lockstep(ranks: Sequence[Rounds]) -> list[list[Payload]]:
+    """Run the rounds of several ranks in one process: what an exchange does, without one.
+
+    Returns what each rank's generator returned. ValueError if the ranks differ in number or size
+    of their rounds."""
+    handed = [next(rank) for rank in ranks]
+    while True:
+        if len({tensor.shape for tensor in handed}) != 1:
+            raise ValueError(f"ranks must yield equal sizes, got {[t.shape for t in handed]}")
+        total = torch.stack(handed).sum(0)
+        results: list[list[Payload]] = []
+        handed = []
+        for rank in ranks:
+            try:
+                handed.append(rank.send(total.clone()))
+            except StopIteration as stop:
+                results.append(stop.value)
+        if results and handed:
+            raise ValueError(f"{len(results)} ranks ended while {len(handed)} had rounds left")
+        if results:
+            return results

@@ -1,0 +1,189 @@
+"""What all sparsifiers share: a fixed-capacity payload of indices and (coded) values.
+
+A subclass says which elements are kept. The indices travel in the smallest of several formats
+(`compressors.indices`), the values in full or coded (`compressors.values`); what coding loses is
+part of the error, and so stays in the residual.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from math import nan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compressors.base import (
+    Compressor,
+    CorruptPayload,
+    Key,
+    Payload,
+    check_cf,
+    further,
+    kept,
+)
+from compressors.indices import choose_format
+from compressors.norms import check_same_length, lost, squared_norm
+from compressors.ranking import largest_of
+from compressors.sparse import add_at, check_ascending, check_flat, check_out, take
+from compressors.values import ValueFormat, make_values
+from compressors.wire import split
+
+
+class Selected(NamedTuple):
+    """indices: int32, ascending. values: those elements. total: ||x||^2 over all elements."""
+
+    indices: Tensor
+    values: Tensor
+    total: float
+
+
+@dataclass(frozen=True)
+class SparsePayload(Payload):
+    """parts: indices (int32, ascending), then the coded values, `capacity` of them.
+
+    capacity: slots on the wire; no more indices than that.
+    exact: the values before coding; None after receiving.
+    """
+
+    capacity: int = 0
+    exact: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        coded = sum(part.numel() * part.element_size() for part in self.parts[1:])
+        return coded + choose_format(self.numel, self.capacity).nbytes(self.numel, self.capacity)
+
+    def write(self, out: Tensor) -> None:
+        index_format = choose_format(self.numel, self.capacity)
+        indices = index_format.encode(self.parts[0], self.numel, self.capacity)
+        Payload((*self.parts[1:], indices), self.numel, self.cf, nan, nan, self.key).write(out)
+
+
+class Sparsifier(Compressor):
+    """Keeps at most k = max(1, floor(numel / cf)) elements; its payload has k slots.
+
+    values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "qsgd" or a
+        `ValueFormat`.
+    """
+
+    exact_count = False
+    """Always keeps exactly k: another count is a corrupt payload."""
+
+    def __init__(self, values: str | ValueFormat = "fp32") -> None:
+        self.values = make_values(values)
+
+    @abstractmethod
+    def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
+        """tensor += add in place (if given: same dtype, length and device), then which elements of
+        `tensor` to keep: at most `k`, 1 <= k <= numel, or k = 0 of nothing."""
+
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self._compress(tensor, None, cf, key)
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        check_same_length(memory, tensor)
+        if tensor.dtype == memory.dtype and tensor.device == memory.device:
+            return self._compress(memory, tensor, cf, key)
+        memory.detach().add_(tensor)
+        return self._compress(memory, None, cf, key)
+
+    def recompress(self, payload: Payload, factor: float) -> Payload:
+        """The largest of what was kept, whatever rule chose that."""
+        assert isinstance(payload, SparsePayload)
+        cf = further(payload.cf, factor)
+        capacity = kept(payload.numel, cf)
+        values = self._decoded(payload) if payload.exact is None else payload.exact
+        positions = largest_of(values, min(capacity, values.numel()))
+        chosen = Selected(take(payload.parts[0], positions), take(values, positions), payload.total)
+        return self._payload(chosen, payload.numel, cf, payload.key)
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        check_out(out, payload)
+        indices = payload.parts[0]
+        check_ascending(indices, payload.numel)
+        add_at(out, indices, self._decoded(payload), scale)
+
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        add_at(tensor, payload.parts[0], self._decoded(payload), -1.0)
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        k = kept(numel, cf)
+        coded = sum(count * part.itemsize for count, part in self.values.layout(k, dtype))
+        return coded + choose_format(numel, k).nbytes(numel, k)
+
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        k = kept(numel, cf)
+        index_format = choose_format(numel, k)
+        layout = (*self.values.layout(k, dtype), (index_format.nbytes(numel, k), torch.uint8))
+        *coded, raw = split(data, *layout)
+        indices = index_format.decode(raw, numel, k)
+        if self.exact_count and indices.numel() != k:
+            raise CorruptPayload(f"payload must hold {k} indices, got {indices.numel()}")
+        parts = (indices, *coded)
+        return SparsePayload(parts, numel, cf, nan, nan, key, nan, dtype, k)
+
+    def indices(self, payload: Payload) -> Tensor | None:
+        indices = payload.parts[0]
+        return None if indices.numel() == payload.numel else indices.long()
+
+    def floats(self, numel: int, cf: float) -> float:
+        return float(kept(numel, cf))
+
+    def index_nbytes(self, numel: int, cf: float) -> int:
+        """Bytes of the packed indices alone."""
+        k = kept(numel, cf)
+        return choose_format(numel, k).nbytes(numel, k)
+
+    def pack_indices(self, payload: Payload) -> Tensor:
+        """The indices alone, packed (uint8, `index_nbytes` elements)."""
+        k = kept(payload.numel, payload.cf)
+        return choose_format(payload.numel, k).encode(payload.parts[0], payload.numel, k)
+
+    def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
+        """What `tensor` (flat) has at the indices that another rank chose and packed."""
+        check_flat(tensor)
+        numel, k = tensor.numel(), kept(tensor.numel(), cf)
+        indices = choose_format(numel, k).decode(packed, numel, k)
+        chosen = Selected(indices, take(tensor, indices), squared_norm(tensor))
+        return self._payload(chosen, numel, cf, key)
+
+    def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
+        check_flat(tensor)
+        cf, numel = check_cf(cf), tensor.numel()
+        add = None if add is None else add.detach()
+        return self._payload(
+            self.select(tensor.detach(), kept(numel, cf), add, key), numel, cf, key
+        )
+
+    def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
+        capacity, dtype = kept(numel, cf), chosen.values.dtype
+        coded = self.values.encode(_padded(chosen.values, capacity), key)
+        parts = (chosen.indices, *coded)
+        energy = squared_norm(chosen.values)
+        error = lost(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
+        payload = SparsePayload(
+            parts, numel, cf, energy, error, key, chosen.total, dtype, capacity, chosen.values
+        )
+        if self.values.lossless:
+            return payload
+        sent = self._decoded(payload)
+        error += squared_norm(chosen.values - sent)
+        return replace(payload, energy=squared_norm(sent), error=error)
+
+    def _decoded(self, payload: Payload) -> Tensor:
+        """The values that arrive, one for each index."""
+        assert isinstance(payload, SparsePayload)
+        values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
+        return values[: payload.parts[0].numel()]
+
+
+def _padded(values: Tensor, capacity: int) -> Tensor:
+    """`values`, with zeros up to `capacity`."""
+    if values.numel() == capacity:
+        return values
+    padded = values.new_zeros(capacity)
+    padded[: values.numel()] = values
+    return padded

@@ -1,0 +1,103 @@
+"""Exponential sparsity warm-up (Deep Gradient Compression, section 3.4).
+
+Early gradients change fast and are large; keeping a few of them only does harm that lasts. So
+compression grows exponentially over the first epochs: CF 4, 16, 64, 256 (sparsity 75%, 93.75%,
+98.4375%, 99.6%), one epoch each, before the final CF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from policies import checks
+from policies.base import DENSE, Context, Plan, Policy, StepReport
+from policies.fixed import Fixed
+from policies.reasons import change
+
+
+class Warmup(Policy):
+    """Sends factor, factor^2, ... for `steps` steps each, then does as the policy `then` says.
+
+    then: a `Policy`, which sees no report from before; None: the largest CF of cf_range for good.
+    steps: steps of each stage (the paper: an epoch). stages: how many. factor: > 1.
+    CFs outside cf_range become its nearer end. ValueError or TypeError names what is wrong.
+    """
+
+    name = "warmup"
+
+    def __init__(
+        self,
+        then: Policy | None = None,
+        *,
+        steps: int = 100,
+        stages: int = 4,
+        factor: float = 4.0,
+    ) -> None:
+        if then is not None and not isinstance(then, Policy):
+            raise TypeError(f"then must be a Policy object or None, got {then!r}")
+        self.steps = checks.whole("steps", steps, least=1)
+        self.stages = checks.whole("stages", stages, least=1)
+        self.factor = checks.real("factor", factor, above=1)
+        self._settings = {"steps": self.steps, "stages": self.stages, "factor": self.factor}
+        self._given = then
+        self._cfs: tuple[float, ...] = ()
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if cf_range does not suit `then`."""
+        low, high = checks.cf_range(context.cf_range)
+        wanted = (min(high, max(low, self.factor**i)) for i in range(1, self.stages + 1))
+        self._cfs = tuple(context.supported(cf) for cf in wanted)
+        self._then = Fixed(high) if self._given is None else self._given
+        self._then.start(context)
+        self.gain = self._then.gain
+        self._step = 0
+
+    def plan(self) -> Plan:
+        if not self._cfs:
+            raise RuntimeError("Warmup needs start(context) before plan()")
+        stage, into = divmod(self._step, self.steps)
+        if stage >= self.stages:
+            plan = self._then.plan()
+            first = stage == self.stages and into == 0
+            if first and not plan.reason:
+                plan = replace(plan, reason=change(self._cfs[-1], plan.send, "warm-up is over"))
+            return plan
+        before = self._cfs[stage - 1] if stage else DENSE
+        why = f"warm-up, stage {stage + 1} of {self.stages}, {self.steps} steps each"
+        return Plan(self._cfs[stage], reason="" if into else change(before, self._cfs[stage], why))
+
+    def observe(self, report: StepReport) -> None:
+        if self._step >= self.steps * self.stages:
+            self._then.observe(report)
+        self._step += 1
+
+    def candidates(self) -> tuple[float, ...]:
+        return (*self._cfs, *self._then.candidates(), self._then.plan().send)
+
+    def status(self) -> Mapping[str, float]:
+        return self._then.status()
+
+    def verdict(self) -> str:
+        return self._then.verdict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": self._settings,
+            "cfs": list(self._cfs),
+            "step": self._step,
+            "then": [self._then.name, self._then.state_dict()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if the state is of other settings or another policy to follow."""
+        checks.same(self.name, self._settings, state["settings"])
+        name, inner = state["then"]
+        checks.same(
+            self.name,
+            {"cfs": list(self._cfs), "then": self._then.name},
+            {"cfs": list(state["cfs"]), "then": name},
+        )
+        self._then.load_state_dict(inner)
+        self._step = int(state["step"])

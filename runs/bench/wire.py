@@ -1,0 +1,25 @@
+"""Bytes on the wire for each kept element, beside the fewest that any code could do with."""
+
+from __future__ import annotations
+
+from compressors import kept, make_compressor
+from compressors.indices import bound_nbytes, choose_format
+from runs.bench.timing import Row
+
+VALUES = {"topk": (4, "<= 6.1"), "topk+bf16": (2, "<= 4.1"), "topk+int8": (1, "")}
+
+
+def bench_wire(numel: int) -> list[Row]:
+    """Bytes a kept element of the payload; the bound is log2 of the binomial, plus the values."""
+    rows = []
+    for size in (1_000_000, numel):
+        for name, (value_bytes, goal) in VALUES.items():
+            compressor = make_compressor(name)
+            for cf in (10.0, 100.0, 1000.0):
+                k = kept(size, cf)
+                ours = compressor.payload_nbytes(size, cf) / k
+                bound = bound_nbytes(size, k) / k + value_bytes
+                what = f"{name} CF {cf:g} of {size / 1e6:g} M: bytes / kept element"
+                detail = f"bound {bound:.2f}, indices as {choose_format(size, k).name}"
+                rows.append(Row(what, ours, goal, detail))
+    return rows

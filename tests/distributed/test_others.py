@@ -1,0 +1,156 @@
+"""Other people's compressors: DDP hooks as rungs of the ladder, GRACE-style objects as bases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, GraceCompressor, HookRung, MemoryTimeline
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
+
+
+def _train(
+    rank: int, cfs: list[float], kind: str, momentum: float, steps: int = 8
+) -> dict[str, Any]:
+    model = DDP(small_net(torch.float32), bucket_cap_mb=25 if kind == "powersgd" else 0.002)
+    hooks: dict[float, Any] = {
+        "fp16": {2.0: default_hooks.fp16_compress_hook},
+        "powersgd": {
+            4.0: HookRung(
+                powerSGD_hook.powerSGD_hook,
+                powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2),
+            )
+        },
+        "dense": {3.0: default_hooks.allreduce_hook},
+    }[kind]
+    policy, timeline = Scripted(cfs), MemoryTimeline()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    compressor = AdaptiveCompressor(
+        "topk", (2, 100), policy=policy, hooks=hooks, timeline=timeline
+    ).attach(model, optimizer=optimizer)
+    held = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        memory = compressor.state_dict()["memory"]
+        held.append(sum("residual" in kept for kept in memory.values()))
+    return {
+        "parameters": flat_parameters(model),
+        "sent": [report.cf for report in policy.reports],
+        "gains": [report.cf in report.measurements for report in policy.reports],
+        "held": held,
+        "reasons": [event.reason for event in timeline.events],
+        "bytes": [report.wire_bytes for report in policy.reports],
+    }
+
+
+def test_residual_goes_first_then_the_hook_runs_without_it() -> None:
+    results = run_ranks(2, _train, [10.0, 10.0, 2.0, 2.0, 2.0, 10.0], "fp16", 0.0)
+    for result in results:
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert result["sent"][:7] == [10.0, 10.0, 1.0, 2.0, 2.0, 10.0, 10.0]
+        assert result["gains"][:6] == [True, True, False, False, False, True]
+        assert result["held"][:6] == [6, 6, 0, 0, 0, 6]
+    assert any("residual" in reason for reason in results[0]["reasons"])
+    dense, half = results[0]["bytes"][2], results[0]["bytes"][3]
+    assert half < 0.6 * dense
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_hook_that_loses_nothing_is_dense_training(momentum: float) -> None:
+    hooked = run_ranks(2, _train, [3.0], "dense", momentum)
+    dense = run_ranks(2, _train, [1.0], "dense", momentum)
+    torch.testing.assert_close(
+        hooked[0]["parameters"], dense[0]["parameters"], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_torchs_powersgd_hook_with_its_own_state() -> None:
+    results = run_ranks(2, _train, [10.0, 4.0, 4.0, 4.0, 4.0], "powersgd", 0.0)
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+    assert 4.0 in results[0]["sent"]
+
+
+class GraceTopK:
+    """Written as GRACE's examples are: a share of elements, values and 64-bit indices."""
+
+    def __init__(self, compress_ratio: float = 0.1) -> None:
+        self.compress_ratio = compress_ratio
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+        k = max(1, int(tensor.numel() * self.compress_ratio))
+        indices = tensor.abs().topk(k).indices
+        return [tensor[indices], indices], (tensor.numel(), tensor.shape)
+
+    def decompress(self, tensors: list[Tensor], ctx: Any) -> Tensor:
+        values, indices = tensors
+        numel, shape = ctx
+        return torch.zeros(numel, dtype=values.dtype).scatter_(0, indices, values).view(shape)
+
+
+class GraceSigns:
+    """No ratio, no floating-point tensor but the scale."""
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+        return [tensor >= 0, tensor.abs().mean().reshape(1)], tensor.shape
+
+    def decompress(self, tensors: list[Tensor], ctx: Any) -> Tensor:
+        signs, scale = tensors
+        return ((signs.to(scale.dtype) * 2 - 1) * scale).view(ctx)
+
+
+def _grace(rank: int, kind: str, exchange: str) -> dict[str, Any]:
+    """Sum of sent + residual - sum of gradients, on real processes."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    base = (
+        GraceCompressor(GraceTopK())
+        if kind == "topk"
+        else GraceCompressor(GraceSigns(), ratio=None, cf=32)
+    )
+    policy = Scripted([10.0, 40.0, 1.0, 10.0] if kind == "topk" else [32.0, 1.0, 32.0])
+    compressor = AdaptiveCompressor(
+        base, (10, 100) if kind == "topk" else (32, 32), policy=policy, exchange=exchange
+    ).attach(model)
+    sent, sums = 0.0, 0.0
+    for step in range(6):
+        gradients = torch.autograd.grad(loss_of(model.module, step, rank), model.parameters())
+        sums = sums + torch.cat([g.flatten() for g in gradients])
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        mean = torch.cat([p.grad.flatten() for p in model.parameters()])
+        sent = sent + mean * dist.get_world_size()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.02 * p.grad
+    memory = compressor.state_dict()["memory"]
+    residual = torch.cat(
+        [
+            memory.get(name, {}).get("residual", torch.zeros(p.numel(), dtype=p.dtype))
+            for name, p in model.module.named_parameters()
+        ]
+    )
+    both = torch.stack([sums, residual])
+    dist.all_reduce(both)
+    return {
+        "deviation": float((sent + both[1] - both[0]).abs().max() / both[0].abs().max()),
+        "parameters": flat_parameters(model),
+        "gain": policy.reports[0].measurements[policy.cfs[0]].gain("error_fed"),
+    }
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+@pytest.mark.parametrize("kind", ["topk", "signs"])
+def test_grace_objects_lose_nothing(kind: str, exchange: str) -> None:
+    results = run_ranks(2, _grace, kind, exchange)
+    for result in results:
+        assert result["deviation"] < 1e-12
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert 0 < result["gain"] < 1

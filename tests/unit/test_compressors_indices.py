@@ -1,0 +1,261 @@
+"""Index formats against what their docstrings say, written down bit by bit."""
+
+from __future__ import annotations
+
+import struct
+from math import comb, log2
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressors import CorruptPayload, bits
+from compressors.indices import (
+    FORMATS,
+    Bitmap,
+    Blocks16,
+    IndexFormat,
+    Offsets32,
+    Split,
+    base,
+    bitmap,
+    bound_nbytes,
+    choose_format,
+    split,
+)
+
+every_format = pytest.mark.parametrize("form", [*FORMATS, Split(0)], ids=lambda f: f.name)
+some_formats = pytest.mark.parametrize(
+    "form", [Offsets32(), Blocks16(), Bitmap(), *map(Split, (0, 1, 3, 6, 8, 11, 16, 30))],
+    ids=lambda f: f.name,
+)  # fmt: skip
+
+
+def sample(numel: int, count: int, seed: int = 0) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(np.sort(rng.choice(numel, count, replace=False)).astype(np.int32))
+
+
+def bit_string(on: list[int], nbits: int) -> bytes:
+    packed = bytearray(-(-nbits // 8))
+    for position in on:
+        packed[position // 8] |= 1 << position % 8
+    return bytes(packed)
+
+
+def number_string(numbers: list[int], width: int) -> bytes:
+    """Numbers of `width` bits one after the other, the lowest bit first."""
+    on = [i * width + b for i, n in enumerate(numbers) for b in range(width) if n >> b & 1]
+    return bit_string(on, len(numbers) * width)
+
+
+def reference(form: IndexFormat, indices: list[int], numel: int, capacity: int) -> bytes:
+    free = capacity - len(indices)
+    if isinstance(form, Offsets32):
+        return struct.pack(f"<{capacity}i", *indices, *[numel] * free)
+    if isinstance(form, Bitmap):
+        return bit_string(indices, numel)
+    if isinstance(form, Blocks16):
+        counts = [sum(i // 65536 == b for i in indices) for b in range(-(-numel // 65536))]
+        code = "H" if capacity < 65536 else "I"
+        places = [i % 65536 for i in indices] + [0] * free
+        return struct.pack(f"<{len(counts)}{code}{capacity}H", *counts, *places)
+    assert isinstance(form, Split)
+    unary = [(i >> form.low) + rank for rank, i in enumerate(indices)]
+    packed = bit_string(unary, capacity + -(-numel // 2**form.low))
+    padded, shift = indices + [0] * free, 0
+    while shift < form.low:
+        width = next(w for w in (8, 4, 2, 1) if w <= form.low - shift)
+        packed += number_string([(i >> shift) % 2**width for i in padded], width)
+        shift += width
+    return packed
+
+
+@st.composite
+def problems(draw: st.DrawFn, largest: int = 300_000) -> tuple[list[int], int, int]:
+    """(indices, numel, capacity), from empty to full."""
+    numel = draw(st.one_of(st.integers(0, 40), st.integers(0, largest)))
+    capacity = draw(st.integers(0, min(numel, 60)))
+    indices = draw(st.sets(st.integers(0, max(0, numel - 1)), max_size=capacity))
+    return sorted(indices), numel, capacity
+
+
+@some_formats
+@settings(max_examples=60, deadline=None)
+@given(problem=problems())
+def test_round_trip_and_reference(form, problem):
+    indices, numel, capacity = problem
+    given_ = torch.tensor(indices, dtype=torch.int32)
+    encoded = form.encode(given_, numel, capacity)
+    assert (encoded.dtype, encoded.dim()) == (torch.uint8, 1)
+    assert encoded.numel() == form.nbytes(numel, capacity)
+    assert bytes(encoded.tolist()) == reference(form, indices, numel, capacity)
+    odd = torch.cat([torch.zeros(1, dtype=torch.uint8), encoded])[1:]
+    for data in (encoded, odd):
+        decoded = form.decode(data, numel, capacity)
+        assert decoded.dtype == torch.int32
+        assert decoded.tolist() == indices
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("numel", "capacity", "count"),
+    [
+        (0, 0, 0),
+        (1, 1, 1),
+        (1, 0, 0),
+        (1000, 1000, 1000),
+        (65_536, 65_536, 65_536),
+        (65_537, 65_535, 65_535),
+        (140_000, 140_000, 140_000),
+        (1_000_000, 100_000, 100_000),
+        (1_000_000, 1_000, 400),
+        (1_000_000, 1_000, 0),
+    ],
+)
+def test_large_round_trip(form, numel, capacity, count):
+    indices = sample(numel, count)
+    encoded = form.encode(indices, numel, capacity)
+    assert encoded.numel() == form.nbytes(numel, capacity)
+    assert torch.equal(form.decode(encoded, numel, capacity), indices)
+
+
+@every_format
+def test_the_largest_positions_fit(form):
+    numel, indices = 2**31 - 1, [0, 1, 65_535, 65_536, 2**30, 2**31 - 3, 2**31 - 2]
+    if form.nbytes(numel, 9) > 1 << 20:
+        return  # gigabytes of bits
+    encoded = form.encode(torch.tensor(indices, dtype=torch.int32), numel, 9)
+    assert encoded.numel() == form.nbytes(numel, 9)
+    assert form.decode(encoded, numel, 9).tolist() == indices
+
+
+@every_format
+def test_too_many_indices_are_refused(form):
+    with pytest.raises(ValueError, match="at most 3"):
+        form.encode(sample(100, 4), 100, 3)
+
+
+@some_formats
+@pytest.mark.parametrize(("numel", "capacity"), [(0, 0), (100, 10), (70_000, 100)])
+def test_other_sizes_and_types_are_refused(form, numel, capacity):
+    size = form.nbytes(numel, capacity)
+    for wrong in {0, size - 1, size + 1, 2 * size} - {size, -1}:
+        with pytest.raises(CorruptPayload):
+            form.decode(torch.zeros(wrong, dtype=torch.uint8), numel, capacity)
+    with pytest.raises(CorruptPayload):
+        form.decode(torch.zeros(size, dtype=torch.int8), numel, capacity)
+
+
+@some_formats
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_fuzzed_bytes(form, data):
+    """CorruptPayload, or what `encode` makes of indices that ascend within bounds."""
+    indices, numel, capacity = data.draw(problems(largest=140_000))
+    size = form.nbytes(numel, capacity)
+    raw = bytearray(data.draw(st.binary(min_size=min(size, 300), max_size=300)))
+    if data.draw(st.booleans()):
+        raw = bytearray(reference(form, indices, numel, capacity))
+        for position in data.draw(st.lists(st.integers(0, max(0, size - 1)), max_size=3)):
+            if raw:
+                raw[position] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.sampled_from([len(raw), len(raw), size, size - 1]))]
+    try:
+        decoded = form.decode(torch.tensor(list(raw), dtype=torch.uint8), numel, capacity)
+    except CorruptPayload:
+        return
+    assert decoded.dtype == torch.int32
+    found = decoded.tolist()
+    assert len(found) <= capacity
+    assert all(a < b for a, b in zip([-1, *found], [*found, numel], strict=True))
+    assert bytes(raw) == reference(form, found, numel, capacity)
+
+
+def tampered(form: IndexFormat, numel: int, capacity: int, byte: int, value: int) -> torch.Tensor:
+    raw = form.encode(sample(numel, capacity - 1), numel, capacity)
+    raw[byte] = value
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("form", "numel", "byte", "value"),
+    [
+        (Offsets32(), 100, -1, 0xFF),  # a negative offset in the unused slot
+        (Offsets32(), 100, 3, 0x01),  # far out of bounds, first
+        (Blocks16(), 100, 0, 0xFF),  # more than capacity
+        (Blocks16(), 100, -1, 0x01),  # the unused slot is not zero
+        (Blocks16(), 100, 3, 0xFF),  # not ascending
+        (Bitmap(), 100, -1, 0x80),  # bit 103
+        (Bitmap(), 100, 1, 0xFF),  # more than capacity
+        (Split(8), 100, 1, 0xFF),  # high parts that do not exist
+        (Split(4), 100, -1, 0xF0),  # the unused slot is not zero
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_tampering_shows(form, numel, byte, value):
+    with pytest.raises(CorruptPayload):
+        form.decode(tampered(form, numel, 8, byte, value), numel, 8)
+
+
+def test_a_negative_block_count_is_refused():
+    form, numel = Blocks16(), 3 * 65_536
+    raw = form.encode(sample(numel, 70_000), numel, 70_000)
+    counts = torch.tensor([-5, 70_005, 0], dtype=torch.int32)
+    raw[:12] = counts.view(torch.uint8)
+    with pytest.raises(CorruptPayload, match="negative"):
+        form.decode(raw, numel, 70_000)
+
+
+@given(numel=st.integers(0, 2**31 - 1), share=st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_the_chosen_format_is_the_smallest(numel, share):
+    capacity = int(share**4 * numel)
+    chosen = choose_format(numel, capacity).nbytes(numel, capacity)
+    assert chosen == min(form.nbytes(numel, capacity) for form in FORMATS)
+    assert chosen >= int(bound_nbytes(numel, capacity)) - 1
+    if capacity <= numel / 10:  # and the ends of a few byte strings
+        assert chosen <= bound_nbytes(numel, capacity) * (1 + 1e-9) + 0.65 * capacity / 8 + 6
+
+
+def test_ties_go_to_the_faster():
+    for numel, capacity in ((0, 0), (1, 1), (64, 2), (100, 50), (10_000, 100)):
+        sizes = [form.nbytes(numel, capacity) for form in FORMATS]
+        assert choose_format(numel, capacity) is FORMATS[sizes.index(min(sizes))]
+
+
+@pytest.mark.parametrize("numel", [1_000_000, 25_600_000])
+@pytest.mark.parametrize(("cf", "most"), [(10, 0.66), (100, 1.08), (1000, 1.5)])
+def test_bytes_an_index(numel, cf, most):
+    k = numel // cf
+    assert bound_nbytes(numel, k) / k < choose_format(numel, k).nbytes(numel, k) / k < most
+
+
+def test_bound_is_the_binomial():
+    for numel, k in ((0, 0), (10, 3), (200, 50), (1000, 1000)):
+        assert bound_nbytes(numel, k) == pytest.approx(log2(comb(numel, k)) / 8, abs=1e-9)
+
+
+@some_formats
+def test_device_path_is_the_same(monkeypatch, form):
+    """The path of other devices, which is plain torch, run on the CPU."""
+    for module in (base, bitmap, split):
+        monkeypatch.setattr(module, "native", lambda tensor: tensor)
+    for numel, capacity, count in ((0, 0, 0), (1, 1, 1), (1000, 100, 70), (70_000, 70_000, 69_999)):
+        indices = sample(numel, count)
+        encoded = form.encode(indices, numel, capacity)
+        if numel <= 1000:
+            assert bytes(encoded.tolist()) == reference(form, indices.tolist(), numel, capacity)
+        assert torch.equal(form.decode(encoded, numel, capacity), indices)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 31))
+@settings(max_examples=100, deadline=None)
+def test_numbers_round_trip(numbers, width):
+    for some in (np.array(numbers, np.int32), torch.tensor(numbers, dtype=torch.int32)):
+        packed = bits.pack_numbers(some, width, len(numbers))
+        assert len(packed) == bits.numbers_nbytes(width, len(numbers))
+        unpacked = bits.unpack_numbers(packed, width, len(numbers))
+        assert unpacked.tolist() == [n % 2**width for n in numbers]

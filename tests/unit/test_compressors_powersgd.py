@@ -1,0 +1,596 @@
+"""PowerSGD against obvious references; ranks are simulated in one process, in lockstep."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import nan
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from compressors.base import CorruptPayload, Key
+from compressors.lowrank import layout
+from compressors.orthogonal import orthonormal_rows
+from compressors.powersgd import PowerSGD
+from compressors.rounds import lockstep
+
+SHAPES = ((24, 40), (16, 8, 3, 3), (33,), (50, 30), (1, 7), ())
+NUMELS = (960, 1152, 33, 1500, 7, 1)
+KEYS = [Key(f"p{i}", 0, shape) for i, shape in enumerate(SHAPES)]
+MATRIX = Key("w", 0, (40, 60))
+
+
+def normal(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def buckets(world: int, seed: int, dtype: torch.dtype = torch.float64):
+    return [
+        [normal(n, seed + 7 * w + i, dtype) for i, n in enumerate(NUMELS)] for w in range(world)
+    ]
+
+
+def low_rank(rank: int, seed: int, rows: int = 40, cols: int = 60) -> torch.Tensor:
+    left, right = normal(rows * rank, seed), normal(rank * cols, seed + 1)
+    return (left.view(rows, rank) @ right.view(rank, cols)).flatten()
+
+
+def exchange(ranks, buckets, cf, keys=KEYS, held=None):
+    """One step of every rank: (what each reported, what each got back)."""
+    reported: list[list] = [[] for _ in ranks]
+    generators = [
+        rank.rounds(tensors, cf, keys, len(ranks), own.extend, held=(held or {}).get(i, ()))
+        for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
+    ]
+    return reported, lockstep(generators)
+
+
+def one(ranks, tensors, cf, key=MATRIX):
+    """The same for a bucket of one tensor: every rank's own payload, and the mean decoded."""
+    reported, payloads = exchange(ranks, [[t] for t in tensors], cf, [key])
+    return [own[0] for own in reported], ranks[0].decompress(payloads[0][0])
+
+
+def norm2(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+
+
+# What travels
+
+
+@pytest.mark.parametrize(
+    ("shape", "cf", "rank"),
+    [
+        ((100, 100), 10.0, 5),
+        ((100, 100), 1000.0, 1),
+        ((512, 256, 3, 3), 100.0, 4),
+        ((100, 100), 1.0, 0),  # dense
+        ((100,), 10.0, 0),  # a vector
+        ((1, 100), 10.0, 0),
+        ((2, 2), 10.0, 0),  # nothing to save
+        ((3, 1000), 2.9, 1),
+        ((0, 5), 10.0, 0),
+    ],
+)
+def test_rank_from_cf_and_shape(shape, cf, rank):
+    assert PowerSGD().rank(cf, shape) == rank
+
+
+@pytest.mark.parametrize("cf", [1.0, 1.5, 3.0, 10.0, 100.0, 1e6])
+def test_sizes_and_supported_cf(cf):
+    powersgd = PowerSGD()
+    for shape in ((64, 100), (7,), (5, 3, 2), (300, 2)):
+        numel = int(np.prod(shape))
+        payload = powersgd.compress(normal(numel, 0, torch.float32), cf, Key("w", 0, shape))
+        rank, sides = powersgd.rank(cf, shape), shape[0] + numel // shape[0]
+        assert powersgd.floats_for(shape, cf) == (rank * sides if rank else numel)
+        assert payload.nbytes == powersgd.payload_nbytes_for(shape, cf)
+        assert payload.nbytes == 4 * powersgd.floats_for(shape, cf)
+        real = powersgd.supported_for(cf, shape)
+        assert real == pytest.approx(numel / powersgd.floats_for(shape, cf))
+        assert powersgd.rank(real, shape) == rank
+    for numel in (0, 1, 2, 3, 97, 10_000, 10_001, 10_099):
+        payload = powersgd.compress(normal(numel, 0, torch.float32), cf, Key("w"))
+        assert payload.nbytes == powersgd.payload_nbytes(numel, cf)
+        assert powersgd.payload_nbytes(numel, cf, torch.float64) == 2 * payload.nbytes
+        assert powersgd.floats(numel, cf) == payload.nbytes / 4
+        assert powersgd.supported(cf, numel) >= 1
+        plan = layout(cf, numel)
+        if plan.rank:
+            assert plan.rest < plan.rows <= plan.cols <= plan.rows + 2
+            assert plan.rows * plan.cols + plan.rest == numel
+
+
+def test_yields_the_same_sizes_whatever_the_data():
+    sizes = []
+    for value in (0.0, 1.0, nan):
+        tensors = [torch.full((n,), value) for n in NUMELS]
+        generator = PowerSGD().rounds(tensors, 4.0, KEYS, 1, lambda _: None)
+        first = next(generator)
+        second = generator.send(first.clone())
+        sizes.append((first.shape, second.shape))
+        with pytest.raises(StopIteration):
+            generator.send(second)
+    assert len(set(sizes)) == 1
+    total = sum(sizes[0][0]) + sum(sizes[0][1])
+    assert total * 4 == sum(PowerSGD().payload_nbytes_for(s, 4.0) for s in SHAPES[:-1]) + 4
+
+
+def test_bad_input_is_refused():
+    def start(*args, **kwargs):
+        return next(PowerSGD().rounds(*args, 1, lambda _: None, **kwargs))
+
+    x = torch.zeros(2400)
+    with pytest.raises(ValueError, match="equally many"):
+        start([x], 4.0, [])
+    with pytest.raises(ValueError, match="not 0"):
+        start([], 4.0, [])
+    with pytest.raises(ValueError, match="equally many"):
+        start([x], 4.0, [MATRIX], totals=[1.0, 2.0])
+    with pytest.raises(ValueError, match="float32 or float64"):
+        start([x.half()], 4.0, [MATRIX])
+    with pytest.raises(ValueError, match="one dtype"):
+        start([x, x.double()], 4.0, [MATRIX, MATRIX])
+    with pytest.raises(ValueError, match=r"key\.shape"):
+        start([x[:-1]], 4.0, [MATRIX])
+    with pytest.raises(ValueError, match="cf must"):
+        start([x], 0.5, [MATRIX])
+    for wrong in ({}, {"q": 3}, {"q": {"w": [1.0]}}, {"q": {"w": torch.full((1, 60), nan)}}):
+        with pytest.raises(ValueError, match="state"):
+            PowerSGD().load_state_dict(wrong)
+
+
+# Error feedback
+
+
+@pytest.mark.parametrize("against", ["own", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
+    world, ranks = 3, [PowerSGD(seed=5) for _ in range(3)]
+    memory = [[torch.zeros(n, dtype=dtype) for n in NUMELS] for _ in range(world)]
+    gradients = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
+    sent = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
+    for step, cf in enumerate((4.0, 8.0, 2.0, 1.0, 3.0, 100.0, 4.0, 4.0)):
+        held = {1: (0, 2)} if step == 5 and against == "own" else {}
+        for w, bucket in enumerate(buckets(world, 100 * step, dtype)):
+            for i, grad in enumerate(bucket):
+                if i not in held.get(w, ()):
+                    memory[w][i] += grad
+                    gradients[i] += grad
+        before = [[m.clone() for m in tensors] for tensors in memory]
+        reported, payloads = exchange(ranks, memory, cf, held=held)
+        for w in range(world):
+            assert all(torch.equal(a, b) for a, b in zip(memory[w], before[w], strict=True))
+            taken = reported[w] if against == "own" else payloads[w]
+            for i, payload in enumerate(taken):
+                ranks[w].subtract_from(memory[w][i], payload)
+            for i in held.get(w, ()):
+                assert torch.equal(memory[w][i], before[w][i])
+        for i, payload in enumerate(payloads[0]):
+            sent[i] += world * ranks[0].decompress(payload).double()
+    for i, total in enumerate(gradients):
+        residual = sum(memory[w][i].double() for w in range(world))
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+        torch.testing.assert_close(sent[i] + residual, total, **close)
+
+
+def test_mean_of_own_payloads_is_what_is_decoded_and_energies_are_theirs():
+    world, ranks = 3, [PowerSGD() for _ in range(3)]
+    bucket = buckets(world, 3)
+    for _ in range(2):
+        reported, payloads = exchange(ranks, bucket, 3.0)
+    for i, numel in enumerate(NUMELS):
+        mean = sum(ranks[w].decompress(reported[w][i]) for w in range(world)) / world
+        torch.testing.assert_close(ranks[0].decompress(payloads[0][i]), mean)
+        for w in range(world):
+            own, a = reported[w][i], bucket[w][i]
+            kept = ranks[w].decompress(own)
+            assert own.numel == numel
+            assert own.total == pytest.approx(norm2(a))
+            assert own.energy == pytest.approx(norm2(kept))
+            assert own.error == pytest.approx(norm2(a - kept), abs=1e-9)
+
+
+def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same():
+    """Why `report` is what to take off: noise that differs between ranks never leaves otherwise."""
+    shares, decoded = {}, {}
+    for against in ("own", "mean"):
+        ranks = [PowerSGD() for _ in range(2)]
+        memory = [torch.zeros(2400, dtype=torch.float64) for _ in range(2)]
+        for step in range(60):
+            for w in range(2):
+                memory[w] += normal(2400, 2 * step + w)
+            own, payloads = exchange(ranks, [[m] for m in memory], 3.0, [MATRIX])
+            for w in range(2):
+                taken = own[w][0] if against == "own" else payloads[w][0]
+                ranks[w].subtract_from(memory[w], taken)
+        shares[against] = sum(p[0].energy for p in own) / sum(p[0].total for p in own)
+        decoded[against] = ranks[0].decompress(payloads[0][0])
+    torch.testing.assert_close(decoded["own"], decoded["mean"], rtol=1e-4, atol=1e-5)
+    assert shares["mean"] < 0.8 * shares["own"]
+
+
+# State
+
+
+def test_q_and_payloads_are_identical_on_all_ranks():
+    ranks = [PowerSGD(seed=2) for _ in range(4)]
+    for step, cf in enumerate((4.0, 2.0, 8.0, 3.0)):
+        _, payloads = exchange(ranks, buckets(4, 50 * step, torch.float32), cf)
+        for rank, got in zip(ranks, payloads, strict=True):
+            assert all(same(a, b) for a, b in zip(got, payloads[0], strict=True))
+            q, first = rank.state_dict()["q"], ranks[0].state_dict()["q"]
+            assert q.keys() == first.keys()
+            assert all(torch.equal(q[name], first[name]) for name in first)
+    assert set(q) == {"p0", "p1", "p3"}
+
+
+def test_first_columns_survive_changes_of_rank():
+    rank = PowerSGD()
+    matrix = [[low_rank(6, 1)]]
+    for _ in range(5):
+        exchange([rank], matrix, 4.0, [MATRIX])
+    wide = rank.state_dict()["q"]["w"]
+    assert wide.shape == (6, 60)
+    exchange([rank], matrix, 12.0, [MATRIX])  # rank 2
+    narrow = rank.state_dict()["q"]["w"]
+    assert torch.equal(narrow[2:], wide[2:])  # wait
+    span, before = orthonormal_rows(narrow[:2]), orthonormal_rows(wide[:2])
+    assert float((span @ before.t()).det().abs()) > 0.99
+    _, mean = one([rank], matrix[0], 4.0)
+    torch.testing.assert_close(mean, matrix[0][0])
+
+
+def test_a_higher_rank_starts_from_the_columns_there_are():
+    rank = PowerSGD(seed=9)
+    exchange([rank], [[low_rank(6, 1)]], 24.0, [MATRIX])
+    (first,) = rank.state_dict()["q"]["w"]
+    start = rank._warm.start("w", 3, 60, first)
+    torch.testing.assert_close(start @ start.t(), torch.eye(3, dtype=torch.float64))
+    assert float((start[0] @ first).abs() / first.norm()) == pytest.approx(1)
+    again = PowerSGD(seed=9)._warm.start("w", 3, 60, first)
+    other = PowerSGD(seed=8)._warm.start("w", 3, 60, first)
+    assert torch.equal(again, PowerSGD(seed=9)._warm.start("w", 3, 60, first))
+    assert not torch.allclose(again, other)
+
+
+def test_probing_changes_nothing_and_starts_warm():
+    rank, matrix = PowerSGD(), normal(2400, 4)
+    cold = rank.compress(matrix, 12.0, MATRIX)
+    assert rank.state_dict() == {"q": {}}
+    for _ in range(30):
+        own, _ = one([rank], [matrix], 12.0)
+    state = rank.state_dict()["q"]["w"]
+    warm = rank.compress(matrix, 12.0, MATRIX)
+    assert torch.equal(rank.state_dict()["q"]["w"], state)
+    assert warm.energy > cold.energy
+    assert warm.energy == pytest.approx(own[0].energy, rel=1e-2)
+    assert warm.energy == pytest.approx(norm2(rank.decompress(warm)))
+
+
+def test_state_dict_round_trip_in_the_middle():
+    straight, before = PowerSGD(seed=1), PowerSGD(seed=1)
+    after = PowerSGD(seed=1)
+    for step, cf in enumerate((4.0, 2.0, 8.0, 3.0, 1.5)):
+        bucket = buckets(1, step, torch.float32)
+        _, (expected,) = exchange([straight], bucket, cf)
+        running = before if step < 3 else after
+        _, (got,) = exchange([running], bucket, cf)
+        assert all(same(a, b) for a, b in zip(got, expected, strict=True))
+        if step == 2:
+            after.load_state_dict(before.state_dict())
+            before.state_dict()["q"]["p0"].zero_()  # a copy
+
+
+# Unfriendly gradients
+
+
+@pytest.mark.parametrize("bad", [nan, float("inf")])
+def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
+    ranks = [PowerSGD() for _ in range(3)]
+    exchange(ranks, buckets(3, 0, torch.float32), 4.0)
+    before = ranks[0].state_dict()["q"]
+    for position, cf in ((0, 4.0), (2, 4.0), (3, 2.0)):
+        bucket = buckets(3, 1, torch.float32)
+        bucket[1][position][0] = bad
+        reported, payloads = exchange(ranks, bucket, cf)
+        for rank, got in zip(ranks, payloads, strict=True):
+            for payload, numel in zip(got, NUMELS, strict=True):
+                assert rank.is_poisoned(payload)
+                assert bool(rank.decompress(payload).isnan().all())
+                out = torch.zeros(numel)
+                rank.write_to(out, payload)
+                assert bool(out.isnan().all())
+            state = rank.state_dict()["q"]
+            assert all(torch.equal(state[name], before[name]) for name in before)
+        assert not np.isfinite(reported[1][position].total)
+    _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0)
+    assert not any(ranks[0].is_poisoned(payload) for payload in payloads[0])
+
+
+def test_nan_where_q_is_zero_is_not_hidden():
+    rank = PowerSGD()
+    rank.load_state_dict({"q": {"w": torch.eye(60)[:1]}})
+    matrix = torch.ones(2400)
+    matrix[5] = nan
+    _, payloads = exchange([rank], [[matrix]], 24.0, [MATRIX])
+    assert rank.is_poisoned(payloads[0][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_gradients_send_zero_and_keep_q(dtype):
+    ranks = [PowerSGD() for _ in range(2)]
+    matrix = low_rank(2, 3).to(dtype)
+    zero = torch.zeros_like(matrix)
+    for _ in range(3):
+        _, mean = one(ranks, [zero, zero], 12.0)
+        assert mean.count_nonzero() == 0
+    for _ in range(5):
+        one(ranks, [matrix, zero], 12.0)  # one rank has nothing
+    before = ranks[0]._warm.start("w", 2, 60, matrix)
+    own, mean = one(ranks, [zero, zero], 12.0)
+    assert mean.count_nonzero() == 0
+    assert (own[0].energy, own[0].error, own[0].total) == (0, 0, 0)
+    after = ranks[0]._warm.start("w", 2, 60, matrix)
+    torch.testing.assert_close(before.abs(), after.abs())
+    own, mean = one(ranks, [matrix, zero], 12.0)
+    torch.testing.assert_close(mean, matrix / 2, rtol=1e-4, atol=1e-4)
+    assert own[1].energy == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 1e30),
+        (torch.float32, 1e-30),
+        (torch.float32, 1e-42),
+        (torch.float64, 1e140),
+        (torch.float64, 1e-140),
+        (torch.float64, 1e-310),
+    ],
+)
+def test_tiny_and_huge_gradients(dtype, scale):
+    ranks = [PowerSGD() for _ in range(2)]
+    matrix = (low_rank(2, 3) * scale).to(dtype)
+    for _ in range(6):
+        own, mean = one(ranks, [matrix, matrix], 12.0)
+        assert bool(mean.isfinite().all())
+        assert bool(ranks[0].state_dict()["q"]["w"].isfinite().all())
+        left = matrix.clone()
+        ranks[0].subtract_from(left, own[0])
+        assert bool(left.isfinite().all())
+    if 1e-300 < scale < 1e200 and (dtype == torch.float64 or scale > 1e-38):
+        torch.testing.assert_close(mean / scale, matrix / scale, rtol=1e-4, atol=1e-4)
+
+
+def test_orthonormal_rows_of_anything_finite():
+    x = normal(300, 0).view(3, 100)
+    cases = {
+        "normal": x,
+        "zero": torch.zeros(3, 100),
+        "zero row": x * torch.tensor([[1.0], [0.0], [1.0]]),
+        "equal rows": x[:1].expand(3, 100),
+        "nearly equal": x[:1] + 1e-9 * x,
+        "single": x.float(),
+        "scales": x * torch.tensor([[1e-100], [1.0], [1e100]], dtype=x.dtype),
+        "huge": x * 1e300,
+        "denormal": x * 1e-310,
+        "single huge": x.float() * 1e37,
+        "single denormal": x.float() * 1e-42,
+        "square": x[:, :3],
+        "many": normal(2000, 1).view(20, 100),
+        "many single": normal(2000, 1, torch.float32).view(20, 100) * 1e37,
+        "many zero": torch.zeros(20, 20),
+    }
+    for name, rows in cases.items():
+        basis = orthonormal_rows(rows)
+        eye = torch.eye(len(rows), dtype=rows.dtype)
+        torch.testing.assert_close(basis @ basis.t(), eye, rtol=0, atol=3e-6, msg=name)
+        assert torch.equal(basis, orthonormal_rows(rows.clone()))
+    for j in (1, 2):  # nested
+        projected = x[:j] @ orthonormal_rows(x)[:j].t() @ orthonormal_rows(x)[:j]
+        torch.testing.assert_close(projected, x[:j])
+    assert not bool(orthonormal_rows(x * nan).isfinite().any())
+
+
+# What it approximates
+
+
+def test_true_rank_is_reproduced_exactly():
+    rank, matrix = PowerSGD(), low_rank(3, 8)
+    for _ in range(3):
+        own, mean = one([rank], [matrix], 8.0)  # rank 3
+    torch.testing.assert_close(mean, matrix)
+    assert own[0].error <= 1e-12 * own[0].total
+
+
+def test_warm_start_approaches_the_best_approximation():
+    matrix = normal(2400, 5)
+    best = torch.linalg.svdvals(matrix.view(40, 60))[:3].square().sum()
+    rank, energies = PowerSGD(), []
+    for _ in range(300):
+        own, _ = one([rank], [matrix], 8.0)
+        energies.append(own[0].energy)
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(energies))
+    assert energies[0] < 0.8 * best
+    assert energies[-1] == pytest.approx(float(best), rel=1e-3)
+
+
+def test_truncation_is_what_the_same_rounds_give_at_that_rank():
+    bucket = [[normal(2400, 1)], [normal(2400, 2)]]
+    start = normal(6 * 60, 3).view(6, 60)
+
+    def run(cf):
+        ranks = [PowerSGD(), PowerSGD()]
+        for rank in ranks:
+            rank.load_state_dict({"q": {"w": start}})
+        return ranks, exchange(ranks, bucket, cf, [MATRIX])
+
+    ranks, (reported, _) = run(4.0)
+    for cf in (4.0, 5.0, 8.0, 12.0, 24.0, 1000.0):
+        _, (direct, _) = run(cf)
+        for w in range(2):
+            a = bucket[w][0]
+            level = ranks[w].recompress(reported[w][0], cf / 4.0)
+            kept = ranks[w].decompress(level)
+            assert level.nbytes == ranks[w].payload_nbytes_for((40, 60), cf, torch.float64)
+            assert level.energy == pytest.approx(norm2(kept))
+            assert level.error == pytest.approx(norm2(a - kept))
+            assert level.total == pytest.approx(norm2(a))
+            torch.testing.assert_close(kept, ranks[w].decompress(direct[w][0]))
+
+
+def test_recompress_of_what_went_uncompressed():
+    rank, matrix = PowerSGD(), normal(2400, 1)
+    whole = rank.compress(matrix, 1.0, MATRIX)
+    assert torch.equal(rank.decompress(whole), matrix)
+    assert (whole.error, whole.energy) == (0.0, whole.total)
+    level = rank.recompress(whole, 12.0)
+    assert same(level, rank.compress(matrix, 12.0, MATRIX))
+    vector = rank.compress(normal(30, 1), 4.0, Key("b", 0, (30,)))
+    assert rank.recompress(vector, 10.0).cf == 40.0
+    assert same(rank.recompress(vector, 10.0), vector)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_equals_numpy_reference(world):
+    """Algorithm 1 with error feedback (Algorithm 2) written down plainly, in columns."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((60, 3))
+    ranks = [PowerSGD() for _ in range(world)]
+    for rank in ranks:
+        rank.load_state_dict({"q": {"w": torch.from_numpy(q.T.copy())}})
+    memory = [np.zeros((40, 60)) for _ in range(world)]
+    ours = [torch.zeros(2400, dtype=torch.float64) for _ in range(world)]
+    for _ in range(5):
+        for w in range(world):
+            gradient = rng.standard_normal((40, 60))
+            memory[w] += gradient
+            ours[w] += torch.from_numpy(gradient.ravel())
+        p, _ = np.linalg.qr(sum(m @ q for m in memory))
+        q = sum(m.T @ p for m in memory) / world
+        memory = [m - p @ (m.T @ p).T for m in memory]
+        own, mean = one(ranks, ours, 8.0)
+        for w in range(world):
+            ranks[w].subtract_from(ours[w], own[w])
+            np.testing.assert_allclose(ours[w].view(40, 60), memory[w], atol=1e-10)
+        np.testing.assert_allclose(mean.view(40, 60), p @ q.T, atol=1e-10)
+
+
+class Bucket:
+    """As much of a GradBucket as PyTorch's hook looks at."""
+
+    def __init__(self, flat: torch.Tensor, shapes) -> None:
+        self.flat, self.shapes = flat, shapes
+
+    def buffer(self):
+        return self.flat
+
+    def index(self):
+        return 0
+
+    def is_last(self):
+        return True
+
+    def gradients(self):
+        pieces = self.flat.split([int(np.prod(shape)) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+@pytest.fixture
+def world_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_equals_pytorch_hook(world_of_one, rank):
+    shapes = ((40, 40), (33,), (40, 40))
+    keys = [Key(f"p{i}", 0, shape) for i, shape in enumerate(shapes)]
+    state = PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=1)
+    state.iter = 2
+    ours, memory = PowerSGD(), torch.zeros(3233, dtype=torch.float64)
+    cf = 1600 / (80 * rank)
+    for step in range(6):
+        gradient = normal(3233, step)
+        flat = gradient.clone()
+        powerSGD_hook(state, Bucket(flat, shapes)).wait()
+        if step:  # the first is random: it leaves the Q that both start from
+            memory += gradient
+            pieces = memory.split([1600, 33, 1600])
+            _, (payloads,) = exchange([ours], [pieces], cf, keys)
+            out = torch.cat([ours.decompress(payload) for payload in payloads])
+            torch.testing.assert_close(out, flat)
+            for piece, payload in zip(pieces, payloads, strict=True):
+                ours.subtract_from(piece, payload)
+            torch.testing.assert_close(memory, state.error_dict[0])
+        else:
+            q = state.q_memory_dict[0].view(2, 40, rank)
+            ours.load_state_dict({"q": {"p0": q[0].t(), "p2": q[1].t()}})
+            memory += state.error_dict[0]
+
+
+# The contract of a compressor
+
+
+@pytest.mark.parametrize(
+    "key", [Key("w"), MATRIX, Key("w", 0, (2400,))], ids=lambda k: str(k.shape)
+)
+@pytest.mark.parametrize("cf", [1.0, 1.5, 10.0, 1000.0])
+def test_bytes_round_trip(key, cf):
+    powersgd, tensor = PowerSGD(), normal(2400, 2, torch.float32)
+    payload = powersgd.compress(tensor, cf, key)
+    data = torch.empty(payload.nbytes, dtype=torch.uint8)
+    payload.write(data)
+    received = powersgd.read(data, 2400, cf, torch.float32, key)
+    assert same(received, payload)
+    sent = powersgd.decompress(received)
+    out = torch.full((2400,), nan)
+    powersgd.write_to(out, payload)
+    torch.testing.assert_close(out, sent)
+    assert payload.energy == pytest.approx(norm2(sent), rel=1e-6)
+    assert payload.error == pytest.approx(norm2(tensor - sent), rel=1e-5, abs=1e-9)
+    with pytest.raises(CorruptPayload):
+        powersgd.read(data[:-1], 2400, cf, torch.float32, key)
+    for wrong in (torch.zeros(2399), torch.zeros(2401), torch.zeros(40, 60)):
+        with pytest.raises(CorruptPayload):
+            powersgd.add_to(wrong, payload)
+        with pytest.raises(CorruptPayload):
+            powersgd.write_to(wrong, payload)
+    out = torch.ones(2400, dtype=torch.float64)
+    powersgd.add_to(out, payload, 0.5)
+    torch.testing.assert_close(out, 1 + 0.5 * sent.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_can_be_compressed(dtype):
+    powersgd, tensor = PowerSGD(), low_rank(2, 0).to(dtype)
+    payload = powersgd.compress(tensor, 12.0, MATRIX)
+    assert payload.nbytes == powersgd.payload_nbytes_for((40, 60), 12.0, dtype)
+    assert payload.dtype == dtype
+    lost = norm2(powersgd.decompress(payload).double() - tensor.double())
+    assert lost < 1e-3 * norm2(tensor)
+
+
+def test_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    exchange([PowerSGD()], buckets(1, 0), 4.0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_compress_sum_is_add_then_compress():
+    compressor, memory, tensor = PowerSGD(), normal(2400, 0), normal(2400, 1)
+    expected = compressor.compress(memory + tensor, 8.0, MATRIX)
+    total = memory + tensor
+    assert same(compressor.compress_sum(memory, tensor, 8.0, MATRIX), expected)
+    assert torch.equal(memory, total)
+    with pytest.raises(ValueError, match="equally long"):
+        compressor.compress_sum(memory, tensor[:-1], 8.0, MATRIX)

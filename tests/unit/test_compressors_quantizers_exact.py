@@ -1,0 +1,292 @@
+"""Quantizers against obvious NumPy references, and what the stochastic ones are on average."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from compressors import formats
+from compressors.base import Key
+from compressors.half import BF16, FP16
+from compressors.int8 import Int8
+from compressors.natural import Natural
+from compressors.onebit import OneBit
+from compressors.qsgd import QSGD
+from compressors.quantizer import Quantizer
+from compressors.rows import BLOCK
+from compressors.signsgd import SignSGD
+from compressors.terngrad import TernGrad
+from compressors.twobit import TwoBit
+
+KEY = Key("w", 3)
+SIZES = (1, 7, 256, 1000, BLOCK + 777)
+DTYPES = (np.float32, np.float64)
+
+sizes = pytest.mark.parametrize("size", SIZES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def sample(size: int, dtype: type = np.float32, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(size) * rng.choice([1e-3, 1.0, 30.0], size)).astype(dtype)
+
+
+def coded(quantizer: Quantizer, x: np.ndarray, cf: float = 4.0, step: int = 3) -> np.ndarray:
+    payload = quantizer.compress(torch.from_numpy(x), cf, Key("w", step))
+    return quantizer.decompress(payload).numpy()
+
+
+def in_buckets(x: np.ndarray, bucket: int) -> list[np.ndarray]:
+    return [x[i : i + bucket] for i in range(0, x.size, bucket)]
+
+
+@sizes
+@dtypes
+def test_fp16(size, dtype):
+    x = sample(size, dtype) * 300
+    expected = np.clip(x, -65504 / 64, 65504 / 64).astype(np.float32).astype(np.float16)
+    assert np.array_equal(coded(FP16(), x), expected.astype(dtype))
+    assert np.abs(coded(FP16(peers=1), np.full(9, 1e30, dtype))).max() == 65504
+
+
+@sizes
+def test_bf16(size):
+    x = sample(size)
+    bits = x.view(np.uint32).astype(np.uint64)
+    even = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    assert np.array_equal(coded(BF16(), x), even.astype(np.uint32).view(np.float32))
+
+
+@sizes
+@dtypes
+def test_int8(size, dtype):
+    x = sample(size, dtype)
+    expected = []
+    for bucket in in_buckets(x, 256):
+        scale = np.abs(bucket).max() / dtype(127)
+        expected.append(np.rint(bucket / scale) * scale)
+    assert np.array_equal(coded(Int8(), x), np.concatenate(expected))
+
+
+@sizes
+@dtypes
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_qsgd_codes_are_one_of_the_two_neighbours(size, dtype, bits):
+    x = sample(size, dtype)
+    y = coded(QSGD(), x, cf=32 / bits)
+    for before, after in zip(in_buckets(x, 512), in_buckets(y, 512), strict=True):
+        scale = np.abs(before).max() / (2 ** (bits - 1) - 1)
+        low = np.floor(before / scale * (1 - 1e-6) + 1e-5 * (before > 0))
+        levels = np.rint(after / scale)
+        assert np.allclose(after, levels * scale, rtol=2e-6)
+        assert (np.abs(levels - before / scale) < 1 + 1e-4).all()
+        assert (np.abs(levels) < 2 ** (bits - 1)).all()
+        assert ((levels >= low - 1) & (levels <= low + 2)).all()
+
+
+def test_qsgd_l2_scale():
+    x = sample(1000)
+    payload = QSGD(norm="l2").compress(torch.from_numpy(x), 8.0, KEY)
+    norms = [np.sqrt((b.astype(np.float64) ** 2).sum()) / 7 for b in in_buckets(x, 512)]
+    np.testing.assert_allclose(payload.parts[0].numpy(), norms, rtol=1e-5)
+
+
+@sizes
+@dtypes
+def test_onebit(size, dtype):
+    x = sample(size, dtype)
+    expected = []
+    for column in in_buckets(x, 512):
+        wide = column.astype(np.float64)
+        up = wide[wide >= 0].mean() if (wide >= 0).any() else 0.0
+        down = wide[wide < 0].mean() if (wide < 0).any() else 0.0
+        expected.append(np.where(column >= 0, up, down))
+    np.testing.assert_allclose(coded(OneBit(), x), np.concatenate(expected), rtol=1e-5)
+
+
+@sizes
+@dtypes
+def test_signsgd(size, dtype):
+    x = sample(size, dtype)
+    mean = np.abs(x.astype(np.float64)).mean()
+    y = coded(SignSGD(), x)
+    np.testing.assert_allclose(y, np.where(x >= 0, mean, -mean), rtol=1e-6)
+    assert np.unique(np.abs(y)).size == 1
+
+
+@sizes
+@dtypes
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_twobit(size, dtype, threshold):
+    x = sample(size, dtype)
+    t = threshold or 0.9 * np.sqrt((x.astype(np.float64) ** 2).mean())
+    y = coded(TwoBit(threshold), x)
+    np.testing.assert_allclose(y, np.where(x >= t, t, np.where(x <= -t, -t, 0.0)), rtol=1e-6)
+
+
+@sizes
+@dtypes
+@pytest.mark.parametrize("clip", [None, 2.5])
+def test_terngrad_codes_are_one_of_the_two_neighbours(size, dtype, clip):
+    x = sample(size, dtype)
+    scale = np.abs(x).max()
+    if clip:
+        scale = min(scale, clip * np.sqrt((x.astype(np.float64) ** 2).mean()))
+    y = coded(TernGrad(clip), x)
+    t = np.rint(y / scale)
+    np.testing.assert_allclose(y, t * scale, rtol=2e-6)
+    assert set(np.unique(t)) <= {-1, 0, 1}
+    assert (t[t != 0] == np.sign(x[t != 0])).all()
+    clipped = np.abs(x) > scale * 1.0001
+    assert (np.abs(t[clipped]) == 1).mean() > 0.999 if clipped.any() else True
+
+
+@sizes
+@dtypes
+def test_natural_codes_are_one_of_the_two_neighbours(size, dtype):
+    x = sample(size, dtype)
+    y = coded(Natural(), x)
+    low = np.exp2(np.floor(np.log2(np.abs(x))))
+    assert ((np.abs(y) == low) | (np.abs(y) == 2 * low)).all()
+    assert (np.sign(y) == np.sign(x)).all()
+
+
+@dtypes
+def test_natural_covers_the_whole_range(dtype):
+    tiny, top = np.finfo(dtype).tiny, np.finfo(dtype).max
+    powers = np.array([1.0, -(2.0**-120), 0.0, 2.0**-60], dtype)
+    for scale in (dtype(1), dtype(2.0) ** np.finfo(dtype).minexp, dtype(2.0) ** 120):
+        x = powers * scale
+        assert np.array_equal(coded(Natural(), x), np.where(np.abs(x) < tiny, 0, x))
+    ends = np.array([top, -top], dtype)
+    assert np.isfinite(coded(Natural(), ends)).all()
+
+
+UNBIASED = [
+    *((QSGD(), cf) for cf in (4.0, 8.0, 32 / 3, 16.0)),
+    (QSGD(norm="l2"), 8.0),
+    (TernGrad(clip=None), 20.0),
+    (Natural(), 4.0),
+]
+
+
+@pytest.mark.parametrize(("quantizer", "cf"), UNBIASED, ids=lambda v: getattr(v, "name", str(v)))
+def test_unbiased(quantizer, cf):
+    """The mean over many steps is the tensor, within what its own spread allows."""
+    x = sample(600, np.float64, seed=2)
+    runs = np.stack([coded(quantizer, x, cf, step) for step in range(1500)])
+    spread = runs.std(axis=0) / np.sqrt(len(runs))
+    largest = np.abs(runs).max()
+    moved = spread > 0
+    z = (runs.mean(axis=0) - x)[moved] / (spread[moved] + 1e-4 * largest)
+    assert np.abs(z).max() < 5
+    assert abs(z.mean()) < 5 / np.sqrt(z.size)
+    np.testing.assert_allclose(runs.mean(axis=0)[~moved], x[~moved], atol=0.01 * largest)
+
+
+def test_ranks_with_other_data_and_other_tensors_round_independently():
+    x = np.full(4096, 0.3, np.float32)
+    x[0] = 1.0
+    other = x.copy()
+    other[0] = 1.0001
+    rounded = [
+        QSGD(seed=seed).compress(torch.from_numpy(data), 16.0, key)
+        for seed, data, key in (
+            (0, x, Key("w", 1)),
+            (0, other, Key("w", 1)),
+            (0, x, Key("w", 2)),
+            (0, x, Key("v", 1)),
+            (1, x, Key("w", 1)),
+        )
+    ]
+    codes = [QSGD().decompress(p).numpy()[1:512] > 0.5 for p in rounded]
+    for i, first in enumerate(codes):
+        for second in codes[:i]:
+            assert 0.45 < (first == second).mean() < 0.72  # 0.58 if independent
+
+
+def test_bytes_do_not_depend_on_the_block_size(monkeypatch):
+    """On other devices the whole tensor is one block; the wire is the same."""
+    x = torch.from_numpy(sample(2 * BLOCK + 1003))
+    cases = [(q, 4.0) for q in (FP16(), Int8(), OneBit(), TwoBit(), SignSGD())]
+    blocked = [q.compress(x, cf, KEY) for q, cf in cases]
+    stochastic = [(q, cf) for q in (QSGD(), TernGrad(), Natural()) for cf in q.forms]
+    expected = [q.decompress(p) for (q, _), p in zip(cases, blocked, strict=True)]
+    sent = [q.compress(x, cf, KEY) for q, cf in stochastic]
+    decoded = [q.decompress(p) for (q, _), p in zip(stochastic, sent, strict=True)]
+
+    def whole(tensor: torch.Tensor) -> list[tuple[int, int]]:
+        return [(0, tensor.numel())]
+
+    monkeypatch.setattr(formats, "bounds", whole)
+    monkeypatch.setattr("compressors.quantizer.bounds", whole)
+    for (q, cf), first, tensor in zip(cases, blocked, expected, strict=True):
+        second = q.compress(x, cf, KEY)
+        for a, b in zip(first.parts, second.parts, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+        assert torch.equal(q.decompress(first), tensor)
+        assert second.error == pytest.approx(first.error, rel=1e-6)
+    for (q, cf), first, tensor in zip(stochastic, sent, decoded, strict=True):
+        assert torch.equal(q.decompress(first), tensor)
+        second = q.compress(x, cf, KEY)
+        assert second.nbytes == first.nbytes
+        assert second.error == pytest.approx(first.error, rel=0.05)
+        assert torch.equal(x - q.decompress(second), _residual(q, second, x))
+
+
+def test_plain_torch_does_what_numpy_does(monkeypatch):
+    """What other devices run."""
+    x = torch.from_numpy(sample(70_001))
+    cases = [FP16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(), TernGrad(), Natural()]
+    first = [q.compress(x, 8.0, KEY) for q in cases]
+    decoded = [q.decompress(p) for q, p in zip(cases, first, strict=True)]
+    for module in ("formats", "levels", "signs", "ternary"):
+        monkeypatch.setattr(f"compressors.{module}.on_numpy", lambda _: False)
+    for q, p, tensor in zip(cases, first, decoded, strict=True):
+        assert torch.equal(q.decompress(p), tensor)
+        again = q.compress(x, 8.0, KEY)
+        assert again.energy == pytest.approx(norm2(q.decompress(again)), rel=1e-6)
+        assert again.error == pytest.approx(norm2(x - q.decompress(again)), rel=1e-5)
+        if q.error_feedback:  # those that round at random draw other numbers: the norm's last bit
+            assert all(torch.equal(a, b) for a, b in zip(again.parts, p.parts, strict=True))
+
+
+def norm2(x: torch.Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+def _residual(quantizer: Quantizer, payload, x: torch.Tensor) -> torch.Tensor:
+    memory = x.clone()
+    quantizer.subtract_from(memory, payload)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FP16(peers=0), "peers must"),
+        (lambda: Int8(bucket=100), "bucket must"),
+        (lambda: QSGD(bucket=4), "bucket must"),
+        (lambda: QSGD(norm="l1"), "norm must"),
+        (lambda: QSGD(bucket=BLOCK, norm="l2", error_feedback=True), "bucket must"),
+        (lambda: TernGrad(clip=0.0), "clip must"),
+        (lambda: OneBit(column=0), "bucket must"),
+        (lambda: TwoBit(threshold=-1.0), "threshold must"),
+    ],
+)
+def test_options_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_properties_of_each():
+    assert [q.linear for q in (FP16(), BF16(), Int8(), QSGD())] == [True, True, False, False]
+    assert FP16().wire_dtype(torch.float32) == torch.float16
+    assert BF16().wire_dtype(torch.float64) == torch.bfloat16
+    fed_back = [FP16(), BF16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(error_feedback=True)]
+    assert all(q.error_feedback for q in fed_back)
+    assert not any(q.error_feedback for q in (QSGD(), TernGrad(), Natural()))
+    assert list(QSGD().forms) == [4.0, 32 / 7, 32 / 6, 6.4, 8.0, 32 / 3, 16.0]
+    assert list(QSGD(error_feedback=True).forms) == [4.0, 32 / 7, 32 / 6, 6.4]
+    assert max(QSGD(bucket=64, error_feedback=True).forms) == 32 / 3

@@ -1,0 +1,296 @@
+"""Count-sketch against an obvious reference; ranks are simulated in one process, in lockstep."""
+
+from __future__ import annotations
+
+from math import nan
+
+import numpy as np
+import pytest
+import torch
+
+from compressors.base import CorruptPayload, Key, kept
+from compressors.countsketch import CountSketch
+from compressors.rounds import lockstep
+from compressors.sketch import Sketch
+
+NUMELS = (5000, 3, 700, 1, 0)
+KEYS = [Key(f"p{i}") for i in range(len(NUMELS))]
+KEY = Key("w")
+
+
+def heavy(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Heavy-tailed, as a sketch needs them."""
+    values = np.random.default_rng(seed).standard_t(1.5, numel)
+    return torch.from_numpy(values).to(dtype)
+
+
+def buckets(world: int, seed: int, dtype: torch.dtype = torch.float64):
+    """One a rank."""
+    return [[heavy(n, seed + 7 * w + i, dtype) for i, n in enumerate(NUMELS)] for w in range(world)]
+
+
+def exchange(ranks, buckets, cf, keys=KEYS, held=None):
+    """One step of every rank: (what each reported, what each got back)."""
+    reported: list[list] = [[] for _ in ranks]
+    generators = [
+        rank.rounds(tensors, cf, keys, len(ranks), own.extend, held=(held or {}).get(i, ()))
+        for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
+    ]
+    return reported, lockstep(generators)
+
+
+def norm2(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+
+
+# The sketch itself
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_table_and_recovery_equal_plain_reference(rows):
+    numel, columns, k = 300_000, 997, 50  # more than two blocks
+    sketch = CountSketch(numel, rows, columns, "x")
+    x = heavy(numel, 1).numpy()
+    table = np.zeros((rows, columns))
+    estimates = np.zeros((rows, numel))
+    for row, (factor, offset) in enumerate(sketch._hashes):
+        hashes = [(int(factor) * i + int(offset)) % 2**64 for i in range(numel)]
+        slots = np.array([(h >> 32) * 2 * columns >> 32 for h in hashes])
+        column, sign = slots % columns, np.where(slots < columns, 1, -1)
+        np.add.at(table[row], column, sign * x)
+        estimates[row] = sign * table[row, column]
+    np.testing.assert_allclose(sketch.table(x), table, atol=1e-9)
+    estimate = np.abs(np.median(estimates, axis=0))
+    expected = np.lexsort((np.arange(numel), -estimate))[:k]
+    assert sketch.heaviest(table, k).tolist() == expected.tolist()
+
+
+def test_hashes_are_even_and_differ_by_row_and_identity():
+    numel, columns = 200_000, 50
+    counts = []
+    for identity in ("a", "b"):
+        ((_, slots), *_) = list(CountSketch(numel, 2 + 1, columns, identity)._blocks())
+        counts.extend(slots)
+    for slot in counts:
+        seen = np.bincount(slot, minlength=2 * columns)
+        assert seen.size == 2 * columns
+        assert seen.min() * seen.size / slot.size > 0.7
+        assert seen.max() * seen.size / slot.size < 1.3
+    for i, left in enumerate(counts):
+        for right in counts[:i]:
+            assert np.mean(left == right) < 3 / columns
+
+
+def test_outstanding_coordinates_are_found():
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(5) * 19_999
+    x[places] = torch.tensor([300.0, -350.0, 400.0, -450.0, 500.0])
+    payload = Sketch().compress(x, 20.0, KEY)
+    assert set(places.tolist()) <= set(payload.parts[0][:40].tolist())
+
+
+def test_ties_and_zeros_give_the_lowest_positions():
+    sketch = CountSketch(1000, 3, 20, "x")
+    assert sketch.heaviest(np.zeros((3, 20), np.float32), 7).tolist() == list(range(7))
+    assert sorted(sketch.heaviest(np.zeros((3, 20)), 1000)) == list(range(1000))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("cf", [1.0, 1.5, 3.0, 10.0, 100.0, 1e6])
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 100, 9999])
+def test_sizes_and_supported_cf(cf, numel):
+    sketch, tensor = Sketch(), heavy(numel, 0, torch.float32)
+    payload = sketch.compress(tensor, cf, KEY)
+    assert payload.nbytes == sketch.payload_nbytes(numel, cf)
+    sizes, generator = [], sketch.rounds([tensor], cf, [KEY], 1, lambda _: None)
+    for _ in range(2):
+        sizes.append(len(generator.send(torch.zeros(sizes[0]) if sizes else None)))
+    assert sum(sizes) == sketch.floats(numel, cf)
+    assert sketch.payload_nbytes_for((numel,), cf) == 4 * sum(sizes)
+    if kept(numel, cf) >= 8:
+        assert sum(sizes) <= kept(numel, cf)
+    assert sum(sizes) <= max(numel, 0)
+    assert sketch.supported(cf, numel) == max(1, numel / max(1, sum(sizes)))
+
+
+def test_bad_options_and_input_are_refused():
+    for rows in (0, 2, -1):
+        with pytest.raises(ValueError, match="rows must"):
+            Sketch(rows=rows)
+    for share in (0.0, 1.0, nan):
+        with pytest.raises(ValueError, match="share must"):
+            Sketch(share=share)
+    with pytest.raises(ValueError, match="cf must"):
+        Sketch().compress(heavy(10, 0), 0.5, KEY)
+    with pytest.raises(ValueError, match="factor must"):
+        Sketch().recompress(Sketch().compress(heavy(10, 0), 2.0, KEY), 0.5)
+
+
+# Error feedback
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sum_of_sent_and_residuals_is_sum_of_gradients(dtype):
+    world, ranks = 3, [Sketch(seed=5) for _ in range(3)]
+    memory = [[torch.zeros(n, dtype=dtype) for n in NUMELS] for _ in range(world)]
+    gradients = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
+    sent = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
+    for step, cf in enumerate((4.0, 8.0, 2.0, 1.0, 3.0, 100.0, 4.0)):
+        held = {1: (0, 1)} if step == 4 else {}
+        for w, bucket in enumerate(buckets(world, 100 * step, dtype)):
+            for i, grad in enumerate(bucket):
+                if i not in held.get(w, ()):
+                    memory[w][i] += grad
+                    gradients[i] += grad
+        reported, payloads = exchange(ranks, memory, cf, held=held)
+        for w in range(world):
+            assert all(same(a, b) for a, b in zip(payloads[w], payloads[0], strict=True))
+            for i, own in enumerate(reported[w]):
+                before = memory[w][i].clone()
+                if i in held.get(w, ()):
+                    assert norm2(ranks[w].decompress(own)) == own.total == own.error == 0
+                else:
+                    kept_of_it = ranks[w].decompress(own)
+                    assert own.total == pytest.approx(norm2(before), rel=1e-5)
+                    assert own.energy == pytest.approx(norm2(kept_of_it), rel=1e-5)
+                    left = norm2(before - kept_of_it)
+                    assert own.error == pytest.approx(left, rel=1e-4, abs=1e-5 * own.total)
+                ranks[w].subtract_from(memory[w][i], own)
+                if i not in held.get(w, ()):  # an exact projection
+                    gone = kept_of_it != 0
+                    assert memory[w][i][gone].count_nonzero() == 0
+                    assert torch.equal(memory[w][i][~gone], before[~gone])
+        for i, payload in enumerate(payloads[0]):
+            sent[i] += world * ranks[0].decompress(payload).double()
+    for i, total in enumerate(gradients):
+        residual = sum(memory[w][i].double() for w in range(world))
+        close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {}
+        torch.testing.assert_close(sent[i] + residual, total, **close)
+
+
+def test_decoded_is_the_mean_at_the_shared_coordinates():
+    ranks, bucket = [Sketch() for _ in range(3)], buckets(3, 9)
+    reported, payloads = exchange(ranks, bucket, 10.0)
+    for i in range(len(NUMELS)):
+        mean = sum(bucket[w][i] for w in range(3)) / 3
+        decoded = ranks[0].decompress(payloads[0][i])
+        at = ranks[0].indices(payloads[0][i])
+        if at is None:
+            torch.testing.assert_close(decoded, mean)
+        else:
+            torch.testing.assert_close(decoded[at], mean[at])
+            assert len(set(at.tolist())) == at.numel() == ranks[0].budget(NUMELS[i], 10.0).k
+        for w in range(3):
+            assert torch.equal(reported[w][i].parts[0], payloads[0][i].parts[0])
+
+
+def test_recompress_keeps_the_first():
+    sketch, tensor = Sketch(), heavy(5000, 1)
+    payload = sketch.compress(tensor, 10.0, KEY)
+    for factor in (1.0, 2.5, 1e5):
+        level = sketch.recompress(payload, factor)
+        k = sketch.budget(5000, 10.0 * factor).k
+        assert torch.equal(level.parts[0], payload.parts[0][:k])
+        assert level.nbytes == sketch.payload_nbytes(5000, 10.0 * factor, torch.float64)
+        sent = sketch.decompress(level)
+        assert level.energy == pytest.approx(norm2(sent))
+        assert level.error == pytest.approx(norm2(tensor - sent))
+    whole = sketch.compress(tensor, 1.0, KEY)
+    assert torch.equal(sketch.decompress(whole), tensor)
+    assert whole.error == 0
+    assert same(sketch.recompress(whole, 10.0), payload)
+
+
+# Unfriendly gradients
+
+
+@pytest.mark.parametrize("bad", [nan, float("inf")])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_not_finite_on_one_rank_is_poison_on_all(bad, position):
+    ranks, bucket = [Sketch() for _ in range(3)], buckets(3, 1, torch.float32)
+    bucket[1][position][0] = bad
+    reported, payloads = exchange(ranks, bucket, 4.0)
+    for got in payloads:
+        for payload, numel in zip(got, NUMELS, strict=True):
+            assert numel == 0 or ranks[0].is_poisoned(payload)
+    assert not np.isfinite(reported[1][position].total)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(5000),
+        torch.full((5000,), -0.25),
+        heavy(5000, 0, torch.float32) * 1e-42,
+        heavy(5000, 0, torch.float32) * 1e30,
+        heavy(5000, 0) * 1e140,
+    ],
+    ids=["zero", "constant", "denormal", "huge", "huge double"],
+)
+def test_unusual_values_keep_the_sum(tensor):
+    ranks = [Sketch(), Sketch()]
+    own, payloads = exchange(ranks, [[tensor], [tensor]], 10.0, [KEY])
+    left = tensor.clone()
+    ranks[0].subtract_from(left, own[0][0])
+    assert bool(left.isfinite().all())
+    torch.testing.assert_close(left + ranks[0].decompress(payloads[0][0]), tensor)
+
+
+# The contract of a compressor
+
+
+@pytest.mark.parametrize("cf", [1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_bytes_round_trip(cf, dtype):
+    sketch, tensor = Sketch(), heavy(5000, 2, dtype)
+    payload = sketch.compress(tensor, cf, KEY)
+    data = torch.empty(payload.nbytes, dtype=torch.uint8)
+    payload.write(data)
+    received = sketch.read(data, 5000, cf, dtype, KEY)
+    assert same(received, payload)
+    assert torch.equal(sketch.decompress(received), sketch.decompress(payload))
+    with pytest.raises(CorruptPayload):
+        sketch.read(data[:-1], 5000, cf, dtype, KEY)
+    for wrong in (torch.zeros(4999), torch.zeros(5001)):
+        with pytest.raises(CorruptPayload):
+            sketch.add_to(wrong, payload)
+
+
+def test_index_out_of_bounds_is_refused():
+    sketch, out = Sketch(), torch.zeros(5000)
+    payload = sketch.compress(heavy(5000, 2, torch.float32), 10.0, KEY)
+    for index in (-1, 5000):
+        indices = payload.parts[0].clone()
+        indices[3] = index
+        with pytest.raises(CorruptPayload):
+            sketch.add_to(out, payload.with_parts(indices, payload.parts[1]))
+        assert out.count_nonzero() == 0
+
+
+def test_error_feedback_sends_everything_in_the_end():
+    """Even where the sketch finds nothing that stands out: no coordinate is left for ever."""
+    sketch = Sketch()
+    gradient = torch.randn(2000, generator=torch.Generator().manual_seed(3))
+    memory, sent = torch.zeros(2000), torch.zeros(2000)
+    for step in range(600):
+        memory += gradient
+        payload = sketch.compress(memory, 10.0, Key("w", step))
+        sketch.subtract_from(memory, payload)
+        sketch.add_to(sent, payload, 1 / 600)
+    assert norm2(sent - gradient) < 0.05 * norm2(gradient)
+
+
+def test_compress_sum_is_add_then_compress():
+    compressor, memory, tensor = Sketch(), heavy(2400, 0), heavy(2400, 1)
+    expected = compressor.compress(memory + tensor, 8.0, KEY)
+    total = memory + tensor
+    assert same(compressor.compress_sum(memory, tensor, 8.0, KEY), expected)
+    assert torch.equal(memory, total)
+    with pytest.raises(ValueError, match="equally long"):
+        compressor.compress_sum(memory, tensor[:-1], 8.0, KEY)

@@ -1,0 +1,360 @@
+"""The rules of the threshold sparsifiers against references that do the obvious in NumPy."""
+
+from __future__ import annotations
+
+from math import exp, lgamma, log, sqrt
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from compressors import Key, TopK, bins, fits, kept, redsync, selection
+from compressors.adacomp import AdaComp
+from compressors.dgc import DGC, sample_of
+from compressors.redsync import RedSync
+from compressors.sidco import SIDCo
+from compressors.sparsifier import Sparsifier
+from compressors.threshold import Threshold
+
+KEY = Key("w", 5)
+
+
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """Ascending positions of the k largest magnitudes, the lower first among equals."""
+    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+
+
+def reaching(x: np.ndarray, threshold: float, k: int) -> np.ndarray:
+    found = np.flatnonzero(np.abs(x) >= x.dtype.type(threshold))
+    if found.size > k:
+        found = found[largest(x[found], k)]
+    return found if found.size else largest(x, min(k, 1))
+
+
+def spread(x: np.ndarray, size: int, start: int = 0) -> np.ndarray:
+    stride = max(1, x.size // size)
+    stride -= stride % 2 == 0
+    return np.abs(x[start % stride :: stride])
+
+
+def quantile(sample: np.ndarray, share: float) -> float:
+    rank = min(sample.size, max(1, round(share * sample.size)))
+    return float(np.sort(sample)[::-1][rank - 1])
+
+
+def by_dgc(x: np.ndarray, k: int) -> np.ndarray:
+    percent = min(x.size / 100, 65_536)
+    size = min(x.size, int(max(x.size / 1000, percent, 32 * x.size / k)))
+    return reaching(x, quantile(spread(x, size, KEY.step), k / x.size), k)
+
+
+def size_of(numel: int, k: int, rank: int) -> int:
+    usual = min(max(numel // 32, 4096), 65_536)
+    return min(numel, max(usual, -(-rank * numel // k)))
+
+
+def by_threshold(x: np.ndarray, k: int) -> np.ndarray:
+    return reaching(x, quantile(spread(x, size_of(x.size, k, 32)), k / x.size), k)
+
+
+def by_fixed(x: np.ndarray, k: int) -> np.ndarray:
+    return reaching(x, 1.5, k)
+
+
+def by_redsync(x: np.ndarray, k: int) -> np.ndarray:
+    """Bisect (mean, max), or (0, mean) if the mean is too high already, over the whole tensor."""
+    magnitude = np.abs(x)
+    mean, most = float(magnitude.mean(dtype=np.float64)), float(magnitude.max())
+    mean = min(mean, most)
+    counts = {}
+
+    def count(threshold: float) -> int:
+        counts[threshold] = int((magnitude >= x.dtype.type(threshold)).sum())
+        return counts[threshold]
+
+    low, high = (0.0, mean) if count(mean) <= k else (mean, most)
+    count(high)
+    for _ in range(30):
+        if 0.9 * k <= counts[high] <= k:
+            break
+        middle = (low + high) / 2
+        low, high = (middle, high) if count(middle) > k else (low, middle)
+    return reaching(x, high, k)
+
+
+def expo(x: np.ndarray, share: float) -> float:
+    return -x.mean() * log(share)
+
+
+def gamma(x: np.ndarray, share: float) -> float:
+    s = log(x.mean()) - np.log(x).mean()
+    alpha = (3 - s + sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    return max(0.0, -x.mean() / alpha * (log(share) + lgamma(alpha)))
+
+
+def pareto(x: np.ndarray, share: float) -> float:
+    if x.var() == 0:
+        return expo(x, share)
+    alpha = 0.5 * (1 - x.mean() ** 2 / x.var())
+    beta = 0.5 * x.mean() * (x.mean() ** 2 / x.var() + 1)
+    return beta / alpha * (exp(-alpha * log(share)) - 1)
+
+
+def sidco(first, later, stages: int | None = None):
+    def threshold_of(x: np.ndarray, share: float, stages: int) -> float:
+        if stages == 1 or share >= 0.25:
+            return first(x, share)
+        threshold = first(x, 0.25)
+        for _ in range(stages - 1):
+            above = x[x > threshold] - threshold
+            if above.size:
+                threshold += later(above, (4 * share) ** (1 / (stages - 1)))
+        return threshold
+
+    def by_sidco(x: np.ndarray, k: int) -> np.ndarray:
+        sample = spread(x, size_of(x.size, k, 8)).astype(np.float64)
+        wanted = k / x.size * sample.size
+        sample = sample[sample > 0]
+        if wanted >= sample.size:
+            return reaching(x, 0.0, k)
+        counts = {}
+        for m in (1, 2, 3, 4) if stages is None else (stages,):
+            threshold = threshold_of(sample, wanted / sample.size, m)
+            count = (sample >= threshold).sum()
+            counts[m] = (abs(log(count / wanted)) if count else np.inf, m, threshold)
+        distance, _, threshold = min(counts.values())
+        if stages is None and distance == np.inf:
+            threshold = sample.max()
+        return reaching(x, threshold, k)
+
+    return by_sidco
+
+
+def by_adacomp(g: np.ndarray, latest: np.ndarray, size: int, k: int) -> np.ndarray:
+    sent = []
+    for start in range(0, g.size, size):
+        places = range(start, min(start + size, g.size))
+        peak = max(abs(g[i]) for i in places)
+        sent += [i for i in places if abs(g[i] + latest[i]) >= peak and g[i] != 0]
+    found = np.array(sent, np.int64)
+    if found.size > k:
+        found = found[largest(g[found], k)]
+    return found if found.size else largest(g, min(k, 1))
+
+
+RULES = {
+    "dgc": (DGC(), by_dgc),
+    "threshold": (Threshold(), by_threshold),
+    "threshold 1.5": (Threshold(1.5), by_fixed),
+    "redsync": (RedSync(), by_redsync),
+    "sidco exponential": (SIDCo(), sidco(expo, expo)),
+    "sidco gamma": (SIDCo("gamma"), sidco(gamma, pareto)),
+    "sidco pareto": (SIDCo("pareto"), sidco(pareto, pareto)),
+    "sidco 1 stage": (SIDCo(stages=1), sidco(expo, expo, 1)),
+    "sidco gamma 3 stages": (SIDCo("gamma", stages=3), sidco(gamma, pareto, 3)),
+    "sidco pareto 2 stages": (SIDCo("pareto", stages=2), sidco(pareto, pareto, 2)),
+}
+every_rule = pytest.mark.parametrize(("compressor", "rule"), RULES.values(), ids=RULES)
+
+
+def check(compressor: Sparsifier, x: np.ndarray, cf: float, expected: np.ndarray) -> None:
+    payload = compressor.compress(torch.from_numpy(x), cf, KEY)
+    np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+    np.testing.assert_array_equal(payload.parts[1].numpy()[: expected.size], x[expected])
+    assert payload.total == pytest.approx((x.astype(np.float64) ** 2).sum(), rel=1e-6)
+
+
+def heavy(rng: np.random.Generator, numel: int) -> np.ndarray:
+    return rng.standard_normal(numel) ** 3
+
+
+def sparse(rng: np.random.Generator, numel: int) -> np.ndarray:
+    return rng.standard_normal(numel) * (rng.random(numel) < 0.02)
+
+
+def outlier(rng: np.random.Generator, numel: int) -> np.ndarray:
+    x = rng.standard_normal(numel)
+    x[numel // 3] = 1e7
+    return x
+
+
+DATA = {
+    "normal": lambda rng, numel: rng.standard_normal(numel),
+    "laplace": lambda rng, numel: rng.laplace(size=numel),
+    "heavy": heavy,
+    "uniform": lambda rng, numel: rng.random(numel) - 0.5,
+    "sparse": sparse,
+    "outlier": outlier,
+    "ascending": lambda rng, numel: np.arange(1.0, numel + 1),
+    "block": lambda rng, numel: rng.standard_normal(numel) * (np.arange(numel) < numel // 9),
+}
+
+
+@every_rule
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(("numel", "dtype"), [(900, "f8"), (400_000, "f4")])
+def test_equals_reference(compressor, rule, name, numel, dtype):
+    x = DATA[name](np.random.default_rng(numel), numel).astype(dtype)
+    for cf in (2.0, 10.0, 300.0):
+        check(compressor, x, cf, rule(x, kept(numel, cf)))
+
+
+@every_rule
+def test_accumulates_and_then_follows_the_rule(compressor, rule):
+    rng = np.random.default_rng(8)
+    memory, grad = (rng.standard_normal(300_000).astype(np.float32) for _ in range(2))
+    total, held = memory + grad, torch.from_numpy(memory)
+    payload = compressor.compress_sum(held, torch.from_numpy(grad), 50.0, KEY)
+    np.testing.assert_array_equal(memory, total)
+    np.testing.assert_array_equal(payload.parts[0].numpy(), rule(total, 6000))
+
+
+@pytest.mark.parametrize("rule", ["dgc", "threshold", "threshold 1.5", "redsync"])
+@given(
+    arrays(np.float32, st.integers(1, 200), elements=st.integers(-3, 3).map(float)),
+    st.floats(1.01, 400),
+)
+@settings(max_examples=60, deadline=None)
+def test_equal_magnitudes(rule, x, cf):
+    compressor, reference = RULES[rule]
+    k = kept(x.size, cf)
+    check(compressor, x, cf, reference(x, k) if k < x.size else np.arange(x.size))
+
+
+@pytest.mark.parametrize("numel", [1, 2, 50, 999, 3000])
+@pytest.mark.parametrize("size", [None, 1, 7, 50, 5000])
+def test_adacomp_equals_reference(numel, size):
+    rng = np.random.default_rng(numel)
+    for scale, cf in ((0.1, 30.0), (1.0, 4.0), (3.0, 100.0), (0.1, 2.0)):
+        residual = rng.standard_normal(numel)
+        latest = rng.standard_normal(numel) * scale
+        g, k = residual + latest, kept(numel, cf)
+        payload = AdaComp(size).compress_sum(
+            torch.from_numpy(residual), torch.from_numpy(latest), cf, KEY
+        )
+        expected = by_adacomp(g, latest, size or -(-numel // k), k)
+        np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+        payload = AdaComp(size).compress(torch.from_numpy(g), cf, KEY)
+        expected = by_adacomp(g, g, size or -(-numel // k), k)
+        np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("size", [50, 999])
+def test_adacomp_over_several_blocks(scale, size):
+    rng = np.random.default_rng(3)
+    residual, latest = (rng.standard_normal(300_001).astype(np.float32) for _ in range(2))
+    latest *= np.float32(scale)
+    latest[:130_000] *= np.float32(1e-3)
+    g = residual + latest
+    for cf in (20.0, 500.0):
+        payload = AdaComp(size).compress_sum(
+            torch.from_numpy(residual.copy()), torch.from_numpy(latest), cf, KEY
+        )
+        expected = by_adacomp(g, latest, size, kept(g.size, cf))
+        np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("guess", [0.0, 0.5, 100.0])
+def test_adacomp_does_not_depend_on_its_guess(monkeypatch, guess):
+    x = torch.from_numpy(np.random.default_rng(4).standard_normal(100_000).astype(np.float32))
+    memory = x.flip(0).contiguous()
+    expected = AdaComp().compress_sum(memory.clone(), x, 100.0, KEY)
+    monkeypatch.setattr(bins, "_guess", lambda *args: guess)
+    found = AdaComp().compress_sum(memory, x, 100.0, KEY)
+    assert torch.equal(memory, x + x.flip(0))
+    assert torch.equal(found.parts[0], expected.parts[0])
+    assert found.total == pytest.approx(expected.total)
+
+
+def test_adacomp_sends_no_zeros():
+    x = torch.zeros(1000)
+    x[10] = 1.0
+    assert AdaComp(10).compress(x, 4.0, KEY).parts[0].tolist() == [10]
+
+
+def test_adacomp_adds_a_gradient_of_another_type():
+    memory, half = torch.ones(100), torch.full((100,), 0.5, dtype=torch.float16)
+    same = AdaComp().compress_sum(memory.clone(), half.float(), 10.0, KEY)
+    payload = AdaComp().compress_sum(memory, half, 10.0, KEY)
+    assert torch.equal(payload.parts[0], same.parts[0])
+    assert torch.equal(memory, torch.full((100,), 1.5))
+
+
+def test_redsync_searches_in_one_pass(monkeypatch):
+    passes = []
+    collect = selection._collect
+    monkeypatch.setattr(selection, "_collect", lambda *args: passes.append(1) or collect(*args))
+    x = torch.from_numpy(np.random.default_rng(5).standard_normal(500_000))
+    payload = RedSync().compress(x, 100.0, KEY)
+    assert len(passes) == 1
+    assert 4500 <= payload.parts[0].numel() <= 5000
+
+
+@pytest.mark.parametrize(("mean", "most"), [(np.nan, 1.0), (np.inf, np.inf), (1.0, np.nan)])
+def test_redsync_without_a_mean_does_not_search(mean, most):
+    assert redsync.bisect(lambda t: pytest.fail("counted"), mean, most, 5) == 0.0
+
+
+def test_dgc_samples_a_thousandth_to_a_hundredth_where_that_is_enough():
+    assert sample_of(25_600_000, 256_000) == 65_536
+    assert sample_of(200_000_000, 2_000_000) == 200_000
+    assert sample_of(1_000_000, 100_000) == 10_000
+    assert sample_of(1_000_000, 1_000) == 32_000
+    assert sample_of(500, 5) == 500
+
+
+def test_dgc_of_a_small_tensor_is_top_k_and_its_sample_moves_with_the_step():
+    x = torch.from_numpy(np.random.default_rng(6).standard_normal(1000))
+    assert torch.equal(
+        DGC().compress(x, 40.0, KEY).parts[0], TopK().compress(x, 40.0, KEY).parts[0]
+    )
+    x = torch.from_numpy(np.random.default_rng(7).standard_normal(1_000_000))
+    counts = {DGC().compress(x, 100.0, Key("w", s)).parts[0].numel() for s in range(6)}
+    assert len(counts) > 1
+    assert DGC.masking == 1.0
+
+
+@pytest.mark.parametrize("share", [0.2, 0.01, 0.001])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_fits_recover_their_own_distribution(share, scale):
+    rng = np.random.default_rng(9)
+    x = rng.exponential(scale, 400_000)
+    for fit in (fits.exponential, fits.gamma, fits.pareto):
+        assert (x > fit(x, share)).mean() == pytest.approx(share, rel=0.15)
+    tail = rng.pareto(6, 400_000)
+    assert (tail > fits.pareto(tail, share)).mean() == pytest.approx(share, rel=0.3)
+
+
+def test_fits_of_equal_magnitudes():
+    x = np.full(100, 2.0)
+    for fit in (fits.exponential, fits.gamma, fits.pareto):
+        assert fit(x, 0.01) == pytest.approx(2 * log(100))
+
+
+def test_stages_help_where_the_fit_is_bad():
+    """The reason for stages: normal data have a lighter tail than the exponential fit."""
+    x = torch.from_numpy(np.random.default_rng(10).standard_normal(1_000_000))
+    one = SIDCo(stages=1).compress(x, 1000.0, KEY).parts[0].numel()
+    best = SIDCo().compress(x, 1000.0, KEY).parts[0].numel()
+    assert one < 500 < 800 < best <= 1000
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf")])
+def test_bad_threshold(bad):
+    with pytest.raises(ValueError, match="threshold must"):
+        Threshold(bad)
+
+
+def test_bad_options():
+    for stages in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="stages must"):
+            SIDCo(stages=stages)
+    with pytest.raises(ValueError, match="exponential, gamma, pareto"):
+        SIDCo("normal")
+    for size in (0, 131_073, 2.5):
+        with pytest.raises(ValueError, match="bin_size must"):
+            AdaComp(size)

@@ -1,0 +1,73 @@
+"""Which exchange a compressor allows, and which of them the cost model takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptive.exchanges import check_exchange, strategies
+from adaptive.exchanges.choice import ExchangeChoice, LinkCost
+from compressors import QSGD, RandomK, compressor_names, make_compressor
+
+SLOW = LinkCost(alpha=1e-4, beta=1e7)  # 0.1 ms a message, 80 Mbit/s
+MB = 1e6
+
+
+def pick(nbytes: float, world_size: int, link: LinkCost = SLOW, exchange: str = "auto") -> str:
+    choice = ExchangeChoice(make_compressor("topk"), exchange, world_size)
+    choice.link = link
+    return choice.pick(nbytes).name
+
+
+def test_with_two_ranks_there_is_nothing_to_choose() -> None:
+    assert pick(MB, 2) == "all_gather"
+    assert not ExchangeChoice(make_compressor("topk"), "auto", 2).measures
+
+
+def test_many_ranks_and_large_payloads_are_sharded() -> None:
+    assert pick(MB, 4) == "sharded"
+    assert pick(MB, 16) == "sharded"
+
+
+def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
+    assert pick(100, 8) == "all_gather"
+    assert pick(100, 8, LinkCost(0.0, 1e7)) == "sharded"
+
+
+def test_at_three_ranks_the_saving_of_a_third_is_taken() -> None:
+    assert LinkCost(0.0, 1e7).sharded(MB, 3) == pytest.approx(2 / 3 * SLOW.beta**-1 * 2 * MB)
+    assert pick(MB, 3) == "sharded"
+
+
+def test_a_clock_that_stands_still_leaves_the_bytes_to_count() -> None:
+    assert pick(MB, 4, LinkCost()) == "sharded"
+
+
+def test_what_is_asked_for_is_done() -> None:
+    assert pick(MB, 16, exchange="all_gather") == "all_gather"
+    assert pick(1, 2, exchange="sharded") == "sharded"
+
+
+@pytest.mark.parametrize("name", compressor_names())
+def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str) -> None:
+    base = make_compressor(name)
+    ways = strategies(base)
+    assert [check_exchange(way.name, base) for way in ways] == [way.name for way in ways]
+    assert ExchangeChoice(base, "auto", 8).pick(MB).name in {way.name for way in ways}
+
+
+@pytest.mark.parametrize(
+    ("base", "exchange"),
+    [
+        (make_compressor("topk"), "all_reduce"),
+        (make_compressor("qsgd"), "all_reduce"),
+        (make_compressor("randomk"), "shared_indices"),
+        (make_compressor("topk+int8"), "shared_indices"),
+        (make_compressor("powersgd"), "all_gather"),
+        (RandomK(unbiased=True), "sharded"),
+        (QSGD(), "nonsense"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)
+def test_errors_name_what_is_accepted(base, exchange: str) -> None:
+    with pytest.raises(ValueError, match=f"exchange must be one of auto, .*got '{exchange}'"):
+        check_exchange(exchange, base)
