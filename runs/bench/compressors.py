@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from math import isqrt
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from compressors import Compressor, RoundsCompressor, compressor_names, make_compressor
 from compressors.base import Key, Payload
+from runs.bench.allocations import largest_allocation
 from runs.bench.textbook import KEY, bench_topk, gradient, our_step
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 
 CF = 100.0
 GOALS = {
-    **dict.fromkeys(("dgc", "redsync", "sidco", "threshold", "adacomp"), "<= 5"),
+    **dict.fromkeys(("topk", "dgc", "redsync", "sidco", "threshold", "adacomp"), "<= 5"),
     **dict.fromkeys(("qsgd", "fp16", "bf16", "int8"), "<= 8"),
 }
 CODED = ("topk+bf16", "topk+int8", "topk+qsgd")
@@ -30,7 +29,7 @@ def bench_compressors(numel: int, rounds: int, seed: int) -> list[Row]:
     side = isqrt(numel)
     grad = gradient(numel, seed)
     for name in (*compressor_names(), *CODED):
-        if name in ("none", "topk"):
+        if name == "none":
             continue
         compressor = make_compressor(name)
         cf = compressor.supported_for(CF, (side, side))
@@ -69,15 +68,3 @@ def _rounds(
             handed = rounds.send(handed)
     except StopIteration:
         compressor.subtract_from(a, own[0])
-
-
-def largest_allocation(step: Callable[[], object]) -> int:
-    """Bytes of the largest piece of memory that a step asks for, from torch or from NumPy."""
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    peak = tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
-    asked = [event.self_cpu_memory_usage for event in profiled.events()]
-    return max([peak, *asked])

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline
+from adaptive import AdaptiveCompressor, Fixed
 from runs.bench.processes import in_processes
 from runs.bench.timing import Row
 
@@ -15,19 +15,15 @@ RANKS = (2, 4, 8)
 
 
 def _bytes(rank: int, base: str, exchange: str) -> float:
-    """Wire factor of one step."""
+    """Bytes that a rank puts on the wire in a step."""
     torch.manual_seed(0)
     model = DDP(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
-    timeline = MemoryTimeline()
-    compressor = AdaptiveCompressor(
-        base, (CF, CF), policy=Fixed(), exchange=exchange, timeline=timeline
-    ).attach(model)
+    compressor = AdaptiveCompressor(base, (CF, CF), policy=Fixed(), exchange=exchange).attach(model)
     for _ in range(3):
         model.zero_grad()
         model(torch.randn(8, WIDTH)).square().mean().backward()
-    compressor.flush()
-    report = timeline.steps[-1].report
-    return report.wire_bytes
+    summary = compressor.summary()
+    return summary.bytes_sent / summary.steps
 
 
 def bench_exchanges() -> list[Row]:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 PRELOAD = ["torch", "torch._dynamo", "adaptive", "numpy", "pytest", "hypothesis"]
 """Imported once, by the fork server: a process then starts in 0.1 s instead of a second and more
 (optimizers and DDP import torch._dynamo when they are first used)."""

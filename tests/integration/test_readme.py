@@ -1,4 +1,4 @@
-"""The script in README.md runs as it stands."""
+"""The scripts in README.md and docs/ run as they stand."""
 
 from __future__ import annotations
 
@@ -11,19 +11,39 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_script_in_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
-    script = re.search(r"```python\n(# train\.py.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert script, "README.md has no script called train.py"
-    path = tmp_path / "train.py"
+def _run(document: str, name: str, folder: Path) -> str:
+    """Standard output of the script called `name` in `document`, on two workers."""
+    text = (ROOT / document).read_text()
+    script = re.search(rf"```python\n(# {re.escape(name)}.*?)```", text, re.S)
+    assert script, f"{document} has no script called {name}"
+    path = folder / name
     path.write_text(script[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, cwd=tmp_path, env=environment
+        command, capture_output=True, text=True, timeout=90, cwd=folder, env=environment
     )
     assert done.returncode == 0, done.stderr
-    loss = float(re.search(r"loss ([0-9.]+), CF", done.stdout)[1])
+    return done.stdout
+
+
+def test_the_script_in_the_readme(tmp_path: Path) -> None:
+    output = _run("README.md", "train.py", tmp_path)
+    loss = float(re.search(r"loss ([0-9.]+), CF", output)[1])
     assert loss < 1.0  # it starts at log(10) = 2.3
-    assert "200 steps" in done.stdout
-    assert "wire factor" in done.stdout
+    assert "200 steps" in output
+    assert "wire factor" in output
+
+
+def test_the_recipes_for_other_peoples_compressors(tmp_path: Path) -> None:
+    output = _run("docs/compressors.md", "recipes.py", tmp_path)
+    results = re.findall(r"(.+): loss ([0-9.]+), CF ([0-9.]+), wire factor ([0-9.]+)", output)
+    assert [name for name, *_ in results] == [
+        "a class of our contract",
+        "a DDP hook",
+        "a GRACE-style object",
+    ]
+    for _, loss, _, factor in results:
+        assert float(loss) < 1.5  # it starts at 2.3
+        assert float(factor) > 1.5
