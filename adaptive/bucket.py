@@ -64,6 +64,11 @@ class Unit:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def held(self) -> bool:
+        """All of it sends nothing this step."""
+        return all(piece.part.held for piece in self.ranges)
+
 
 class Bucket:
     """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there."""
@@ -99,7 +104,9 @@ class Bucket:
             start = stop
         if not isfinite(tally.grad):  # this step's statistics are to be skipped, by all ranks
             tally.total = tally.sample_total = nan
-        return cls(work, parts)
+        bucket = cls(work, parts)
+        tally.spoiled += not bucket.finite
+        return bucket
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaptive.bucket import Bucket, Part, Unit
 from adaptive.exchange import Exchange
-from adaptive.multilevel import measure_levels
+from adaptive.multilevel import measure_levels, record_levels
 from adaptive.residual import Addition, NoMemory, Slot
 from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
@@ -23,13 +23,15 @@ OnMean = Callable[[Slot, Tensor], None]
 
 @dataclass
 class BucketStep:
-    """index: of the bucket. cf: the CF to send, one of `tally.cfs`. step: index of the step.
+    """index: of the bucket. collectives: that its exchange has. cf: the CF to send, one of
+    `tally.cfs`. leader: the rank that chooses for all, if one does.
 
     units: what is compressed as one, in order. on_mean: told every slot and its mean (flat).
     """
 
     index: int
-    step: int
+    collectives: int
+    leader: int
     bucket: Bucket
     units: Sequence[Unit]
     cf: float
@@ -60,7 +62,9 @@ class BucketStep:
         return Addition(target[start:stop], None if addend is None else addend[start:stop])
 
     def accumulate(self, unit: Unit) -> Tensor:
-        """The unit's error-fed gradient, added up (flat)."""
+        """The unit's error-fed gradient, added up (flat); zeros if the bucket is not finite."""
+        if not self.bucket.finite:
+            return torch.zeros_like(self.view(unit))
         target, addend = self.open(unit)
         return target if addend is None else target.add_(addend)
 
@@ -74,7 +78,7 @@ class BucketStep:
             zeros = torch.zeros_like(self.view(unit))
             return compressor.poison(compressor.compress(zeros, self.cf, unit.key))
         target, addend = self.open(unit)
-        if all(piece.part.held for piece in unit.ranges):
+        if unit.held:
             return compressor.compress(target, self.cf, unit.key)
 
         def again(cf: float) -> Payload:
@@ -89,6 +93,11 @@ class BucketStep:
         levels = measure_levels(compressor, first, again, sample, unit.key, self.tally)
         return replace(levels[self.tally.cfs.index(self.cf)], cf=self.cf)
 
+    def record(self, unit: Unit, levels: Sequence[Payload]) -> None:
+        """Add what `levels`, a payload for each CF of the tally, keep of a unit to the tally."""
+        sample = strided_sample(self.view(unit))
+        record_levels(unit.compressor, levels, sample, unit.key, self.tally)
+
     def settle(self, own: Sequence[Payload]) -> None:
         """Take what this rank has sent, a payload for each unit, off the memory."""
         sent: dict[Slot, list[Tensor] | None] = {}
@@ -99,8 +108,13 @@ class BucketStep:
                 known = sent.setdefault(part.slot, [])
                 if part.held:
                     continue
-                if indices is None or known is None:
-                    sent[part.slot] = None
+                if indices is None:
+                    if stop - start == part.grad.numel():
+                        sent[part.slot] = None
+                    elif known is not None:
+                        known.append(torch.arange(start, stop, device=part.grad.device))
+                    continue
+                if known is None:
                     continue
                 within = indices + (unit.start - part.start)
                 if len(unit.ranges) > 1:
@@ -146,7 +160,9 @@ class BucketStep:
     def _joined(self, unit: Unit) -> Tensor:
         """The error-fed gradients of several parts, one after the other."""
         work = self.bucket.work
-        room = self.scratch.take("joined", work.numel(), work)
+        # With several rounds it is read again when the next bucket has come by.
+        name = ("joined", self.index if self.collectives > 1 else 0)
+        room = self.scratch.take(name, work.numel(), work)
         for part, start, stop in unit.ranges:
             place = room[part.start + start : part.start + stop]
             if part.held:

@@ -236,7 +236,8 @@ class AdaptiveCompressor:
         return self._running().controller.summary()
 
     def flush(self) -> None:
-        """Take in the last step's statistics, which otherwise come with the next step's start."""
+        """Take in the last step's statistics, which otherwise come with the next step's start. On
+        every rank."""
         self._running().controller.flush()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from math import nan
+from math import isfinite, nan
 from statistics import median
 from typing import Any
 
@@ -81,6 +81,10 @@ class Controller:
         self.sum_reader: Callable[[], float] = lambda: nan
         self.lr: Callable[[], float] = lambda: nan
         self.forced_dense = False
+        self.by_energy = False
+        self.carrying = False  # the residual may hold something
+        self.owing = False  # and nothing is to be compressed before it is sent
+        self._energies: tuple[float, ...] = ()
         self._exchange = exchange
         self._timeline = SafeTimeline(timeline)
         self._writes = exchange.rank == 0
@@ -89,7 +93,6 @@ class Controller:
         self._numel = numel
         self._samples = samples_per_step or 1.0
         self._hooks = hooks
-        self._carrying = False  # the residual may hold something
         self._totals = Totals()
         self._times: dict[float, deque[float]] = {}
         self._pending: _Pending | None = None
@@ -114,10 +117,11 @@ class Controller:
             plan = self.policy.plan()
             if self.plan.reason == "detached" and not plan.reason:
                 plan = replace(plan, reason="attached again")
-            if plan.send in self._hooks and self._carrying:
-                why = f"what the residual holds is sent before the hook at CF {plan.send:g}"
+            if plan.send != DENSE and (self.owing or (plan.send in self._hooks and self.carrying)):
+                why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
                 plan = replace(plan, send=DENSE, reason=why)
-        self._carrying = plan.send != DENSE and plan.send not in self._hooks
+        if plan.send != DENSE:
+            self.carrying = plan.send not in self._hooks
         if plan.send != self.cf and self.step > 0:
             self._totals.switches += 1
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
@@ -125,7 +129,8 @@ class Controller:
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
-        self.tally = Tally(cfs=tuple(sorted(compressed)))
+        exchange, ranks = self._exchange, self._exchange.world_size * self.by_energy
+        self.tally = Tally(cfs=tuple(sorted(compressed)), ranks=ranks, rank=exchange.rank)
         self.tally.lr = self.lr()
         if timed is not None:
             self.tally.seconds = now - timed.began
@@ -141,6 +146,15 @@ class Controller:
         self._timed_cf = timed.cf if timed else nan
         self._timed_bytes = timed.wire if timed else nan
         self._timing = _Timing(now, plan.send, 0.0, 0.0, now, now)
+
+    @property
+    def leader(self) -> int:
+        """The rank that chooses for all in this step: the ranks take turns, or with `by_energy` it
+        is the one whose error-fed gradient was largest in the last step."""
+        if self.by_energy and self._energies:
+            finite = [energy if isfinite(energy) else -1.0 for energy in self._energies]
+            return finite.index(max(finite))
+        return self.step % self._exchange.world_size
 
     def hook_left(self, entered: float, waited: float) -> None:
         """A hook call that began at `entered` (by this controller's clock) is over; it `waited`
@@ -160,8 +174,13 @@ class Controller:
         return self._clock()
 
     def end_step(self, device: torch.device) -> None:
-        """At the last bucket, after its own collective: start agreeing on the statistics."""
+        """At the last bucket, after its own collective: start agreeing on the statistics.
+
+        Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
+        time until the step is over: then it starts with the next step."""
         vector = self._exchange.sum_later(self.tally.vector().to(device))
+        if self.cf not in self._hooks:
+            vector.start()
         traffic = self._exchange.take_traffic()
         assert self._timing is not None
         self._timing.wire = traffic.wire
@@ -183,6 +202,8 @@ class Controller:
 
     def close(self) -> None:
         """Take in the last step and close the timeline; later steps are not recorded."""
+        if self._pending is not None and self._pending.vector.work is None:
+            self._pending = None  # perhaps not all ranks close, and it would have to be summed
         self.flush()
         self._timeline.close()
         self._timeline = SafeTimeline(Timeline())
@@ -196,7 +217,9 @@ class Controller:
         return {
             "step": self.step,
             "cf": self.cf,
-            "carrying": self._carrying,
+            "carrying": self.carrying,
+            "owing": self.owing,
+            "energies": list(self._energies),
             "policy": self.policy.state_dict(),
             "totals": self._totals.state_dict(),
             "times": [(cf, list(times)) for cf, times in self._times.items()],
@@ -209,12 +232,13 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """same_clock: the clock goes on from where it stood when the state was taken; otherwise
         the interval between is a pause and is not timed."""
+        self.policy.load_state_dict(state["policy"])  # first: it may refuse
         self._pending = None
         self._exchange.take_traffic()
         self.step = int(state["step"])
         self.cf = float(state["cf"])
-        self._carrying = bool(state["carrying"])
-        self.policy.load_state_dict(state["policy"])
+        self.carrying, self.owing = bool(state["carrying"]), bool(state["owing"])
+        self._energies = tuple(state["energies"])
         self._totals = Totals.from_state(state["totals"])
         self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
         saved = state["timing"]
@@ -238,6 +262,9 @@ class Controller:
         if pending is None:
             return
         agreed = Agreed.read(pending.vector.wait(), pending.cfs, self._exchange.world_size)
+        self._energies = agreed.energies
+        if pending.cf == DENSE and not agreed.spoiled:
+            self.carrying = self.owing = False
         report = StepReport(
             step=pending.step,
             cf=pending.cf,

@@ -51,17 +51,28 @@ def shard_wire_bytes(payload: float, world_size: int) -> float:
     return payload * (world_size - 1) / world_size
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingSum:
-    """A sum under way that nobody waits for yet. It has no callback: one could still be running
-    on a thread of the process group when the interpreter exits, which aborts the process."""
+    """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
+    of the process group when the interpreter exits, which aborts the process.
 
-    work: dist.Work
+    work: None as long as it has not been started."""
+
     tensor: Tensor
+    group: dist.ProcessGroup
+    work: dist.Work | None = None
+
+    def start(self) -> PendingSum:
+        """Begin; every rank must do so at the same place among its collectives."""
+        if self.work is None:
+            self.work = dist.all_reduce(self.tensor, group=self.group, async_op=True)
+        return self
 
     def wait(self) -> Tensor:
         """The sum over all ranks."""
-        self.work.wait()
+        work = self.start().work
+        assert work is not None
+        work.wait()
         return self.tensor
 
 
@@ -89,11 +100,10 @@ class Exchange:
         return self._hold(work, wire)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
-        """Start summing a small `tensor` over the ranks, in place, to be read a step later. An
-        emulated link does not hold it back."""
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        """A sum of a small `tensor` over the ranks, in place, to be started and, a step later,
+        read. An emulated link does not hold it back."""
         self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
-        return PendingSum(work, tensor)
+        return PendingSum(tensor, self.group)
 
     def all_gather(self, payload: Tensor) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
@@ -121,9 +131,11 @@ class Exchange:
         wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
         return self._hold(work, wire).then(lambda _: tensor)
 
-    def count_reduced(self, tensor: Tensor, cf: float) -> None:
-        """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else issues."""
-        self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes)
+    def hold_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
+        """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
+        it back as the link would."""
+        wire = self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes)
+        return self._link.hold(done, wire) if self._link else done
 
     def take_traffic(self) -> Traffic:
         """The traffic counted so far; counting starts again from zero."""

@@ -30,6 +30,10 @@ class HookRung:
     state: Any = None
     gain: float | None = None
 
+    def __str__(self) -> str:
+        name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        return f"{getattr(self.hook, '__module__', '')}.{name}, gain {self.gain}"
+
 
 def check_hooks(hooks: Any) -> dict[float, HookRung]:
     """By CF. ValueError or TypeError unless `hooks` maps CFs above 1 to hooks."""

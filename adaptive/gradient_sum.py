@@ -30,7 +30,8 @@ class GradientSum:
     def read(self) -> float:
         """Norm of the sum since the last reading; a new sum begins."""
         energy = 0.0
-        for total in self._totals.values():
+        # Means arrive in an order that differs from run to run.
+        for _, total in sorted(self._totals.items(), key=lambda item: item[0].name):
             energy += squared_norm(total)
             total.zero_()
         return sqrt(energy)

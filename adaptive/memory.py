@@ -54,11 +54,11 @@ class MemoryChoice:
     def make(self, handover: MomentumHandover | None, maybe_unused: Callable[[], bool]) -> NoMemory:
         """The memory; ValueError for memory='momentum' when nothing tells the momentum."""
         if self.kind == "none" or not self._feedback:
-            return NoMemory()
+            return NoMemory(maybe_unused)
         if handover is not None:
             return MomentumMemory(handover.rule, handover.has_buffer, self._masking, maybe_unused)
         if self.kind != "momentum":
-            return Residual()
+            return Residual(maybe_unused)
         if self._momentum is None:
             raise ValueError(
                 "momentum must be given for memory='momentum' when no SGD optimizer with "

@@ -41,10 +41,10 @@ class MomentumMemory(Residual):
         masking: float,
         maybe_unused: Callable[[], bool],
     ) -> None:
+        super().__init__(maybe_unused)
         self._rule = rule
         self._has_buffer = has_buffer
         self._masking = masking
-        self._maybe_unused = maybe_unused
         self._undo: dict[Slot, tuple[MomentumRule, Tensor | None, bool]] = {}
 
     def open(self, slot: Slot, grad: Tensor) -> Addition:
@@ -112,7 +112,9 @@ class MomentumMemory(Residual):
     def holds_back(self, slot: Slot, grad_energy: float) -> bool:
         # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
         # treat as unused keeps everything to itself.
-        return grad_energy == 0.0 and (self._maybe_unused() or slot.velocity is None)
+        return super().holds_back(slot, grad_energy) or (
+            grad_energy == 0.0 and slot.velocity is None
+        )
 
     def state_dict(self, slot: Slot) -> dict[str, Any]:
         state = super().state_dict(slot)

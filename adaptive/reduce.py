@@ -97,7 +97,7 @@ class BucketReducer:
         for part in sending:
             self._memory.fold(part.slot, part.grad)
         for unit, sample in zip(units, samples, strict=True):
-            if not all(piece.part.held for piece in unit.ranges):
+            if not unit.held:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
                 measure_levels(unit.compressor, direct, direct, sample, unit.key, tally)
         _write_back(bucket, buffer)
@@ -126,17 +126,20 @@ class BucketReducer:
         tally: Tally,
         on_mean: OnMean | None,
         strategy: Strategy,
+        leader: int,
         index: int,
         last: bool,
     ) -> Future[Tensor]:
         """Exchange the gradients of bucket `index` compressed at `cf`, one of `tally.cfs`.
 
-        strategy: how payloads become the mean. last: no bucket of this step comes after it."""
+        strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
+        last: no bucket of this step comes after it."""
         bucket = self._open(buffer, slots, step, tally)
         shards = self._exchange.world_size if strategy.sharded else 1
         work = BucketStep(
             index,
-            step,
+            strategy.collectives,
+            leader,
             bucket,
             self._grain.cut(bucket, shards),
             cf,

@@ -9,7 +9,7 @@ memory is as it was before the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,10 +61,17 @@ class Addition(NamedTuple):
 
 
 class NoMemory:
-    """Nothing is remembered: what is not sent is lost (for unbiased compressors)."""
+    """Nothing is remembered: what is not sent is lost (for unbiased compressors). A residual that
+    another memory has left behind goes with the next dense step.
+
+    maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
+    """
 
     name = "none"
     keeps_residual = False
+
+    def __init__(self, maybe_unused: Callable[[], bool]) -> None:
+        self._maybe_unused = maybe_unused
 
     def open(self, slot: Slot, grad: Tensor) -> Addition:
         """What a compressed step has to compress."""
@@ -85,23 +92,27 @@ class NoMemory:
 
     def fold(self, slot: Slot, grad: Tensor) -> None:
         """Turn `grad`, in place, into all that a dense step has to send."""
+        if slot.filled:
+            assert slot.residual is not None
+            grad.add_(slot.residual)
 
     def undo_fold(self, slot: Slot) -> None:
         """Take back what `fold` did to the memory."""
 
     def commit_dense(self, slot: Slot) -> None:
         """What `fold` made was sent: nothing remains."""
+        slot.filled = False
 
     def idle(self, slot: Slot) -> bool:
         """True if a dense step has nothing to fold in, now and for this slot."""
-        return True
+        return not slot.filled
 
     def holds_back(self, slot: Slot, grad_energy: float) -> bool:
         """True if this slot sends nothing this step and keeps its memory to itself.
 
-        DDP throws away what arrives for a globally unused parameter, so a slice that is exactly
-        zero must not spend its residual."""
-        return grad_energy == 0.0
+        DDP throws away what arrives for a globally unused parameter, so where there may be such, a
+        slice that is exactly zero must not spend its residual."""
+        return grad_energy == 0.0 and self._maybe_unused()
 
     def state_dict(self, slot: Slot) -> dict[str, Any]:
         return {}
@@ -125,17 +136,6 @@ class Residual(NoMemory):
 
     def remainder(self, slot: Slot) -> Tensor | None:
         return slot.open_residual()
-
-    def fold(self, slot: Slot, grad: Tensor) -> None:
-        if slot.filled:
-            assert slot.residual is not None
-            grad.add_(slot.residual)
-
-    def commit_dense(self, slot: Slot) -> None:
-        slot.filled = False
-
-    def idle(self, slot: Slot) -> bool:
-        return not slot.filled
 
     def state_dict(self, slot: Slot) -> dict[str, Any]:
         if not slot.filled:

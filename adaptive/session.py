@@ -111,6 +111,7 @@ class Session:
         )
         self.controller.sum_reader = self._sum.read
         self.controller.lr = self._learning_rate
+        self.controller.by_energy = self._ways.by_energy
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -118,9 +119,14 @@ class Session:
         sizes = [p.numel() for p in self.slots]
         low, high = settings.cf_range
         ends = tuple(self._supported(cf) for cf in settings.cf_range)
-        if ends[1] == DENSE < high:  # a base that cannot compress
+        if ends[1] == DENSE < high and not settings.hooks:  # a base that cannot compress
             settings.policy = Fixed(cf=DENSE)
             low = high = DENSE
+        outside = [cf for cf in settings.hooks if not low <= cf <= high]
+        if outside:
+            raise ValueError(
+                f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
+            )
         assumed = {cf: rung.gain for cf, rung in settings.hooks.items() if rung.gain is not None}
         settings.policy.start(
             Context(
@@ -128,15 +134,23 @@ class Session:
                 self.exchange.world_size,
                 self._supported,
                 assumed,
+                frozenset(settings.hooks.keys() - assumed.keys()),
             )
         )
         self._choose_memory()
+        if settings.granularity == "bucket" and not base.keeps_zeros and self._maybe_unused():
+            raise ValueError(
+                f"granularity must be 'layer' for base {base.name!r} on a model with parameters "
+                f"that a step may not use (find_unused_parameters, static_graph): it makes "
+                f"something of their zeros; got 'bucket'"
+            )
         sent = {*ends, *map(self._supported, settings.policy.candidates())}
         cfs = sorted(sent - {DENSE, *settings.hooks})
         lines = (
             f"base={base.name!r} {_plain_settings(base)}",
             f"granularity={settings.granularity!r}, dense_below={settings.dense_below}, "
-            f"exchange={settings.exchange!r}, hooks at CF {sorted(settings.hooks)}",
+            f"exchange={settings.exchange!r}, "
+            f"hooks={ {cf: str(rung) for cf, rung in sorted(settings.hooks.items())} }",
             f"cf_range={settings.cf_range}",
             f"policy={settings.policy.name!r} {settings.policy.state_dict()}",
             f"{settings.memory}, chosen {self.memory.name!r}, clip_norm={settings.clip_norm}",
@@ -155,9 +169,11 @@ class Session:
 
     def adopt(self, other: Session) -> None:
         """Take over what another, detached session on the same model still holds."""
+        self.controller.owing = other.memory.keeps_residual and not self.memory.keeps_residual
+        self.controller.carrying = other.memory.keeps_residual
         for p, slot in self.slots.items():
             theirs = other.slots.get(p)
-            if theirs is not None and theirs.filled and self.memory.keeps_residual:
+            if theirs is not None and theirs.filled:
                 slot.residual, slot.filled = theirs.residual, True
                 theirs.residual, theirs.filled = None, False
                 if self._handover is not None:
@@ -174,7 +190,8 @@ class Session:
         for slot in self.slots.values():
             slot.velocity, slot.started, slot.fresh = None, False, False
         self._optimizer = None
-        self._set_memory(Residual() if self.memory.keeps_residual else NoMemory(), clip_norm=None)
+        keeps = Residual if self.memory.keeps_residual else NoMemory
+        self._set_memory(keeps(self._maybe_unused), clip_norm=None)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient."""
@@ -196,9 +213,9 @@ class Session:
         if plan.send == DENSE:
             done = self._reducer.dense(work, slots, controller.step, tally, on_mean)
         elif rung is not None:
-            self.exchange.count_reduced(buffer, plan.send)
+            through = self._through
             done = self._reducer.dense(
-                work, slots, controller.step, tally, on_mean, partial(_through, rung, bucket)
+                work, slots, controller.step, tally, on_mean, partial(through, rung, bucket, scale)
             )
         else:
             done = self._reducer.compressed(
@@ -209,6 +226,7 @@ class Session:
                 tally,
                 on_mean,
                 self._ways.pick(self._bucket_nbytes(plan.send)),
+                controller.leader,
                 bucket.index(),
                 bucket.is_last(),
             )
@@ -224,6 +242,27 @@ class Session:
             return mean
 
         return done.then(finish)
+
+    def _through(
+        self, rung: HookRung, bucket: dist.GradBucket, scale: Tensor | None, work: Tensor
+    ) -> Future[Tensor]:
+        """What a foreign hook makes of `work`, the bucket's gradients or a wider copy of them. It
+        gets them times the loss scale, as DDP would hand them over, so that none underflows."""
+        buffer = bucket.buffer()
+        if scale is not None:
+            work.mul_(scale)
+        if work.data_ptr() != buffer.data_ptr():
+            buffer.copy_(work)
+        done = rung.hook(rung.state, bucket)
+        held = self.exchange.hold_reduced(done, buffer, self.controller.plan.send)
+
+        def unscaled(future: Future[Tensor]) -> Tensor:
+            mean = only(future.value())
+            if mean.data_ptr() != work.data_ptr():
+                mean = work.copy_(mean)
+            return mean if scale is None else mean.div_(scale)
+
+        return held.then(unscaled)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
@@ -245,9 +284,14 @@ class Session:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
         by_name = {slot.name: slot for slot in self.slots.values()}
         self._check_state(state, by_name)
+        before = self.settings.base.state_dict()
         self.settings.base.load_state_dict(state["compressor"])
+        try:
+            self.controller.load_state_dict(state["controller"], same_clock)
+        except Exception:
+            self.settings.base.load_state_dict(before)
+            raise
         self._ways.link = LinkCost(*state["link"])
-        self.controller.load_state_dict(state["controller"], same_clock)
         for name, slot in by_name.items():
             self.memory.load_state_dict(slot, state["memory"].get(name, {}))
         self._sum.load_state_dict(state["sum"], by_name)
@@ -317,6 +361,8 @@ class Session:
     def _floats(self, cf: float) -> float:
         if cf == DENSE:
             return float(self._numel())
+        if cf in self.settings.hooks:
+            return self._numel() / cf
         base, below = self.settings.base, self.settings.dense_below
         return sum(
             float(p.numel()) if p.numel() < below else base.floats_for(tuple(p.shape), cf)
@@ -338,7 +384,9 @@ class Session:
         if nbytes is None:
             base = self.settings.base
             whole = sum(base.payload_nbytes_for(tuple(p.shape), cf) for p in self.slots)
-            nbytes = self._payload_bytes[cf] = whole / ceil(max(1, 4 * self._numel() / _BUCKET))
+            nbytes = whole / ceil(max(1, 4 * self._numel() / _BUCKET))
+            if self.model is not None:  # otherwise slots are still being found
+                self._payload_bytes[cf] = nbytes
         return nbytes
 
     def _device(self) -> torch.device:
@@ -356,15 +404,6 @@ class Session:
     def _maybe_unused(self) -> bool:
         model = self.model
         return model is None or model.find_unused_parameters or model.static_graph
-
-
-def _through(rung: HookRung, bucket: dist.GradBucket, work: Tensor) -> Future[Tensor]:
-    """What a foreign hook makes of `work`, the bucket's gradients or a wider copy of them."""
-    buffer = bucket.buffer()
-    if work.data_ptr() == buffer.data_ptr():
-        return rung.hook(rung.state, bucket)
-    buffer.copy_(work)
-    return rung.hook(rung.state, bucket).then(lambda future: work.copy_(only(future.value())))
 
 
 def _slots(model: DistributedDataParallel | None) -> dict[Tensor, Slot]:

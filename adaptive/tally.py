@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import nan, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from policies import Measurement
 
-_HEAD = 9
+_HEAD = 10
+
+
+class Kept(NamedTuple):
+    """||c||^2 at each CF: of the whole tensors, and of their samples."""
+
+    whole: list[float]
+    sample: list[float]
 
 
 @dataclass
@@ -24,6 +32,8 @@ class Tally:
 
     cfs: the CFs measured in this step, in the order of the vector.
     kept, error, sample_error: a number for each of `cfs`.
+    spoiled: buckets whose gradients are not finite.
+    ranks: of the energies to be agreed rank by rank, 0 for none; rank: this one's.
     """
 
     cfs: tuple[float, ...] = ()
@@ -39,22 +49,52 @@ class Tally:
     exchange_seconds: float = nan
     lr: float = nan
     sum_norm: float = nan
+    spoiled: float = 0.0
+    ranks: int = 0
+    rank: int = 0
 
     def __post_init__(self) -> None:
         self.kept = [0.0] * len(self.cfs)
         self.error = [0.0] * len(self.cfs)
         self.sample_error = [0.0] * len(self.cfs)
 
+    def copy(self) -> Tally:
+        """Its sums as they are now."""
+        mine = Tally(self.cfs, total=self.total, sample_total=self.sample_total)
+        mine.kept, mine.error = list(self.kept), list(self.error)
+        mine.sample_error = list(self.sample_error)
+        return mine
+
+    def since(self, before: Tally) -> Kept:
+        """What was kept since `before`, of the whole and of the sample, at each CF."""
+        sample_total = self.sample_total - before.sample_total
+        lost = zip(self.sample_error, before.sample_error, strict=True)
+        return Kept(
+            [now - then for now, then in zip(self.kept, before.kept, strict=True)],
+            [sample_total - (now - then) for now, then in lost],
+        )
+
+    def lose(self, kept: Kept, share: float) -> None:
+        """A second compression has lost this share of what the first one kept."""
+        for i, (whole, sample) in enumerate(zip(*kept, strict=True)):
+            self.kept[i] -= share * whole
+            self.error[i] += share * whole
+            self.sample_error[i] += share * sample
+
     def vector(self) -> Tensor:
-        """float64, shape (9 + 3 * len(cfs),): to be summed over the ranks."""
+        """float64, shape (10 + 3 * len(cfs) + ranks,): to be summed over the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
-        head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm]
-        return torch.tensor(head + self.kept + self.error + self.sample_error, dtype=torch.float64)
+        head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
+        energies = [self.total if rank == self.rank else 0.0 for rank in range(self.ranks)]
+        rest = self.kept + self.error + self.sample_error + energies
+        return torch.tensor(head + rest, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged."""
+    """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged.
+
+    energies: ||a||^2 rank by rank, if that was wanted."""
 
     measurements: dict[float, Measurement]
     grad_norm: float
@@ -64,6 +104,8 @@ class Agreed:
     exchange_seconds: float
     lr: float
     sum_norm: float
+    spoiled: float
+    energies: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, vector: Tensor, cfs: tuple[float, ...], world_size: int) -> Agreed:
@@ -83,4 +125,9 @@ class Agreed:
             )
             for i, cf in enumerate(cfs)
         }
-        return cls(measurements, sqrt(grad / world_size) if grad >= 0 else nan, *rest)
+        energies = tuple(values[_HEAD + 3 * n :])
+        norm = sqrt(grad / world_size) if grad >= 0 else nan
+        seconds, median, compress, exchange, lr, sum_norm, spoiled = rest
+        return cls(
+            measurements, norm, seconds, median, compress, exchange, lr, sum_norm, spoiled, energies
+        )

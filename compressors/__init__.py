@@ -119,7 +119,7 @@ def make_compressor(base: str | Compressor) -> Compressor:
     factory = _registry[name]
     if not plus:
         return factory()
-    if not (isinstance(factory, type) and issubclass(factory, Sparsifier)):
+    if not (isinstance(factory, type) and issubclass(factory, (Sparsifier, RandomK))):
         raise ValueError(f"base must be a sparsifier to be followed by '+', got {base!r}")
     if values not in value_names():
         raise ValueError(

@@ -111,6 +111,7 @@ class Compressor(ABC):
     multilevel: `recompress` means something: what is kept at a larger CF is found in what is kept
         at a smaller one. Otherwise candidates are compressed from the full tensor.
     sampled: a strided sample of a tensor is compressed as well, or badly, as the tensor itself.
+    keeps_zeros: an element that is 0 is never decoded to something else.
     masking: the CF from which on its paper clears the velocity of what was sent; None: no opinion.
     """
 
@@ -119,6 +120,7 @@ class Compressor(ABC):
     error_feedback: bool = True
     multilevel: bool = True
     sampled: bool = True
+    keeps_zeros: bool = True
     masking: float | None = None
 
     @abstractmethod

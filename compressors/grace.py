@@ -57,10 +57,14 @@ class GraceCompressor(Compressor):
     error_feedback: whether to feed the error back; False for an unbiased compressor.
 
     The sizes of the tensors must depend on the number of elements and the CF alone (ValueError
-    otherwise), and `inner.compress` must leave its argument as it is.
+    otherwise), and `inner.compress` must leave its argument as it is. It is also called to measure
+    candidates and, once for every size, on noise; `inner.decompress` is called on a thread of the
+    process group. What `inner` itself remembers is in no `state_dict`.
     """
 
     multilevel = False
+    sampled = False  # compressing the sample as well would leave its ctx behind
+    keeps_zeros = False  # not known
 
     def __init__(
         self,

@@ -71,6 +71,7 @@ class OneBit(Quantizer):
     """CF 32, and 64 bits more for each column of `column` consecutive elements. A contraction."""
 
     name = "onebit"
+    keeps_zeros = False
 
     def __init__(self, column: int = 512) -> None:
         self.column = column

@@ -54,6 +54,7 @@ class PowerSGD(RoundsCompressor):
     """
 
     name = "powersgd"
+    keeps_zeros = False
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -8,6 +8,7 @@ they can be summed by an all-reduce.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import gcd, nan
 
@@ -19,9 +20,17 @@ from torch import Tensor
 from compressors.base import Compressor, Key, Payload, check_cf, further, kept
 from compressors.norms import add_and_norm, lost, squared_norm
 from compressors.sparse import add_at, check_flat, check_out, take
+from compressors.values import ValueFormat, make_values
 from compressors.wire import split
 
 _FIRST = 1024  # indices computed by multiplication, the others by addition
+
+
+@dataclass(frozen=True)
+class RandomPayload(Payload):
+    """parts: the coded values. exact: the values before coding; None after receiving."""
+
+    exact: Tensor | None = None
 
 
 class RandomK(Compressor):
@@ -30,17 +39,22 @@ class RandomK(Compressor):
     seed: the same on all ranks.
     unbiased: scale the values by numel / k, so that E[C(a)] = a; then the error is not fed back.
         Otherwise C is a projection, to be used with error feedback.
+    values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "qsgd" or a
+        `ValueFormat`. Coded ones cannot be summed: they are gathered.
 
-    parts: values (the tensor's dtype, k elements), in the order of `shared_indices`.
+    parts: the k values, coded, in the order of `shared_indices`.
     """
 
     name = "randomk"
-    linear = True
 
-    def __init__(self, seed: int = 0, unbiased: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, unbiased: bool = False, values: str | ValueFormat = "fp32"
+    ) -> None:
         self.seed = seed
         self.unbiased = unbiased
         self.error_feedback = not unbiased
+        self.values = make_values(values)
+        self.linear = self.values.lossless
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         return self._compress(tensor, squared_norm(tensor), cf, key)
@@ -49,29 +63,29 @@ class RandomK(Compressor):
         return self._compress(memory, add_and_norm(memory, tensor), cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
+        assert isinstance(payload, RandomPayload)
         cf = further(payload.cf, factor)
-        (values,) = payload.parts
+        values = self._decoded(payload) if payload.exact is None else payload.exact
         scale = self._scale(payload.numel, values.numel())
         values = values[: kept(payload.numel, cf)]
         return self._payload(values, scale, payload.total, payload.numel, cf, payload.key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
-        (values,) = payload.parts
-        add_at(out, self._indices(payload), values, scale)
+        add_at(out, self._indices(payload), self._decoded(payload), scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
         self.add_to(tensor, payload, -1.0)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return kept(numel, cf) * dtype.itemsize
+        return self.values.nbytes(kept(numel, cf), dtype)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        parts = split(data, (kept(numel, cf), dtype))
-        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
+        parts = split(data, *self.values.layout(kept(numel, cf), dtype))
+        return RandomPayload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
-        if payload.parts[0].numel() == payload.numel:
+        if kept(payload.numel, payload.cf) == payload.numel:
             return None
         return self._indices(payload).long()
 
@@ -96,15 +110,30 @@ class RandomK(Compressor):
             values = values * (scale / scaled)
         energy = scale**2 * inner
         error = lost(total + energy, 2 * scale * inner) if k < numel else 0.0
-        return Payload((values,), numel, cf, energy, error, key, total, values.dtype)
+        parts = self.values.encode(values, key)
+        payload = RandomPayload(
+            parts, numel, cf, energy, error, key, total, values.dtype, exact=values
+        )
+        if self.values.lossless:
+            return payload
+        # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale if kept
+        sent = self._decoded(payload)
+        rounded = values - sent
+        across = float((values.double() * rounded.double()).sum()) * (1 / scale - 1)
+        error = lost(error + 2 * across + squared_norm(rounded), 0.0)
+        return replace(payload, energy=squared_norm(sent), error=error)
+
+    def _decoded(self, payload: Payload) -> Tensor:
+        k = kept(payload.numel, payload.cf)
+        return self.values.decode(payload.parts, k, payload.dtype)
 
     def _scale(self, numel: int, k: int) -> float:
         return numel / k if self.unbiased and k else 1.0
 
     def _indices(self, payload: Payload) -> Tensor:
-        (values,) = payload.parts
-        indices = shared_indices(self.seed, payload.key, payload.numel, values.numel())
-        return torch.from_numpy(indices).to(values.device)
+        k = kept(payload.numel, payload.cf)
+        indices = shared_indices(self.seed, payload.key, payload.numel, k)
+        return torch.from_numpy(indices).to(payload.parts[0].device)
 
 
 def shared_indices(seed: int, key: Key, numel: int, k: int) -> NDArray[np.int32]:

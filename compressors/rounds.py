@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
-from math import nan, prod
+from math import nan
 
 import torch
 from torch import Tensor
@@ -74,20 +74,6 @@ class RoundsCompressor(Compressor):
         """out = decompress(payload), in place; `out` is flat with payload.numel elements."""
         out.detach().zero_()
         self.add_to(out, payload)
-
-    def payload_nbytes_for(
-        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
-    ) -> int:
-        """Bytes handed to the collectives for a parameter of this shape, all rounds together."""
-        return self.payload_nbytes(prod(shape), cf, dtype)
-
-    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
-        """Elements sent for a parameter of this shape."""
-        return self.floats(prod(shape), cf)
-
-    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        """The CF really done for a parameter of this shape if asked for `cf`."""
-        return self.supported(cf, prod(shape))
 
 
 def check_bucket(

@@ -53,6 +53,7 @@ class SignSGD(Quantizer):
     distributed."""
 
     name = "signsgd"
+    keeps_zeros = False
 
     def __init__(self) -> None:
         super().__init__({32.0: Signs(self.name)})

@@ -28,12 +28,14 @@ class Context:
     supported: the nearest CF that the compressor can really do.
     assumed: gains, by CF, of what cannot be measured (foreign hooks); those CFs belong to the
         ladder too.
+    unknown: CFs of which not even that is known: for whoever asks for them by name.
     """
 
     cf_range: tuple[float, float]
     world_size: int
     supported: Callable[[float], float] = float
     assumed: Mapping[float, float] = field(default_factory=dict)
+    unknown: frozenset[float] = frozenset()
 
 
 @dataclass(frozen=True)

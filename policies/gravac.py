@@ -76,6 +76,12 @@ class GraVAC(Policy):
         rungs = make_ladder(cf_range, self.scaling, self.step_size)
         others = (cf for cf in context.assumed if cf_range[0] <= cf <= cf_range[1])
         self._ladder = tuple(sorted({*map(context.supported, rungs), *others}))
+        nameless = context.unknown.intersection(self._ladder)
+        if nameless:
+            raise ValueError(
+                f"hooks: CF {min(nameless):g} is a candidate of GraVAC too, which needs to know "
+                f"its gain; give HookRung(hook, gain=...) or another CF"
+            )
         # A short window must still leave steps to send the candidate in.
         believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
         weight = weight_for(context.world_size)

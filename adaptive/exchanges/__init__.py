@@ -17,29 +17,40 @@ from adaptive.exchanges.sharded import sharded
 from adaptive.exchanges.shared_indices import shared_indices
 from adaptive.exchanges.summed import summed
 from compressors import Compressor
+from compressors.grace import GraceCompressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
-EXCHANGES = ("auto", "all_reduce", "all_gather", "sharded", "shared_indices")
+EXCHANGES = (
+    "auto",
+    "all_reduce",
+    "all_gather",
+    "sharded",
+    "shared_indices",
+    "shared_indices_by_energy",
+)
 
 
 @dataclass(frozen=True)
 class Strategy:
     """name: one of EXCHANGES. collectives: that it issues a bucket.
 
-    sharded: units must not cross the borders of the ranks' shards.
+    sharded: units must not cross the borders of the ranks' shards. by_energy: the rank with the
+        largest error-fed gradient chooses for all, not one after the other.
     """
 
     name: str
     start: Callable[[BucketStep], Rounds]
     collectives: int
     sharded: bool = False
+    by_energy: bool = False
 
 
 GATHERED = Strategy("all_gather", gathered, 1)
 SUMMED = Strategy("all_reduce", summed, 1)
 SHARDED = Strategy("sharded", sharded, 2, sharded=True)
 SHARED_INDICES = Strategy("shared_indices", shared_indices, 2)
+BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, by_energy=True)
 
 
 def strategies(base: Compressor) -> list[Strategy]:
@@ -48,9 +59,11 @@ def strategies(base: Compressor) -> list[Strategy]:
         return [Strategy("all_reduce", partial(in_rounds, compressor=base), base.rounds_count)]
     if base.linear:
         return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
+    if isinstance(base, GraceCompressor):  # a second compression would have a ctx of its own
+        return [GATHERED]
     ways = [GATHERED, SHARDED]
     if isinstance(base, Sparsifier) and base.values.lossless:
-        ways.append(SHARED_INDICES)
+        ways += [SHARED_INDICES, BY_ENERGY]
     return ways
 
 

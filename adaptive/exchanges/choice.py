@@ -80,6 +80,11 @@ class ExchangeChoice:
         both = GATHERED in self._ways and SHARDED in self._ways
         return self._fixed is None and self._ways[0] is GATHERED and both and self._world_size > 2
 
+    @property
+    def by_energy(self) -> bool:
+        """The ranks' energies must be known."""
+        return self._fixed is not None and self._fixed.by_energy
+
     def pick(self, nbytes: float) -> Strategy:
         """For payloads of `nbytes` a bucket."""
         if not self.measures:

@@ -11,8 +11,6 @@ from torch import Tensor
 from adaptive.bucket import Unit
 from adaptive.bucket_step import BucketStep
 from adaptive.exchanges import pipeline
-from adaptive.multilevel import record_levels
-from adaptive.sample import strided_sample
 from compressors.base import Payload
 from compressors.rounds import Rounds, RoundsCompressor
 
@@ -28,7 +26,10 @@ def in_rounds(step: BucketStep, compressor: RoundsCompressor) -> pipeline.Rounds
     exchange, finite = step.exchange, step.bucket.finite
     units = [unit for unit in step.units if unit.compressor is compressor]
     plain = [unit for unit in step.units if unit.compressor is not compressor]
-    sums = [_accumulated(step, unit) for unit in units]
+    if not units:  # all of the bucket is below dense_below
+        yield from _uncompressed(step, compressor.rounds_count)
+        return
+    sums = [step.accumulate(unit) for unit in units]
     own: dict[Unit, Payload] = {unit: step.compress(unit) for unit in plain}
 
     def report(payloads: Sequence[Payload]) -> None:
@@ -42,7 +43,7 @@ def in_rounds(step: BucketStep, compressor: RoundsCompressor) -> pipeline.Rounds
         [unit.key for unit in units],
         exchange.world_size,
         report,
-        held=[i for i, unit in enumerate(units) if _held(unit)],
+        held=[i for i, unit in enumerate(units) if unit.held],
     )
     share = next(rounds)
     first = torch.cat([share, *(own[unit].parts[0] for unit in plain)]) if plain else share
@@ -51,24 +52,34 @@ def in_rounds(step: BucketStep, compressor: RoundsCompressor) -> pipeline.Rounds
     total = total[: share.numel()]
     for _ in range(compressor.rounds_count - 1):
         total = yield exchange.all_reduce(rounds.send(total))
-    means = dict(zip(units, _returned(rounds, total), strict=True))
-    offsets = sums_of_plain.split([unit.numel for unit in plain])
-    for unit, summed in zip(plain, offsets, strict=True):
-        means[unit] = own[unit].with_parts(summed / exchange.world_size)
-    received = [means[unit] for unit in step.units]
-    if step.poisoned(received):
+    means = _returned(rounds, total)
+    if any(compressor.is_poisoned(mean) for mean in means) or not _finite(sums_of_plain):
         step.undo()
         return
     step.settle([own[unit] for unit in step.units])
-    step.decode([received], 1.0)
+    for unit, mean in zip(units, means, strict=True):
+        compressor.write_to(step.view(unit), mean)
+    rest = sums_of_plain.split([unit.numel for unit in plain])
+    for unit, summed in zip(plain, rest, strict=True):
+        step.view(unit).copy_(summed).div_(exchange.world_size)
+    step.announce()
 
 
-def _held(unit: Unit) -> bool:
-    return all(piece.part.held for piece in unit.ranges)
-
-
-def _accumulated(step: BucketStep, unit: Unit) -> Tensor:
-    return step.accumulate(unit) if step.bucket.finite else torch.zeros_like(step.view(unit))
+def _uncompressed(step: BucketStep, collectives: int) -> pipeline.Rounds:
+    """One round of sums does; the others have nothing to send."""
+    own = [step.compress(unit) for unit in step.units]
+    empty = step.bucket.work.new_empty(0)
+    flat = torch.cat([empty, *(payload.parts[0] for payload in own)])
+    flat = yield step.exchange.all_reduce(flat)
+    for _ in range(collectives - 1):
+        yield step.exchange.all_reduce(empty)
+    sums = flat.split([unit.numel for unit in step.units])
+    received = [payload.with_parts(each) for payload, each in zip(own, sums, strict=True)]
+    if step.poisoned(received):
+        step.undo()
+        return
+    step.settle(own)
+    step.decode([received], 1 / step.exchange.world_size)
 
 
 def _record(
@@ -76,7 +87,7 @@ def _record(
 ) -> None:
     """Measure every CF of the tally: those above the one sent on what is sent, the others anew."""
     for unit, a, payload in zip(units, sums, payloads, strict=True):
-        if _held(unit):
+        if unit.held:
             continue
         compressor, levels = unit.compressor, []
         for cf in step.tally.cfs:
@@ -86,8 +97,7 @@ def _record(
                 levels.append(payload)
             else:
                 levels.append(compressor.recompress(payload, cf / step.cf))
-        sample = strided_sample(step.view(unit))
-        record_levels(compressor, levels, sample, unit.key, step.tally)
+        step.record(unit, levels)
 
 
 def _returned(rounds: Rounds, total: Tensor) -> list[Payload]:
@@ -96,3 +106,7 @@ def _returned(rounds: Rounds, total: Tensor) -> list[Payload]:
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("the compressor has more rounds than it announced")
+
+
+def _finite(summed: Tensor) -> bool:
+    return bool(torch.isfinite(summed).all())

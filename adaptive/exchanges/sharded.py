@@ -33,7 +33,9 @@ def sharded(step: BucketStep) -> Rounds:
     exchange, n = step.exchange, step.exchange.world_size
     shards = _by_shard(step, n)
     sizes = [sum(payload_sizes(units, step.cf, step.dtype)) for units in shards]
+    before = step.tally.copy()
     own = [step.compress(unit) for unit in step.units]
+    kept = step.tally.since(before)
     wire = pack(step.units, own, step.cf, step.dtype)
     rows = yield exchange.all_to_all(wire, sizes)
     mine = shards[exchange.rank]
@@ -44,6 +46,7 @@ def sharded(step: BucketStep) -> Rounds:
     wire = packed.new_zeros(max(sizes))  # the collective wants equal sizes
     wire[: packed.numel()] = packed
     shard.keep_remainder(second)
+    step.tally.lose(kept, shard.lost_share(second))
     rows = yield exchange.all_gather(wire)
     means: list[Payload] = []
     for units, row, size in zip(shards, rows, sizes, strict=True):
@@ -89,6 +92,11 @@ class Shard:
         """Take what is sent, once packed, off the mean."""
         for unit, payload in zip(self._units, sent, strict=True):
             unit.compressor.subtract_from(self._view(unit), payload)
+
+    def lost_share(self, sent: Sequence[Payload]) -> float:
+        """Of the mean's energy, what the second compression loses."""
+        total = sum(payload.total for payload in sent)
+        return sum(payload.error for payload in sent) / total if total > 0 else 0.0
 
     def fold(self) -> None:
         """Add N times the remainder to this rank's own memory."""

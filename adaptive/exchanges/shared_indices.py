@@ -1,7 +1,8 @@
 """One rank chooses the indices for all, and the values at them are summed.
 
 Tyagi and Swany's AR-Topk: a sparse exchange whose bytes do not grow with the number of ranks. The
-ranks take turns in choosing. Each rank's residual loses exactly its own values at those indices.
+ranks take turns in choosing, or the one with the largest error-fed gradient does. Each rank's
+residual loses exactly its own values at those indices.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from torch import Tensor
 from adaptive.bucket import Unit
 from adaptive.bucket_step import BucketStep
 from adaptive.exchanges.pipeline import Rounds
-from adaptive.multilevel import compress_levels, record_levels
-from adaptive.sample import strided_sample
+from adaptive.multilevel import compress_levels
 from compressors import NoCompression
 from compressors.base import Payload, kept
 from compressors.sparsifier import Sparsifier
@@ -30,8 +30,8 @@ def shared_indices(step: BucketStep) -> Rounds:
        finite.
     3. Take what we sent off the memory, write the mean - or undo it all.
     """
-    exchange, leader = step.exchange, step.step % step.exchange.world_size
-    sums = [_accumulated(step, unit) for unit in step.units]
+    exchange, leader = step.exchange, step.leader
+    sums = [step.accumulate(unit) for unit in step.units]
     sizes = [_index_nbytes(step, unit) for unit in step.units]
     chosen = torch.zeros(sum(sizes), dtype=torch.uint8, device=step.bucket.work.device)
     if exchange.rank == leader:
@@ -58,10 +58,6 @@ def shared_indices(step: BucketStep) -> Rounds:
     step.decode([received], 1 / exchange.world_size)
 
 
-def _accumulated(step: BucketStep, unit: Unit) -> Tensor:
-    return step.accumulate(unit) if step.bucket.finite else torch.zeros_like(step.view(unit))
-
-
 def _sparse(unit: Unit) -> Sparsifier:
     assert isinstance(unit.compressor, Sparsifier)
     return unit.compressor
@@ -76,13 +72,12 @@ def _index_nbytes(step: BucketStep, unit: Unit) -> int:
 
 def _own(step: BucketStep, unit: Unit, a: Tensor, indices: Tensor) -> Payload:
     """What this rank has at the chosen `indices` (as packed); the tally takes its norms."""
-    measured = step.bucket.finite and not all(piece.part.held for piece in unit.ranges)
-    sample = strided_sample(step.view(unit))
+    measured = step.bucket.finite and not unit.held
     if isinstance(unit.compressor, NoCompression):
         payload = unit.compressor.compress(a, step.cf, unit.key)
         if measured:
             levels = [payload] * len(step.tally.cfs)
-            record_levels(unit.compressor, levels, sample, unit.key, step.tally)
+            step.record(unit, levels)
         return payload.with_parts(payload.parts[0].clone())
     sparse = _sparse(unit)
     payload = sparse.at(a, indices, step.cf, unit.key)
@@ -91,6 +86,6 @@ def _own(step: BucketStep, unit: Unit, a: Tensor, indices: Tensor) -> Payload:
         above = [cf for cf in step.tally.cfs if cf >= step.cf]
         smaller = [sparse.compress(a, cf, unit.key) for cf in below]
         levels = compress_levels(sparse, lambda _: payload, lambda _: payload, above)
-        record_levels(sparse, [*smaller, *levels], sample, unit.key, step.tally)
+        step.record(unit, [*smaller, *levels])
     assert kept(unit.numel, step.cf) == payload.parts[-1].numel()
     return replace(payload, cf=step.cf)

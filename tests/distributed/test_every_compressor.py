@@ -20,7 +20,7 @@ CFS = (10.0, 100.0, 1.0, 2.5, 1000.0)
 def _bases() -> dict[str, Compressor]:
     """All that feed their error back, and some with coded values."""
     named = {name: make_compressor(name) for name in compressor_names() if name != "none"}
-    more = ("topk+bf16", "topk+int8", "dgc+fp16", "topk+qsgd")
+    more = ("topk+bf16", "topk+int8", "dgc+fp16", "topk+qsgd", "randomk+bf16")
     named |= {name: make_compressor(name) for name in more}
     named["qsgd, fed back"] = QSGD(error_feedback=True)
     return {name: base for name, base in named.items() if base.error_feedback}

@@ -84,6 +84,7 @@ WAYS = [
     ("topk", {"exchange": "all_gather"}),
     ("topk", {"exchange": "sharded"}),
     ("topk", {"exchange": "shared_indices"}),
+    ("topk", {"exchange": "shared_indices_by_energy"}),
     ("randomk", {"exchange": "all_reduce"}),
     ("randomk", {"exchange": "sharded"}),
 ]

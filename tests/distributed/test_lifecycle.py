@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Event, Fixed, StepRecord, Timeline, adaptive_hook
+from adaptive import AdaptiveCompressor, Event, Fixed, RandomK, StepRecord, Timeline, adaptive_hook
 from policies import DENSE
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
@@ -19,6 +19,7 @@ from tests.distributed.setting import (
     flat_parameters,
     local_gradients,
     loss_of,
+    same,
     small_net,
 )
 
@@ -222,3 +223,87 @@ def _two_backwards(rank: int) -> int:
 
 def test_two_backwards_a_step_are_warned_of_once() -> None:
     assert run_ranks(2, _two_backwards) == [1, 1]
+
+
+def _left_to_one_without_memory(rank: int) -> dict[str, Any]:
+    """Sum of sent + what is held - sum of gradients, across a change to a compressor that keeps no
+    residual."""
+    model = DDP(small_net())
+    first = AdaptiveCompressor("topk", (10, 10), policy="fixed").attach(model)
+    held, missing = [], 0.0
+    for step in range(6):
+        if step == 3:
+            before = first.state_dict()["memory"]
+            held = [kept["residual"] for kept in before.values()]
+            first.detach()
+            unbiased = AdaptiveCompressor(RandomK(unbiased=True), (10, 10), policy="fixed")
+            unbiased.attach(model)
+        own = local_gradients(model, step, rank)
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        if step == 3:
+            a = torch.cat(list(own.values())) + torch.cat(held)
+            dist.all_reduce(a)
+            mean = torch.cat([p.grad.flatten() for p in model.parameters()])
+            missing = float((mean - a / dist.get_world_size()).abs().max())
+    return {"missing": missing, "cf": unbiased.cf, "left": unbiased.state_dict()["memory"]}
+
+
+def test_a_residual_is_sent_before_a_compressor_without_memory_takes_over() -> None:
+    for result in run_ranks(2, _left_to_one_without_memory):
+        assert result["missing"] < 1e-12
+        assert result["cf"] == 10
+        assert result["left"] == {}
+
+
+def _small_tensors(rank: int, base: str) -> float:
+    model = DDP(small_net(), bucket_cap_mb=0.0004)
+    AdaptiveCompressor(
+        base, (2, 100), policy=Scripted([3.0]), dense_below=600, memory="residual"
+    ).attach(model)
+    worst = 0.0
+    for step in range(3):
+        mean = torch.cat(list(local_gradients(model, step, rank).values()))
+        dist.all_reduce(mean)
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        got = torch.cat([p.grad.flatten() for p in model.parameters()])
+        worst = max(worst, float((got - mean / dist.get_world_size()).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("base", ["topk", "powersgd", "sketch", "randomk"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_of_small_tensors_only_is_sent_as_it_is(base: str, world_size: int) -> None:
+    assert max(run_ranks(world_size, _small_tensors, base)) < 1e-12
+
+
+def _zeros_made_something(rank: int) -> str:
+    model = DDP(small_net(), find_unused_parameters=True)
+    compressor = AdaptiveCompressor("signsgd", (32, 32), granularity="bucket")
+    with pytest.raises(ValueError, match="granularity must be 'layer'") as caught:
+        compressor.attach(model)
+    return str(caught.value)
+
+
+def test_bucket_granularity_is_refused_where_zeros_of_unused_parameters_would_be_sent() -> None:
+    assert all("signsgd" in message for message in run_ranks(2, _zeros_made_something))
+
+
+def _refusing_a_state(rank: int) -> bool:
+    """A state that the policy refuses changes nothing, the compressor's own state included."""
+    model = DDP(small_net())
+    compressor = AdaptiveCompressor("powersgd", (2, 100), policy=Fixed(cf=4)).attach(model)
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+    saved = compressor.state_dict()
+    state = {**saved, "controller": {**saved["controller"], "policy": {"send": 7.0}, "step": 99}}
+    state["compressor"] = {"q": {}}
+    with pytest.raises(ValueError, match="send"):
+        compressor.load_state_dict(state)
+    after = compressor.state_dict()
+    return same(after["compressor"], saved["compressor"]) and after["controller"]["step"] == 3
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    assert all(run_ranks(2, _refusing_a_state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, GraceCompressor, HookRung, MemoryTimeline
+from adaptive import AdaptiveCompressor, Fixed, GraceCompressor, GraVAC, HookRung, MemoryTimeline
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 
@@ -146,11 +147,114 @@ def _grace(rank: int, kind: str, exchange: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
 @pytest.mark.parametrize("kind", ["topk", "signs"])
-def test_grace_objects_lose_nothing(kind: str, exchange: str) -> None:
-    results = run_ranks(2, _grace, kind, exchange)
+def test_grace_objects_lose_nothing(kind: str) -> None:
+    results = run_ranks(2, _grace, kind, "auto")
     for result in results:
         assert result["deviation"] < 1e-12
         assert torch.equal(result["parameters"], results[0]["parameters"])
         assert 0 < result["gain"] < 1
+
+
+def _scaled(rank: int) -> list[float]:
+    """A gradient far below what half precision can hold, under a loss scale."""
+    layer = torch.nn.Linear(4, 1, bias=False)
+    model = DDP(layer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    AdaptiveCompressor(
+        "topk",
+        (2, 100),
+        policy=Scripted([2.0]),
+        hooks={2: default_hooks.fp16_compress_hook},
+        memory="none",
+    ).attach(model, scaler=scaler)
+    scaler.scale(1e-8 * model(torch.ones(2, 4)).mean()).backward()
+    return (layer.weight.grad / scaler.get_scale()).flatten().tolist()
+
+
+def test_a_hook_gets_gradients_times_the_loss_scale() -> None:
+    for gradient in run_ranks(2, _scaled):
+        assert gradient == pytest.approx([1e-8] * 4, rel=1e-2)
+
+
+def _nan_in_between(rank: int) -> dict[str, Any]:
+    """The dense step that is to empty the residual is spoiled on one rank."""
+    model = DDP(small_net(torch.float32))
+    policy = Scripted([10.0, 10.0, 2.0])
+    compressor = AdaptiveCompressor(
+        "topk", (2, 100), policy=policy, hooks={2: default_hooks.fp16_compress_hook}
+    ).attach(model)
+    held = []
+    for step in range(6):
+        bad = step == 2 and rank == 1
+        (loss_of(model, step, rank) * (float("nan") if bad else 1.0)).backward()
+        model.zero_grad()
+        policy.cfs = [10.0] if step < 1 else [2.0]
+        memory = compressor.state_dict()["memory"]
+        held.append(sum("residual" in kept for kept in memory.values()))
+    return {"sent": [report.cf for report in policy.reports], "held": held}
+
+
+def test_the_residual_waits_until_a_dense_step_has_arrived() -> None:
+    for result in run_ranks(2, _nan_in_between):
+        assert result["sent"] == [10.0, 10.0, 1.0, 1.0, 2.0, 2.0] or result["sent"] == [
+            *(10.0, 1.0, 1.0, 2.0, 2.0, 2.0)
+        ]
+        first_hook = result["sent"].index(2.0)
+        assert result["held"][first_hook - 1] == 0
+
+
+def _refused(rank: int, what: str) -> str:
+    model = DDP(small_net(torch.float32))
+    hooks: dict[float, Any] = {2.0: HookRung(default_hooks.fp16_compress_hook, gain=0.9)}
+    options: dict[str, Any] = {"policy": Scripted([10.0])}
+    if what == "gain":
+        hooks = {2.0: HookRung(default_hooks.fp16_compress_hook, gain=0.9 - 0.1 * rank)}
+    if what == "hook":
+        hook = (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)[rank]
+        hooks = {2.0: HookRung(hook)}
+    if what == "outside":
+        hooks = {200.0: default_hooks.fp16_compress_hook}
+    if what == "candidate":
+        hooks, options = {4.0: default_hooks.fp16_compress_hook}, {"policy": "gravac"}
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        AdaptiveCompressor("topk", (2, 100), hooks=hooks, **options).attach(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("gain", "set up differently"),
+        ("hook", "set up differently"),
+        ("outside", r"hooks must have CFs inside cf_range \(2, 100\), got 200"),
+        ("candidate", "hooks: CF 4 is a candidate of GraVAC too"),
+    ],
+)
+def test_hooks_that_cannot_work_are_refused_on_every_rank(what: str, told: str) -> None:
+    for message in run_ranks(2, _refused, what):
+        assert re.search(told, message)
+
+
+def _only_hooks(rank: int, base: str, gain: float | None) -> tuple[list[float], float]:
+    model = DDP(small_net(torch.float32))
+    policy = GraVAC(window=4, dense_window=2) if gain else Fixed(cf=2)
+    compressor = AdaptiveCompressor(
+        base,
+        (2, 100),
+        policy=policy,
+        hooks={2: HookRung(default_hooks.fp16_compress_hook, gain=gain)},
+    ).attach(model)
+    sent = []
+    for step in range(8):
+        loss_of(model, step, rank).backward()
+        sent.append(compressor.cf)
+    return sent, compressor.summary().floats_sent
+
+
+def test_a_hook_is_a_rung_for_gravac_if_its_gain_is_told_and_works_without_a_base() -> None:
+    for sent, _ in run_ranks(2, _only_hooks, "topk", 0.999):
+        assert 2.0 in sent
+    for sent, floats in run_ranks(2, _only_hooks, "none", None):
+        assert sent == [2.0] * 8
+        assert floats == 8 * 1139 / 2

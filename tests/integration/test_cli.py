@@ -166,6 +166,17 @@ def test_a_run_ends_with_consistent_files(
     assert f"tensorboard --logdir {folder}" in command.err
 
 
+def test_every_knob_of_compression_on_three_workers(
+    text: Path, tmp_path: Path, start: Callable[..., Command]
+) -> None:
+    options = "--steps 8 --batch-size 1 --workers 3 --json --base dgc+int8 --cf-range 4 1000"
+    options += " --policy warmup --warmup-steps 1 --exchange sharded --dense-below 500"
+    command = start(*TRAIN, "--data", text, "--log-dir", tmp_path / "log", *options.split())
+    assert command.end() == 0, command.err
+    history = [(p["first"], p["last"], p["cf"]) for p in json.loads(command.out)["cf_history"]]
+    assert history == [(0, 0, 4), (1, 1, 16), (2, 2, 64), (3, 3, 256), (4, 7, 1000)]
+
+
 def _scalar_steps(folder: Path, tag: str) -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -267,7 +278,15 @@ BAD = {
     "--steps many": ["--steps", "'many'", "integer >= 1"],
     "--lr -1": ["--lr", "'-1'", "> 0"],
     "--policy x": ["--policy", "'x'", "gravac"],
-    "--base x": ["--base", "'x'", "none, randomk, topk"],
+    "--base x": ["--base", "'x'", "adacomp, bf16, dgc"],
+    "--base int8+bf16": ["--base", "'int8+bf16'", "sparsifier"],
+    "--base topk+x": ["--base", "'topk+x'", "bf16, fp16"],
+    "--exchange x": ["--exchange", "'x'", "all_gather, sharded"],
+    "--base qsgd --exchange all_reduce": ["--exchange", "'all_reduce'", "all_gather"],
+    "--granularity x": ["--granularity", "'x'", "layer, bucket"],
+    "--dense-below -1": ["--dense-below", "'-1'", ">= 0"],
+    "--base fp16 --dense-below 9": ["--dense-below", "9", "half"],
+    "--warmup-steps 5": ["--warmup-steps", "5", "--policy warmup"],
     "--cf-range 1000 10": ["--cf-range", "1000", "low <= high"],
     "--cf-range 0 10": ["--cf-range", "0.0", "1 <= low"],
     "--cf-range 10": ["--cf-range", "expected 2"],
@@ -349,6 +368,7 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_with_other_worke
         "--policy accordion --eta 0.3 --interval 9 --masking 50 --eval-every 4",
         "--policy off --task text --model gpt --batch-size 2 --checkpoint-every 5",
         "--base none --threads 2",
+        "--base dgc+bf16 --policy warmup --warmup-steps 3 --exchange sharded --dense-below 99",
     ],
 )
 def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:

@@ -18,7 +18,13 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def compressors() -> list[Compressor]:
-    return [NoCompression(), TopK(), RandomK(seed=3), RandomK(seed=3, unbiased=True)]
+    return [
+        NoCompression(),
+        TopK(),
+        RandomK(seed=3),
+        RandomK(seed=3, unbiased=True),
+        RandomK(seed=3, unbiased=True, values="bf16"),
+    ]
 
 
 def label(compressor: Compressor) -> str:
