@@ -17,7 +17,7 @@ from adaptive.timeline import (
     Timeline,
 )
 from compressors import Compressor, GraceCompressor, NoCompression, RandomK, TopK
-from policies import Accordion, Fixed, GraVAC, Plan, Policy, StepReport, Warmup
+from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, StepReport, Warmup
 
 __all__ = [
     "Accordion",
@@ -25,6 +25,7 @@ __all__ = [
     "Compressor",
     "Event",
     "Fixed",
+    "Goodput",
     "GraVAC",
     "GraceCompressor",
     "HookRung",

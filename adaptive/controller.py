@@ -36,6 +36,7 @@ class _Pending:
     step: int
     cf: float
     cfs: tuple[float, ...]
+    ladder: tuple[float, ...]
     vector: PendingSum
     traffic: Traffic
     timed_cf: float
@@ -82,6 +83,7 @@ class Controller:
         self.lr: Callable[[], float] = lambda: nan
         self.forced_dense = False
         self.by_energy = False
+        self.ladder: tuple[float, ...] = ()
         self.carrying = False  # the residual may hold something
         self.owing = False  # and nothing is to be compressed before it is sent
         self._energies: tuple[float, ...] = ()
@@ -130,7 +132,9 @@ class Controller:
         self.plan, self.cf = plan, plan.send
         compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
         exchange, ranks = self._exchange, self._exchange.world_size * self.by_energy
-        self.tally = Tally(cfs=tuple(sorted(compressed)), ranks=ranks, rank=exchange.rank)
+        self.tally = Tally(
+            cfs=tuple(sorted(compressed)), ladder=self.ladder, ranks=ranks, rank=exchange.rank
+        )
         self.tally.lr = self.lr()
         if timed is not None:
             self.tally.seconds = now - timed.began
@@ -188,6 +192,7 @@ class Controller:
             self.step,
             self.cf,
             self.tally.cfs,
+            self.tally.ladder,
             vector,
             traffic,
             self._timed_cf,
@@ -261,7 +266,9 @@ class Controller:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        agreed = Agreed.read(pending.vector.wait(), pending.cfs, self._exchange.world_size)
+        agreed = Agreed.read(
+            pending.vector.wait(), pending.cfs, pending.ladder, self._exchange.world_size
+        )
         self._energies = agreed.energies
         if pending.cf == DENSE and not agreed.spoiled:
             self.carrying = self.owing = False
@@ -280,6 +287,7 @@ class Controller:
             grad_norm=agreed.grad_norm,
             sum_norm=agreed.sum_norm,
             lr=agreed.lr,
+            steady=agreed.steady,
         )
         if pending.cf in report.measurements:
             self._totals.add_gain(pending.cf, report.measurements[pending.cf])

@@ -8,19 +8,11 @@ compression keeps it. Momentum factor masking clears the velocity of what was se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from adaptive.residual import Addition, Residual, Slot
-
-
-class MomentumRule(NamedTuple):
-    """How torch's SGD moves its velocity: u = momentum * u + (1 - dampening) * g."""
-
-    momentum: float
-    dampening: float = 0.0
-    nesterov: bool = False
+from adaptive.residual import Addition, MomentumRule, Residual, Slot
 
 
 class MomentumMemory(Residual):
@@ -47,6 +39,12 @@ class MomentumMemory(Residual):
         self._masking = masking
         self._undo: dict[Slot, tuple[MomentumRule, Tensor | None, bool]] = {}
 
+    def rule(self, slot: Slot) -> MomentumRule | None:
+        return self._rule(slot)
+
+    def masks(self, cf: float) -> bool:
+        return cf >= self._masking
+
     def open(self, slot: Slot, grad: Tensor) -> Addition:
         rule = self._rule(slot)
         self._undo[slot] = (rule, None, slot.started)
@@ -71,7 +69,7 @@ class MomentumMemory(Residual):
 
     def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
         self._undo.pop(slot, None)
-        if slot.velocity is not None and sent is not None and cf >= self._masking:
+        if slot.velocity is not None and sent is not None and self.masks(cf):
             for indices in sent:
                 slot.velocity[indices] = 0
 

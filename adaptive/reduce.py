@@ -29,6 +29,7 @@ from adaptive.multilevel import measure_levels
 from adaptive.residual import NoMemory, Slot
 from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
+from adaptive.shadow import ShadowLadder
 from adaptive.tally import Tally
 from compressors.base import Payload
 
@@ -56,6 +57,7 @@ class BucketReducer:
         self._pipeline = pipeline
         self._clip_norm = clip_norm
         self._scratch = Scratch()
+        self.shadow: ShadowLadder | None = None
 
     def plain(
         self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
@@ -86,7 +88,7 @@ class BucketReducer:
 
         send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
         """
-        untouched = not tally.cfs and self._clip_norm is None and send is None
+        untouched = not (tally.cfs or tally.ladder or send) and self._clip_norm is None
         if untouched and all(self._memory.idle(slot) for slot in slots):
             tally.grad = nan  # not measured
             return self.plain(buffer, slots, on_mean)
@@ -165,7 +167,10 @@ class BucketReducer:
     def _open(self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
-        return Bucket.open(work, slots, step, self._memory, tally, self._clip_norm)
+        bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm)
+        if self.shadow is not None and tally.ladder:
+            self.shadow.step(bucket, tally)
+        return bucket
 
 
 def _compress(unit: Unit, a: Tensor, cf: float) -> Payload:

@@ -51,6 +51,14 @@ class Slot:
         return self.residual
 
 
+class MomentumRule(NamedTuple):
+    """How torch's SGD moves its velocity: u = momentum * u + (1 - dampening) * g."""
+
+    momentum: float
+    dampening: float = 0.0
+    nesterov: bool = False
+
+
 class Addition(NamedTuple):
     """The error-fed gradient a = target + addend; whoever compresses adds it in place.
 
@@ -84,6 +92,14 @@ class NoMemory:
         """Where the error-fed gradient is (flat), for what is sent to be taken off; None if what
         is not sent is lost."""
         return None
+
+    def rule(self, slot: Slot) -> MomentumRule | None:
+        """How the velocity moves; None without one."""
+        return None
+
+    def masks(self, cf: float) -> bool:
+        """The velocity of what is sent at this CF is cleared."""
+        return False
 
     def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
         """What was sent at `cf` has been taken off the remainder.

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from adaptive.agreement import agree, describe_sizes
 from adaptive.bucket import Grain
 from adaptive.controller import Controller
-from adaptive.exchange import Exchange
+from adaptive.exchange import Exchange, gather_wire_bytes, reduce_wire_bytes
+from adaptive.exchanges import GATHERED
 from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
 from adaptive.exchanges.pipeline import Pipeline
 from adaptive.foreign import HookRung
@@ -32,6 +33,7 @@ from adaptive.link import EmulatedLink, LinkSpec
 from adaptive.memory import MemoryChoice
 from adaptive.reduce import BucketReducer, only
 from adaptive.residual import NoMemory, Residual, Slot
+from adaptive.shadow import ShadowLadder
 from adaptive.timeline import Timeline
 from compressors import Compressor
 from policies import DENSE, Context, Fixed, Policy
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("adaptive")
 
 _BUCKET = 25 * 2**20
-_CONTENTS = ("compressor", "link", "memory", "sum", "controller")
+_CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller")
 
 
 @dataclass
@@ -112,6 +114,7 @@ class Session:
         self.controller.sum_reader = self._sum.read
         self.controller.lr = self._learning_rate
         self.controller.by_energy = self._ways.by_energy
+        self.controller.ladder = self._shadow.cfs if self._shadow else ()
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -135,6 +138,7 @@ class Session:
                 self._supported,
                 assumed,
                 frozenset(settings.hooks.keys() - assumed.keys()),
+                self._wire_bytes,
             )
         )
         self._choose_memory()
@@ -276,6 +280,7 @@ class Session:
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._ways.link).values()),
             "memory": {name: state for name, state in memory.items() if state},
+            "shadow": self._shadow.state_dict() if self._shadow else {},
             "sum": self._sum.state_dict(),
             "controller": self.controller.state_dict(),
         }
@@ -295,6 +300,8 @@ class Session:
         for name, slot in by_name.items():
             self.memory.load_state_dict(slot, state["memory"].get(name, {}))
         self._sum.load_state_dict(state["sum"], by_name)
+        if self._shadow is not None:
+            self._shadow.load_state_dict(state["shadow"], by_name)
 
     def _check_state(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
         expected = {
@@ -337,7 +344,22 @@ class Session:
         self.memory = memory
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
+        self._shadow = self._make_shadow(memory)
         self._reducer = BucketReducer(self._grain, memory, self.exchange, self._pipeline, clip_norm)
+        self._reducer.shadow = self._shadow
+
+    def _make_shadow(self, memory: NoMemory) -> ShadowLadder | None:
+        """For a policy that asks for it. ValueError if the base has no steady state to show."""
+        policy, base = self.settings.policy, self.settings.base
+        if not policy.shadow:
+            return None
+        if not ShadowLadder.suits(base):
+            raise ValueError(
+                f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
+                f"redsync, sidco, threshold, adacomp), got base={base.name!r}"
+            )
+        cfs = sorted({*map(self._supported, policy.candidates())} - {DENSE, *self.settings.hooks})
+        return ShadowLadder(base, cfs, memory)
 
     def _unhook(self) -> None:
         if self._handover is not None:
@@ -368,6 +390,19 @@ class Session:
             float(p.numel()) if p.numel() < below else base.floats_for(tuple(p.shape), cf)
             for p in self.slots
         )
+
+    def _wire_bytes(self, cf: float) -> float:
+        """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
+        n = self.exchange.world_size
+        if cf == DENSE or cf in self.settings.hooks:
+            return reduce_wire_bytes(4 * self._numel() / cf, n)
+        base, below = self.settings.base, self.settings.dense_below
+        payload = sum(
+            4 * p.numel() if p.numel() < below else base.payload_nbytes_for(tuple(p.shape), cf)
+            for p in self.slots
+        )
+        gathered = self._ways.pick(self._bucket_nbytes(cf)) is GATHERED
+        return (gather_wire_bytes if gathered else reduce_wire_bytes)(payload, n)
 
     def _supported(self, cf: float) -> float:
         """The CF that the base or a hook can really do; the base on its largest tensor, where it

@@ -33,6 +33,8 @@ class Tally:
     cfs: the CFs measured in this step, in the order of the vector.
     kept, error, sample_error: a number for each of `cfs`.
     spoiled: buckets whose gradients are not finite.
+    ladder: the CFs of the shadow ladder, if there is one; shadow_error, shadow_total: a number for
+        each of them.
     ranks: of the energies to be agreed rank by rank, 0 for none; rank: this one's.
     """
 
@@ -50,6 +52,9 @@ class Tally:
     lr: float = nan
     sum_norm: float = nan
     spoiled: float = 0.0
+    ladder: tuple[float, ...] = ()
+    shadow_error: list[float] = field(default_factory=list)
+    shadow_total: list[float] = field(default_factory=list)
     ranks: int = 0
     rank: int = 0
 
@@ -57,6 +62,8 @@ class Tally:
         self.kept = [0.0] * len(self.cfs)
         self.error = [0.0] * len(self.cfs)
         self.sample_error = [0.0] * len(self.cfs)
+        self.shadow_error = [0.0] * len(self.ladder)
+        self.shadow_total = [0.0] * len(self.ladder)
 
     def copy(self) -> Tally:
         """Its sums as they are now."""
@@ -82,11 +89,13 @@ class Tally:
             self.sample_error[i] += share * sample
 
     def vector(self) -> Tensor:
-        """float64, shape (10 + 3 * len(cfs) + ranks,): to be summed over the ranks."""
+        """float64, flat, 10 + 3 * len(cfs) + 2 * len(ladder) + ranks elements: to be summed over
+        the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
         head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
         energies = [self.total if rank == self.rank else 0.0 for rank in range(self.ranks)]
-        rest = self.kept + self.error + self.sample_error + energies
+        rest = self.kept + self.error + self.sample_error + self.shadow_error + self.shadow_total
+        rest += energies
         return torch.tensor(head + rest, dtype=torch.float64)
 
 
@@ -94,7 +103,7 @@ class Tally:
 class Agreed:
     """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged.
 
-    energies: ||a||^2 rank by rank, if that was wanted."""
+    steady: gains of the shadow ladder. energies: ||a||^2 rank by rank, if that was wanted."""
 
     measurements: dict[float, Measurement]
     grad_norm: float
@@ -105,10 +114,13 @@ class Agreed:
     lr: float
     sum_norm: float
     spoiled: float
+    steady: dict[float, float]
     energies: tuple[float, ...] = ()
 
     @classmethod
-    def read(cls, vector: Tensor, cfs: tuple[float, ...], world_size: int) -> Agreed:
+    def read(
+        cls, vector: Tensor, cfs: tuple[float, ...], ladder: tuple[float, ...], world_size: int
+    ) -> Agreed:
         values = vector.tolist()
         grad, total, sample_total = values[:3]
         rest = [value / world_size for value in values[3:_HEAD]]
@@ -125,9 +137,22 @@ class Agreed:
             )
             for i, cf in enumerate(cfs)
         }
-        energies = tuple(values[_HEAD + 3 * n :])
+        shadow = values[_HEAD + 3 * n :]
+        pairs = zip(ladder, shadow, shadow[len(ladder) :], strict=False)
+        steady = {cf: 1 - error / total for cf, error, total in pairs if total > 0}
+        energies = tuple(shadow[2 * len(ladder) :])
         norm = sqrt(grad / world_size) if grad >= 0 else nan
         seconds, median, compress, exchange, lr, sum_norm, spoiled = rest
         return cls(
-            measurements, norm, seconds, median, compress, exchange, lr, sum_norm, spoiled, energies
+            measurements,
+            norm,
+            seconds,
+            median,
+            compress,
+            exchange,
+            lr,
+            sum_norm,
+            spoiled,
+            steady,
+            energies,
         )

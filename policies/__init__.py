@@ -8,6 +8,7 @@ from typing import Any
 from policies.accordion import Accordion
 from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
 from policies.fixed import Fixed
+from policies.goodput import Goodput
 from policies.gravac import GraVAC
 from policies.warmup import Warmup
 
@@ -17,6 +18,7 @@ __all__ = [
     "Context",
     "Fixed",
     "GainKind",
+    "Goodput",
     "GraVAC",
     "Measurement",
     "Plan",
@@ -31,6 +33,7 @@ __all__ = [
 _registry: dict[str, Callable[..., Policy]] = {
     "accordion": Accordion,
     "fixed": Fixed,
+    "goodput": Goodput,
     "gravac": GraVAC,
     "warmup": Warmup,
 }

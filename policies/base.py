@@ -28,6 +28,7 @@ class Context:
     supported: the nearest CF that the compressor can really do.
     assumed: gains, by CF, of what cannot be measured (foreign hooks); those CFs belong to the
         ladder too.
+    wire_bytes: bytes a rank puts on the wire in a step at a CF; nan if that is not known.
     unknown: CFs of which not even that is known: for whoever asks for them by name.
     """
 
@@ -36,6 +37,7 @@ class Context:
     supported: Callable[[float], float] = float
     assumed: Mapping[float, float] = field(default_factory=dict)
     unknown: frozenset[float] = frozenset()
+    wire_bytes: Callable[[float], float] = lambda cf: nan
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class StepReport:
     grad_norm: root of the mean over ranks of ||g||^2.
     sum_norm: norm of the sum of the mean gradients since the last reading; nan unless read.
     lr: learning rate of the first parameter group; nan if no optimizer was handed over.
+    steady: steady-state gain of each CF of the shadow ladder, for a policy that asks for it.
     """
 
     step: int
@@ -127,6 +130,7 @@ class StepReport:
     grad_norm: float = nan
     sum_norm: float = nan
     lr: float = nan
+    steady: Mapping[float, float] = field(default_factory=dict)
 
 
 class Policy(ABC):
@@ -136,6 +140,9 @@ class Policy(ABC):
     name: str = ""
     gain: GainKind = "gradient"
     """The gain it decides on; the timeline's T_comp uses the same."""
+
+    shadow: bool = False
+    """It wants the steady-state gains of its candidates: keep a shadow ladder."""
 
     @abstractmethod
     def start(self, context: Context) -> None:

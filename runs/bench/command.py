@@ -17,6 +17,7 @@ from runs.bench.ddp import bench_hook, bench_memory
 from runs.bench.exchanges import bench_exchanges
 from runs.bench.levels import bench_levels
 from runs.bench.lowrank import bench_lowrank
+from runs.bench.shadow import bench_shadow
 from runs.bench.timing import Row
 from runs.bench.wire import bench_wire
 
@@ -26,6 +27,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "lowrank": lambda args: bench_lowrank(args.rounds, args.seed),
     "wire": lambda args: bench_wire(args.numel),
     "exchanges": lambda args: bench_exchanges(),
+    "shadow": lambda args: bench_shadow(5 * args.rounds),
     "hook": lambda args: bench_hook(args.workers, args.layers, 3 * args.rounds),
     "memory": lambda args: bench_memory(args.workers, args.layers),
 }

@@ -1,0 +1,146 @@
+"""The shadow ladder: what every CF would keep in steady state, without sending any of them.
+
+A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
+that the candidate would leave has not built up. So on a fixed strided sample of each gradient a
+residual of its own is kept for every CF of the ladder, as if that CF had been sent all along. Costs
+a small top-k a CF and a step, and a sample-sized residual a CF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaptive.bucket import Bucket, Part
+from adaptive.momentum import MomentumRule
+from adaptive.residual import NoMemory, Slot
+from adaptive.tally import Tally
+from compressors import Compressor, Sparsifier
+from compressors.base import kept
+from compressors.norms import Array, on_numpy
+
+WHOLE = 1024
+"""Elements up to which a tensor is its own sample."""
+
+SHARE = 64
+"""Of larger tensors, one element in this many (at least WHOLE)."""
+
+
+@dataclass(eq=False)
+class Shadow:
+    """One parameter's sample. residual: (CFs, sample elements). velocity: as much, with momentum
+    only, since masking makes it differ from CF to CF."""
+
+    residual: Array
+    velocity: Array | None = None
+
+
+class ShadowLadder:
+    """compressor: a sparsifier; whatever its rule, its shadow keeps the largest. cfs: ascending.
+
+    memory: the one in use, whose momentum and masking the shadow follows.
+    """
+
+    def __init__(self, compressor: Compressor, cfs: Sequence[float], memory: NoMemory) -> None:
+        self.cfs = tuple(cfs)
+        self._memory = memory
+        self._shadows: dict[Slot, Shadow] = {}
+        self._masked = np.array([memory.masks(cf) for cf in self.cfs])
+
+    @staticmethod
+    def suits(compressor: Compressor) -> bool:
+        """Whether steady-state gains can be told for this compressor."""
+        return isinstance(compressor, Sparsifier)
+
+    def step(self, bucket: Bucket, tally: Tally) -> None:
+        """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
+        gradients are left as they are. A bucket that is not finite is passed over."""
+        if bucket.finite:
+            for part in bucket.parts:
+                if part.grad.numel() and not part.held:
+                    self._step(part, tally)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name: residual and velocity of the samples."""
+        return {
+            slot.name: {
+                k: torch.from_numpy(v.copy()) for k, v in vars(held).items() if v is not None
+            }
+            for slot, held in self._shadows.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
+        """Go on from a `state_dict()`."""
+        self._shadows = {
+            by_name[name]: Shadow(**{k: v.numpy().copy() for k, v in held.items()})
+            for name, held in state.items()
+        }
+
+    def _step(self, part: Part, tally: Tally) -> None:
+        numel = part.grad.numel()
+        stride = max(1, numel // max(WHOLE, numel // SHARE))
+        sample = _sampled(part.grad, stride)
+        shadow = self._shadows.get(part.slot)
+        fresh = shadow is None
+        if shadow is None:
+            shadow = self._shadows[part.slot] = self._begin(part.slot, sample, stride)
+            fresh = shadow.velocity is None
+        _accumulate(shadow, sample, self._memory.rule(part.slot), fresh)
+        a = shadow.residual
+        magnitude = np.abs(a)
+        wanted = [max(1, round(kept(numel, cf) * sample.size / numel)) for cf in self.cfs]
+        smallest = [
+            np.partition(row, row.size - k)[row.size - k]
+            for row, k in zip(magnitude, wanted, strict=True)
+        ]
+        sent = magnitude >= np.array(smallest, a.dtype)[:, None]
+        total = _energies(a)
+        a[sent] = 0
+        lost = _energies(a)
+        if shadow.velocity is not None and self._masked.any():
+            shadow.velocity[sent & self._masked[:, None]] = 0
+        weight = numel / sample.size  # large tensors are sampled more thinly
+        for i in range(len(self.cfs)):
+            tally.shadow_total[i] += weight * float(total[i])
+            tally.shadow_error[i] += weight * float(lost[i])
+
+    def _begin(self, slot: Slot, sample: Array, stride: int) -> Shadow:
+        shadow = Shadow(np.zeros((len(self.cfs), sample.size), sample.dtype))
+        if slot.velocity is not None and self._memory.rule(slot) is not None:  # taken over
+            shadow.velocity = shadow.residual + _sampled(slot.velocity, stride)
+        return shadow
+
+
+def _sampled(grad: Tensor, stride: int) -> Array:
+    sample = grad.detach()[::stride]
+    return sample.numpy() if on_numpy(sample) else sample.float().cpu().numpy()
+
+
+def _accumulate(shadow: Shadow, g: Array, rule: MomentumRule | None, fresh: bool) -> None:
+    """The residuals become the error-fed gradients, by the memory's own rule."""
+    if rule is None or not rule.momentum:
+        shadow.residual += g
+        return
+    if shadow.velocity is None:
+        shadow.velocity = np.zeros_like(shadow.residual)
+    u = shadow.velocity
+    if fresh:  # SGD does not dampen the first step
+        u += g
+    else:
+        u *= rule.momentum
+        u += (1 - rule.dampening) * g
+    if rule.nesterov:
+        shadow.residual += rule.momentum * u
+        shadow.residual += g
+    else:
+        shadow.residual += u
+
+
+def _energies(rows: Array) -> Array:
+    """Squared norm of each row, in double."""
+    return np.einsum("ij,ij->i", rows, rows, dtype=np.float64)

@@ -1,0 +1,131 @@
+"""What a step costs at any CF, from the steps that were really run, on a network that changes.
+
+A step is work + compress(cf) + exposed(bytes): the exposed part is what backward waits for the
+network. Work and compression do not depend on the network, so a change of the network shows in the
+exposed time of the CF in use, and is taken to have changed that of every other CF alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from policies.average import Average
+from policies.base import DENSE, StepReport
+
+WEIGHT = 0.2
+"""Of a new step in what does not depend on the network."""
+
+RECENT = 5
+"""Steps at one CF whose median is its exposed time: three show that the network has changed."""
+
+CHANGED = 1.25
+"""An exposed time this many times what it was, or less than 1 / this, is another network's."""
+
+PAUSE = 3.0
+"""A step this many times its median is a pause (evaluation, a checkpoint), not a step."""
+
+FLOOR = 0.002
+"""Exposed times below this share of the work are lost in noise: smaller ones count as this much."""
+
+
+class StepTime:
+    """nbytes: bytes on the wire at a CF."""
+
+    def __init__(self, nbytes: Callable[[float], float]) -> None:
+        self._nbytes = nbytes
+        self._work = Average(WEIGHT)
+        self._compress: dict[float, Average] = {}
+        self._exposed: dict[float, float] = {}
+        self._recent: list[float] = []
+        self._steps = 0  # at the CF in use
+        self._cf: float | None = None
+
+    def observe(self, report: StepReport) -> None:
+        """Take in one step's times (those of `report.timed_cf`)."""
+        cf, seconds, exposed = report.timed_cf, report.seconds, report.exchange_seconds
+        compress = report.compress_seconds
+        known = (cf, seconds, exposed, compress)
+        if not all(isfinite(each) for each in known) or seconds <= 0 or min(exposed, compress) < 0:
+            return
+        if seconds > PAUSE * report.median_seconds:
+            return
+        self._work.add(max(0.0, seconds - exposed - compress))
+        self._compress.setdefault(cf, Average(WEIGHT)).add(compress)
+        if cf != self._cf:
+            self._cf, self._recent, self._steps = cf, [], 0
+        self._recent = [*self._recent, exposed][-RECENT:]
+        self._steps += 1
+        self._expose(cf, median(self._recent))
+
+    def _expose(self, cf: float, now: float) -> None:
+        """Take in the exposed time of the CF in use. In its first steps it corrects what was
+        thought of this CF; later on, another time means another network."""
+        old = self._exposed.get(cf)
+        if old is None or self._steps <= RECENT:
+            self._exposed[cf] = now
+            return
+        least = FLOOR * self._work.value
+        change = (now + least) / (old + least) if old + least > 0 else 1.0
+        if 1 / CHANGED <= change <= CHANGED:
+            return  # not to be told from noise
+        self._exposed = {other: value * change for other, value in self._exposed.items()}
+        self._exposed[cf] = now
+
+    def seconds(self, cf: float) -> float | None:
+        """Of a step at `cf`, run or not; None before the first step."""
+        if not self._work.count:
+            return None
+        return self._work.value + self._compression(cf) + self._exposure(cf)
+
+    def runs(self, cf: float) -> bool:
+        """Whether it was ever run."""
+        return cf in self._exposed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in JSON-like values."""
+        return {
+            "work": self._work.state_dict(),
+            "compress": [[cf, each.state_dict()] for cf, each in self._compress.items()],
+            "exposed": [list(item) for item in self._exposed.items()],
+            "recent": list(self._recent),
+            "steps": self._steps,
+            "cf": self._cf,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        self._work.load_state_dict(state["work"])
+        self._compress = {}
+        for cf, saved in state["compress"]:
+            self._compress[float(cf)] = Average(WEIGHT)
+            self._compress[float(cf)].load_state_dict(saved)
+        self._exposed = {float(cf): float(value) for cf, value in state["exposed"]}
+        self._recent = [float(value) for value in state["recent"]]
+        self._steps = int(state["steps"])
+        self._cf = None if state["cf"] is None else float(state["cf"])
+
+    def _compression(self, cf: float) -> float:
+        """Of a CF not run yet: the mean of those that were; dense needs none."""
+        if cf == DENSE:
+            return 0.0
+        known = self._compress.get(cf)
+        if known is not None:
+            return known.value
+        others = [each.value for other, each in self._compress.items() if other != DENSE]
+        return sum(others) / len(others) if others else 0.0
+
+    def _exposure(self, cf: float) -> float:
+        """Of a CF not run yet: in proportion to the bytes of the nearest that was run."""
+        known = self._exposed.get(cf)
+        if known is not None:
+            return known
+        if not self._exposed:
+            return 0.0
+        wanted = self._nbytes(cf)
+        nearest = min(self._exposed, key=lambda other: (abs(self._nbytes(other) - wanted), other))
+        nbytes = self._nbytes(nearest)
+        value = self._exposed[nearest]
+        return value * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else value

@@ -1,0 +1,53 @@
+"""What the shadow ladder costs a training step, on the language model, in real gloo processes."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Fixed
+from runs.bench.processes import in_processes
+from runs.bench.timing import Row, describe, interleaved, median_ratio
+from runs.tasks import make_task
+
+LADDER = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1000.0)
+
+
+class _Shadowed(Fixed):
+    """Sends the same, and keeps a shadow ladder."""
+
+    shadow = True
+
+    def candidates(self) -> tuple[float, ...]:
+        return LADDER
+
+
+def _times(rank: int, model_name: str, rounds: int) -> dict[str, list[float]]:
+    steps = {}
+    for name, policy in (("without", Fixed(cf=10)), ("shadow", _Shadowed(cf=10))):
+        torch.manual_seed(rank)
+        task = make_task("text", model=model_name)
+        model = DDP(task.build_model())
+        optimizer = task.optimizer(model)
+        compressor = AdaptiveCompressor("topk", (10, 1000), policy=policy)
+        compressor.attach(model, optimizer=optimizer)
+        batch = task.batch(0, rank, 2)
+
+        def step(task=task, model=model, optimizer=optimizer, batch=batch) -> None:  # type: ignore[no-untyped-def]
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()
+            optimizer.step()
+
+        steps[name] = step
+    return interleaved(steps, rounds, warmup=3)
+
+
+def bench_shadow(rounds: int) -> list[Row]:
+    """Step with a ladder of eight CFs / without, CF 10 in use, momentum correction."""
+    rows = []
+    for model in ("lstm", "gpt"):
+        times = in_processes(2, _times, model, rounds)
+        ratio = median_ratio(times["shadow"], times["without"])
+        what = f"shadow ladder of {len(LADDER)} CFs, {model}: step with / without"
+        rows.append(Row(what, ratio, "<= 1.03", describe(times)))
+    return rows

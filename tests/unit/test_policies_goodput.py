@@ -1,0 +1,183 @@
+"""Goodput on a simulated network: straight to the best CF, and after the network when it changes."""
+
+from __future__ import annotations
+
+import json
+from math import nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import DENSE, Context, Goodput, StepReport, make_policy
+
+GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
+GAINS[1000.0] = 0.006
+WORK, COMPRESS, MODEL = 0.1, 0.005, 4e6  # seconds, seconds, bytes of a dense step
+
+
+def nbytes(cf):
+    return MODEL if cf == DENSE else MODEL * 1.3 / cf
+
+
+def exposed(cf, rate):
+    return nbytes(cf) / rate
+
+
+def step_seconds(cf, rate):
+    return WORK + (COMPRESS if cf != DENSE else 0.0) + exposed(cf, rate)
+
+
+def t_comp(cf, rate):
+    return (1.0 if cf == DENSE else GAINS[cf]) / step_seconds(cf, rate)
+
+
+def best(rate):
+    return max((DENSE, *GAINS), key=lambda cf: t_comp(cf, rate))
+
+
+def started(**options):
+    policy = Goodput(**options)
+    policy.start(Context((10, 1000), 2, wire_bytes=nbytes))
+    return policy
+
+
+def report(step, cf, rate, **changes):
+    values = {
+        "timed_cf": cf,
+        "seconds": step_seconds(cf, rate),
+        "median_seconds": step_seconds(cf, rate),
+        "compress_seconds": 0.0 if cf == DENSE else COMPRESS,
+        "exchange_seconds": exposed(cf, rate),
+        "steady": GAINS,
+    }
+    return StepReport(step, cf, **{**values, **changes})
+
+
+def run(policy, rates):
+    """CFs sent, when step i runs on a network of rates[i] bytes a second."""
+    sent = []
+    for step, rate in enumerate(rates):
+        plan = policy.plan()
+        sent.append(plan.send)
+        policy.observe(report(step, plan.send, rate))
+    return sent
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e8, 3e7, 1e7, 3e6, 1e6, 1e5, 1e4])
+def test_straight_to_the_best_cf_and_never_another(rate):
+    sent = run(started(), [rate] * 100)
+    assert sent[:10] == [DENSE] * 10
+    assert sent[10:] == [sent[10]] * 90
+    assert t_comp(sent[10], rate) >= t_comp(best(rate), rate) / 1.05  # within the margin
+
+
+@pytest.mark.parametrize(("before", "after"), [(1e9, 1e6), (1e6, 1e9), (1e7, 3e5), (3e5, 1e7)])
+def test_a_changed_network_is_followed_within_forty_steps(before, after):
+    sent = run(started(), [before] * 60 + [after] * 80)
+    assert t_comp(sent[59], before) >= t_comp(best(before), before) / 1.05
+    assert t_comp(sent[100], after) >= t_comp(best(after), after) / 1.1
+    assert len(set(sent[100:])) <= 2
+
+
+def test_reasons_carry_the_numbers():
+    policy = started()
+    reasons = []
+    for step in range(12):
+        plan = policy.plan()
+        reasons.append(plan.reason)
+        policy.observe(report(step, plan.send, 1e6))
+    told = next(reason for reason in reasons if reason)
+    assert told.startswith("scale up 1 -> 20: T_comp 1.056 against 0.2439 (")
+    assert "at 10" in told
+    assert policy.status()["t_comp"] == pytest.approx(t_comp(20.0, 1e6), rel=0.01)
+
+
+def test_noise_does_not_make_it_flap():
+    generator = __import__("random").Random(0)
+    policy = started()
+    switches, last = 0, DENSE
+    for step in range(600):
+        send = policy.plan().send
+        switches += send != last
+        last = send
+        noisy = {cf: gain * generator.uniform(0.8, 1.2) for cf, gain in GAINS.items()}
+        seconds = step_seconds(send, 1e6) * generator.uniform(0.9, 1.1)
+        policy.observe(report(step, send, 1e6, steady=noisy, seconds=seconds))
+    assert switches <= 6
+
+
+def test_a_pause_between_two_steps_does_not_count():
+    policy = started()
+    run(policy, [1e6] * 30)
+    before = policy.t_comp()
+    policy.observe(report(30, 20.0, 1e6, seconds=50.0, exchange_seconds=40.0))
+    assert policy.t_comp() == pytest.approx(before, rel=1e-6)
+
+
+def test_epsilon_keeps_small_gains_out():
+    sent = run(started(epsilon=0.45), [1e4] * 40)
+    assert set(sent) == {DENSE, 10.0}
+
+
+@pytest.mark.parametrize("stop", [0, 5, 10, 11, 40, 70])
+def test_goes_on_from_its_state(stop):
+    rates = [1e7] * 40 + [3e5] * 60
+    straight = run(started(), rates)
+    first, second = started(), started()
+    sent = run(first, rates[:stop])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert sent + run(second, rates[stop:]) == straight
+
+
+anything = st.one_of(st.floats(), st.floats(0, 10))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(st.tuples(anything, anything, anything, anything, anything), max_size=40),
+    cf_range=st.sampled_from([(10.0, 1000.0), (1.0, 40.0), (64.0, 64.0), (1.0, 1.0)]),
+)
+def test_any_reports_leave_it_inside_the_range(moves, cf_range):
+    policy = Goodput(dense_window=2, cooldown=1)
+    policy.start(Context(cf_range, 4))
+    for step, (seconds, compress, exchange, gain, other) in enumerate(moves):
+        plan = policy.plan()
+        assert plan.send == DENSE or cf_range[0] <= plan.send <= cf_range[1]
+        steady = dict.fromkeys(policy.candidates(), gain) | {cf_range[1]: other}
+        policy.observe(
+            report(
+                step,
+                plan.send,
+                1e6,
+                seconds=seconds,
+                compress_seconds=compress,
+                exchange_seconds=exchange,
+                steady=steady,
+            )
+        )
+        json.dumps(policy.state_dict(), allow_nan=False)
+
+
+def test_what_is_not_known_is_no_promise():
+    policy = started()
+    assert policy.t_comp() == {}
+    policy.observe(StepReport(0, DENSE, timed_cf=nan))
+    assert policy.t_comp() == {}
+    assert policy.plan().send == DENSE
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"margin": 0}, "margin=0"),
+        ({"cooldown": 0}, "cooldown=0"),
+        ({"epsilon": 1.0}, "epsilon=1.0"),
+        ({"step_size": 1}, "step_size=1"),
+        ({"scaling": "x"}, "scaling='x'"),
+        ({"dense_window": 0}, "dense_window=0"),
+    ],
+)
+def test_errors_name_the_argument(options, named):
+    with pytest.raises(ValueError, match=named):
+        make_policy("goodput", **options)
