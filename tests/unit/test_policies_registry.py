@@ -124,12 +124,14 @@ def test_fixed_before_start():
 ALLOWED = {
     "__future__",
     "abc",
+    "bisect",
     "collections",
     "dataclasses",
     "enum",
     "math",
     "numbers",
     "policies",
+    "statistics",
     "typing",
 }
 """No torch, no numpy, nothing that does I/O, reads a clock or rolls dice."""
