@@ -235,6 +235,10 @@ class AdaptiveCompressor:
         """What was sent so far; prints as a table."""
         return self._running().controller.summary()
 
+    def explain(self) -> str:
+        """The present state in words and numbers: the CF and why, and what would make it move."""
+        return self._running().controller.explain()
+
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On
         every rank."""

@@ -102,6 +102,7 @@ class Controller:
         self._timed_cf = self._timed_bytes = nan
         self._started_at: float | None = None
         self._told: list[str] = []
+        self._last_switch = (0, "")  # the step, and why
 
     @property
     def dense_wire_bytes(self) -> float:
@@ -126,6 +127,7 @@ class Controller:
             self.carrying = plan.send not in self._hooks
         if plan.send != self.cf and self.step > 0:
             self._totals.switches += 1
+            self._last_switch = (self.step, plan.reason)
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
         elif plan.reason and not self.forced_dense:
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
@@ -216,6 +218,16 @@ class Controller:
     def summary(self) -> Summary:
         return self._totals.summary(self.cf, self.policy.verdict())
 
+    def explain(self) -> str:
+        """CF, since when and why, what the policy has concluded, what would change it."""
+        step, reason = self._last_switch
+        cf = "dense" if self.cf == DENSE else f"CF {self.cf:g}"
+        lines = [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
+        if self.forced_dense:
+            return "\n".join([*lines, "detached: dense until it is attached again"])
+        lines += [line for line in (self.policy.verdict(), self.policy.outlook()) if line]
+        return "\n".join(lines)
+
     def state_dict(self) -> dict[str, Any]:
         self.flush()
         timing = self._timing
@@ -230,6 +242,7 @@ class Controller:
             "times": [(cf, list(times)) for cf, times in self._times.items()],
             "timing": None if timing is None else vars(timing).copy(),
             "told": list(self._told),
+            "last_switch": list(self._last_switch),
             "started_at": self._started_at,
             "saved_at": self._clock(),
         }
@@ -249,6 +262,8 @@ class Controller:
         saved = state["timing"]
         self._timing = _Timing(**saved) if saved and same_clock else None
         self._told = list(state["told"])
+        step, reason = state["last_switch"]
+        self._last_switch = (int(step), str(reason))
         self._started_at = state["started_at"]
         if self._started_at is not None and not same_clock:
             self._started_at += self._clock() - state["saved_at"]

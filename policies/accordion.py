@@ -134,6 +134,14 @@ class Accordion(Policy):
         old = self._old_norm
         return {"critical": float(self._critical), "sum_norm": nan if old is None else old}
 
+    def outlook(self) -> str:
+        left = self.interval - self._step % self.interval
+        other = "below" if self._critical else "at least"
+        return (
+            f"it changes in {left} steps if the norm of the accumulated gradient has then changed "
+            f"by {other} eta {self.eta:g}" + ("" if self._critical else ", or the rate drops")
+        )
+
     def candidates(self) -> tuple[float, ...]:
         return self._cfs or ()
 

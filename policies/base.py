@@ -168,6 +168,10 @@ class Policy(ABC):
         """One sentence when the policy has concluded something worth telling; else ""."""
         return ""
 
+    def outlook(self) -> str:
+        """In one sentence, what would make the CF change; "" if the policy does not say."""
+        return ""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly from here, in plain JSON-like values."""

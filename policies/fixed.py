@@ -38,6 +38,9 @@ class Fixed(Policy):
     def candidates(self) -> tuple[float, ...]:
         return self.plan().send, *self.probe
 
+    def outlook(self) -> str:
+        return "nothing would change it"
+
     def state_dict(self) -> dict[str, Any]:
         return {"send": self.plan().send}
 

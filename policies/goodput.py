@@ -103,8 +103,17 @@ class Goodput(Policy):
             "t_comp": promised.get(self._send, nan),
         }
 
-    def verdict(self) -> str:
-        return ""
+    def outlook(self) -> str:
+        promised = self.t_comp()
+        others = {cf: value for cf, value in promised.items() if cf != self._send}
+        if not others:
+            return "nothing is known of the other CFs yet"
+        best = max(others, key=lambda cf: (others[cf], -cf))
+        here = promised.get(self._send, 0.0)
+        return (
+            f"it changes when a CF promises a T_comp above {(1 + self.margin) * here:.4g}; the best "
+            f"other one, CF {best:g}, promises {others[best]:.4g}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -79,6 +79,12 @@ class Warmup(Policy):
     def status(self) -> Mapping[str, float]:
         return self._then.status()
 
+    def outlook(self) -> str:
+        left = self.steps * self.stages - self._step
+        if left <= 0:
+            return self._then.outlook()
+        return f"the next stage begins in {self.steps - self._step % self.steps} steps"
+
     def verdict(self) -> str:
         return self._then.verdict()
 

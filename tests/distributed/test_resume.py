@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, GraVAC, MemoryTimeline
+from adaptive import Accordion, AdaptiveCompressor, Goodput, GraVAC, MemoryTimeline
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, flat_parameters, loss_of, same, small_net
 
@@ -19,6 +19,7 @@ POLICIES = {
     "error_fed": lambda: GraVAC(epsilon=0.4, omega=0.2, window=4, gain="error_fed"),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
 }
+SHADOWED = {"goodput": lambda: Goodput(dense_window=3, cooldown=3)}
 
 
 class _Run:
@@ -34,7 +35,7 @@ class _Run:
         self.compressor = AdaptiveCompressor(
             base,
             (2, 100),
-            policy=POLICIES[policy](),
+            policy={**POLICIES, **SHADOWED}[policy](),
             exchange=exchange,
             clock=self.clock,
             timeline=self.timeline,
@@ -92,6 +93,13 @@ def test_resuming_equals_never_having_stopped(
 ) -> None:
     for result in run_ranks(2, _straight_and_resumed, policy, base, exchange, str(tmp_path)):
         assert result["switches"] > 0
+        assert torch.equal(*result["parameters"])
+        assert same(*result["states"])
+
+
+@pytest.mark.parametrize("base", ["topk", "dgc+int8"])
+def test_the_shadow_ladder_resumes_too(base: str, tmp_path: Any) -> None:
+    for result in run_ranks(2, _straight_and_resumed, "goodput", base, "auto", str(tmp_path)):
         assert torch.equal(*result["parameters"])
         assert same(*result["states"])
 

@@ -1,0 +1,46 @@
+"""`compressor.explain()`: the CF, why, and what would make it move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import Accordion, AdaptiveCompressor, Fixed, Goodput, GraVAC, Warmup
+from policies import Policy
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Clock, loss_of, small_net
+
+
+def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
+    model = DDP(small_net(torch.float32))
+    clock = Clock()
+    compressor = AdaptiveCompressor("topk", (4, 100), policy=policy, clock=clock).attach(model)
+    told = [compressor.explain()]
+    for step in range(steps):
+        clock.now += 0.1 + 1 / compressor.cf
+        loss_of(model, step, rank).backward()
+    told.append(compressor.explain())
+    compressor.detach()
+    told.append(compressor.explain())
+    return told
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        (Fixed(cf=10), ["CF 10 since step 0", "nothing would change it"]),
+        (Warmup(steps=3), ["CF 16 since step 3: ", "the next stage begins in "]),
+        (Accordion(interval=4), ["since step", "accumulated gradient has then changed by"]),
+        (GraVAC(window=4, dense_window=2), ["since step", "gain"]),
+        (Goodput(dense_window=2), ["since step", "T_comp"]),
+    ],
+    ids=lambda v: v.name if isinstance(v, Policy) else "",
+)
+def test_every_policy_says_where_it_stands(policy: Policy, wanted: list[str]) -> None:
+    first, second = run_ranks(2, _explained, policy, 5)
+    assert first == second  # all ranks tell the same
+    assert "since step 0" in first[0]
+    for part in wanted:
+        assert part in first[1]
+    assert "detached" in first[2]
