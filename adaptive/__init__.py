@@ -17,11 +17,23 @@ from adaptive.timeline import (
     Timeline,
 )
 from compressors import Compressor, GraceCompressor, NoCompression, RandomK, TopK
-from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, StepReport, Warmup
+from policies import (
+    Accordion,
+    Budget,
+    Fixed,
+    Goodput,
+    GraVAC,
+    Plan,
+    Policy,
+    Schedule,
+    StepReport,
+    Warmup,
+)
 
 __all__ = [
     "Accordion",
     "AdaptiveCompressor",
+    "Budget",
     "Compressor",
     "Event",
     "Fixed",
@@ -36,6 +48,7 @@ __all__ = [
     "Plan",
     "Policy",
     "RandomK",
+    "Schedule",
     "StepRecord",
     "StepReport",
     "Summary",

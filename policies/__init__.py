@@ -7,14 +7,17 @@ from typing import Any
 
 from policies.accordion import Accordion
 from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
+from policies.budget import Budget
 from policies.fixed import Fixed
 from policies.goodput import Goodput
 from policies.gravac import GraVAC
+from policies.schedule import Schedule
 from policies.warmup import Warmup
 
 __all__ = [
     "DENSE",
     "Accordion",
+    "Budget",
     "Context",
     "Fixed",
     "GainKind",
@@ -23,6 +26,7 @@ __all__ = [
     "Measurement",
     "Plan",
     "Policy",
+    "Schedule",
     "StepReport",
     "Warmup",
     "make_policy",
@@ -32,9 +36,11 @@ __all__ = [
 
 _registry: dict[str, Callable[..., Policy]] = {
     "accordion": Accordion,
+    "budget": Budget,
     "fixed": Fixed,
     "goodput": Goodput,
     "gravac": GraVAC,
+    "schedule": Schedule,
     "warmup": Warmup,
 }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Any
 
 from policies.average import Average
 from policies.base import DENSE, StepReport
+from policies.step_times import LAST, median, single
 
 COMPRESS_WEIGHT = 0.1
 """Weight of a new compression time: a few tens of steps, enough to smooth a busy machine."""
@@ -16,20 +17,32 @@ COMPRESS_WEIGHT = 0.1
 class CostModel:
     """Step times of the CFs that were really run, and a line through them.
 
-    Compression time is measured, never fitted. The line (a: everything else, b: seconds a byte)
-    goes through what is left of the step times, by least squares with a, b >= 0.
+    The controller's medians, until `forget()`: they reach back beyond it, so that from then on the
+    medians are made here. Compression time is measured, never fitted. The line (a: everything
+    else, b: seconds a byte) goes through what is left of the step times, by least squares with
+    a, b >= 0.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[float, float] = {}
         self._bytes: dict[float, float] = {}
         self._compress: dict[float, Average] = {}
+        self._since: dict[float, list[float]] | None = None  # times since forget(), if ever
+
+    def forget(self) -> None:
+        """The network or the machine has changed: no time from before counts any more."""
+        self._seconds, self._bytes, self._compress, self._since = {}, {}, {}, {}
 
     def observe(self, report: StepReport) -> None:
         """Take in the times of one step: they come a report later, under `timed_cf`."""
         cf, seconds = report.timed_cf, report.median_seconds
+        if self._since is not None:
+            seconds = single(report) or nan
         if not (isfinite(cf) and isfinite(seconds) and seconds > 0):
             return
+        if self._since is not None:
+            self._since[cf] = [*self._since.get(cf, []), seconds][-LAST:]
+            seconds = median(self._since[cf])
         self._seconds[cf] = seconds
         if isfinite(report.timed_bytes) and report.timed_bytes >= 0:
             self._bytes[cf] = report.timed_bytes
@@ -51,6 +64,10 @@ class CostModel:
         if measured is None or cf != DENSE or self.compress(cf) >= measured:
             return measured
         return measured - self.compress(cf)
+
+    def without_compression(self) -> dict[float, float]:
+        """Seconds of a step by CF, those spent in compression left out."""
+        return {cf: s - c if (c := self.compress(cf)) < s else s for cf, s in self._seconds.items()}
 
     def fit(self) -> tuple[float, float] | None:
         """(a, b) in seconds and seconds a byte; None with fewer than two distinct byte counts."""
@@ -85,6 +102,7 @@ class CostModel:
             "seconds": [list(item) for item in self._seconds.items()],
             "bytes": [list(item) for item in self._bytes.items()],
             "compress": [[cf, average.state_dict()] for cf, average in self._compress.items()],
+            "since": None if self._since is None else [list(it) for it in self._since.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,3 +113,5 @@ class CostModel:
         for cf, saved in state["compress"]:
             self._compress[float(cf)] = Average(COMPRESS_WEIGHT)
             self._compress[float(cf)].load_state_dict(saved)
+        since = state["since"]
+        self._since = None if since is None else {float(cf): list(times) for cf, times in since}

@@ -30,6 +30,7 @@ class Evidence:
         self._assumed = dict(assumed or {})
         self._averages: dict[float, Average] = {}
         self._judged: dict[float, float] = {}
+        self._remembered: dict[float, float] = {}
         self._cost = CostModel()
 
     def observe(self, report: StepReport, measured: Collection[float]) -> None:
@@ -45,15 +46,28 @@ class Evidence:
         self._averages = {cf: a for cf, a in self._averages.items() if cf in measured}
 
     def gain(self, cf: float | None) -> float | None:
-        """The averaged gain of a CF in [0, 1], once it can be believed; dense has 1."""
+        """The averaged gain of a CF in [0, 1], once it can be believed; dense has 1.
+
+        Until then, in an exploration that a changed network has opened again: the one before.
+        """
         if cf == DENSE:
             return 1.0
         if cf in self._assumed:
             return self._assumed[cf]
         average = None if cf is None else self._averages.get(cf)
         if average is None or average.count < self._believed_after:
-            return None
+            return None if cf is None else self._remembered.get(cf)
         return min(1.0, average.value)
+
+    def forget_times(self) -> None:
+        """Times have drifted, gains have not: they are judged again, but known until then."""
+        self._remembered.update(self._judged)
+        self._judged = {}
+        self._cost.forget()
+
+    def forget_gains(self) -> None:
+        """Gains have drifted: they are measured afresh, while the times go on counting."""
+        self._averages, self._judged, self._remembered = {}, {}, {}
 
     def judge(self, *cfs: float | None) -> None:
         """A window is over: put down the gains of these CFs, where they are known."""
@@ -67,6 +81,10 @@ class Evidence:
         seconds = self._cost.seconds(cf)
         return None if seconds is None else 1 / seconds
 
+    def step_times(self) -> dict[float, float]:
+        """Seconds of a step without compression, by CF."""
+        return self._cost.without_compression()
+
     def t_comp(self, epsilon: float) -> dict[float, float]:
         """T_comp of the judged CFs that were sent and whose gain is at least epsilon."""
         return {
@@ -74,6 +92,27 @@ class Evidence:
             for cf, gain in self._judged.items()
             if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
         }
+
+    def promising(self, cfs: Collection[float], chosen: float, up_at: float, omega: float) -> str:
+        """Why one of these CFs may be better than the one chosen, by the gains it has now; else "".
+
+        One that was sent must promise omega more T_comp. One that was not, for want of gain, must
+        have it now.
+        """
+        gain, t_sys = self.gain(chosen), self.t_sys(chosen)
+        kept = None if gain is None or t_sys is None else gain * t_sys
+        for cf in sorted(cfs):
+            gain, t_sys = self.gain(cf), self.t_sys(cf)
+            if gain is None or gain < up_at:
+                continue
+            if t_sys is None:
+                return f"CF {cf:g} has not been sent and has gain {gain:.4g} >= {up_at:.4g} now"
+            if kept is not None and gain * t_sys > (1 + omega) * kept:
+                return (
+                    f"CF {cf:g} has gain {gain:.4g} now, T_comp {gain * t_sys:.4g} > "
+                    f"{1 + omega:.4g} x {kept:.4g} of CF {chosen:g}"
+                )
+        return ""
 
     def hopeless(self) -> str:
         """Why no CF can beat dense, as soon as two that were sent show it; else "".
@@ -99,6 +138,7 @@ class Evidence:
         return {
             "averages": [[cf, average.state_dict()] for cf, average in self._averages.items()],
             "judged": [list(item) for item in self._judged.items()],
+            "remembered": [list(item) for item in self._remembered.items()],
             "cost": self._cost.state_dict(),
         }
 
@@ -109,4 +149,5 @@ class Evidence:
             self._averages[float(cf)] = Average(self._weight)
             self._averages[float(cf)].load_state_dict(saved)
         self._judged = {float(cf): float(gain) for cf, gain in state["judged"]}
+        self._remembered = {float(cf): float(gain) for cf, gain in state["remembered"]}
         self._cost.load_state_dict(state["cost"])

@@ -14,9 +14,9 @@ from typing import Any
 from policies import checks
 from policies.average import Average
 from policies.base import DENSE, Context, Plan, Policy, StepReport
+from policies.forecast import Forecast
 from policies.ladder import SCALINGS, make_ladder
 from policies.reasons import change
-from policies.steptime import StepTime
 
 GAIN_WEIGHT = 0.1
 """Of a new step: gains move slowly, and one step's is noisy."""
@@ -60,7 +60,7 @@ class Goodput(Policy):
         """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
         rungs = make_ladder(checks.cf_range(context.cf_range), self.scaling, self.step_size)
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
-        self._time = StepTime(context.wire_bytes)
+        self._time = Forecast(context.wire_bytes)
         self._gains = {cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE}
         self._send = DENSE
         self._since = 0  # steps at the present CF
@@ -111,8 +111,8 @@ class Goodput(Policy):
         best = max(others, key=lambda cf: (others[cf], -cf))
         here = promised.get(self._send, 0.0)
         return (
-            f"it changes when a CF promises a T_comp above {(1 + self.margin) * here:.4g}; the best "
-            f"other one, CF {best:g}, promises {others[best]:.4g}"
+            f"it changes when a CF promises a T_comp above {(1 + self.margin) * here:.4g}; the "
+            f"best other one, CF {best:g}, promises {others[best]:.4g}"
         )
 
     def state_dict(self) -> dict[str, Any]:

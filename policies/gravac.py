@@ -6,6 +6,10 @@ A run goes through phases:
 3. "explore": one window for each candidate of the ladder; the floor follows where nothing is lost.
 4. "settled": the CF where compression throughput saturates, left and found again through epsilon;
    or "stay dense", where no CF beats dense.
+
+The fourth lasts until something has drifted (policies/vigil.py); then it goes through the others
+again. What has not drifted stays known: after a change of the network the gains, so that a few
+steps a candidate are enough, for its step time; after one of gains the step times, dense's too.
 """
 
 from __future__ import annotations
@@ -22,8 +26,12 @@ from policies.evidence import Evidence
 from policies.ladder import SCALINGS, make_ladder
 from policies.reasons import change
 from policies.send_rule import MIN_OBSERVATIONS, Level, SendRule
+from policies.vigil import Vigil
 
-_STATE = ("phase", "floor", "rung", "chosen", "window_step", "reason", "verdict")
+TIMED_STEPS = 3
+"""Steps, beyond those for its gain, that the shortest window leaves for a candidate's time."""
+
+_STATE = ("phase", "floor", "rung", "chosen", "window_step", "quick", "reason", "verdict")
 
 
 class GraVAC(Policy):
@@ -37,7 +45,14 @@ class GraVAC(Policy):
     allow_dense: measure dense first, and keep it if no CF beats it. False: send dense only where
         no gain reaches epsilon.
     dense_window: steps of that measurement; 0: no measurement.
-    hysteresis, cooldown (steps): around epsilon, see policies/send_rule.py.
+    hysteresis, cooldown (steps): around epsilon, see policies/send_rule.py. A choice, too, stands
+        for `cooldown` steps at least.
+    drift: relative change (0.3: 1.3 times as much, or 1 / 1.3 of it) of the step time or gain of
+        the CF in use that, if it lasts, opens the exploration again; None: never.
+    patience: how many short windows it must last: of a fifth of `window`, but enough steps to
+        measure a gain and a time in. After a drift of time each candidate gets one such.
+    retry: windows after which gains that did not serve are looked at again, the wait doubling with
+        each look for nothing; None: never.
     """
 
     name = "gravac"
@@ -55,6 +70,9 @@ class GraVAC(Policy):
         dense_window: int = 10,
         hysteresis: float = 0.1,
         cooldown: int = 40,
+        drift: float | None = 0.3,
+        patience: int = 2,
+        retry: int | None = 10,
     ) -> None:
         self.epsilon = checks.fraction("epsilon", epsilon)
         self.omega = checks.fraction("omega", omega)
@@ -67,6 +85,9 @@ class GraVAC(Policy):
         self.dense_window = checks.whole("dense_window", dense_window, least=0)
         self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
         self.cooldown = checks.whole("cooldown", cooldown, least=1)
+        self.drift = None if drift is None else checks.real("drift", drift, above=0)
+        self.patience = checks.whole("patience", patience, least=1)
+        self.retry = None if retry is None else checks.whole("retry", retry, least=1)
         self._settings = dict(vars(self))
         self._ladder: tuple[float, ...] = ()
 
@@ -87,15 +108,48 @@ class GraVAC(Policy):
         weight = weight_for(context.world_size)
         self._seen = Evidence(self.gain, weight, believed_after, context.assumed)
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
+        self._short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
+        self._vigil = Vigil(
+            self.gain,
+            epsilon=self.epsilon,
+            up_at=self._rule.up_at,
+            omega=self.omega,
+            drift=self.drift,
+            patience=self.patience,
+            steps=self._short_window,
+            retry=None if self.retry is None else self.retry * self.window,
+            cooldown=self.cooldown,
+        )
+        self._quick = False  # a time drifted, so that each CF gets a short window
+        self._reason = ""
+        self._open()
+
+    def _open(self) -> None:
+        """Begin to explore, from the bottom of the ladder."""
         self._floor = self._ladder[0]
         self._rung = 1  # of the candidate
         self._chosen: float | None = None  # until settled
         self._window_step = 0
-        self._phase = "measure"
-        if not (self.allow_dense and self.dense_window) or self._floor == DENSE:
+        self._verdict = ""
+        known = self._seen.t_sys(DENSE) is not None
+        wanted = self.allow_dense and self.dense_window > 0 and not known
+        if wanted and self._floor != DENSE:
+            self._phase = "measure"
+            self._rule.enter(Level.DENSE)
+        else:
             self._phase = "floor"
             self._rule.enter(Level.FLOOR)
-        self._reason = self._verdict = ""
+
+    def _open_again(self, what: str, why: str) -> str:
+        """What has drifted is forgotten and found out anew; returns why the plan changes."""
+        self._seen.judge(self._chosen)
+        self._quick = what == "time"
+        if self._quick:
+            self._seen.forget_times()
+        else:
+            self._seen.forget_gains()
+        self._open()
+        return f"explores again, {why}"
 
     def plan(self) -> Plan:
         if not self._ladder:
@@ -120,39 +174,49 @@ class GraVAC(Policy):
         """What the send rule must know and sending does not show; nothing once all is well."""
         send = self._send
         if send == self._chosen:
-            return ()
+            return self._vigil.probe(send)
         wanted = (self._floor, self._candidate)
         return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, send))
 
     def observe(self, report: StepReport) -> None:
         sent = self._send
         self._seen.observe(report, {sent, *self._probe})
-        why = self._advance()
+        why = self._advance(report)
         self._reason = change(sent, self._send, why)
         self._seen.forget_all_but({self._send, *self._probe})
 
-    def _advance(self) -> str:
+    def _advance(self, report: StepReport) -> str:
         """One step on; returns why the plan changes, "" if it does not."""
-        if self._phase == "stay dense":
-            return ""
+        if self._chosen is not None:
+            return self._go_on_with_choice(report)
         if self._window_ends():
-            self._window_step = 0
-            return self._end_window()
+            steps, self._window_step = self._window_step, 0
+            return self._end_window(steps)
         if self._phase == "measure":
             return ""
+        return self._follow_rule()
+
+    def _go_on_with_choice(self, report: StepReport) -> str:
+        found = self._vigil.observe(report, self._seen)
+        if found is not None and found.what != "look":
+            return self._open_again(*found)
+        moved = "" if self._phase == "stay dense" else self._follow_rule()
+        return moved or ("" if found is None else found.why)
+
+    def _follow_rule(self) -> str:
         candidate = None if self._phase == "floor" else self._candidate
         return self._rule.step(self._seen.gain(self._floor), self._seen.gain(candidate))
 
     def _window_ends(self) -> bool:
+        window = self._short_window if self._quick else self.window
         if self._phase == "measure":
-            self._window_step += 1
-            return self._window_step >= self.dense_window
-        if self._phase == "settled" or self._rule.level == Level.DENSE:
+            window = min(self.dense_window, window) if self._quick else self.dense_window
+        elif self._rule.level == Level.DENSE:
             return False
         self._window_step += 1
-        return self._window_step >= self.window
+        return self._window_step >= window
 
-    def _end_window(self) -> str:
+    def _end_window(self, steps: int) -> str:
         """Go on to the next window or phase; returns why the plan changes."""
         if self._phase == "measure":
             self._phase = "floor"
@@ -162,7 +226,7 @@ class GraVAC(Policy):
                 return f"gain {gain:.4g} at CF {self._floor:g} < epsilon {self.epsilon:g}"
             self._rule.enter(Level.FLOOR)
             known = "not known yet" if gain is None else f"{gain:.4g}"
-            return f"{self.dense_window} dense steps done, gain {known}"
+            return f"{steps} dense steps done, gain {known}"
         self._seen.judge(self._floor)
         why = ""
         if self._phase == "floor":
@@ -203,14 +267,16 @@ class GraVAC(Policy):
         self._floor = self._ladder[0]
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
         self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
+        self._vigil.begin(self._chosen, self._ladder, self._seen)
         return f"settled, {why}"
 
     def _stay_dense(self, why: str) -> str:
-        """No CF can beat dense: no more compression, no more probing; returns why."""
+        """No CF beats dense: nothing is compressed, and probed only in looks; returns why."""
         self._phase = "stay dense"
         self._chosen = DENSE
         self._rule.enter(Level.DENSE)
         self._verdict = f"GraVAC stays dense: {why}"
+        self._vigil.begin(DENSE, self._ladder[: self._rung + 1], self._seen)
         return why
 
     def candidates(self) -> tuple[float, ...]:
@@ -236,12 +302,22 @@ class GraVAC(Policy):
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 
+    def outlook(self) -> str:
+        if self._chosen is not None:
+            watched = "nothing but epsilon" if self._chosen != DENSE else "nothing"
+            return self._vigil.outlook() or f"{watched} changes it any more"
+        if self._phase == "measure":
+            return f"dense is measured, {self._window_step} steps so far; then CF {self._floor:g}"
+        what = f"CF {self._floor if self._candidate is None else self._candidate:g}"
+        return f"{what} is judged, {self._window_step} steps of its window so far"
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": {**self._settings, "ladder": list(self._ladder)},
             **{name: getattr(self, f"_{name}") for name in _STATE},
             "seen": self._seen.state_dict(),
             "rule": self._rule.state_dict(),
+            "vigil": self._vigil.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,3 +329,4 @@ class GraVAC(Policy):
             setattr(self, f"_{name}", state[name])
         self._seen.load_state_dict(state["seen"])
         self._rule.load_state_dict(state["rule"])
+        self._vigil.load_state_dict(state["vigil"])

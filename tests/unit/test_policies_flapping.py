@@ -48,7 +48,9 @@ def test_the_bare_send_rule_flaps_on_the_toy():
 
 @pytest.mark.parametrize("allow_dense", [True, False])
 @pytest.mark.parametrize("ranks", [2, 50])
-def test_gravac_switches_a_handful_of_times_on_the_toy(allow_dense, ranks):
+@pytest.mark.parametrize(("steps", "most"), [(600, 12), (10_000, 150)])
+def test_gravac_switches_a_handful_of_times_on_the_toy(allow_dense, ranks, steps, most):
+    """The longer run: with every exploration that the gain's ups and downs open again."""
     toy = ErrorFeedback()
     policy = GraVAC(epsilon=0.7, gain="error_fed", allow_dense=allow_dense)
     policy.start(Context((10.0, 20.0), ranks))
@@ -60,4 +62,4 @@ def test_gravac_switches_a_handful_of_times_on_the_toy(allow_dense, ranks):
         policy.observe(StepReport(0, plan.send, measured, timed_cf=plan.send, median_seconds=1.0))
         return plan.send
 
-    assert 2 <= switches(step) <= 12
+    assert 2 <= switches(step, steps) <= most

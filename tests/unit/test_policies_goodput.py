@@ -1,4 +1,4 @@
-"""Goodput on a simulated network: straight to the best CF, and after the network when it changes."""
+"""Goodput on a simulated network: straight to the best CF, and on when the network changes."""
 
 from __future__ import annotations
 

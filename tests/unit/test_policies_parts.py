@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.average import Average, weight_for
-from policies.base import DENSE, StepReport
+from policies.base import DENSE, Measurement, StepReport
 from policies.choice import choose, nothing_lost, saturation
 from policies.cost import CostModel
+from policies.evidence import Evidence
 from policies.ladder import MAX_RUNGS, make_ladder
 from policies.reasons import change
 from policies.send_rule import MAX_DOUBLINGS, SOON, Level, SendRule
@@ -205,6 +206,85 @@ def test_cost_model_takes_the_latest_time_and_is_saved():
         one.observe(timed(10.0, 0.3, 9.0, 0.4))
     assert copy.fit() == model.fit()
     assert copy.compress(10.0) == model.compress(10.0)
+
+
+def test_a_cost_model_that_forgets_makes_its_own_medians():
+    model = cost_of((10.0, 0.5, 8.0, 0.1), (DENSE, 1.0, 80.0))
+    model.forget()
+    assert (model.seconds(10.0), model.fit(), model.compress(10.0)) == (None, None, 0.0)
+    # The controller's median is still the old one; the steps tell.
+    for seconds in (0.2, 0.9, 0.3):
+        report = timed(10.0, 0.5)
+        model.observe(StepReport(**{**vars(report), "seconds": seconds}))
+    assert model.seconds(10.0) == 0.3
+    model.observe(timed(20.0, 0.7))  # no time of the step alone
+    assert model.seconds(20.0) == 0.7
+    copy = CostModel()
+    copy.load_state_dict(json.loads(json.dumps(model.state_dict())))
+    for one in (model, copy):
+        one.observe(StepReport(**{**vars(timed(10.0, 0.5)), "seconds": 0.25}))
+    assert copy.seconds(10.0) == model.seconds(10.0) == 0.25
+    for _ in range(100):
+        model.observe(timed(10.0, 0.1))
+    assert len(dict(model.state_dict()["since"])[10.0]) == 32
+
+
+def test_step_times_without_compression():
+    model = cost_of((10.0, 0.5, 8.0, 0.1), (20.0, 0.4), (40.0, 0.1, 8.0, 0.3))
+    assert model.without_compression() == pytest.approx({10.0: 0.4, 20.0: 0.4, 40.0: 0.1})
+
+
+# Evidence
+
+
+def evidence(gains, times):
+    """Of one measurement and one step each; times in seconds."""
+    seen = Evidence("gradient", 0.5, 1)
+    for cf, gain in gains.items():
+        measured = {cf: Measurement(sample_error=1 - gain, sample_total=1)}
+        seen.observe(StepReport(0, cf, measured), {cf})
+    for cf, seconds in times.items():
+        seen.observe(timed(cf, seconds), ())
+    return seen
+
+
+def test_a_network_that_changed_leaves_the_gains_known_until_they_are_measured():
+    seen = evidence({10.0: 0.75, 20.0: 0.5}, {DENSE: 1.0, 10.0: 0.5})
+    seen.judge(10.0, 20.0)
+    seen.forget_all_but(())
+    assert seen.gain(20.0) is None
+    seen.forget_times()
+    assert (seen.gain(10.0), seen.gain(20.0), seen.gain(40.0)) == (0.75, 0.5, None)
+    assert (seen.t_sys(10.0), seen.t_comp(0.1)) == (None, {})
+    measured = {20.0: Measurement(sample_error=0.75, sample_total=1)}
+    seen.observe(StepReport(0, 20.0, measured), {20.0})
+    assert seen.gain(20.0) == 0.25
+    copy = Evidence("gradient", 0.5, 1)
+    copy.load_state_dict(json.loads(json.dumps(seen.state_dict())))
+    assert (copy.gain(10.0), copy.gain(20.0)) == (0.75, 0.25)
+
+
+def test_gains_that_changed_leave_the_times_known():
+    seen = evidence({10.0: 0.75}, {DENSE: 1.0, 10.0: 0.5})
+    seen.judge(10.0)
+    seen.forget_gains()
+    assert (seen.gain(10.0), seen.t_comp(0.1)) == (None, {})
+    assert (seen.t_sys(10.0), seen.t_sys(DENSE)) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gain", "seconds", "why"),
+    [
+        (0.6, {20.0: 0.4}, "CF 20 has gain 0.6 now, T_comp 1.5 > 1.1 x 1 of CF 10"),
+        (0.42, {20.0: 0.4}, ""),  # 1.05, within omega
+        (0.4, {20.0: 0.1}, ""),  # fast, but below what is sent again
+        (0.6, {}, "CF 20 has not been sent and has gain 0.6 >= 0.41 now"),
+        (0.4, {}, ""),
+    ],
+)
+def test_what_promises_to_be_better(gain, seconds, why):
+    seen = evidence({10.0: 0.5, 20.0: gain}, {10.0: 0.5, **seconds})
+    assert seen.promising((20.0, 40.0), 10.0, 0.41, 0.1) == why
 
 
 # Send rule

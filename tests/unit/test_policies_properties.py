@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Accordion, Context, Fixed, GraVAC, Measurement, StepReport
+from policies.budget import Budget
+from policies.schedule import Schedule
 
 few = settings(max_examples=60, deadline=None)
 
@@ -45,7 +47,22 @@ gravacs = st.fixed_dictionaries(
         "dense_window": st.integers(0, 4),
         "hysteresis": st.sampled_from([0.0, 0.1, 2.0]),
         "cooldown": st.integers(1, 5),
+        "drift": st.sampled_from([None, 0.1, 0.3]),
+        "patience": st.integers(1, 3),
+        "retry": st.sampled_from([None, 1, 3]),
     }
+)
+budgets = st.one_of(
+    st.fixed_dictionaries({"bytes_per_step": st.sampled_from([1e-3, 0.5, 1e5])}),
+    st.fixed_dictionaries(
+        {
+            "share": st.sampled_from([0.01, 0.2, 1.0]),
+            "window": st.integers(5, 8),
+            "look_every": st.integers(1, 3),
+            "hysteresis": st.sampled_from([0.0, 0.25]),
+            "step_size": st.sampled_from([1.25, 3]),
+        }
+    ),
 )
 accordions = st.fixed_dictionaries(
     {
@@ -88,7 +105,10 @@ def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
                 seconds=move["time"],
                 median_seconds=move["time"],
                 compress_seconds=move["compress"],
+                exchange_seconds=move["compress"],
                 timed_bytes=move["bytes"],
+                wire_bytes=move["bytes"],
+                dense_wire_bytes=move["bytes"],
                 sum_norm=move["sum_norm"] if plan.read_sum else nan,
                 lr=move["lr"],
             )
@@ -102,7 +122,9 @@ def makers(kind, given_settings):
 
 
 policy_makers = st.one_of(
-    st.builds(makers, st.just(GraVAC), gravacs), st.builds(makers, st.just(Accordion), accordions)
+    st.builds(makers, st.just(GraVAC), gravacs),
+    st.builds(makers, st.just(Accordion), accordions),
+    st.builds(makers, st.just(Budget), budgets),
 )
 histories = st.lists(steps, min_size=1, max_size=25).map(lambda moves: moves * 4)
 """Four times the same: long enough to get through every phase, small enough to shrink."""
@@ -174,19 +196,57 @@ def test_fixed_never_moves(cf, moves):
     assert {plan.send for plan, _, _ in seen} == {cf}
 
 
+@few
+@given(cfs=st.lists(st.floats(10, 1000), min_size=4, max_size=4), moves=histories)
+def test_a_schedule_depends_on_nothing_but_the_step(cfs, moves):
+    pieces = dict(zip((0, 3, 10, 40), cfs, strict=True))
+    seen = replay(Schedule(pieces), (10.0, 1000.0), moves)[0]
+    for step, (plan, _, _) in enumerate(seen):
+        assert plan.send == pieces[max(start for start in pieces if start <= step)]
+
+
+@few
+@given(
+    times=st.lists(st.floats(0.95, 1.05), min_size=50, max_size=50),
+    gain=st.floats(0.4, 0.9),
+    slope=st.floats(0.0, 10.0),
+)
+def test_noise_of_a_twentieth_never_opens_gravacs_exploration_again(times, gain, slope):
+    policy = GraVAC(window=20, retry=None)
+    policy.start(Context((10.0, 1000.0), 2))
+    last = nan
+    sent = []
+    for step in range(1000):
+        plan = policy.plan()
+        sent.append(plan.send)
+        assert "explores again" not in plan.reason
+        seconds = (0.1 + slope / last) * times[step * 7 % 50]
+        kept = {cf: measurement(gain, (), False) for cf in {plan.send, *plan.probe} - {DENSE}}
+        policy.observe(
+            StepReport(
+                step, plan.send, kept, timed_cf=last, seconds=seconds, median_seconds=seconds
+            )
+        )
+        last = plan.send
+    assert sum(a != b for a, b in pairwise(sent)) <= 12
+
+
 def test_the_histories_do_reach_every_phase():
     """The properties above are only worth something if the random runs get anywhere."""
     phases = set()
+    reopened = set()
 
     @settings(max_examples=600, deadline=None, database=None, derandomize=True)
     @given(setting=gravacs, cf_range=ranges, moves=histories)
     def collect(setting, cf_range, moves):
         state = json.loads(replay(GraVAC(**setting), cf_range, moves)[1])
         phases.add((state["phase"], state["rule"]["level"]))
+        reopened.add((state["quick"], bool(state["seen"]["remembered"])))
 
     collect()
     assert {"explore", "settled", "stay dense"} <= {phase for phase, _ in phases}
     assert {level for phase, level in phases if phase == "settled"} == {0, 1, 2}
+    assert {(False, False), (True, True)} <= reopened
 
 
 def test_a_state_is_of_one_set_of_settings():

@@ -31,7 +31,7 @@ FLOOR = 0.002
 """Exposed times below this share of the work are lost in noise: smaller ones count as this much."""
 
 
-class StepTime:
+class Forecast:
     """nbytes: bytes on the wire at a CF."""
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:

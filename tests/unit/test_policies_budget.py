@@ -1,0 +1,402 @@
+"""Budgets of bytes and of time, on hand-made networks."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from math import inf, isnan, nan
+from random import Random
+
+import pytest
+
+from policies.base import DENSE, Context, StepReport
+from policies.budget import LOOK, OPENING, Budget
+from policies.step_line import StepLine
+from policies.wire_guess import WireBytes
+
+RANGE = (10.0, 1000.0)
+DENSE_BYTES = 1e6
+
+
+class Network:
+    """A compressed step sends `overhead` times dense / CF, and 100 bytes of headers."""
+
+    def __init__(self, policy, *, compute=0.1, rate=1e7, overhead=2.0, noise=None, known=False):
+        self.policy, self.compute, self.rate, self.overhead = policy, compute, rate, overhead
+        self.compress, self.noise = 0.01, noise
+        self.plans, self.last = [], None
+        policy.start(Context(RANGE, 2, wire_bytes=self.bytes if known else lambda cf: nan))
+
+    def bytes(self, cf):
+        return DENSE_BYTES if cf == DENSE else self.overhead * DENSE_BYTES / cf + 100
+
+    def share(self, cf):
+        exchange = self.bytes(cf) / self.rate
+        return exchange / (self.compute + exchange + self.compress * (cf != DENSE))
+
+    def step(self):
+        plan = self.policy.plan()
+        timing = {}
+        if self.last is not None:
+            cf = self.last.send
+            compress = self.compress * (cf != DENSE)
+            seconds = self.compute + self.bytes(cf) / self.rate
+            seconds = seconds * (self.noise() if self.noise else 1.0) + compress
+            timing = {"timed_cf": cf, "seconds": seconds, "compress_seconds": compress}
+        self.plans.append(plan)
+        self.last = plan
+        self.policy.observe(
+            StepReport(
+                len(self.plans) - 1,
+                plan.send,
+                wire_bytes=self.bytes(plan.send),
+                dense_wire_bytes=DENSE_BYTES,
+                **timing,
+            )
+        )
+        return plan
+
+    def run(self, steps):
+        return [self.step() for _ in range(steps)]
+
+
+def sends(plans):
+    return [plans[0].send, *(b.send for a, b in pairwise(plans) if a.send != b.send)]
+
+
+def switches(plans):
+    return sum(a.send != b.send for a, b in pairwise(plans))
+
+
+def reasons(plans):
+    return [plan.reason for plan in plans if plan.reason]
+
+
+def grid():
+    policy = Budget()
+    policy.start(Context(RANGE, 2))
+    return (DENSE, *policy.candidates())
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("limit", [1e6, 2.1e5, 1.5e5, 4e4, 1.2e4, 2500])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_smallest_cf_within_the_bytes(limit, known):
+    run = Network(Budget(bytes_per_step=limit), known=known)
+    plans = run.run(40)
+    wanted = next(cf for cf in grid() if run.bytes(cf) <= limit)
+    assert {plan.send for plan in plans[20:]} == {wanted}
+    if known:
+        assert {plan.send for plan in plans} == {wanted}
+    exceeding = [plan.send for plan in plans if run.bytes(plan.send) > limit]
+    assert len(exceeding) == len(set(exceeding)) <= 1  # by a guess, and once only
+
+
+def test_unknown_bytes_are_learned_from_the_largest_cf_down():
+    run = Network(Budget(bytes_per_step=4e4), overhead=8.0)
+    plans = run.run(10)
+    assert plans[0].send == 1000.0
+    assert plans[1].reason.startswith("scale down 1000 -> ")
+    assert plans[1].reason.endswith(", bytes_per_step 40000")
+    assert len(reasons(plans)) == switches(plans) <= 3
+
+
+def test_a_budget_that_nothing_keeps_to():
+    run = Network(Budget(bytes_per_step=10.0))
+    assert {plan.send for plan in run.run(20)} == {1000.0}
+
+
+def test_bytes_do_not_flap_when_sizes_do():
+    run = Network(Budget(bytes_per_step=4e4))
+    dice = Random(0)
+    for _ in range(500):
+        run.overhead = 2.0 + dice.uniform(-0.2, 0.2)
+        run.step()
+    assert switches(run.plans) <= 8
+
+
+def test_nothing_known_nothing_moves():
+    policy = Budget(bytes_per_step=4e4)
+    policy.start(Context(RANGE, 2))
+    for step in range(10):
+        assert policy.plan().send == 1000.0
+        policy.observe(StepReport(step, 1000.0))
+
+
+# Share
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e5, 1e6, 1e7, 1e8, 1e9])
+@pytest.mark.parametrize("overhead", [1.5, 8.0])
+def test_the_smallest_cf_within_the_share(rate, overhead):
+    run = Network(Budget(share=0.2), rate=rate, overhead=overhead)
+    run.run(150)
+    wanted = next((cf for cf in grid() if run.share(cf) <= 0.2), 1000.0)
+    sent = run.policy.plan().send
+    assert abs(grid().index(sent) - grid().index(wanted)) <= 1  # hysteresis may keep a neighbour
+    assert run.share(sent) <= 0.2 * 1.25 or sent == 1000.0
+
+
+def test_opening_dense_then_a_look_then_the_choice():
+    plans = Network(Budget(share=0.2)).run(OPENING + LOOK + 1)
+    assert [plan.send for plan in plans[:OPENING]] == [DENSE] * OPENING
+    other = plans[OPENING].send
+    assert plans[OPENING].reason == (
+        f"scale up 1 -> {other:g}: looks at CF {other:g} for 5 steps, to tell the network from the "
+        "rest"
+    )
+    assert [plan.send for plan in plans[OPENING:-1]] == [other] * LOOK
+    assert "communication takes 0.5 of a step at CF 1, > share 0.2 (0.1 s + 1e-07" in (
+        plans[-1].reason
+    )
+    assert "predicted at CF" in plans[-1].reason
+
+
+def test_dense_where_the_network_is_fast_enough():
+    run = Network(Budget(share=0.2), rate=1e9)
+    plans = run.run(400)
+    assert [plan.send for plan in plans].count(DENSE) >= 385
+    assert plans[OPENING + LOOK].reason.endswith(
+        "after the look, communication takes 0.0099 of a step at CF 1, <= share 0.2 "
+        "(0.1 s + 1e-09 s/byte x 1e+06)"
+    )
+
+
+@pytest.mark.parametrize("offset", range(0, 25, 4))
+@pytest.mark.parametrize(("first", "then"), [(1e8, 2e6), (2e6, 1e8), (2e6, 2e5), (2e5, 2e6)])
+def test_a_network_that_changes_is_followed_within_two_windows(first, then, offset):
+    run = Network(Budget(share=0.2), rate=first)
+    run.run(100 + offset)
+    before = run.policy.plan().send
+    run.rate = then
+    run.run(40)
+    sent = run.policy.plan().send
+    assert (sent > before) == (then < first)
+    wanted = next(cf for cf in grid() if run.share(cf) <= 0.2)
+    assert abs(grid().index(sent) - grid().index(wanted)) <= 1
+
+
+def test_a_machine_that_slows_down_is_not_taken_for_the_network():
+    run = Network(Budget(share=0.2), rate=2e6)
+    run.run(100)
+    before = run.policy.plan().send
+    run.compute = 0.13
+    run.run(60)
+    assert run.policy.plan().send <= before  # more compute: the same bytes are a smaller share
+    assert run.share(run.policy.plan().send) <= 0.25
+
+
+def test_looks_are_rare_on_a_quiet_network():
+    run = Network(Budget(share=0.2))
+    run.run(100)
+    plans = run.run(2000)
+    settled = max(set(sends(plans)), key=lambda cf: sum(plan.send == cf for plan in plans))
+    others = sum(plan.send != settled for plan in plans)
+    assert 0 < others <= 2000 * LOOK / (10 * 20)
+    assert any("the last look was 10 windows ago" in why for why in reasons(plans))
+    assert any(why.startswith("scale down") and "after the look" in why for why in reasons(plans))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_moves_it_rarely_and_not_far(seed):
+    dice = Random(seed)
+    run = Network(Budget(share=0.2), rate=2e6, noise=lambda: dice.lognormvariate(0, 0.05))
+    run.run(200)
+    plans = run.run(4000)
+    homes = [b.send for a, b in pairwise(plans) if a.send != b.send][1::2]
+    assert switches(plans) <= 4000 / 25
+    assert {run.share(cf) for cf in homes} <= {s for s in map(run.share, grid()) if 0.1 < s < 0.35}
+
+
+def test_without_times_it_stays_dense():
+    policy = Budget(share=0.2)
+    policy.start(Context(RANGE, 2))
+    for step in range(200):
+        assert policy.plan().send == DENSE
+        policy.observe(StepReport(step, DENSE, wire_bytes=1e6, dense_wire_bytes=1e6))
+    assert isnan(policy.status()["bandwidth"])
+
+
+def test_a_look_that_tells_nothing_goes_back():
+    policy = Budget(share=0.2)
+    policy.start(Context(RANGE, 2))
+    plans = []
+    for step in range(12):
+        plan = policy.plan()
+        plans.append(plan)
+        times = {"timed_cf": DENSE, "seconds": 1.0} if plan.send == DENSE else {}
+        policy.observe(StepReport(step, plan.send, **times))
+    assert "after a look that told nothing" in reasons(plans)[1]
+    assert plans[-1].send == DENSE
+
+
+def test_the_largest_cf_looks_at_a_smaller_one():
+    run = Network(Budget(share=0.2), rate=1e4)
+    run.run(50)
+    assert run.policy.plan().send == 1000.0
+    plans = run.run(250)
+    assert 1000.0 > min(plan.send for plan in plans) > 100.0
+
+
+def test_a_range_of_one_cf():
+    run = Network(Budget(share=0.2), rate=1e6)
+    run.policy.start(Context((50.0, 50.0), 2))
+    assert {plan.send for plan in run.run(100)} == {DENSE, 50.0}
+    assert run.policy.plan().send == 50.0
+    policy = Budget()
+    policy.start(Context((1.0, 1.0), 2))
+    run.policy = policy
+    assert {plan.send for plan in run.run(100)} == {DENSE}
+
+
+def test_status_tells_share_and_bandwidth():
+    run = Network(Budget(share=0.2))
+    run.run(100)
+    status = run.policy.status()
+    assert status["bandwidth"] == pytest.approx(1e7)
+    assert status["share"] == pytest.approx(run.share(run.policy.plan().send))
+
+
+@pytest.mark.parametrize("settings", [{"share": 0.2}, {"bytes_per_step": 4e4}])
+@pytest.mark.parametrize("at", [0, 3, 7, 10, 60, 130, 142])
+def test_goes_on_exactly_from_its_state(settings, at):
+    def history(reload_at):
+        run = Network(Budget(**settings), rate=1e8)
+        for step in range(300):
+            run.rate = 1e8 if step < 110 else 1e6
+            if step == reload_at:
+                state = json.dumps(run.policy.state_dict(), allow_nan=False)
+                run.policy = Budget(**settings)
+                run.policy.start(Context(RANGE, 2))
+                run.policy.load_state_dict(json.loads(state))
+            run.step()
+        return run.plans
+
+    assert history(at) == history(None)
+
+
+def test_refuses_the_state_of_other_settings():
+    one, other = Budget(share=0.2), Budget(share=0.3)
+    for policy in (one, other):
+        policy.start(Context(RANGE, 2))
+    with pytest.raises(ValueError, match=r"'budget'.*share=0\.2.*0\.3"):
+        other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"bytes_per_step": 0}, ValueError, "bytes_per_step=0: must be a finite number > 0"),
+        ({"bytes_per_step": "1"}, TypeError, "bytes_per_step='1'"),
+        ({"bytes_per_step": inf}, ValueError, "bytes_per_step=inf"),
+        ({"share": 0}, ValueError, r"share=0: must be in \(0, 1\]"),
+        ({"share": 1.1}, ValueError, "share=1.1"),
+        ({"share": 0.2, "bytes_per_step": 5}, ValueError, "share=0.2: must not be given with"),
+        ({"window": 4}, ValueError, "window=4: must be an int >= 5"),
+        ({"look_every": 0}, ValueError, "look_every=0"),
+        ({"hysteresis": -1}, ValueError, "hysteresis=-1"),
+        ({"step_size": 1}, ValueError, "step_size=1"),
+    ],
+)
+def test_settings_are_checked(settings, error, message):
+    with pytest.raises(error, match=message):
+        Budget(**settings)
+
+
+def test_before_start():
+    for use in (Budget().plan, lambda: Budget().load_state_dict({})):
+        with pytest.raises(RuntimeError, match="start"):
+            use()
+
+
+# The parts
+
+
+def sent(cf, nbytes, dense=DENSE_BYTES):
+    return StepReport(0, cf, wire_bytes=nbytes, dense_wire_bytes=dense)
+
+
+def test_bytes_measured_then_computed_then_guessed():
+    assert WireBytes(lambda cf: nan).at(10.0) is None
+    wire = WireBytes(lambda cf: 7.0 if cf == 20.0 else nan)
+    wire.observe(sent(DENSE, 9e5))
+    assert (wire.at(20.0), wire.at(DENSE), wire.at(100.0)) == (7.0, 9e5, 1e4)
+    wire.observe(sent(20.0, 9.0))
+    wire.observe(sent(1000.0, 5e3))
+    assert wire.at(20.0) == 9.0
+    assert wire.at(500.0) == 1e4  # five times the first guess, as at 1000
+    assert wire.at(DENSE) == 9e5
+    wire.observe(sent(40.0, nan))
+    assert wire.at(40.0) == 4.5
+    wire.observe(sent(DENSE, 1e5, dense=1e5))  # another model, so to speak
+    assert wire.at(1000.0) == 100.0
+
+
+def line_at(*times):
+    line = StepLine()
+    for cf, seconds in times:
+        line.restart(cf)
+        for _ in range(3):
+            line.observe(StepReport(0, 77.0, timed_cf=cf, seconds=seconds))
+    return line
+
+
+def test_a_line_from_two_cfs_then_followed_with_one():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    assert line.solve(10.0, 2000.0, 40.0, 500.0)
+    assert (line.a, line.b) == (pytest.approx(0.1), pytest.approx(1e-4))
+    assert line.share(10.0, 2000.0) == pytest.approx(2 / 3)
+    line.restart(10.0)
+    assert line.seconds(10.0) is None
+    for _ in range(3):
+        line.observe(StepReport(0, 10.0, timed_cf=10.0, seconds=0.5))
+    line.follow(10.0, 2000.0)
+    assert (line.a, line.b) == (pytest.approx(0.1), pytest.approx(2e-4))
+
+
+def test_a_line_cannot_be_found_from_equal_sizes_or_no_times():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    assert not line.solve(10.0, 500.0, 40.0, 500.0)
+    assert not line.solve(10.0, 500.0, 20.0, 300.0)
+    assert line.a is None
+
+
+def test_a_line_has_no_negative_parts():
+    line = line_at((10.0, 0.3), (40.0, 0.4))
+    assert line.solve(10.0, 2000.0, 40.0, 500.0)
+    assert (line.a, line.b) == (pytest.approx(0.3), 0.0)
+    line = line_at((10.0, 0.4), (40.0, 0.01))
+    line.solve(10.0, 2000.0, 40.0, 500.0)
+    assert line.a == 0.0
+
+
+def test_a_small_change_of_a_counts_by_half_and_a_large_one_at_once():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    line.solve(10.0, 2000.0, 40.0, 500.0)
+    for more, a in [(0.02, 0.11), (0.5, 0.6)]:
+        fresh = line_at((10.0, 0.3 + more), (40.0, 0.15 + more))
+        fresh.a = line.a
+        fresh.solve(10.0, 2000.0, 40.0, 500.0)
+        assert fresh.a == pytest.approx(a)
+
+
+def test_compression_is_part_of_a_compressed_step_only():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    line.solve(10.0, 2000.0, 40.0, 500.0)
+    line.observe(StepReport(0, 10.0, timed_cf=10.0, seconds=0.4, compress_seconds=0.1))
+    assert line.share(DENSE, 1000.0) == pytest.approx(0.5)
+    assert line.share(10.0, 1000.0) == pytest.approx(0.1 / 0.3)
+
+
+def test_what_would_make_it_move():
+    run = Network(Budget(share=0.2))
+    assert run.policy.outlook() == "it changes when it is known what the network costs"
+    run.run(100)
+    assert run.policy.outlook().startswith(
+        "it changes when communication takes more than 0.25 of a step (now, as predicted, 0."
+    )
+    assert run.policy.outlook().endswith(", or a smaller CF would take less than 0.16")
+    run = Network(Budget(bytes_per_step=5e4))
+    assert run.policy.outlook() == "it changes when a step's bytes do; bytes_per_step is 50000"
