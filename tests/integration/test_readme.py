@@ -7,13 +7,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import loss_of, small_net
 
 ROOT = Path(__file__).parents[2]
 
 
+def _text(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
 def _run(document: str, name: str, folder: Path) -> str:
     """Standard output of the script called `name` in `document`, on two workers."""
-    text = (ROOT / document).read_text()
+    text = _text(document)
     script = re.search(rf"```python\n(# {re.escape(name)}.*?)```", text, re.S)
     assert script, f"{document} has no script called {name}"
     path = folder / name
@@ -47,3 +58,22 @@ def test_the_recipes_for_other_peoples_compressors(tmp_path: Path) -> None:
     for _, loss, _, factor in results:
         assert float(loss) < 1.5  # it starts at 2.3
         assert float(factor) > 1.5
+
+
+def test_the_policy_of_your_own_in_the_readme() -> None:
+    source = re.search(r"```python\n(from adaptive import Plan.*?)```", _text("README.md"), re.S)
+    assert source
+    assert run_ranks(2, _runs, source[1])[0] == [1.0, 10.0] * 3
+
+
+def _runs(rank: int, source: str) -> list[float]:
+    names: dict[str, Any] = {}
+    exec(source, names)
+    model = DDP(small_net())
+    compressor = AdaptiveCompressor("topk", (10, 100), policy=names["HalfOfTheTime"]())
+    compressor.attach(model)
+    sent = []
+    for step in range(6):
+        loss_of(model, step, rank).backward()
+        sent.append(compressor.cf)
+    return sent
