@@ -10,6 +10,8 @@ from runs.parser import OneLineParser
 
 COMMANDS = {
     "train": ("runs.cli", "train a model with adaptive gradient compression on several workers"),
+    "compare": ("runs.compare", "train with several contenders in turn, and compare them"),
+    "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
     "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),
 }
 

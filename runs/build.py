@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from adaptive import Accordion, AdaptiveCompressor, Fixed, GraVAC, Policy, Timeline, Warmup
+from adaptive import (
+    Accordion,
+    AdaptiveCompressor,
+    Budget,
+    Fixed,
+    Goodput,
+    GraVAC,
+    Policy,
+    Timeline,
+    Warmup,
+)
 from runs.config import TrainConfig
 from runs.options import DEFAULT_CF, POLICY_OPTIONS, option
 from runs.parser import UsageError
@@ -19,6 +29,8 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "accordion": Accordion,
     "fixed": Fixed,
     "warmup": Warmup,
+    "goodput": Goodput,
+    "budget": Budget,
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
 _OPTIONAL = ("exchange", "granularity", "dense_below", "memory", "masking", "clip_norm", "link")
@@ -73,11 +85,19 @@ def check(config: TrainConfig) -> None:
 
     UsageError names the option, its value and what is accepted.
     """
+    check_compression(config)
+    try:
+        build_task(config).steps_per_epoch(config.workers)
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(_with_option(str(error))) from error
+
+
+def check_compression(config: TrainConfig) -> None:
+    """The part of `check` that reads no data."""
     try:
         if config.policy != "off":
             build_compressor(config, samples_per_step=1)
-        build_task(config).steps_per_epoch(config.workers)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(_with_option(str(error))) from error
 
 

@@ -42,6 +42,8 @@ class TrainConfig:
     eta: float | None = None
     interval: int | None = None
     warmup_steps: int | None = None
+    margin: float | None = None
+    share: float | None = None
     base: str | None = "topk"
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None

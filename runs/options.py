@@ -17,6 +17,8 @@ POLICY_OPTIONS = {
     "accordion": ("eta", "interval"),
     "fixed": ("cf", "probe"),
     "warmup": ("warmup_steps",),
+    "goodput": ("margin",),
+    "budget": ("share",),
     "off": (),
 }
 HOOK_OPTIONS = (
@@ -59,7 +61,14 @@ second Ctrl-C ends at once. Wrong options end with exit code 2, a failed worker 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All options; what is not given is not in the namespace."""
     parser.argument_default = argparse.SUPPRESS
+    add_task_arguments(parser)
+    add_hook_arguments(parser)
+    add_policy_arguments(parser)
+    _add_output_arguments(parser)
 
+
+def add_task_arguments(parser: argparse.ArgumentParser, seed: bool = True) -> None:
+    """What to train and for how long. seed: with the option for one seed."""
     what = parser.add_argument_group("what to train")
     what.add_argument("--task", metavar="TASK", help=_TASK_HELP)
     what.add_argument(
@@ -74,9 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")
     what.add_argument("--batch-size", type=whole(1), metavar="N", help="items a worker a step")
     what.add_argument("--lr", type=positive, help="learning rate of SGD (the task's own)")
-    what.add_argument("--seed", type=whole(0), help="of weights, order, augmentation (0)")
+    if seed:
+        what.add_argument("--seed", type=whole(0), help="of weights, order, augmentation (0)")
     what.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads a worker (1)")
 
+
+def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to compress."""
     how = parser.add_argument_group("how to compress")
     how.add_argument(
         "--policy",
@@ -123,12 +136,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help="clip local gradients, each parameter's at NORM / sqrt(workers)",
     )
-    how.add_argument(
+    add_link_argument(how)
+
+
+def add_link_argument(group: argparse._ArgumentGroup) -> None:
+    """The emulated network."""
+    group.add_argument(
         "--link",
         metavar="RATE[,LATENCY]",
         help="emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms",
     )
 
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """The settings of each policy."""
     gravac = parser.add_argument_group("with --policy gravac")
     gravac.add_argument("--epsilon", type=number, help="smallest gain worth sending, in (0, 1]")
     gravac.add_argument("--omega", type=number, help="relative change that counts as none, (0, 1]")
@@ -144,6 +165,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CF",
         help="measure the gains of these CFs too, without sending them",
     )
+    goodput = parser.add_argument_group("with --policy goodput")
+    goodput.add_argument(
+        "--margin", type=number, help="how much more another CF must promise to be sent (0.05)"
+    )
+    budget = parser.add_argument_group("with --policy budget")
+    budget.add_argument(
+        "--share", type=number, help="of the step time that may go to communication (0.2)"
+    )
     warmup = parser.add_argument_group("with --policy warmup")
     warmup.add_argument(
         "--warmup-steps",
@@ -157,16 +186,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     accordion.add_argument("--interval", type=whole(1), metavar="N", help="steps to a detection")
 
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("what is kept")
     output.add_argument(
         "--log-dir", metavar="DIR", help="where the files of this run go (logs/TASK-POLICY-TIME)"
     )
-    output.add_argument(
-        "--eval-every",
-        type=whole(0),
-        metavar="N",
-        help="measure quality on held-out data every N steps (0: at the end only)",
-    )
+    add_eval_argument(output, "0: at the end only")
     output.add_argument(
         "--checkpoint-every",
         type=whole(0),
@@ -185,7 +211,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
     )
-    output.add_argument(
+    add_clock_argument(output)
+
+
+def add_eval_argument(group: argparse._ArgumentGroup, default: str) -> None:
+    """How often quality is measured."""
+    group.add_argument(
+        "--eval-every",
+        type=whole(0),
+        metavar="N",
+        help=f"measure quality on held-out data every N steps ({default})",
+    )
+
+
+def add_clock_argument(group: argparse._ArgumentGroup) -> None:
+    """What makes a run repeatable to the bit."""
+    group.add_argument(
         "--fixed-clock",
         type=positive,
         metavar="SECONDS",
@@ -226,12 +267,12 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
         if name in given and policy == "off":
             raise UsageError(
                 f"{option(name)} {_shown(given[name])} needs the library's hook, which --policy "
-                f"off leaves out; accepted: --policy gravac, accordion, warmup or fixed (with "
+                f"off leaves out; accepted: any other --policy (fixed with "
                 f"--cf 1 for a dense run)"
             )
     if policy == "fixed" and "cf_range" in given:
         raise UsageError(
-            f"--cf-range {_shown(given['cf_range'])} is for --policy gravac, accordion or warmup; "
+            f"--cf-range {_shown(given['cf_range'])} is for the other policies; "
             f"--policy fixed takes --cf"
         )
     if given.get("base") == "none" and (policy != "fixed" or given.get("cf", 1) != 1):

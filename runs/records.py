@@ -105,6 +105,9 @@ def _step_of(value: dict[str, Any]) -> int:
 
 def _step(value: dict[str, Any]) -> StepRecord:
     report = dict(value["report"])
+    for name, numbers in report.items():
+        if isinstance(numbers, dict) and name != "measurements":
+            report[name] = {_key(key): _number(number) for key, number in numbers.items()}
     report["measurements"] = {
         float(cf): _only(Measurement, measured) for cf, measured in report["measurements"].items()
     }
@@ -116,6 +119,14 @@ def _only(kind: Callable[..., _T], value: dict[str, Any]) -> _T:
     """Make a dataclass from the entries that it has; null is a number that is not known."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: _number(value[name]) for name in names if name in value})
+
+
+def _key(text: str) -> float | str:
+    """JSON has only strings as keys; most of ours are CFs."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _number(value: Any) -> Any:

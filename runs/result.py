@@ -44,6 +44,16 @@ def header(config: TrainConfig, first_step: int) -> str:
 
 def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> None:
     """Write result.json and the plot, print the table to `out` and JSON to stdout if asked."""
+    result, notes = save_result(config, outcome, logbook)
+    print(table(config, outcome, result, notes), file=out, flush=True)
+    if config.json:
+        print(json.dumps(result, allow_nan=False), flush=True)
+
+
+def save_result(
+    config: TrainConfig, outcome: Outcome, logbook: Logbook
+) -> tuple[dict[str, Any], list[str]]:
+    """Write result.json and the plot; returns the result, and what the user should know."""
     timeline = config.folder / TIMELINE_FILE
     recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     notes = list(logbook.notes)
@@ -56,9 +66,7 @@ def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: Te
     result = make_result(config, outcome, logbook.evaluations, stretches(recorded))
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     write_text(config.folder / RESULT_FILE, text)
-    print(table(config, outcome, result, notes), file=out, flush=True)
-    if config.json:
-        print(json.dumps(result, allow_nan=False), flush=True)
+    return result, notes
 
 
 def make_result(

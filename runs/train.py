@@ -102,6 +102,7 @@ class Trainer:
         # DDP orders its buckets anew after the first backward, which changes the order of
         # summation, so that one must not count. Whatever it changes is loaded afterwards.
         self.loss().backward()
+        self.optimizer.step()  # without it, the library warns of a step that was left out
         self.optimizer.zero_grad()
         self.step = state["step"]
         self.model.module.load_state_dict(state["model"])
@@ -113,8 +114,10 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended. seconds: of the loop, evaluations and checkpoints not counted.
-    quality: on held-out data, on rank 0 (elsewhere None). loss: the last, mean over workers."""
+    """How training ended. seconds: of the loop, evaluations and checkpoints not counted;
+    first_seconds: of its first step, in which a process warms up.
+    quality: on held-out data, on rank 0 (elsewhere, and at a pause, None). loss: the last, mean
+    over workers."""
 
     steps_done: int
     first_step: int
@@ -123,6 +126,7 @@ class Outcome:
     loss: float
     summary: Summary
     quality: float | None
+    first_seconds: float = 0.0
 
 
 def train(
@@ -132,10 +136,13 @@ def train(
     interrupt: Interrupt | None = None,
     logbook: Logbook | None = None,
     clock: StepClock | None = None,
+    pause_at: int | None = None,
 ) -> Outcome:
     """Train to `config.steps`, in an initialised process group; all ranks call this alike.
 
     checkpoint: where to go on from. interrupt: asks to stop after a step. logbook: rank 0's.
+    pause_at: stop after so many steps, with a checkpoint, to go on later; quality is then
+    measured only where `config` says so.
     """
     if clock is None and config.fixed_clock is not None:
         seconds = config.fixed_clock
@@ -147,7 +154,8 @@ def train(
     first, loss, stop = trainer.step, float("nan"), False
     saved_at = first if checkpoint is not None else 0
     timer = _Timer()
-    while trainer.step < config.steps and not stop:
+    last = config.steps if pause_at is None else min(pause_at, config.steps)
+    while trainer.step < last and not stop:
         with timer:
             local = trainer.loss()
             vote.cast(local.item(), interrupt is not None and interrupt.requested)
@@ -163,14 +171,17 @@ def train(
         if config.eval_every and trainer.step % config.eval_every == 0 and not done:
             _evaluate(trainer, logbook)
     interrupted = stop and trainer.step < config.steps
-    if interrupted and saved_at != trainer.step:
+    if trainer.step < config.steps and saved_at != trainer.step:
         _save(config, trainer, logbook)
     if interrupted and logbook is not None:
         logbook.progress.say(f"stopped after step {trainer.step}, checkpoint saved")
     summary = trainer.summary()
     dist.barrier()  # rank 0 goes on alone from here
-    quality = _evaluate(trainer, logbook)
-    return Outcome(trainer.step, first, interrupted, timer.seconds, loss, summary, quality)
+    paused = pause_at is not None and trainer.step < config.steps
+    quality = None if paused else _evaluate(trainer, logbook)
+    return Outcome(
+        trainer.step, first, interrupted, timer.seconds, loss, summary, quality, timer.first
+    )
 
 
 def _save(config: TrainConfig, trainer: Trainer, logbook: Logbook | None) -> None:
@@ -200,13 +211,15 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
 
 
 class _Timer:
-    """Adds up the time spent inside `with`."""
+    """Adds up the time spent inside `with`; `first` is the first time."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.first = 0.0
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._began
+        spent = time.perf_counter() - self._began
+        self.first = self.first or spent
+        self.seconds += spent

@@ -20,11 +20,7 @@ from runs.train import train
 
 def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
     """Train as one of `world_size` ranks; returns the exit code (130 if interrupted)."""
-    interrupt = Interrupt(own_parent=parent_process() is not None)
-    torch.set_num_threads(job.config.threads)
-    if init_method.startswith("file:") and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever this host's name means
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    interrupt = join(job.config.threads, rank, world_size, init_method)
     job = _rank_0s(job)
     config, checkpoint = job.config, job.checkpoint
     logbook = None
@@ -42,6 +38,16 @@ def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
         make_report(config, outcome, logbook, output(config))
     dist.destroy_process_group()
     return INTERRUPTED if outcome.interrupted else 0
+
+
+def join(threads: int, rank: int, world_size: int, init_method: str) -> Interrupt:
+    """Enter the process group; what asks this worker to stop."""
+    interrupt = Interrupt(own_parent=parent_process() is not None)
+    torch.set_num_threads(threads)
+    if init_method.startswith("file:") and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever this host's name means
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    return interrupt
 
 
 def output(config: TrainConfig) -> TextIO:

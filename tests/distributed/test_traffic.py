@@ -13,14 +13,19 @@ from adaptive import AdaptiveCompressor, MemoryTimeline
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
 
+COLLECTIVES = {"all_reduce": 0, "all_gather_single": 1, "all_to_all_single": 1, "broadcast": 0}
+"""By name: the position of the argument that is handed over."""
 
-def _count(rank: int, base: str, cfs: list[float], probe: list[float]) -> dict[str, Any]:
+
+def _count(
+    rank: int, base: str, exchange: str, cfs: list[float], probe: list[float]
+) -> dict[str, Any]:
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
-        base, (2, 100), policy=Scripted(cfs, tuple(probe)), timeline=timeline
+        base, (2, 100), policy=Scripted(cfs, tuple(probe)), exchange=exchange, timeline=timeline
     ).attach(model)
-    counted = {"all_reduce": 0, "all_gather_single": 0, "calls": 0}
+    counted = dict.fromkeys((*COLLECTIVES, "calls"), 0)
 
     def counting(name: str, position: int) -> None:
         original = getattr(dist, name)
@@ -32,8 +37,8 @@ def _count(rank: int, base: str, cfs: list[float], probe: list[float]) -> dict[s
 
         setattr(dist, name, collective)
 
-    counting("all_reduce", 0)
-    counting("all_gather_single", 1)
+    for name, position in COLLECTIVES.items():
+        counting(name, position)
     for step in range(6):
         loss_of(model, step, rank).backward()
     compressor.flush()
@@ -51,15 +56,29 @@ def _count(rank: int, base: str, cfs: list[float], probe: list[float]) -> dict[s
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("base", ["none", "topk", "randomk"])
-def test_reported_bytes_are_the_bytes_handed_to_collectives(base: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("base", "exchange"),
+    [
+        ("none", "auto"),
+        ("topk", "auto"),
+        ("topk", "all_gather"),
+        ("topk", "sharded"),
+        ("topk", "shared_indices"),
+        ("randomk", "auto"),
+        ("powersgd", "auto"),
+    ],
+)
+def test_reported_bytes_are_the_bytes_handed_to_collectives(
+    base: str, exchange: str, world_size: int
+) -> None:
     cfs = [10.0, 1.0, 50.0]
-    results = run_ranks(world_size, _count, base, cfs, [20.0])
+    results = run_ranks(world_size, _count, base, exchange, cfs, [20.0])
     for rank, result in enumerate(results):
         counted = result["counted"]
-        assert result["payload"] == counted["all_reduce"] + counted["all_gather_single"]
+        assert result["payload"] == sum(counted[name] for name in COLLECTIVES)
         n = world_size
         wire = counted["all_reduce"] * 2 * (n - 1) / n + counted["all_gather_single"] * (n - 1)
+        wire += (counted["all_to_all_single"] + counted["broadcast"]) * (n - 1) / n
         assert result["wire"] == pytest.approx(wire)
         assert result["dense"] == pytest.approx(6 * 4 * result["numel"] * 2 * (n - 1) / n)
         assert result["counted"] == results[0]["counted"]

@@ -286,6 +286,8 @@ BAD = {
     "--granularity x": ["--granularity", "'x'", "layer, bucket"],
     "--dense-below -1": ["--dense-below", "'-1'", ">= 0"],
     "--base fp16 --dense-below 9": ["--dense-below", "9", "half"],
+    "--policy budget --share 1.5": ["--share", "1.5", "(0, 1"],
+    "--policy goodput --margin 0": ["--margin", "0", "(0, 1]"],
     "--warmup-steps 5": ["--warmup-steps", "5", "--policy warmup"],
     "--cf-range 1000 10": ["--cf-range", "1000", "low <= high"],
     "--cf-range 0 10": ["--cf-range", "0.0", "1 <= low"],
@@ -368,6 +370,8 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_with_other_worke
         "--policy accordion --eta 0.3 --interval 9 --masking 50 --eval-every 4",
         "--policy off --task text --model gpt --batch-size 2 --checkpoint-every 5",
         "--base none --threads 2",
+        "--policy goodput --margin 0.1 --cf-range 5 50",
+        "--policy budget --share 0.1",
         "--base dgc+bf16 --policy warmup --warmup-steps 3 --exchange sharded --dense-below 99",
     ],
 )

@@ -1,0 +1,90 @@
+"""The compare command: checks all runs, then takes turns until they are done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from runs.compare.options import HELP, Comparison, add_arguments, make_comparison
+from runs.interrupt import INTERRUPTED
+from runs.parser import UsageError, fail
+
+__all__ = ["HELP", "add_arguments", "main"]
+
+GOES_ON = "interrupted; the same command goes on from here"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the comparison; returns the exit code."""
+    try:
+        comparison = make_comparison(vars(args))
+        _check(comparison)
+        return _compare(comparison)
+    except UsageError as error:
+        return fail("python -m runs compare", error)
+    except KeyboardInterrupt:
+        print(GOES_ON, file=sys.stderr)
+        return INTERRUPTED
+
+
+def _check(comparison: Comparison) -> None:
+    """Have all errors before the first worker starts."""
+    from runs.build import check, check_compression
+    from runs.compare.slice import steps_done
+
+    for i, contender in enumerate(comparison.contenders):
+        config = comparison.config(contender, comparison.seeds[0])
+        try:
+            check_compression(config)
+        except UsageError as error:
+            raise UsageError(f"--contender {contender.label}: {error}") from error
+        if i == 0:
+            check(config)  # reads the data, the same for all
+    _check_folder(comparison.folder)
+    for contender in comparison.contenders:
+        for seed in comparison.seeds:
+            steps_done(comparison.config(contender, seed))
+
+
+def _compare(comparison: Comparison) -> int:
+    from runs.compare.report import make_report
+    from runs.compare.slice import steps_done, train_until
+    from runs.compare.turns import count_turns, turns
+
+    out = sys.stderr if comparison.json else sys.stdout
+    total = count_turns(comparison)
+    code = 0
+    for turn in turns(comparison):
+        config = comparison.config(turn.contender, turn.seed)
+        done = steps_done(config)
+        if done >= turn.until:
+            continue
+        print(
+            f"turn {turn.number} of {total}: {turn.contender.label}, seed {turn.seed}, "
+            f"steps {done + 1} to {turn.until}",
+            file=out,
+            flush=True,
+        )
+        code = train_until(config, turn.until)
+        if code:
+            break
+    if code not in (0, INTERRUPTED):
+        return code
+    result, text = make_report(comparison)
+    print(f"\n{text}\nfiles in {comparison.folder}", file=out, flush=True)
+    if code == INTERRUPTED:
+        print(GOES_ON, file=out, flush=True)
+    if comparison.json:
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return code
+
+
+def _check_folder(folder: Path) -> None:
+    above = folder
+    while not above.exists():
+        above = above.parent
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UsageError(f"--log-dir {folder}: {above} is not a folder that can be written to")

@@ -1,0 +1,136 @@
+"""The grammar of a contender: NAME[@CF][:key=value,...]."""
+
+from __future__ import annotations
+
+import re
+from argparse import SUPPRESS
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from compressors import compressor_names
+from runs.config import TrainConfig
+from runs.options import (
+    HOOK_OPTIONS,
+    POLICY_OPTIONS,
+    add_hook_arguments,
+    add_policy_arguments,
+    make_config,
+    option,
+)
+from runs.parser import OneLineParser, UsageError, number
+
+GRAMMAR = """\
+A contender is NAME[@CF][:key=value,...]. NAME is
+  dense          the same hook sending everything, what the others are compared with
+  a policy       gravac, accordion, warmup, ... as train's --policy
+  a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
+  off            plain DDP without the hook (nothing of its steps is known but their number)
+The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
+... A value of several numbers has slashes: cf_range=10/500."""
+
+_SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
+_ELSEWHERE = ("link", "fixed_clock")  # the same for all contenders
+
+
+@dataclass(frozen=True)
+class Contender:
+    """label: as the user wrote it. given: train's options that it stands for."""
+
+    label: str
+    given: dict[str, Any]
+
+    @property
+    def folder(self) -> str:
+        """A file name for it; different labels may share one (the command refuses that)."""
+        return re.sub(r"[^\w@+=.,-]", "_", self.label)
+
+    def config(self, common: dict[str, Any]) -> TrainConfig:
+        """The run of this contender. UsageError if the options do not go together.
+
+        common: options of the comparison, log_dir included.
+        """
+        try:
+            return make_config({**common, **self.given})
+        except UsageError as error:
+            raise UsageError(f"--contender {self.label}: {error}") from error
+
+
+def parse_contender(text: str) -> Contender:
+    """UsageError names the contender, what is wrong with it and what is accepted."""
+    found = _SHAPE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--contender {text!r}: must be NAME[@CF][:key=value,...]")
+    name, cf, keys = found["name"], found["cf"], found["keys"]
+    given, takes_cf, accepted = _meaning(text, name)
+    if cf is not None:
+        if not takes_cf:
+            raise UsageError(
+                f"--contender {text}: {name} takes no @CF, got {cf!r}; accepted: a compressor "
+                f"at a CF, as in topk@100"
+            )
+        given["cf"] = _cf(text, cf)
+    return Contender(text.strip(), {**given, **_settings(text, name, keys, accepted)})
+
+
+def _meaning(text: str, name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+    """(options, whether a CF may follow, keys that may follow) of a name."""
+    hook = tuple(key for key in HOOK_OPTIONS if key not in _ELSEWHERE)
+    if name == "off":
+        return {"policy": "off"}, False, ()
+    if name == "dense":
+        return {"policy": "fixed", "base": "none"}, False, ("probe", "exchange")
+    if name == "fixed":
+        fixed = tuple(key for key in hook if key != "cf_range")
+        return {"policy": "fixed"}, True, ("probe", *fixed)
+    if name in POLICY_OPTIONS:
+        return {"policy": name}, False, (*POLICY_OPTIONS[name], *hook)
+    if name.partition("+")[0] in compressor_names():
+        fixed = tuple(key for key in hook if key not in ("base", "cf_range"))
+        return {"policy": "fixed", "base": name}, True, ("probe", *fixed)
+    policies = ", ".join(POLICY_OPTIONS)
+    raise UsageError(
+        f"--contender {text}: {name!r} is unknown; accepted: dense, a policy ({policies}) or a "
+        f"compressor ({', '.join(compressor_names())}; with coded values as in topk+bf16)"
+    )
+
+
+def _cf(text: str, cf: str) -> float:
+    try:
+        value = number(cf)
+    except Exception:
+        value = 0.0
+    if value < 1:
+        raise UsageError(f"--contender {text}: the CF after @ must be a number >= 1, got {cf!r}")
+    return value
+
+
+def _settings(text: str, name: str, keys: str | None, accepted: tuple[str, ...]) -> dict[str, Any]:
+    if keys is None:
+        return {}
+    words: list[str] = []
+    for part in keys.split(","):
+        key, equals, value = part.strip().partition("=")
+        if key not in accepted:
+            known = ", ".join(accepted) or "none"
+            raise UsageError(
+                f"--contender {text}: unknown key {key!r}; accepted for {name}: {known}"
+            )
+        if not (equals and value):
+            raise UsageError(f"--contender {text}: {key!r} needs a value: {key}=VALUE")
+        words += [option(key), *value.split("/")]
+    parser = _Parser(text)
+    add_hook_arguments(parser)
+    add_policy_arguments(parser)
+    return vars(parser.parse_args(words))
+
+
+class _Parser(OneLineParser):
+    """Reads values as train reads them; its errors name the contender."""
+
+    def __init__(self, contender: str) -> None:
+        super().__init__("contender")
+        self.argument_default = SUPPRESS
+        self._contender = contender
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"--contender {self._contender}: {message.removeprefix('argument ')}")

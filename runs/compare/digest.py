@@ -1,0 +1,90 @@
+"""What a finished run comes down to, read from its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite, nan
+
+from adaptive import LinkSpec, StepRecord
+from runs.compare.network import model_bytes, modelled_seconds
+from runs.compare.slice import read_slices
+from runs.config import TrainConfig
+from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, Stretch, read_records, stretches
+from runs.result import RESULT_FILE
+
+
+@dataclass(frozen=True)
+class Digest:
+    """One run. evaluations: (steps done, quality) in order; bytes_sent, dense_bytes: a worker's;
+    sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
+    network (empty for a run without records)."""
+
+    seed: int
+    quality: float
+    evaluations: tuple[tuple[int, float], ...]
+    bytes_sent: float
+    dense_bytes: float
+    steps_per_second: float
+    history: tuple[Stretch, ...]
+    sent: tuple[float, ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @property
+    def wire_factor(self) -> float:
+        """Bytes of dense fp32 all-reduce / bytes sent; 1 if nothing was sent."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+
+def read_digest(
+    config: TrainConfig, networks: Sequence[LinkSpec], model_mb: float | None = None
+) -> Digest:
+    """The digest of a finished run. model_mb: for the modelled seconds, the size of its model."""
+    folder = config.folder
+    result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+    timeline = folder / TIMELINE_FILE
+    recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
+    summary = result["summary"]
+    seconds = [(part.last - part.first - 1, part.seconds) for part in read_slices(folder)]
+    own = model_bytes(recorded.steps, config.workers)
+    times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
+    return Digest(
+        seed=config.seed,
+        quality=_known(result["quality"]),
+        evaluations=tuple(_evaluations(config)),
+        bytes_sent=summary["bytes_sent"],
+        dense_bytes=summary["dense_bytes"],
+        steps_per_second=rate(seconds),
+        history=tuple(stretches(recorded)),
+        sent=sent_by(recorded.steps, summary["bytes_sent"], config.steps),
+        ends=tuple(
+            tuple(modelled_seconds(recorded.steps, network, times)) if recorded.steps else ()
+            for network in networks
+        ),
+    )
+
+
+def rate(parts: Sequence[tuple[int, float]]) -> float:
+    """Steps a second over parts of so many (steps, seconds)."""
+    spent = sum(seconds for _, seconds in parts)
+    return sum(steps for steps, _ in parts) / spent if spent > 0 else nan
+
+
+def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[float, ...]:
+    """Bytes sent by the end of each step; without records (plain DDP) all steps send alike."""
+    if not records:
+        return tuple(total * (i + 1) / steps for i in range(steps))
+    return tuple(accumulate(record.report.wire_bytes for record in records))
+
+
+def _evaluations(config: TrainConfig) -> list[tuple[int, float]]:
+    text = (config.folder / METRICS_FILE).read_text(encoding="utf-8")
+    values = [json.loads(line) for line in text.splitlines()]
+    found = [(v["step"] + 1, _known(v["quality"])) for v in values if "quality" in v]
+    return [(done, quality) for done, quality in found if isfinite(quality)]
+
+
+def _known(value: float | None) -> float:
+    return nan if value is None else value

@@ -1,0 +1,169 @@
+"""The options of `python -m runs compare`, and the comparison that they make."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from adaptive import LinkSpec
+from runs.compare.contender import GRAMMAR, Contender, parse_contender
+from runs.config import TrainConfig
+from runs.options import (
+    add_clock_argument,
+    add_eval_argument,
+    add_link_argument,
+    add_task_arguments,
+)
+from runs.parser import UsageError, positive, whole
+
+CONTENDERS = ("dense", "topk@100", "gravac", "accordion")
+BANDWIDTHS = ("100mbit", "1gbit")
+EVALUATIONS = 10
+"""In a run, unless --eval-every says otherwise: the time to a quality is known no finer."""
+SLICES = 4
+"""In a run, unless --slice says otherwise. A slice costs the start of its processes."""
+
+HELP = f"""\
+Train the same task from the same seeds with several contenders, and compare them.
+
+{GRAMMAR}
+
+examples:
+  python -m runs compare --link 100mbit
+      {", ".join(CONTENDERS)} on the text task
+  python -m runs compare --contender dense --contender topk@100 --contender gravac --seeds 0 1 2
+  python -m runs compare --contender dense --contender "topk+bf16@50" \\
+      --contender "gravac:epsilon=0.5,omega=0.1,base=dgc" --task cifar10 --data DIR
+  python -m runs compare --contender dense --contender "accordion:cf_range=10/200,memory=residual"
+
+Contenders take turns, a slice of steps each (--slice), and who begins goes round, so that a busy
+machine slows all alike. Ctrl-C saves what was done (exit code 130); the same command goes on from
+there and repeats no run that is finished. More contenders, seeds and bandwidths can be added to a
+comparison in the same way.
+
+The modelled seconds of a step are compute + compression (both measured) + latency + bytes x 8 /
+rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to dense" the
+first evaluation that is at least as good as the end of the dense run of the same seed ("never":
+none was).
+
+files in the log folder: compare.json, table.txt, quality.png, and each run's own in runs/."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to train: every contender with every seed. slice: steps to a turn.
+
+    common: train's options for all runs. model_mb: for the modelled seconds, the size of the
+    model; None: its own.
+    """
+
+    contenders: tuple[Contender, ...]
+    seeds: tuple[int, ...]
+    networks: tuple[LinkSpec, ...]
+    model_mb: float | None
+    slice: int
+    steps: int
+    folder: Path
+    common: dict[str, Any]
+    json: bool
+
+    def config(self, contender: Contender, seed: int) -> TrainConfig:
+        """The run of one contender with one seed. UsageError if its options do not fit."""
+        folder = self.folder / "runs" / f"{contender.folder}-seed{seed}"
+        return contender.config({**self.common, "seed": seed, "log_dir": str(folder)})
+
+    @property
+    def interleaving(self) -> str:
+        """How the machine's noise was shared out, in words."""
+        turns = ceil(self.steps / self.slice)
+        if turns == 1:
+            return "contenders took turns seed by seed, a whole run each"
+        return (
+            f"contenders took turns, {self.slice} steps each ({turns} turns a run), who began "
+            f"going round"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options; what is not given is not in the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    who = parser.add_argument_group("what to compare")
+    who.add_argument(
+        "--contender",
+        action="append",
+        metavar="C",
+        help=f"NAME[@CF][:key=value,...], see below; once for each ({', '.join(CONTENDERS)})",
+    )
+    who.add_argument("--seeds", type=whole(0), nargs="+", metavar="N", help="seeds (0)")
+    who.add_argument(
+        "--bandwidths",
+        nargs="+",
+        metavar="RATE[,LATENCY]",
+        help=f"networks of the modelled seconds ({' '.join(BANDWIDTHS)})",
+    )
+    who.add_argument(
+        "--model-mb",
+        type=positive,
+        metavar="MB",
+        help="modelled seconds as if the gradients were so large (ResNet-101 170, VGG-16 528): "
+        "bytes and compression in proportion, compute as measured (the model's own size)",
+    )
+    who.add_argument(
+        "--slice",
+        type=whole(0),
+        metavar="N",
+        help=f"steps to a turn; 0: whole runs (a {SLICES}th of the steps)",
+    )
+    add_task_arguments(parser, seed=False)
+    how = parser.add_argument_group("how, for all contenders")
+    add_link_argument(how)
+    add_eval_argument(how, f"a {EVALUATIONS}th of the steps")
+    add_clock_argument(how)
+    output = parser.add_argument_group("what is kept")
+    output.add_argument(
+        "--log-dir", metavar="DIR", help="where the files go (logs/compare-TASK-OPTIONS)"
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
+    )
+
+
+def make_comparison(given: dict[str, Any]) -> Comparison:
+    """UsageError names the option, its value and what is accepted."""
+    given = dict(given)
+    contenders = tuple(map(parse_contender, given.pop("contender", CONTENDERS)))
+    folders = [contender.folder for contender in contenders]
+    for i, contender in enumerate(contenders):
+        if contender.folder in folders[:i]:
+            raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
+    seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
+    networks = tuple(map(_network, given.pop("bandwidths", BANDWIDTHS)))
+    model_mb = given.pop("model_mb", None)
+    if model_mb is not None and given.get("workers", TrainConfig.workers) < 2:
+        raise UsageError(f"--model-mb {model_mb:g}: needs --workers 2 or more, one sends nothing")
+    wanted = given.pop("slice", None)
+    as_json = given.pop("json", False)
+    folder = given.pop("log_dir", None)
+    steps = given.setdefault("steps", TrainConfig.steps)
+    given.setdefault("eval_every", max(1, steps // EVALUATIONS))
+    turn = ceil(steps / SLICES) if wanted is None else wanted or steps
+    path = Path(folder) if folder is not None else _folder(given)
+    return Comparison(contenders, seeds, networks, model_mb, turn, steps, path, given, as_json)
+
+
+def _network(text: str) -> LinkSpec:
+    try:
+        return LinkSpec.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--bandwidths {text}: {error}") from error
+
+
+def _folder(common: dict[str, Any]) -> Path:
+    """The same options find the same folder, so that the same command goes on."""
+    digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+    return Path("logs", f"compare-{common.get('task', TrainConfig.task)}-{digest[:8]}")

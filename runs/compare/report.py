@@ -1,0 +1,123 @@
+"""What a comparison has found so far: compare.json, table.txt and the plot."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Any
+
+import torch
+
+from policies import DENSE
+from runs.compare.digest import Digest, read_digest
+from runs.compare.options import Comparison
+from runs.compare.plot import PLOT_FILE, draw_quality
+from runs.compare.slice import is_finished
+from runs.compare.standing import stand
+from runs.compare.table import make_table
+from runs.config import TrainConfig, write_text
+from runs.logbook import emulated
+from runs.tasks import TASKS
+
+COMPARE_FILE = "compare.json"
+TABLE_FILE = "table.txt"
+
+
+def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
+    """Write the files; returns the result as JSON-like values, and the table.
+
+    Only runs that are finished count.
+    """
+    first = comparison.config(comparison.contenders[0], comparison.seeds[0])
+    task = TASKS[first.task]
+    digests, dense = _read(comparison)
+    networks = [str(network) for network in comparison.networks]
+    standings = stand(digests, dense, len(networks), task.higher_is_better)
+    missing = len(comparison.contenders) * len(comparison.seeds) - sum(map(len, digests.values()))
+    better = "higher" if task.higher_is_better else "lower"
+    heading = _title(comparison, first)
+    notes = [
+        f"{task.quality_name}: held-out, {better} is better; MB sent: by a worker",
+        f"± is the standard deviation over {len(comparison.seeds)} seeds"
+        if len(comparison.seeds) > 1
+        else "one seed: no spread",
+        f"steps/s: measured, {emulated(first) or 'no link emulated'}, without each turn's first "
+        f"step; {comparison.interleaving}",
+        "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, no "
+        "overlap; all: the whole run",
+        f"to dense: until an evaluation (every {first.eval_every} steps) is at least as good as "
+        f"the end of {dense}, same seed"
+        if dense
+        else "to dense: not known without a dense contender",
+    ]
+    if comparison.model_mb is not None:
+        notes.append(
+            f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: bytes and "
+            f"compression in proportion, compute as measured"
+        )
+    if missing:
+        notes.append(f"{missing} runs are not finished and not in the table")
+    try:
+        if digests:
+            path = comparison.folder / PLOT_FILE
+            draw_quality(standings, path, heading, task.quality_name, task.higher_is_better)
+    except ImportError:
+        notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
+    rows = make_table(standings, task.quality_name, networks)
+    text = "\n".join([heading, "", rows, "", *(f"note: {note}" for note in notes)])
+    result = {
+        "title": heading,
+        "finished": not missing,
+        "quality_name": task.quality_name,
+        "higher_is_better": task.higher_is_better,
+        "dense": dense,
+        "steps": comparison.steps,
+        "seeds": list(comparison.seeds),
+        "networks": networks,
+        "model_mb": comparison.model_mb,
+        "interleaving": comparison.interleaving,
+        "emulated_link": emulated(first) or None,
+        "notes": notes,
+        "contenders": [standing.as_json(networks) for standing in standings],
+        "log_dir": str(comparison.folder),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "processor": platform.machine(),
+        },
+    }
+    dumped = json.dumps(result, indent=2, allow_nan=False)
+    write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
+    write_text(comparison.folder / TABLE_FILE, text + "\n")
+    return result, text
+
+
+def _read(comparison: Comparison) -> tuple[dict[str, list[Digest]], str | None]:
+    """The finished runs by contender, and which contender is the dense one."""
+    found: dict[str, list[Digest]] = {}
+    dense = None
+    for contender in comparison.contenders:
+        configs = [comparison.config(contender, seed) for seed in comparison.seeds]
+        networks, size = comparison.networks, comparison.model_mb
+        runs = [read_digest(c, networks, size) for c in configs if is_finished(c)]
+        if runs:
+            found[contender.label] = runs
+        if dense is None and _is_dense(configs[0]):
+            dense = contender.label
+    return found, dense
+
+
+def _is_dense(config: TrainConfig) -> bool:
+    return config.policy == "off" or (
+        config.policy == "fixed" and (config.base == "none" or config.cf == DENSE)
+    )
+
+
+def _title(comparison: Comparison, config: TrainConfig) -> str:
+    model = config.model or TASKS[config.task].models[0]
+    link = f", {emulated(config)}" if config.link else ""
+    seeds = " ".join(map(str, comparison.seeds))
+    return (
+        f"{config.task} ({model}), {config.workers} workers, {comparison.steps} steps, "
+        f"seed{'s' if len(comparison.seeds) > 1 else ''} {seeds}{link}"
+    )

@@ -1,0 +1,125 @@
+"""One turn of one run: some steps more, in worker processes of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from runs.checkpoint import Checkpoint, find_checkpoint
+from runs.config import CONFIG_FILE, TrainConfig, write_text
+from runs.interrupt import INTERRUPTED
+from runs.launch import launch
+from runs.logbook import Logbook
+from runs.parser import UsageError
+from runs.result import RESULT_FILE, save_result
+from runs.train import train
+from runs.worker import join
+
+SLICES_FILE = "slices.jsonl"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Steps first..last-1. seconds: of all but the first of them, in which a new process warms up;
+    evaluations and checkpoints are not in it."""
+
+    first: int
+    last: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    config: TrainConfig
+    checkpoint: Checkpoint | None
+    until: int
+
+
+def steps_done(config: TrainConfig) -> int:
+    """How far a run got. UsageError if its folder holds another run."""
+    saved = config.folder / CONFIG_FILE
+    if not saved.exists():
+        return 0
+    try:
+        there = TrainConfig.from_json(json.loads(saved.read_text(encoding="utf-8")))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--log-dir: {saved} is damaged: {error}") from error
+    for name, value in asdict(config).items():
+        other = getattr(there, name)
+        if name != "log_dir" and other != value:
+            raise UsageError(
+                f"--log-dir: {config.folder} holds a run with {name}={other!r}, not {value!r}; "
+                f"accepted: the same options, or another folder"
+            )
+    if is_finished(config):
+        return config.steps
+    checkpoint = _checkpoint(config)
+    return checkpoint.step if checkpoint is not None else 0
+
+
+def is_finished(config: TrainConfig) -> bool:
+    return (config.folder / RESULT_FILE).exists()
+
+
+def train_until(config: TrainConfig, until: int) -> int:
+    """Bring a run that got less far to `until` steps; returns the exit code."""
+    checkpoint = _checkpoint(config)
+    if checkpoint is None:  # perhaps killed in its first steps
+        shutil.rmtree(config.folder, ignore_errors=True)
+    code = launch(_run, _Part(config, checkpoint, until), config.workers)
+    if is_finished(config):
+        shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
+    return code
+
+
+def read_slices(folder: Path) -> list[Slice]:
+    """The slices that were recorded, in order."""
+    path = folder / SLICES_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [Slice(**json.loads(line)) for line in lines]
+
+
+def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
+    """A worker's share."""
+    config, checkpoint = part.config, part.checkpoint
+    interrupt = join(config.threads, rank, world_size, init_method)
+    logbook = None
+    if rank == 0:
+        config.save()
+        logbook = Logbook(config, checkpoint.step if checkpoint is not None else 0)
+    try:
+        outcome = train(
+            config,
+            checkpoint=checkpoint,
+            interrupt=interrupt,
+            logbook=logbook,
+            pause_at=part.until,
+        )
+    finally:
+        if logbook is not None:
+            logbook.close()
+    if logbook is not None:
+        seconds = outcome.seconds - outcome.first_seconds
+        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds))
+        if outcome.steps_done == config.steps:
+            save_result(config, outcome, logbook)
+    dist.destroy_process_group()
+    # Also after its last step, or the next contender's turn would come.
+    return INTERRUPTED if outcome.interrupted or interrupt.requested else 0
+
+
+def _note(folder: Path, made: Slice) -> None:
+    """Add a slice to those before it; what was made after the checkpoint is made anew."""
+    kept = [old for old in read_slices(folder) if old.last <= made.first]
+    lines = (json.dumps(asdict(one)) + "\n" for one in (*kept, made))
+    write_text(folder / SLICES_FILE, "".join(lines))
+
+
+def _checkpoint(config: TrainConfig) -> Checkpoint | None:
+    if not (config.folder / "checkpoint" / "meta.json").exists():
+        return None
+    return find_checkpoint(config.folder)

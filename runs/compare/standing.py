@@ -1,0 +1,124 @@
+"""How a contender did over the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite, nan
+from statistics import mean, stdev
+from typing import Any
+
+from runs.compare.digest import Digest
+from runs.compare.network import seconds_to
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean of some values and their sample standard deviation (nan for fewer than two)."""
+
+    mean: float
+    deviation: float
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Values that are not known (nan) stay out of the mean."""
+        given = tuple(values)
+        known = [value for value in given if isfinite(value)]
+        deviation = stdev(known) if len(known) > 1 else nan
+        return cls(mean(known) if known else nan, deviation, given)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "mean": _plain(self.mean),
+            "deviation": _plain(self.deviation),
+            "values": [_plain(value) for value in self.values],
+        }
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One contender. seconds: by network, modelled to the dense run's quality, a value for each
+    seed: None where that was never reached, nan where it is not known."""
+
+    label: str
+    runs: tuple[Digest, ...]
+    seconds: tuple[tuple[float | None, ...], ...]
+
+    @property
+    def quality(self) -> Spread:
+        return Spread.of(run.quality for run in self.runs)
+
+    @property
+    def bytes_sent(self) -> Spread:
+        return Spread.of(run.bytes_sent for run in self.runs)
+
+    @property
+    def wire_factor(self) -> Spread:
+        return Spread.of(run.wire_factor for run in self.runs)
+
+    @property
+    def steps_per_second(self) -> Spread:
+        return Spread.of(run.steps_per_second for run in self.runs)
+
+    def in_all(self, network: int) -> Spread:
+        """Modelled seconds of whole runs."""
+        return Spread.of(run.ends[network][-1] if run.ends[network] else nan for run in self.runs)
+
+    def as_json(self, networks: Sequence[str]) -> dict[str, Any]:
+        """Everything, null for what is not known."""
+        return {
+            "contender": self.label,
+            "quality": self.quality.as_json(),
+            "bytes_sent": self.bytes_sent.as_json(),
+            "wire_factor": self.wire_factor.as_json(),
+            "steps_per_second": self.steps_per_second.as_json(),
+            "seconds_to_dense_quality": {
+                network: ["never" if value is None else _plain(value) for value in values]
+                for network, values in zip(networks, self.seconds, strict=True)
+            },
+            "seconds_in_all": {
+                network: [_plain(value) for value in self.in_all(i).values]
+                for i, network in enumerate(networks)
+            },
+            "runs": [
+                {
+                    "seed": run.seed,
+                    "evaluations": [list(pair) for pair in run.evaluations],
+                    "cf_history": [asdict(stretch) for stretch in run.history],
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def stand(
+    digests: Mapping[str, Sequence[Digest]],
+    dense: str | None,
+    networks: int,
+    higher_is_better: bool,
+) -> list[Standing]:
+    """The standing of each contender. dense: the one whose quality is to be reached, if any.
+
+    A run is held against the dense run of its own seed.
+    """
+    goals = {run.seed: run.quality for run in digests.get(dense or "", ())}
+
+    def seconds(run: Digest, network: int) -> float | None:
+        ends, goal = run.ends[network], goals.get(run.seed, nan)
+        if not (ends and isfinite(ends[-1]) and isfinite(goal)):
+            return nan
+        return seconds_to(goal, run.evaluations, ends, higher_is_better)
+
+    return [
+        Standing(
+            label,
+            tuple(runs),
+            tuple(tuple(seconds(run, network) for run in runs) for network in range(networks)),
+        )
+        for label, runs in digests.items()
+    ]
+
+
+def _plain(value: float) -> float | None:
+    return value if isfinite(value) else None

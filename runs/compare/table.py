@@ -1,0 +1,95 @@
+"""The comparison, to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from statistics import mean, stdev
+
+from runs.compare.standing import Spread, Standing
+from runs.progress import cf_name
+from runs.records import Stretch
+
+SHOWN = 8
+"""Stretches of a CF history; the middle of a longer one is left out."""
+
+
+def make_table(standings: Sequence[Standing], quality_name: str, networks: Sequence[str]) -> str:
+    """A row for each contender, under two lines of head."""
+    head = ["contender", quality_name, "MB sent", "wire factor", "steps/s"]
+    above = [""] * len(head)
+    for network in networks:
+        above += [f"{network}:", "modelled s"]
+        head += ["all", "to dense"]
+    rows = [above, head] + [_row(standing) for standing in standings]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    histories = ["", "CF history (CF x steps)"] + [_histories(standing) for standing in standings]
+    lines = []
+    for row, history in zip(rows, histories, strict=True):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([*cells, history]).rstrip())
+    return "\n".join(lines)
+
+
+def compact(history: Sequence[Stretch]) -> str:
+    """As CF x steps: "dense x10, 10 x50"."""
+    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in history]
+    if len(parts) > SHOWN:
+        left_out = len(parts) - SHOWN + 1
+        parts[SHOWN // 2 : SHOWN // 2 + left_out] = [f"... {left_out} more ..."]
+    return ", ".join(parts)
+
+
+def _row(standing: Standing) -> list[str]:
+    sent = standing.bytes_sent
+    return [
+        standing.label,
+        _spread(standing.quality, 4),
+        _spread(Spread.of(value / 1e6 for value in sent.values), 4),
+        _spread(standing.wire_factor, 3),
+        _spread(standing.steps_per_second, 3),
+        *(
+            cell
+            for i, seconds in enumerate(standing.seconds)
+            for cell in (_spread(standing.in_all(i), 4), _times(seconds))
+        ),
+    ]
+
+
+def _histories(standing: Standing) -> str:
+    """Of the first seed; a policy may have gone another way with the others."""
+    histories = [run.history for run in standing.runs]
+    if not histories or not histories[0]:
+        return "-"
+    text = compact(histories[0])
+    ways = {tuple((part.first, part.cf) for part in history) for history in histories}
+    return text if len(ways) == 1 else f"{text} (seed {standing.runs[0].seed})"
+
+
+def _spread(spread: Spread, digits: int) -> str:
+    if not isfinite(spread.mean):
+        return "-"
+    text = _number(spread.mean, digits)
+    deviation = spread.deviation
+    if isfinite(deviation) and deviation > 0:
+        text += f" ± {deviation:.2g}"
+    return text
+
+
+def _times(seconds: Sequence[float | None]) -> str:
+    reached = [value for value in seconds if value is not None and isfinite(value)]
+    never = sum(value is None for value in seconds)
+    if not reached:
+        return "never" if never else "-"
+    text = _number(mean(reached), 4)
+    if len(reached) > 1 and stdev(reached) > 0:
+        text += f" ± {stdev(reached):.2g}"
+    return f"{text} ({never} of {len(seconds)} never)" if never else text
+
+
+def _number(value: float, digits: int) -> str:
+    """As many digits, never with an exponent."""
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:#.{digits}g}"

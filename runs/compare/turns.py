@@ -1,0 +1,42 @@
+"""Who trains when: the order that shares a busy machine's noise out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from runs.compare.contender import Contender
+from runs.compare.options import Comparison
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A contender's run of a seed is to be brought to `until` steps."""
+
+    number: int
+    contender: Contender
+    seed: int
+    until: int
+
+
+def count_turns(comparison: Comparison) -> int:
+    """How many turns there are."""
+    runs = len(comparison.contenders) * len(comparison.seeds)
+    return runs * ceil(comparison.steps / comparison.slice)
+
+
+def turns(comparison: Comparison) -> Iterator[Turn]:
+    """Seed after seed; within a seed a slice of each contender, then the next slice.
+
+    Who begins goes round, since the machine may be slower or faster at the start of a round.
+    """
+    everyone = comparison.contenders
+    number = 0
+    for seed_number, seed in enumerate(comparison.seeds):
+        for i in range(ceil(comparison.steps / comparison.slice)):
+            until = min(comparison.steps, (i + 1) * comparison.slice)
+            first = (seed_number + i) % len(everyone)
+            for contender in (*everyone[first:], *everyone[:first]):
+                number += 1
+                yield Turn(number, contender, seed, until)

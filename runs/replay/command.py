@@ -1,0 +1,52 @@
+"""The replay command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from runs.parser import UsageError, fail
+from runs.replay.options import HELP, add_arguments, make_config_for, start_policy
+from runs.replay.plot import draw_replay
+from runs.replay.replay import replay
+from runs.replay.result import make_result, make_table
+from runs.replay.source import read_source
+
+__all__ = ["HELP", "add_arguments", "main"]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Replay; returns the exit code."""
+    given = dict(vars(args))
+    try:
+        return _replay(given.pop("timeline"), given)
+    except UsageError as error:
+        return fail("python -m runs replay", error)
+
+
+def _replay(timeline: str, given: dict[str, object]) -> int:
+    as_json, plot = bool(given.pop("json", False)), given.pop("plot", None)
+    source = read_source(timeline)
+    config = make_config_for(source, given)
+    policy = start_policy(config, source)
+    replayed = replay(policy, source.recorded)
+    result = make_result(source, config, replayed)
+    path = source.path.parent / f"replay-{config.policy}.png" if plot is None else Path(str(plot))
+    title = f"{config.policy} replayed over {source.path.parent.name or source.path.name} (a model)"
+    try:
+        draw_replay(source.recorded, replayed, path, title)
+        result["plot"] = str(path)
+    except ImportError:
+        result["notes"].append("no plot: matplotlib is not installed")
+    except (OSError, ValueError) as error:
+        if plot is not None:
+            raise UsageError(f"--plot {plot}: cannot be written: {error}") from error
+        result["notes"].append(f"no plot, {path} cannot be written: {error}")
+    print(make_table(source, result), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    elif "plot" in result:
+        print(f"plot in {path}")
+    return 0

@@ -1,0 +1,109 @@
+"""Gains of CFs that were not measured in a step: a model of them, from those that were.
+
+Of each CF the newest measurement counts (before its first one, the first). Between two CFs, what
+is lost is interpolated linearly in log CF, dense losing nothing; above the largest CF the line
+through the two largest goes on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, log, nan
+
+from adaptive import StepRecord
+from policies import Measurement
+from policies.base import DENSE
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Of one measurement: what was kept and lost, as shares of the whole and of the sample."""
+
+    kept: float
+    error: float
+    sample_error: float
+
+
+class RecordedGains:
+    """The measurements of a record, at any step and CF. guessed: steps whose steady-state gains
+    had to be."""
+
+    def __init__(self, records: Sequence[StepRecord]) -> None:
+        self._records = records
+        self._steps: dict[float, list[int]] = {}
+        self._shares: dict[float, list[_Shares]] = {}
+        self._with_totals: list[int] = []
+        self.guessed = 0
+        for i, record in enumerate(records):
+            known = False
+            for cf, measurement in record.report.measurements.items():
+                shares = _shares(measurement)
+                if shares is not None:
+                    self._steps.setdefault(cf, []).append(i)
+                    self._shares.setdefault(cf, []).append(shares)
+                    known = True
+            if known:
+                self._with_totals.append(i)
+        self.cfs = tuple(sorted(self._steps))
+
+    def at(self, i: int, cf: float) -> Measurement:
+        """What step `i` would have measured at `cf`; nan throughout if nothing tells."""
+        report = self._records[i].report
+        if cf in report.measurements:
+            return report.measurements[cf]
+        if not self.cfs or not isfinite(report.grad_norm):
+            return Measurement()
+        newest = bisect_right(self._with_totals, i) - 1
+        totals = self._totals(self._with_totals[max(0, newest)])
+        shares = self._between(i, cf)
+        return Measurement(
+            kept=shares.kept * totals.total,
+            error=shares.error * totals.total,
+            total=totals.total,
+            grad=totals.grad,
+            sample_error=shares.sample_error * totals.sample_total,
+            sample_total=totals.sample_total,
+        )
+
+    def steady(self, i: int, ladder: Sequence[float]) -> Mapping[float, float]:
+        """Steady-state gains of the CFs in `ladder`: recorded, if step `i` has them all, else what
+        an error-fed gain was when last measured (too much for a CF that was not being sent)."""
+        recorded = self._records[i].report.steady
+        if all(cf in recorded for cf in ladder):
+            return recorded
+        self.guessed += 1
+        return {cf: recorded.get(cf, self.at(i, cf).gain("error_fed")) for cf in ladder}
+
+    def _totals(self, i: int) -> Measurement:
+        """They are the same for all CFs of a step."""
+        measured = self._records[i].report.measurements.values()
+        return next(m for m in measured if _shares(m) is not None)
+
+    def _between(self, i: int, cf: float) -> _Shares:
+        points = [(1.0, _Shares(1.0, 0.0, 0.0))]
+        points += [(known, self._newest(i, known)) for known in self.cfs if known > DENSE]
+        above = next((n for n, (known, _) in enumerate(points) if known >= cf), len(points) - 1)
+        (low, left), (high, right) = points[max(0, above - 1)], points[above]
+        part = log(cf / low) / log(high / low) if high > low else 0.0
+
+        def line(start: float, end: float) -> float:
+            return min(1.0, max(0.0, start + part * (end - start)))
+
+        return _Shares(
+            kept=max(0.0, left.kept + part * (right.kept - left.kept)),
+            error=line(left.error, right.error),
+            sample_error=line(left.sample_error, right.sample_error),
+        )
+
+    def _newest(self, i: int, cf: float) -> _Shares:
+        return self._shares[cf][max(0, bisect_right(self._steps[cf], i) - 1)]
+
+
+def _shares(m: Measurement) -> _Shares | None:
+    """None if the measurement is of a step that was not finite."""
+    if not (isfinite(m.kept) and isfinite(m.error) and isfinite(m.total) and m.total > 0):
+        return None
+    sample = m.sample_error / m.sample_total if m.sample_total > 0 else nan
+    return _Shares(m.kept / m.total, m.error / m.total, sample)

@@ -1,0 +1,141 @@
+"""The options of `python -m runs replay`, and the policy that they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from compressors import make_compressor
+from policies import Policy
+from policies.base import Context
+from runs.build import build_policy, build_task, check_compression
+from runs.config import TrainConfig
+from runs.options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments, make_config
+from runs.parser import UsageError, number, whole
+from runs.replay.costs import RecordedCosts
+from runs.replay.source import Source
+
+CF_RANGE = (10.0, 1000.0)
+
+HELP = """\
+Run a policy over a recorded run: which CFs it would have chosen, and why. Nothing is trained.
+
+examples:
+  python -m runs replay logs/demo
+      the recorded policy on its own record: the decisions are the same, bit for bit
+  python -m runs replay logs/demo --policy gravac --epsilon 0.5 --window 100
+  python -m runs replay logs/demo/timeline.jsonl --policy accordion --cf-range 10 200 --json
+
+As long as the policy plans what was recorded, it sees what was recorded. From then on it sees a
+model: gains of each CF as last measured (interpolated in log CF between those measured), times
+from a + b x bytes + compress fitted to the CFs that were really sent, bytes in proportion. The
+gradients stay those of the recorded run, whatever CF the policy chooses: the model says what the
+policy would have decided, not how well the network would have trained. A record that measured many
+CFs tells most (train --policy fixed --probe 10 20 40 100 160 1000)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options; what is not given is not in the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("timeline", metavar="TIMELINE", help="log folder or timeline.jsonl")
+    which = parser.add_argument_group("which policy")
+    which.add_argument(
+        "--policy",
+        choices=[name for name in POLICY_OPTIONS if name != "off"],
+        help="(the recorded one, with the recorded settings)",
+    )
+    which.add_argument(
+        "--cf-range",
+        type=number,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="smallest and largest CF beside dense (the recorded run's, else 10 1000)",
+    )
+    which.add_argument("--base", metavar="NAME", help="compressor (the recorded run's, else topk)")
+    which.add_argument(
+        "--workers", type=whole(1), metavar="N", help="of the run, if no config.json tells (2)"
+    )
+    add_policy_arguments(parser)
+    output = parser.add_argument_group("what is kept")
+    output.add_argument(
+        "--plot", metavar="FILE", help="the picture (replay-POLICY.png beside the timeline)"
+    )
+    output.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
+    """The run that the policy is to be imagined in. UsageError names the option."""
+    given = dict(given)
+    recorded = source.config
+    given["log_dir"] = str(source.path.parent)
+    if "policy" not in given:
+        if recorded is None or recorded.policy == "off":
+            raise UsageError(
+                f"--policy must be given: no config.json beside {source.path} names one; accepted: "
+                f"{', '.join(name for name in POLICY_OPTIONS if name != 'off')}"
+            )
+        extra = sorted(set(given) - {"log_dir"})
+        if not extra:
+            return recorded
+        raise UsageError(
+            f"--{extra[0].replace('_', '-')} needs --policy; without, the recorded policy is "
+            f"replayed with its own settings"
+        )
+    if recorded is not None:
+        given.setdefault("workers", recorded.workers)
+        if given["policy"] != "fixed" and recorded.cf_range is not None:
+            given.setdefault("cf_range", recorded.cf_range)
+        if recorded.base not in (None, "none"):
+            given.setdefault("base", recorded.base)
+    config = make_config(given)
+    check_compression(config)
+    return config
+
+
+def start_policy(config: TrainConfig, source: Source) -> Policy:
+    """The policy, started as the controller does it. UsageError if the settings do not fit."""
+    supported = _supported(config, source)
+    if config.policy == "fixed":
+        cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
+        low = high = cf
+    else:
+        low, high = config.cf_range or CF_RANGE
+    ends = supported(low), supported(high)
+    context = Context(
+        (min(low, *ends), max(high, *ends)),
+        config.workers,
+        supported,
+        wire_bytes=RecordedCosts(source.recorded.steps).nbytes,
+    )
+    try:
+        policy = build_policy(config)
+        policy.start(context)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--policy {config.policy}: {error}") from error
+    return policy
+
+
+def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
+    """The CF that the base can really do on the model's largest tensor, as in training.
+
+    The model is built only for a base whose CFs depend on it.
+    """
+    base = make_compressor(config.base or "topk")
+    shape: tuple[int, ...] = (_numel(source),)
+    probes = (2.0, 10.0, 40.0, 1000.0)
+    if any(base.supported_for(cf, shape) != cf for cf in probes) and source.config is not None:
+        try:
+            model = build_task(source.config).build_model()
+        except (ValueError, OSError) as error:
+            raise UsageError(
+                f"--base {config.base}: its CFs depend on the model, which cannot be built: {error}"
+            ) from error
+        shape = max((tuple(p.shape) for p in model.parameters()), key=prod)
+    return lambda cf: base.supported_for(cf, shape) if cf != 1 else 1.0
+
+
+def _numel(source: Source) -> int:
+    """Elements of the model, roughly: from the bytes of a dense step on two ranks."""
+    return max(1, int(source.recorded.steps[0].report.dense_wire_bytes / 4))

@@ -1,0 +1,133 @@
+"""What a replay has shown, as JSON-like values and to be read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
+
+from runs.config import TrainConfig
+from runs.options import POLICY_OPTIONS
+from runs.progress import cf_name
+from runs.records import Recorded
+from runs.replay.replay import Replayed
+from runs.replay.source import Source
+
+SHOWN = 40
+"""Switches in the table; the middle of more is left out."""
+
+
+def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict[str, Any]:
+    """null stands for numbers that are not known."""
+    recorded, costs = source.recorded, replayed.costs
+    ours = [plan.send for plan in replayed.plans]
+    theirs = [record.report.cf for record in recorded.steps]
+    return {
+        "timeline": str(source.path),
+        "policy": config.policy,
+        "settings": _settings(config),
+        "steps": len(ours),
+        "identical": replayed.identical and _same_events(replayed, recorded),
+        "followed": replayed.followed,
+        "same_cf_steps": sum(a == b for a, b in zip(ours, theirs, strict=True)),
+        "switches": [asdict(event) for event in replayed.events],
+        "verdict": replayed.verdict,
+        "share_at_cf": _shares(ours),
+        "recorded_share_at_cf": _shares(theirs),
+        "modelled_seconds": _known(sum(map(costs.seconds, ours))),
+        "recorded_modelled_seconds": _known(sum(map(costs.seconds, theirs))),
+        "modelled_bytes": _known(sum(map(costs.nbytes, ours))),
+        "recorded_bytes": _known(recorded.bytes_sent),
+        "notes": _notes(source, replayed),
+    }
+
+
+def make_table(source: Source, result: dict[str, Any]) -> str:
+    """The end of a replay, to be read."""
+    steps = result["steps"]
+    recorded = source.config.policy if source.config is not None else "unknown policy"
+    settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
+    name = f"{result['policy']} ({settings})" if settings else result["policy"]
+    lines = [f"{name} replayed over {steps} steps of {source.path} ({recorded})"]
+    if result["identical"]:
+        lines.append("  identical to the record: every CF, probe and reason of every step")
+    else:
+        lines.append(f"  the CF of the record in {result['same_cf_steps']} of {steps} steps")
+    lines.append("  switches and judgements")
+    shown = [f"    step {e['step']}: {e['reason'] or 'switch'}" for e in result["switches"]] or [
+        "    none"
+    ]
+    if len(shown) > SHOWN:
+        left_out = len(shown) - SHOWN + 1
+        shown[SHOWN // 2 : SHOWN // 2 + left_out] = [f"    ... {left_out} more, in --json ..."]
+    lines += shown
+    if result["verdict"]:
+        lines.append(f"  {result['verdict']}")
+    lines.append(f"  {'share of steps':<24}{'replayed':>12}{'recorded':>12}")
+    ours, theirs = dict(result["share_at_cf"]), dict(result["recorded_share_at_cf"])
+    for cf in sorted({*ours, *theirs}):
+        name = cf_name(cf) if cf == 1 else f"CF {cf_name(cf)}"
+        lines.append(f"    {name:<22}{ours.get(cf, 0):>12.1%}{theirs.get(cf, 0):>12.1%}")
+    for name, key, other, unit in (
+        ("modelled seconds", "modelled_seconds", "recorded_modelled_seconds", 1.0),
+        ("MB sent by a worker", "modelled_bytes", "recorded_bytes", 1e6),
+    ):
+        values = [result[key], result[other]]
+        cells = ["not known" if v is None else f"{v / unit:.5g}" for v in values]
+        lines.append(f"  {name:<24}{cells[0]:>12}{cells[1]:>12}")
+    lines += [f"  note: {note}" for note in result["notes"]]
+    return "\n".join(lines)
+
+
+def _notes(source: Source, replayed: Replayed) -> list[str]:
+    notes = []
+    if not replayed.identical:
+        step = source.recorded.steps[replayed.followed].report.step
+        notes.append(
+            f"from step {step} on this is a model: the gradients are those of the recorded run, "
+            f"gains and times are recorded ones or interpolated"
+        )
+        if replayed.largest == 1:
+            notes.append("the record holds no gains: the policy saw none after that step")
+        planned = {cf for plan in replayed.plans for cf in (plan.send, *plan.probe)}
+        beyond = sorted(cf for cf in planned if cf > replayed.largest > 1)
+        if beyond:
+            notes.append(
+                f"gains of CF {', '.join(map(cf_name, beyond))} are extrapolated: none above "
+                f"{cf_name(replayed.largest)} was measured"
+            )
+    notes.append(replayed.costs.basis)
+    if replayed.sums:
+        notes.append(
+            f"{replayed.sums} norms of summed gradients were not recorded: sums of the gradients' "
+            f"norms stand in for them"
+        )
+    if replayed.guessed:
+        notes.append(
+            f"steady-state gains of {replayed.guessed} steps were not recorded: error-fed gains "
+            f"stand in for them, too large for CFs that were not being sent"
+        )
+    if source.config is None:
+        notes.append("no config.json beside the timeline: CF range, workers and base as given")
+    return notes
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Those that are not the policy's defaults."""
+    names = (*POLICY_OPTIONS[config.policy], "cf_range")
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _same_events(replayed: Replayed, recorded: Recorded) -> bool:
+    return list(replayed.events) == recorded.events
+
+
+def _shares(cfs: list[float]) -> list[list[float]]:
+    """Pairs (CF, share of steps), since JSON has no float keys."""
+    return [[cf, count / len(cfs)] for cf, count in sorted(Counter(cfs).items())]
+
+
+def _known(value: float) -> float | None:
+    return value if isfinite(value) else None

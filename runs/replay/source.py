@@ -1,0 +1,48 @@
+"""The recorded run: its timeline, and what its folder says of the settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from runs.config import CONFIG_FILE, TrainConfig
+from runs.parser import UsageError
+from runs.records import TIMELINE_FILE, Recorded, read_records
+
+ACCEPTED = f"accepted: a run's log folder, or its {TIMELINE_FILE}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """config: of the recorded run; None if only the timeline is there."""
+
+    path: Path
+    recorded: Recorded
+    config: TrainConfig | None
+
+
+def read_source(given: str) -> Source:
+    """UsageError names the file and what is wrong with it."""
+    path = Path(given)
+    if path.is_dir():
+        path = path / TIMELINE_FILE
+    try:
+        recorded = read_records(path)
+    except OSError as error:
+        raise UsageError(f"TIMELINE {given}: {path}: {error.strerror}; {ACCEPTED}") from error
+    except ValueError as error:
+        raise UsageError(f"TIMELINE {given}: {error}; {ACCEPTED}") from error
+    if not recorded.steps:
+        raise UsageError(f"TIMELINE {given}: {path} holds no step; {ACCEPTED}")
+    return Source(path, recorded, _config(path.parent / CONFIG_FILE))
+
+
+def _config(path: Path) -> TrainConfig | None:
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return TrainConfig.from_json({**saved, "log_dir": str(path.parent)})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"TIMELINE: {path} beside it is damaged: {error}") from error

@@ -1,0 +1,337 @@
+"""`python -m runs compare`: the grammar, the numbers of its table, and real comparisons."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from math import isnan, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptive import LinkSpec, StepRecord, StepReport
+from runs.__main__ import main
+from runs.compare.contender import parse_contender
+from runs.compare.digest import Digest, rate, sent_by
+from runs.compare.network import compute_seconds, model_bytes, modelled_seconds, seconds_to
+from runs.compare.options import make_comparison
+from runs.compare.standing import Spread, stand
+from runs.compare.table import compact, make_table
+from runs.compare.turns import count_turns, turns
+from runs.records import Stretch
+from tests.integration.test_cli import Command
+
+COMPARE = (sys.executable, "-m", "runs", "compare")
+
+# -- the grammar -------------------------------------------------------------------------------
+
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "dense": {"policy": "fixed", "base": "none"},
+    "off": {"policy": "off"},
+    "topk@100": {"policy": "fixed", "base": "topk", "cf": 100.0},
+    "topk": {"policy": "fixed", "base": "topk"},
+    "topk+bf16@50": {"policy": "fixed", "base": "topk+bf16", "cf": 50.0},
+    "fixed@20:base=dgc,memory=residual": {
+        "policy": "fixed",
+        "base": "dgc",
+        "cf": 20.0,
+        "memory": "residual",
+    },
+    "gravac:epsilon=0.5,omega=0.1,base=dgc": {
+        "policy": "gravac",
+        "epsilon": 0.5,
+        "omega": 0.1,
+        "base": "dgc",
+    },
+    "accordion:cf_range=10/500,masking=off": {
+        "policy": "accordion",
+        "cf_range": [10.0, 500.0],
+        "masking": False,
+    },
+    "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": [20.0, 100.0]},
+}
+
+
+@pytest.mark.parametrize("text", CONTENDERS)
+def test_a_contender_stands_for_options_of_train(text: str) -> None:
+    contender = parse_contender(text)
+    assert contender.label == text
+    assert contender.given == CONTENDERS[text]
+    assert contender.config({"log_dir": "x", "steps": 7}).steps == 7
+    assert "/" not in contender.folder
+
+
+BAD = {
+    "--contender nothing": ["nothing", "dense", "gravac", "topk"],
+    "--contender gravac@10": ["gravac takes no @CF", "'10'", "topk@100"],
+    "--contender topk@0.5": ["'0.5'", ">= 1"],
+    "--contender topk@": ["''", ">= 1"],
+    "--contender gravac:eps=1": ["unknown key 'eps'", "epsilon, omega"],
+    "--contender gravac:epsilon": ["'epsilon' needs a value"],
+    "--contender gravac:epsilon=x": ["--epsilon", "'x'", "finite number"],
+    "--contender gravac:epsilon=7": ["--epsilon", "7", "(0, 1]"],
+    "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],
+    "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
+    "--contender dense --contender dense": ["dense", "twice"],
+    "--contender off --link 1gbit": ["--contender off", "--link 1gbit", "hook"],
+    "--bandwidths fast": ["--bandwidths fast", "'100mbit'"],
+    "--model-mb 0": ["--model-mb", "'0'", "> 0"],
+    "--model-mb 170 --workers 1": ["--model-mb 170", "--workers 2"],
+    "--seeds -1": ["--seeds", "'-1'", ">= 0"],
+    "--slice x": ["--slice", "'x'"],
+    "--task x": ["--task", "'x'", "cifar10"],
+    "--log-dir /dev/null/x": ["--log-dir", "/dev/null", "folder"],
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_options_are_one_line(
+    options: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runs.launch.launch", lambda *_: pytest.fail("started workers"))
+    try:
+        code = main(["compare", *options.split()])
+    except SystemExit as error:  # argparse's way
+        code = int(str(error.code))
+    out, err = capfd.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("python -m runs compare: error: ")
+    for part in BAD[options]:
+        assert part in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_the_grammar(capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    out = capfd.readouterr().out
+    assert "NAME[@CF][:key=value,...]" in out
+    assert "topk+bf16@50" in out
+
+
+# -- turns -------------------------------------------------------------------------------------
+
+
+def test_everyone_takes_turns_and_who_begins_goes_round() -> None:
+    given = {"contender": ["dense", "topk@100", "gravac"], "steps": 10, "slice": 4, "seeds": [0, 5]}
+    comparison = make_comparison(given)
+    order = [(t.contender.label[0], t.seed, t.until) for t in turns(comparison)]
+    assert len(order) == count_turns(comparison) == 18
+    assert order[:3] == [("d", 0, 4), ("t", 0, 4), ("g", 0, 4)]
+    assert order[3:6] == [("t", 0, 8), ("g", 0, 8), ("d", 0, 8)]
+    assert {until for _, _, until in order[6:9]} == {10}
+    assert [seed for _, seed, _ in order] == [0] * 9 + [5] * 9
+
+
+def test_the_same_options_find_the_same_folder() -> None:
+    first = make_comparison({"steps": 10, "seeds": [0]})
+    assert make_comparison({"steps": 10, "seeds": [0, 1], "contender": ["dense"]}).folder == (
+        first.folder
+    )
+    assert make_comparison({"steps": 11}).folder != first.folder
+
+
+# -- the numbers -------------------------------------------------------------------------------
+
+
+def _record(step: int, cf: float, compress: float, nbytes: float, pause: float = 0.0) -> StepRecord:
+    """Steps of 100 ms of computing; a step's report has the times of the step before."""
+    timed = step >= 2
+    report = StepReport(
+        step,
+        cf,
+        timed_cf=cf if timed else nan,
+        seconds=0.1 + compress + 0.05 + pause if timed else nan,
+        compress_seconds=compress if timed else nan,
+        exchange_seconds=0.05 if timed else nan,
+        wire_bytes=nbytes,
+        dense_wire_bytes=1e6,
+    )
+    return StepRecord(report, 0.0, nan, nan)
+
+
+def test_modelled_seconds_are_compute_compression_latency_and_bytes() -> None:
+    compress = [0, 0, 0.01, 0.03, 0.02]  # of steps 1, 2 and 3 in reports 2, 3 and 4
+    records = [
+        _record(i, 10, spent, 1e5, pause=9.0 if i == 3 else 0) for i, spent in enumerate(compress)
+    ]
+    assert compute_seconds(records) == pytest.approx(0.1)  # an evaluation does not count
+    ends = modelled_seconds(records, LinkSpec.parse("8mbit,7ms"))
+    steps = [b - a for a, b in zip([0.0, *ends], ends, strict=False)]
+    rest = 0.1 + 0.007 + 0.1  # 1e5 bytes at 8 Mbit/s
+    assert steps == pytest.approx([rest + 0.02, rest + 0.01, rest + 0.03, rest + 0.02, rest + 0.02])
+    assert isnan(modelled_seconds(records[:2], LinkSpec.parse("8mbit"))[-1])
+    larger = modelled_seconds(records, LinkSpec.parse("8mbit"), times=3)
+    assert larger[0] == pytest.approx(0.1 + 3 * 0.02 + 3 * 0.1)
+    assert model_bytes(records, 2) == 1e6  # all-reduce of two ranks sends as many
+    assert model_bytes(records, 4) == pytest.approx(1e6 / 1.5)
+    assert model_bytes(records, 1) == 0
+
+
+def test_the_time_to_a_quality_is_that_of_the_first_evaluation_that_has_it() -> None:
+    ends = [1.0, 2.0, 3.0, 4.0]
+    falling = [(1, 9.0), (2, 5.0), (4, 4.0)]
+    assert seconds_to(5.0, falling, ends, higher_is_better=False) == 2.0
+    assert seconds_to(4.5, falling, ends, higher_is_better=False) == 4.0
+    assert seconds_to(3.9, falling, ends, higher_is_better=False) is None
+    assert seconds_to(9.0, falling, ends, higher_is_better=True) == 1.0
+
+
+def _digest(seed: int, quality: float, sent: float, end: float, cfs: dict[float, int]) -> Digest:
+    history, first = [], 0
+    for cf, steps in cfs.items():
+        history.append(Stretch(first, first + steps - 1, cf, ""))
+        first += steps
+    evaluations = ((5, 2 * quality), (10, quality))
+    ends = tuple(end * (i + 1) / 10 for i in range(10))
+    return Digest(seed, quality, evaluations, sent, 4e6, 2.5, tuple(history), (), (ends,))
+
+
+def test_the_table_of_hand_made_runs() -> None:
+    digests = {
+        "dense": [_digest(0, 4.0, 4e6, 10, {1: 10}), _digest(1, 6.0, 4e6, 12, {1: 10})],
+        "fast": [_digest(0, 2.0, 4e4, 1, {1: 4, 10: 6}), _digest(1, 2.5, 4e4, 1, {1: 5, 10: 5})],
+        "bad": [_digest(0, 8.0, 4e5, 2, {100: 10}), _digest(1, 5.0, 4e5, 2, {100: 10})],
+    }
+    dense, fast, bad = stand(digests, "dense", networks=1, higher_is_better=False)
+    assert dense.quality.mean == 5.0
+    assert dense.quality.deviation == pytest.approx(2**0.5)
+    assert dense.seconds == ((10.0, 12.0),)
+    assert fast.seconds == ((0.5, 0.5),)
+    assert bad.seconds == ((None, 2.0),)
+    assert fast.wire_factor.mean == 100
+
+    lines = make_table([dense, fast, bad], "perplexity", ["100 Mbit/s"]).splitlines()
+    assert lines[0].split() == ["100", "Mbit/s:", "modelled", "s"]
+    assert [line.split()[0] for line in lines[1:]] == ["contender", "dense", "fast", "bad"]
+    del lines[0]
+    assert "5.000 ± 1.4" in lines[1]
+    assert "11.00 ± 1.4" in lines[1]
+    assert lines[1].endswith("dense x10")
+    assert "0.04000" in lines[2]
+    assert lines[2].endswith("dense x4, 10 x6 (seed 0)")  # the other seed went another way
+    assert "2.000  2.000 (1 of 2 never)" in " ".join(lines[3].split(" "))
+
+    unknown = stand(digests, None, networks=1, higher_is_better=False)
+    assert all(isnan(value or 0) for value in unknown[0].seconds[0])
+    as_json = json.dumps([s.as_json(["x"]) for s in unknown], allow_nan=False)
+    assert '"seconds_to_dense_quality": {"x": [null, null]}' in as_json
+
+
+def test_small_things() -> None:
+    assert isnan(Spread.of([nan]).mean)
+    assert Spread.of([1.0, nan, 3.0]).mean == 2.0
+    assert rate([(10, 2.0), (30, 8.0)]) == 4.0
+    assert sent_by([], 100.0, 4) == (25, 50, 75, 100)
+    history = [Stretch(i, i, 10.0 + i, "") for i in range(20)]
+    assert compact(history) == ("10 x1, 11 x1, 12 x1, 13 x1, ... 13 more ..., 27 x1, 28 x1, 29 x1")
+
+
+def test_settings_that_differ_from_those_of_a_run_in_the_folder_are_refused(
+    text: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runs.launch.launch", lambda *_: pytest.fail("started workers"))
+    options = ["--data", str(text), "--batch-size", "1", "--contender", "dense"]
+    options += ["--log-dir", str(tmp_path)]
+    config = make_comparison(
+        {
+            "data": str(text),
+            "batch_size": 1,
+            "contender": ["dense"],
+            "steps": 9,
+            "log_dir": str(tmp_path),
+        }
+    )
+    config.config(config.contenders[0], 0).save()
+    assert main(["compare", *options, "--steps", "8"]) == 2
+    assert "holds a run with steps=9, not 8" in capfd.readouterr().err
+
+
+# -- real ones ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text small enough that reading and evaluating it take no time."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """start(*words): a running `Command`; whatever is left of it afterwards is killed."""
+    started: list[Command] = []
+
+    def begin(*words: object) -> Command:
+        folder = tmp_path / f"command{len(started)}"
+        folder.mkdir()
+        started.append(Command((*COMPARE, *map(str, words)), folder))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        try:
+            os.killpg(command.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        command.process.wait()
+
+
+def test_interrupted_and_continued(
+    text: Path,
+    tmp_path: Path,
+    start: Callable[..., Command],
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ("--data", text, "--batch-size", 1, "--steps", 12, "--slice", 6, "--eval-every", 3)
+    options += ("--contender", "dense", "--contender", "gravac:window=4", "--fixed-clock", 0.1)
+    options += ("--bandwidths", "100mbit", "1gbit,1ms", "--json", "--log-dir", tmp_path / "log")
+
+    first = start(*options)
+    first.until(lambda: "turn 3 of 4" in first.err and len(first.workers()) == 2)
+    os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does it
+    assert first.end() == 130, first.err
+    assert "Traceback" not in first.err
+    assert "the same command goes on" in first.err
+    assert not json.loads((tmp_path / "log" / "compare.json").read_text())["finished"]
+
+    second = start(*options)
+    assert second.end() == 0, second.err
+    assert "turn 1 of 4" not in second.err
+    assert "turn 2 of 4" not in second.err
+    assert "turn 4 of 4" in second.err
+    result = json.loads(second.out)
+    assert result == json.loads((tmp_path / "log" / "compare.json").read_text())
+    assert result["finished"]
+    assert result["dense"] == "dense"
+    assert (tmp_path / "log" / "table.txt").read_text().splitlines()[3].startswith("contender")
+    assert (tmp_path / "log" / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+    dense, gravac = result["contenders"]
+    for one in (dense, gravac):
+        assert [step for step, _ in one["runs"][0]["evaluations"]] == [3, 6, 9, 12]
+        assert sum(p["last"] - p["first"] + 1 for p in one["runs"][0]["cf_history"]) == 12
+    # a fixed clock: 0.1 s of compute a step, nothing of compression, all bytes known
+    sent = dense["bytes_sent"]["mean"]
+    whole = dense["seconds_in_all"]
+    assert whole["100 Mbit/s"][0] == pytest.approx(12 * 0.1 + sent * 8 / 1e8)
+    assert whole["1 Gbit/s, 1 ms"][0] == pytest.approx(12 * 0.101 + sent * 8 / 1e9)
+    assert gravac["bytes_sent"]["mean"] < sent
+
+    monkeypatch.setattr("runs.compare.slice.launch", lambda *_: pytest.fail("nothing is left"))
+    assert main(["compare", *map(str, options)]) == 0
+    assert json.loads(capfd.readouterr().out)["contenders"] == result["contenders"]
+
+    # the record of a run that was interrupted and resumed replays to the bit as well
+    folder = tmp_path / "log" / "runs" / "gravac_window=4-seed0"
+    assert main(["replay", str(folder), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["identical"]
