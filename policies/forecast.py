@@ -25,7 +25,8 @@ CHANGED = 1.25
 """An exposed time this many times what it was, or less than 1 / this, is another network's."""
 
 PAUSE = 3.0
-"""A step this many times its median is a pause (evaluation, a checkpoint), not a step."""
+"""One step this many times its median is a pause (evaluation, a checkpoint), not a step; a second
+one in a row is not: the median lags behind a network that has become slow."""
 
 FLOOR = 0.002
 """Exposed times below this share of the work are lost in noise: smaller ones count as this much."""
@@ -41,6 +42,7 @@ class Forecast:
         self._exposed: dict[float, float] = {}
         self._recent: list[float] = []
         self._steps = 0  # at the CF in use
+        self._long = 0  # steps in a row that took far longer than their median
         self._cf: float | None = None
 
     def observe(self, report: StepReport) -> None:
@@ -50,7 +52,8 @@ class Forecast:
         known = (cf, seconds, exposed, compress)
         if not all(isfinite(each) for each in known) or seconds <= 0 or min(exposed, compress) < 0:
             return
-        if seconds > PAUSE * report.median_seconds:
+        self._long = self._long + 1 if seconds > PAUSE * report.median_seconds else 0
+        if self._long == 1:
             return
         self._work.add(max(0.0, seconds - exposed - compress))
         self._compress.setdefault(cf, Average(WEIGHT)).add(compress)
@@ -92,6 +95,7 @@ class Forecast:
             "exposed": [list(item) for item in self._exposed.items()],
             "recent": list(self._recent),
             "steps": self._steps,
+            "long": self._long,
             "cf": self._cf,
         }
 
@@ -104,7 +108,7 @@ class Forecast:
             self._compress[float(cf)].load_state_dict(saved)
         self._exposed = {float(cf): float(value) for cf, value in state["exposed"]}
         self._recent = [float(value) for value in state["recent"]]
-        self._steps = int(state["steps"])
+        self._steps, self._long = int(state["steps"]), int(state["long"])
         self._cf = None if state["cf"] is None else float(state["cf"])
 
     def _compression(self, cf: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import nan
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,20 @@ def test_a_changed_network_is_followed_within_forty_steps(before, after):
     assert t_comp(sent[59], before) >= t_comp(best(before), before) / 1.05
     assert t_comp(sent[100], after) >= t_comp(best(after), after) / 1.1
     assert len(set(sent[100:])) <= 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(1e9, 1e6), (1e6, 1e9)])
+def test_a_median_that_lags_behind_does_not_hold_it_up(before, after):
+    policy, seconds, sent = started(), [], []
+    for step in range(100):
+        rate = before if step < 60 else after
+        cf = policy.plan().send
+        sent.append(cf)
+        seconds = [*seconds, step_seconds(cf, rate)][-32:]
+        policy.observe(report(step, cf, rate, median_seconds=median(seconds)))
+    assert sent[59] != sent[70]
+    assert set(sent[70:]) == {sent[70]}
+    assert t_comp(sent[70], after) >= t_comp(best(after), after) / 1.05
 
 
 def test_reasons_carry_the_numbers():
