@@ -100,26 +100,29 @@ class BucketStep:
 
     def settle(self, own: Sequence[Payload]) -> None:
         """Take what this rank has sent, a payload for each unit, off the memory."""
-        sent: dict[Slot, list[Tensor] | None] = {}
         for unit, payload in zip(self.units, own, strict=True):
             self._take_off(unit, payload)
-            indices = unit.compressor.indices(payload)
-            for part, start, stop in unit.ranges:
-                known = sent.setdefault(part.slot, [])
-                if part.held:
-                    continue
-                if indices is None:
-                    if stop - start == part.grad.numel():
-                        sent[part.slot] = None
-                    elif known is not None:
-                        known.append(torch.arange(start, stop, device=part.grad.device))
-                    continue
-                if known is None:
-                    continue
-                within = indices + (unit.start - part.start)
-                if len(unit.ranges) > 1:
-                    within = within[(within >= start) & (within < stop)]
-                known.append(within)
+        self._settled(own)
+
+    def settle_and_decode(
+        self, received: Callable[[int], Sequence[Payload]], rank: int, scale: float
+    ) -> None:
+        """`settle` and `decode`, one unit after the other, so that the decoded payloads of no more
+        than one are in memory. received: all ranks' payloads of unit i."""
+        own = []
+        for i, unit in enumerate(self.units):
+            payloads = received(i)
+            self._take_off(unit, payloads[rank])
+            if self.memory.masks(self.cf):
+                own.append(payloads[rank])
+            mean = self.view(unit).zero_()
+            for payload in payloads:
+                unit.compressor.add_to(mean, payload, scale)
+        self._settled(own)
+        self.announce()
+
+    def _settled(self, own: Sequence[Payload]) -> None:
+        sent = self._sent(own) if self.memory.masks(self.cf) else {}
         for part in self.bucket.parts:
             if not part.held:
                 self.memory.settle(part.slot, self.cf, sent.get(part.slot))
@@ -173,6 +176,29 @@ class BucketStep:
                     target[start:stop].add_(addend[start:stop])
                 place.copy_(target[start:stop])
         return room[unit.start : unit.stop]
+
+    def _sent(self, own: Sequence[Payload]) -> dict[Slot, list[Tensor] | None]:
+        """By parameter, the indices of what was sent; None if that is all of it."""
+        sent: dict[Slot, list[Tensor] | None] = {}
+        for unit, payload in zip(self.units, own, strict=True):
+            indices = unit.compressor.indices(payload)
+            for part, start, stop in unit.ranges:
+                known = sent.setdefault(part.slot, [])
+                if part.held:
+                    continue
+                if indices is None:
+                    if stop - start == part.grad.numel():
+                        sent[part.slot] = None
+                    elif known is not None:
+                        known.append(torch.arange(start, stop, device=part.grad.device))
+                    continue
+                if known is None:
+                    continue
+                within = indices + (unit.start - part.start)
+                if len(unit.ranges) > 1:
+                    within = within[(within >= start) & (within < stop)]
+                known.append(within)
+        return sent
 
     def _take_off(self, unit: Unit, payload: Payload) -> None:
         if len(unit.ranges) == 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from adaptive.bucket_step import BucketStep
 from adaptive.exchanges.pipeline import Rounds
-from adaptive.wire import pack, unpack
+from adaptive.wire import pack, payload_sizes
+from compressors.base import Payload
 
 
 def gathered(step: BucketStep) -> Rounds:
@@ -18,9 +19,16 @@ def gathered(step: BucketStep) -> Rounds:
     exchange = step.exchange
     wire = pack(step.units, [step.compress(unit) for unit in step.units], step.cf, step.dtype)
     rows = yield exchange.all_gather(wire)
-    received = [unpack(step.units, row, step.cf, step.dtype) for row in rows]
-    if any(step.poisoned(payloads) for payloads in received):
+    sizes = payload_sizes(step.units, step.cf, step.dtype)
+    rooms = [row.split(sizes) for row in rows]
+
+    def received(i: int) -> list[Payload]:
+        unit = step.units[i]
+        read = unit.compressor.read
+        return [read(room[i], unit.numel, step.cf, step.dtype, unit.key) for room in rooms]
+
+    # A rank poisons all payloads of a bucket or none.
+    if step.units and any(map(step.units[0].compressor.is_poisoned, received(0))):
         step.undo()
         return
-    step.settle(received[exchange.rank])
-    step.decode(received, 1 / exchange.world_size)
+    step.settle_and_decode(received, exchange.rank, 1 / exchange.world_size)
