@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 
@@ -105,13 +105,12 @@ class BucketStep:
         self._settled(own)
 
     def settle_and_decode(
-        self, received: Callable[[int], Sequence[Payload]], rank: int, scale: float
+        self, received: Iterable[Sequence[Payload]], rank: int, scale: float
     ) -> None:
         """`settle` and `decode`, one unit after the other, so that the decoded payloads of no more
-        than one are in memory. received: all ranks' payloads of unit i."""
+        than one are in memory. received: for each unit, all ranks' payloads."""
         own = []
-        for i, unit in enumerate(self.units):
-            payloads = received(i)
+        for unit, payloads in zip(self.units, received, strict=True):
             self._take_off(unit, payloads[rank])
             if self.memory.masks(self.cf):
                 own.append(payloads[rank])

@@ -133,9 +133,12 @@ class Controller:
             self._emit(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
-        exchange, ranks = self._exchange, self._exchange.world_size * self.by_energy
+        exchange = self._exchange
         self.tally = Tally(
-            cfs=tuple(sorted(compressed)), ladder=self.ladder, ranks=ranks, rank=exchange.rank
+            cfs=tuple(sorted(compressed)),
+            ladder=() if self.forced_dense else self.ladder,
+            ranks=exchange.world_size if self.by_energy else 0,
+            rank=exchange.rank,
         )
         self.tally.lr = self.lr()
         if timed is not None:

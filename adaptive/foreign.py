@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.exchange import Exchange
+
 DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
@@ -52,3 +54,34 @@ def check_hooks(hooks: Any) -> dict[float, HookRung]:
             raise ValueError(f"hooks[{cf:g}]: gain must be in (0, 1] or None, got {rung.gain!r}")
         rungs[float(cf)] = rung
     return rungs
+
+
+def send_through(
+    rung: HookRung,
+    cf: float,
+    bucket: dist.GradBucket,
+    scale: Tensor | None,
+    exchange: Exchange,
+    work: Tensor,
+) -> Future[Tensor]:
+    """What a foreign hook at `cf` makes of `work`, the bucket's gradients or a wider copy of them.
+    It gets them times the loss `scale`, as DDP would hand them over, so that none underflows."""
+    buffer = bucket.buffer()
+    if scale is not None:
+        work.mul_(scale)
+    if work.data_ptr() != buffer.data_ptr():
+        buffer.copy_(work)
+    done = exchange.hold_reduced(rung.hook(rung.state, bucket), buffer, cf)
+
+    def unscaled(future: Future[Tensor]) -> Tensor:
+        mean = only(future.value())
+        if mean.data_ptr() != work.data_ptr():
+            mean = work.copy_(mean)
+        return mean if scale is None else mean.div_(scale)
+
+    return done.then(unscaled)
+
+
+def only(value: Any) -> Tensor:
+    """A communication hook's future may hold a list of one tensor."""
+    return value[0] if isinstance(value, list) else value

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite, nan
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from adaptive.bucket_step import BucketStep, OnMean
 from adaptive.exchange import Exchange
 from adaptive.exchanges import Strategy
 from adaptive.exchanges.pipeline import Pipeline
+from adaptive.foreign import only
 from adaptive.multilevel import measure_levels
 from adaptive.residual import NoMemory, Slot
 from adaptive.sample import strided_sample
@@ -175,11 +175,6 @@ class BucketReducer:
 
 def _compress(unit: Unit, a: Tensor, cf: float) -> Payload:
     return unit.compressor.compress(a, cf, unit.key)
-
-
-def only(value: Any) -> Tensor:
-    """A communication hook's future may hold a list of one tensor."""
-    return value[0] if isinstance(value, list) else value
 
 
 def _write_back(bucket: Bucket, buffer: Tensor) -> None:

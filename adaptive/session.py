@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, nan, sqrt
+from math import nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,18 +22,19 @@ from torch.optim import Optimizer
 from adaptive.agreement import agree, describe_sizes
 from adaptive.bucket import Grain
 from adaptive.controller import Controller
-from adaptive.exchange import Exchange, gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchanges import GATHERED
+from adaptive.exchange import Exchange
 from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
 from adaptive.exchanges.pipeline import Pipeline
-from adaptive.foreign import HookRung
+from adaptive.foreign import HookRung, send_through
 from adaptive.gradient_sum import GradientSum
 from adaptive.handover import MomentumHandover
 from adaptive.link import EmulatedLink, LinkSpec
 from adaptive.memory import MemoryChoice
-from adaptive.reduce import BucketReducer, only
+from adaptive.reduce import BucketReducer
 from adaptive.residual import NoMemory, Residual, Slot
 from adaptive.shadow import ShadowLadder
+from adaptive.sizes import Sizes
+from adaptive.state import check_state
 from adaptive.timeline import Timeline
 from compressors import Compressor
 from policies import DENSE, Context, Fixed, Policy
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 log = logging.getLogger("adaptive")
-
-_BUCKET = 25 * 2**20
-_CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller")
 
 
 @dataclass
@@ -87,11 +85,19 @@ class Session:
         self.exchange = Exchange(group, EmulatedLink(settings.link) if settings.link else None)
         self._optimizer, self._scaler = optimizer, scaler
         self._handover: MomentumHandover | None = None
-        self._payload_bytes: dict[float, float] = {}
         self._sum = GradientSum()
         self._pipeline = Pipeline(settings.clock)
         self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
         self._grain = Grain(settings.base, settings.granularity == "bucket", settings.dense_below)
+        self._sizes = Sizes(
+            self.slots,
+            settings.base,
+            settings.dense_below,
+            settings.hooks.keys(),
+            self._ways,
+            self.exchange.world_size,
+            named=model is not None,
+        )
         try:
             agree(self._prepare, group)
         except Exception:
@@ -106,8 +112,8 @@ class Session:
             self.exchange,
             settings.timeline,
             settings.clock,
-            self._numel,
-            self._floats,
+            self._sizes.numel,
+            self._sizes.floats,
             settings.samples_per_step,
             frozenset(settings.hooks),
         )
@@ -121,7 +127,7 @@ class Session:
         settings, base = self.settings, self.settings.base
         sizes = [p.numel() for p in self.slots]
         low, high = settings.cf_range
-        ends = tuple(self._supported(cf) for cf in settings.cf_range)
+        ends = tuple(self._sizes.supported(cf) for cf in settings.cf_range)
         if ends[1] == DENSE < high and not settings.hooks:  # a base that cannot compress
             settings.policy = Fixed(cf=DENSE)
             low = high = DENSE
@@ -135,10 +141,10 @@ class Session:
             Context(
                 (min(low, *ends), max(high, *ends)),
                 self.exchange.world_size,
-                self._supported,
+                self._sizes.supported,
                 assumed,
                 frozenset(settings.hooks.keys() - assumed.keys()),
-                self._wire_bytes,
+                self._sizes.wire_bytes,
             )
         )
         self._choose_memory()
@@ -148,7 +154,7 @@ class Session:
                 f"that a step may not use (find_unused_parameters, static_graph): it makes "
                 f"something of their zeros; got 'bucket'"
             )
-        sent = {*ends, *map(self._supported, settings.policy.candidates())}
+        sent = {*ends, *map(self._sizes.supported, settings.policy.candidates())}
         cfs = sorted(sent - {DENSE, *settings.hooks})
         lines = (
             f"base={base.name!r} {_plain_settings(base)}",
@@ -217,10 +223,8 @@ class Session:
         if plan.send == DENSE:
             done = self._reducer.dense(work, slots, controller.step, tally, on_mean)
         elif rung is not None:
-            through = self._through
-            done = self._reducer.dense(
-                work, slots, controller.step, tally, on_mean, partial(through, rung, bucket, scale)
-            )
+            send = partial(send_through, rung, plan.send, bucket, scale, self.exchange)
+            done = self._reducer.dense(work, slots, controller.step, tally, on_mean, send)
         else:
             done = self._reducer.compressed(
                 work,
@@ -229,7 +233,7 @@ class Session:
                 controller.step,
                 tally,
                 on_mean,
-                self._ways.pick(self._bucket_nbytes(plan.send)),
+                self._ways.pick(self._sizes.bucket_nbytes(plan.send)),
                 controller.leader,
                 bucket.index(),
                 bucket.is_last(),
@@ -247,36 +251,11 @@ class Session:
 
         return done.then(finish)
 
-    def _through(
-        self, rung: HookRung, bucket: dist.GradBucket, scale: Tensor | None, work: Tensor
-    ) -> Future[Tensor]:
-        """What a foreign hook makes of `work`, the bucket's gradients or a wider copy of them. It
-        gets them times the loss scale, as DDP would hand them over, so that none underflows."""
-        buffer = bucket.buffer()
-        if scale is not None:
-            work.mul_(scale)
-        if work.data_ptr() != buffer.data_ptr():
-            buffer.copy_(work)
-        done = rung.hook(rung.state, bucket)
-        held = self.exchange.hold_reduced(done, buffer, self.controller.plan.send)
-
-        def unscaled(future: Future[Tensor]) -> Tensor:
-            mean = only(future.value())
-            if mean.data_ptr() != work.data_ptr():
-                mean = work.copy_(mean)
-            return mean if scale is None else mean.div_(scale)
-
-        return held.then(unscaled)
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         memory = {slot.name: self.memory.state_dict(slot) for slot in self.slots.values()}
         return {
-            "world_size": self.exchange.world_size,
-            "rank": self.exchange.rank,
-            "base": self.settings.base.name,
-            "policy": self.settings.policy.name,
-            "memory_kind": self.memory.name,
+            **self._identity(),
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._ways.link).values()),
             "memory": {name: state for name, state in memory.items() if state},
@@ -288,7 +267,7 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
         by_name = {slot.name: slot for slot in self.slots.values()}
-        self._check_state(state, by_name)
+        check_state(state, self._identity(), by_name)
         before = self.settings.base.state_dict()
         self.settings.base.load_state_dict(state["compressor"])
         try:
@@ -303,32 +282,15 @@ class Session:
         if self._shadow is not None:
             self._shadow.load_state_dict(state["shadow"], by_name)
 
-    def _check_state(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
-        expected = {
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when a state is loaded."""
+        return {
             "world_size": self.exchange.world_size,
             "rank": self.exchange.rank,
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self.memory.name,
         }
-        missing = [key for key in (*expected, *_CONTENTS) if key not in state]
-        if missing:
-            raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
-        for what, ours in expected.items():
-            if state[what] != ours:
-                raise ValueError(f"state: {what} is {state[what]!r}, expected {ours!r}")
-        unknown = sorted({*state["memory"], *state["sum"]} - set(by_name))
-        if unknown:
-            raise ValueError(f"state: the model has no parameters {', '.join(unknown)}")
-        saved = [(n, kind, t) for n, held in state["memory"].items() for kind, t in held.items()]
-        saved += [(n, "sum", t) for n, t in state["sum"].items()]
-        for name, kind, tensor in saved:
-            numel = by_name[name].param.numel()
-            if tensor.numel() != numel:
-                raise ValueError(
-                    f"state: {kind} of {name!r} has {tensor.numel()} elements, the parameter has "
-                    f"{numel}"
-                )
 
     def _choose_memory(self) -> None:
         """The memory, now that the optimizer is known; takes its momentum over."""
@@ -358,7 +320,9 @@ class Session:
                 f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
                 f"redsync, sidco, threshold, adacomp), got base={base.name!r}"
             )
-        cfs = sorted({*map(self._supported, policy.candidates())} - {DENSE, *self.settings.hooks})
+        cfs = sorted(
+            {*map(self._sizes.supported, policy.candidates())} - {DENSE, *self.settings.hooks}
+        )
         return ShadowLadder(base, cfs, memory)
 
     def _unhook(self) -> None:
@@ -376,53 +340,6 @@ class Session:
                 )
             slot = self.slots[param] = Slot(f"parameter{len(self.slots)}", param)
         return slot
-
-    def _numel(self) -> int:
-        return sum(p.numel() for p in self.slots)
-
-    def _floats(self, cf: float) -> float:
-        if cf == DENSE:
-            return float(self._numel())
-        if cf in self.settings.hooks:
-            return self._numel() / cf
-        base, below = self.settings.base, self.settings.dense_below
-        return sum(
-            float(p.numel()) if p.numel() < below else base.floats_for(tuple(p.shape), cf)
-            for p in self.slots
-        )
-
-    def _wire_bytes(self, cf: float) -> float:
-        """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
-        n = self.exchange.world_size
-        if cf == DENSE or cf in self.settings.hooks:
-            return reduce_wire_bytes(4 * self._numel() / cf, n)
-        base, below = self.settings.base, self.settings.dense_below
-        payload = sum(
-            4 * p.numel() if p.numel() < below else base.payload_nbytes_for(tuple(p.shape), cf)
-            for p in self.slots
-        )
-        gathered = self._ways.pick(self._bucket_nbytes(cf)) is GATHERED
-        return (gather_wire_bytes if gathered else reduce_wire_bytes)(payload, n)
-
-    def _supported(self, cf: float) -> float:
-        """The CF that the base or a hook can really do; the base on its largest tensor, where it
-        matters most."""
-        if cf in self.settings.hooks:
-            return cf
-        largest = max(self.slots, key=Tensor.numel, default=None)
-        shape = (1,) if largest is None else tuple(largest.shape)
-        return self.settings.base.supported_for(cf, shape) if cf != DENSE else DENSE
-
-    def _bucket_nbytes(self, cf: float) -> float:
-        """Payload bytes of a bucket at `cf`, roughly: DDP's buckets hold 25 MiB of gradients."""
-        nbytes = self._payload_bytes.get(cf)
-        if nbytes is None:
-            base = self.settings.base
-            whole = sum(base.payload_nbytes_for(tuple(p.shape), cf) for p in self.slots)
-            nbytes = whole / ceil(max(1, 4 * self._numel() / _BUCKET))
-            if self.model is not None:  # otherwise slots are still being found
-                self._payload_bytes[cf] = nbytes
-        return nbytes
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.slots), torch.device("cpu"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from adaptive.bucket_step import BucketStep
 from adaptive.exchanges.pipeline import Rounds
 from adaptive.wire import pack, payload_sizes
-from compressors.base import Payload
 
 
 def gathered(step: BucketStep) -> Rounds:
@@ -22,13 +23,13 @@ def gathered(step: BucketStep) -> Rounds:
     sizes = payload_sizes(step.units, step.cf, step.dtype)
     rooms = [row.split(sizes) for row in rows]
 
-    def received(i: int) -> list[Payload]:
-        unit = step.units[i]
-        read = unit.compressor.read
-        return [read(room[i], unit.numel, step.cf, step.dtype, unit.key) for room in rooms]
-
+    received = (
+        [unit.compressor.read(room[i], unit.numel, step.cf, step.dtype, unit.key) for room in rooms]
+        for i, unit in enumerate(step.units)
+    )
+    first = [next(received)] if step.units else []
     # A rank poisons all payloads of a bucket or none.
-    if step.units and any(map(step.units[0].compressor.is_poisoned, received(0))):
+    if first and any(map(step.units[0].compressor.is_poisoned, first[0])):
         step.undo()
         return
-    step.settle_and_decode(received, exchange.rank, 1 / exchange.world_size)
+    step.settle_and_decode(chain(first, received), exchange.rank, 1 / exchange.world_size)
