@@ -12,10 +12,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from adaptive.residual import NoMemory, Slot
+from adaptive.step_cfs import StepCFs
 from adaptive.tally import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key
 from compressors.norms import squared_norm
+from policies import DENSE
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,17 @@ class Range(NamedTuple):
 class Unit:
     """What one payload stands for: elements [start, stop) of the bucket.
 
-    compressor: by which it is compressed. ranges: the parts that it covers, in order.
+    compressor: by which it is compressed, at `cf`. base: by which it is measured, at `levels`, a
+    CF for each one that the step measures. ranges: the parts that it covers, in order.
     """
 
     start: int
     stop: int
     key: Key
     compressor: Compressor
+    base: Compressor
+    cf: float
+    levels: tuple[float, ...]
     ranges: tuple[Range, ...]
 
     @property
@@ -109,6 +115,10 @@ class Bucket:
         return bucket
 
 
+EXACT = NoCompression()
+"""For what travels uncompressed among what is compressed."""
+
+
 @dataclass(frozen=True)
 class Grain:
     """How a bucket is cut into units. The same on every rank.
@@ -122,7 +132,7 @@ class Grain:
     joined: bool = False
     dense_below: int = 0
 
-    def cut(self, bucket: Bucket, shards: int = 1) -> list[Unit]:
+    def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
         """The units of a bucket, in order; none crosses the border between two of `shards`
         equal shards."""
         borders = shard_borders(bucket.work.numel(), shards)
@@ -133,26 +143,26 @@ class Grain:
                 piece = Range(part, start - part.start, stop - part.start)
                 small = part.grad.numel() < self.dense_below
                 if run and (small or not self.joined or start in borders):
-                    units.append(self._unit(run, self.compressor))
+                    units.append(self._unit(run, self.compressor, cfs))
                     run = []
                 if small:
-                    units.append(self._unit([piece], _DENSE))
+                    units.append(self._unit([piece], EXACT, cfs))
                 else:
                     run.append(piece)
         if run:
-            units.append(self._unit(run, self.compressor))
+            units.append(self._unit(run, self.compressor, cfs))
         return units
 
-    def _unit(self, ranges: Sequence[Range], compressor: Compressor) -> Unit:
+    def _unit(self, ranges: Sequence[Range], base: Compressor, cfs: StepCFs) -> Unit:
         first, last = ranges[0], ranges[-1]
         start, stop = first.part.start + first.start, last.part.start + last.stop
         key = first.part.key
         if len(ranges) > 1 or not first.whole:  # not the parameter: no shape, a name of its own
             key = Key(f"{key.name}[{first.start}:{first.start + stop - start}]", key.step)
-        return Unit(start, stop, key, compressor, tuple(ranges))
-
-
-_DENSE = NoCompression()
+        layer = first.part.slot.name
+        cf = cfs.sent(layer)
+        compressor = EXACT if cf == DENSE else base
+        return Unit(start, stop, key, compressor, base, cf, cfs.levels(layer), tuple(ranges))
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:

@@ -16,15 +16,17 @@ from adaptive.residual import Addition, NoMemory, Slot
 from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
 from adaptive.tally import Tally
+from compressors import Compressor
 from compressors.base import Payload
+from policies import DENSE
 
 OnMean = Callable[[Slot, Tensor], None]
 
 
 @dataclass
 class BucketStep:
-    """index: of the bucket. collectives: that its exchange has. cf: the CF to send, one of
-    `tally.cfs`. leader: the rank that chooses for all, if one does.
+    """index: of the bucket. collectives: that its exchange has. sent: position in `tally.cfs` of
+    the CF to send. leader: the rank that chooses for all, if one does.
 
     units: what is compressed as one, in order. on_mean: told every slot and its mean (flat).
     """
@@ -34,13 +36,18 @@ class BucketStep:
     leader: int
     bucket: Bucket
     units: Sequence[Unit]
-    cf: float
+    sent: int
     tally: Tally
     memory: NoMemory
     exchange: Exchange
     scratch: Scratch
     on_mean: OnMean | None
     _opened: dict[Slot, Addition] = field(default_factory=dict)
+
+    @property
+    def _masks(self) -> bool:
+        """The memory has to know where something was sent."""
+        return any(self.memory.masks(unit.cf) for unit in self.units)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,27 +83,26 @@ class BucketStep:
         compressor = unit.compressor
         if not self.bucket.finite:
             zeros = torch.zeros_like(self.view(unit))
-            return compressor.poison(compressor.compress(zeros, self.cf, unit.key))
+            return compressor.poison(compressor.compress(zeros, unit.cf, unit.key))
         target, addend = self.open(unit)
         if unit.held:
-            return compressor.compress(target, self.cf, unit.key)
+            return compressor.compress(target, unit.cf, unit.key)
 
-        def again(cf: float) -> Payload:
+        def again(compressor: Compressor, cf: float) -> Payload:
             return compressor.compress(target, cf, unit.key)
 
-        def first(cf: float) -> Payload:
+        def first(compressor: Compressor, cf: float) -> Payload:
             if addend is None:
-                return again(cf)
+                return again(compressor, cf)
             return compressor.compress_sum(target, addend, cf, unit.key)
 
         sample = strided_sample(self.view(unit))
-        levels = measure_levels(compressor, first, again, sample, unit.key, self.tally)
-        return replace(levels[self.tally.cfs.index(self.cf)], cf=self.cf)
+        levels = measure_levels(unit, first, again, sample, self.tally)
+        return replace(levels[self.sent], cf=unit.cf)
 
     def record(self, unit: Unit, levels: Sequence[Payload]) -> None:
-        """Add what `levels`, a payload for each CF of the tally, keep of a unit to the tally."""
-        sample = strided_sample(self.view(unit))
-        record_levels(unit.compressor, levels, sample, unit.key, self.tally)
+        """Add what `levels`, a payload for each of the unit's, keep of it to the tally."""
+        record_levels(unit, levels, strided_sample(self.view(unit)), self.tally)
 
     def settle(self, own: Sequence[Payload]) -> None:
         """Take what this rank has sent, a payload for each unit, off the memory."""
@@ -112,7 +118,7 @@ class BucketStep:
         own = []
         for unit, payloads in zip(self.units, received, strict=True):
             self._take_off(unit, payloads[rank])
-            if self.memory.masks(self.cf):
+            if self._masks:
                 own.append(payloads[rank])
             mean = self.view(unit).zero_()
             for payload in payloads:
@@ -121,10 +127,12 @@ class BucketStep:
         self.announce()
 
     def _settled(self, own: Sequence[Payload]) -> None:
-        sent = self._sent(own) if self.memory.masks(self.cf) else {}
+        sent = self._sent(own) if self._masks else {}
+        cfs = {piece.part.slot: unit.cf for unit in self.units for piece in unit.ranges}
         for part in self.bucket.parts:
             if not part.held:
-                self.memory.settle(part.slot, self.cf, sent.get(part.slot))
+                cf = cfs.get(part.slot, DENSE)  # an empty parameter is in no unit
+                self.memory.settle(part.slot, cf, sent.get(part.slot))
 
     def undo(self) -> None:
         """The gradients of some rank are not finite: the memory as it was, the mean NaN."""

@@ -231,6 +231,11 @@ class AdaptiveCompressor:
         """The compression factor in use; 1 is dense."""
         return self._session.controller.cf if self._session else DENSE
 
+    @property
+    def layer_cfs(self) -> dict[str, float]:
+        """The CFs in use of the layers (by parameter name) that have another than `cf`."""
+        return dict(self._session.controller.cfs.sent_layers) if self._session else {}
+
     def summary(self) -> Summary:
         """What was sent so far; prints as a table."""
         return self._running().controller.summary()

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 from adaptive.exchange import Exchange, PendingSum, Traffic, reduce_wire_bytes
+from adaptive.gradient_sum import GradientSum
+from adaptive.layer_statistics import LayerStatistics
+from adaptive.step_cfs import StepCFs
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Agreed, Tally
 from adaptive.timeline import Event, SafeTimeline, StepRecord, Timeline
@@ -35,8 +38,8 @@ class _Pending:
 
     step: int
     cf: float
-    cfs: tuple[float, ...]
-    ladder: tuple[float, ...]
+    tally: Tally
+    layer_cfs: Mapping[str, float]
     vector: PendingSum
     traffic: Traffic
     timed_cf: float
@@ -59,7 +62,7 @@ class _Timing:
 class Controller:
     """Owns the policy and the books.
 
-    numel: elements of all gradients. floats: elements sent a step at a CF.
+    numel: elements of all gradients. floats: elements sent in a step.
     clock: seconds, monotonic. hooks: CFs that a foreign hook sends; nothing of them is measured.
     """
 
@@ -70,7 +73,7 @@ class Controller:
         timeline: Timeline,
         clock: Callable[[], float],
         numel: Callable[[], int],
-        floats: Callable[[float], float],
+        floats: Callable[[StepCFs], float],
         samples_per_step: float | None,
         hooks: Collection[float] = (),
     ) -> None:
@@ -79,7 +82,9 @@ class Controller:
         self.step = 0
         self.cf = DENSE
         self.tally = Tally()
-        self.sum_reader: Callable[[], float] = lambda: nan
+        self.cfs = StepCFs()
+        self.sums = GradientSum()
+        self.layers: LayerStatistics | None = None  # for a policy that asks for them
         self.lr: Callable[[], float] = lambda: nan
         self.forced_dense = False
         self.by_energy = False
@@ -123,6 +128,10 @@ class Controller:
             if plan.send != DENSE and (self.owing or (plan.send in self._hooks and self.carrying)):
                 why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
                 plan = replace(plan, send=DENSE, reason=why)
+        if plan.layers and self.layers is None:
+            raise ValueError(
+                f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
+            )
         if plan.send != DENSE:
             self.carrying = plan.send not in self._hooks
         if plan.send != self.cf and self.step > 0:
@@ -134,8 +143,9 @@ class Controller:
         self.plan, self.cf = plan, plan.send
         compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
         exchange = self._exchange
+        self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = Tally(
-            cfs=tuple(sorted(compressed)),
+            cfs=self.cfs.measured,
             ladder=() if self.forced_dense else self.ladder,
             ranks=exchange.world_size if self.by_energy else 0,
             rank=exchange.rank,
@@ -151,7 +161,9 @@ class Controller:
         else:
             self.tally.compress_seconds = nan
         if plan.read_sum:
-            self.tally.sum_norm = self.sum_reader()
+            self.tally.sum_norm = self.sums.read()
+        if plan.read_layers and self.layers is not None:
+            self.tally.layers = self.layers.read(self.sums.by_layer if plan.read_sum else {})
         self._timed_cf = timed.cf if timed else nan
         self._timed_bytes = timed.wire if timed else nan
         self._timing = _Timing(now, plan.send, 0.0, 0.0, now, now)
@@ -196,8 +208,8 @@ class Controller:
         self._pending = _Pending(
             self.step,
             self.cf,
-            self.tally.cfs,
-            self.tally.ladder,
+            self.tally,
+            self.cfs.sent_layers,
             vector,
             traffic,
             self._timed_cf,
@@ -235,6 +247,7 @@ class Controller:
         self.flush()
         timing = self._timing
         return {
+            "layers": self.layers.state_dict() if self.layers else {},
             "step": self.step,
             "cf": self.cf,
             "carrying": self.carrying,
@@ -254,6 +267,8 @@ class Controller:
         """same_clock: the clock goes on from where it stood when the state was taken; otherwise
         the interval between is a pause and is not timed."""
         self.policy.load_state_dict(state["policy"])  # first: it may refuse
+        if self.layers is not None:
+            self.layers.load_state_dict(state["layers"])
         self._pending = None
         self._exchange.take_traffic()
         self.step = int(state["step"])
@@ -284,9 +299,9 @@ class Controller:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        agreed = Agreed.read(
-            pending.vector.wait(), pending.cfs, pending.ladder, self._exchange.world_size
-        )
+        n = self._exchange.world_size
+        agreed = Agreed.read(pending.vector.wait(), pending.tally, n)
+        layers = self.layers.reports(agreed.layers, n) if self.layers and agreed.layers else {}
         self._energies = agreed.energies
         if pending.cf == DENSE and not agreed.spoiled:
             self.carrying = self.owing = False
@@ -306,18 +321,19 @@ class Controller:
             sum_norm=agreed.sum_norm,
             lr=agreed.lr,
             steady=agreed.steady,
+            layers=layers,
         )
         if pending.cf in report.measurements:
             self._totals.add_gain(pending.cf, report.measurements[pending.cf])
         if not self.forced_dense:
             self.policy.observe(report)
-        self._record(report, now)
+        self._record(report, pending.layer_cfs, now)
         verdict = self.policy.verdict()
         if verdict and verdict not in self._told and self._writes:
             log.warning("%s", verdict)
             self._told.append(verdict)
 
-    def _record(self, report: StepReport, now: float) -> None:
+    def _record(self, report: StepReport, layer_cfs: Mapping[str, float], now: float) -> None:
         if not self._writes:
             return
         if self._started_at is None:
@@ -335,6 +351,7 @@ class Controller:
                 t_sys * self._samples,
                 t_comp * self._samples,
                 status,
+                layer_cfs,
             )
         )
 
@@ -348,5 +365,5 @@ class Controller:
         totals.steps_at_cf[self.cf] = totals.steps_at_cf.get(self.cf, 0) + 1
         totals.wire += traffic.wire
         totals.payload += traffic.payload
-        totals.floats += self._floats(self.cf)
+        totals.floats += self._floats(self.cfs)
         totals.dense += self.dense_wire_bytes

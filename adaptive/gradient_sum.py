@@ -19,6 +19,8 @@ class GradientSum:
 
     def __init__(self) -> None:
         self._totals: dict[Slot, Tensor] = {}
+        self.by_layer: dict[str, float] = {}
+        """Norms at the last reading, by parameter name."""
 
     def add(self, slot: Slot, mean: Tensor) -> None:
         """Add a step's mean gradient of one parameter (flat)."""
@@ -31,8 +33,10 @@ class GradientSum:
         """Norm of the sum since the last reading; a new sum begins."""
         energy = 0.0
         # Means arrive in an order that differs from run to run.
-        for _, total in sorted(self._totals.items(), key=lambda item: item[0].name):
-            energy += squared_norm(total)
+        for slot, total in sorted(self._totals.items(), key=lambda item: item[0].name):
+            of_layer = squared_norm(total)
+            self.by_layer[slot.name] = sqrt(of_layer)
+            energy += of_layer
             total.zero_()
         return sqrt(energy)
 

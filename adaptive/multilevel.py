@@ -6,60 +6,72 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from adaptive.bucket import EXACT, Unit
 from adaptive.tally import Tally
 from compressors import Compressor
-from compressors.base import Key, Payload
+from compressors.base import Payload
+from policies import DENSE
 
-Compress = Callable[[float], Payload]
+Compress = Callable[[Compressor, float], Payload]
 
 
 def compress_levels(
     compressor: Compressor, first: Compress, again: Compress, cfs: Sequence[float]
 ) -> list[Payload]:
-    """A payload for each of `cfs` (ascending): the smallest CF's by `first`, from the full tensor,
-    each larger one's from the payload before it; by `again` from the full tensor if the compressor
-    does not compress in levels."""
-    payloads: list[Payload] = []
-    for cf in cfs:
+    """A payload for each of `cfs`: the smallest CF's by `first`, from the full tensor, each larger
+    one's from the payload before it; by `again` from the full tensor if the compressor does not
+    compress in levels. CF 1 is the tensor itself, whatever the compressor."""
+    payloads: dict[float, Payload] = {}
+    before: Payload | None = None
+    for cf in sorted(set(cfs)):
+        how = EXACT if cf == DENSE else compressor
         if not payloads:
-            payloads.append(first(cf))
-        elif compressor.multilevel:
-            payloads.append(compressor.recompress(payloads[-1], max(1.0, cf / payloads[-1].cf)))
+            payloads[cf] = first(how, cf)
+        elif compressor.multilevel and before is not None:
+            payloads[cf] = compressor.recompress(before, max(1.0, cf / before.cf))
         else:
-            payloads.append(again(cf))
-    return payloads
+            payloads[cf] = again(how, cf)
+        if how is compressor:
+            before = payloads[cf]
+    return [payloads[cf] for cf in cfs]
+
+
+def levels_beside(unit: Unit, a: Tensor, sent: Payload) -> list[Payload]:
+    """A payload of `a` for each of a unit's levels, where one of them was `sent` (or made to be):
+    those of larger CFs are found in it, the others anew."""
+    payloads = {unit.cf: sent}
+    for cf in sorted(set(unit.levels) - {unit.cf}):
+        if cf > unit.cf and unit.compressor is unit.base and unit.base.multilevel:
+            payloads[cf] = unit.base.recompress(sent, cf / unit.cf)
+        else:
+            how = EXACT if cf == DENSE else unit.base
+            payloads[cf] = how.compress(a, cf, unit.key)
+    return [payloads[cf] for cf in unit.levels]
 
 
 def measure_levels(
-    compressor: Compressor,
-    first: Compress,
-    again: Compress,
-    sample: Tensor,
-    key: Key,
-    tally: Tally,
+    unit: Unit, first: Compress, again: Compress, sample: Tensor, tally: Tally
 ) -> list[Payload]:
-    """Compress at every CF of the tally, and add what is kept and lost to it: of the tensor that
-    `first` compresses (and `again`, afterwards), and of `sample`, the gradient's own strided
-    sample."""
-    levels = compress_levels(compressor, first, again, tally.cfs)
-    record_levels(compressor, levels, sample, key, tally)
+    """Compress a unit at each of its levels, and add what is kept and lost to the tally: of the
+    tensor that `first` compresses (and `again`, afterwards), and of `sample`, the gradient's own
+    strided sample."""
+    levels = compress_levels(unit.base, first, again, unit.levels)
+    record_levels(unit, levels, sample, tally)
     return levels
 
 
-def record_levels(
-    compressor: Compressor, levels: Sequence[Payload], sample: Tensor, key: Key, tally: Tally
-) -> None:
-    """Add what `levels`, a payload for each CF of the tally, keep and lose to the tally.
+def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: Tally) -> None:
+    """Add what `levels`, a payload for each of the unit's, keep and lose to the tally.
 
     Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
     sampled = levels
-    if compressor.sampled:
-        own = key._replace(shape=())
+    if unit.base.sampled:
+        own = unit.key._replace(shape=())
 
-        def direct(cf: float) -> Payload:
+        def direct(compressor: Compressor, cf: float) -> Payload:
             return compressor.compress(sample, cf, own)
 
-        sampled = compress_levels(compressor, direct, direct, tally.cfs)
+        sampled = compress_levels(unit.base, direct, direct, unit.levels)
     for i, (payload, of_sample) in enumerate(zip(levels, sampled, strict=True)):
         tally.kept[i] += payload.energy
         tally.error[i] += payload.error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from adaptive.link import LinkSpec
 from compressors import Compressor
+from policies import Policy
 
 GRANULARITIES = ("layer", "bucket")
 MEMORIES = ("auto", "residual", "momentum", "none")
@@ -54,12 +55,36 @@ def check_dense_below(value: Any, base: Compressor) -> int:
     """`value`, a number of elements; ValueError unless it is whole, >= 0, and fits `base`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise ValueError(f"dense_below must be a whole number of elements >= 0, got {value!r}")
-    if value and base.linear and base.wire_dtype(torch.float32) != torch.float32:
+    if value and _in_half_precision(base):
         raise ValueError(
             f"dense_below must be 0 for base {base.name!r}, whose payloads are summed in half "
             f"precision; got {value!r}"
         )
     return int(value)
+
+
+def check_layerwise(
+    policy: Policy, base: Compressor, layers: Mapping[str, int], hooks: Mapping[float, Any]
+) -> None:
+    """ValueError if the policy wants CFs layer by layer and that cannot be. layers: that may have
+    one of their own."""
+    if not policy.layerwise:
+        return
+    if not layers:
+        raise ValueError(
+            f"policy {policy.name!r} gives layers CFs of their own: it needs granularity='layer', "
+            f"attach(model), and layers that are not below dense_below"
+        )
+    if hooks:
+        raise ValueError(
+            f"policy {policy.name!r} gives layers CFs of their own: hooks must be empty, got CF "
+            f"{min(hooks):g}"
+        )
+    if _in_half_precision(base):
+        raise ValueError(
+            f"policy {policy.name!r} gives layers CFs of their own, which base {base.name!r}, "
+            f"whose payloads are summed in half precision, cannot send"
+        )
 
 
 def check_momentum(value: Any) -> float | None:
@@ -104,6 +129,11 @@ def check_optimizer(optimizer: Any) -> None:
     """TypeError unless it is a torch optimizer or None."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {optimizer!r}")
+
+
+def _in_half_precision(base: Compressor) -> bool:
+    """Its payloads are summed so: nothing else can travel with them."""
+    return base.linear and base.wire_dtype(torch.float32) != torch.float32
 
 
 def check_scaler(scaler: Any) -> None:

@@ -25,12 +25,15 @@ from adaptive.exchange import Exchange
 from adaptive.exchanges import Strategy
 from adaptive.exchanges.pipeline import Pipeline
 from adaptive.foreign import only
+from adaptive.layer_statistics import LayerStatistics
 from adaptive.multilevel import measure_levels
 from adaptive.residual import NoMemory, Slot
 from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
 from adaptive.shadow import ShadowLadder
+from adaptive.step_cfs import StepCFs
 from adaptive.tally import Tally
+from compressors import Compressor
 from compressors.base import Payload
 
 Send = Callable[[Tensor], Future[Tensor]]
@@ -58,6 +61,7 @@ class BucketReducer:
         self._clip_norm = clip_norm
         self._scratch = Scratch()
         self.shadow: ShadowLadder | None = None
+        self.layers: LayerStatistics | None = None
 
     def plain(
         self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
@@ -79,6 +83,7 @@ class BucketReducer:
         buffer: Tensor,
         slots: Sequence[Slot],
         step: int,
+        cfs: StepCFs,
         tally: Tally,
         on_mean: OnMean | None,
         send: Send | None = None,
@@ -94,14 +99,14 @@ class BucketReducer:
             return self.plain(buffer, slots, on_mean)
         bucket = self._open(buffer, slots, step, tally)
         sending = [part for part in bucket.parts if bucket.finite and not part.held]
-        units = self._grain.cut(bucket) if tally.cfs and bucket.finite else []
+        units = self._grain.cut(bucket, cfs) if tally.cfs and bucket.finite else []
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
             self._memory.fold(part.slot, part.grad)
         for unit, sample in zip(units, samples, strict=True):
             if not unit.held:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
-                measure_levels(unit.compressor, direct, direct, sample, unit.key, tally)
+                measure_levels(unit, direct, direct, sample, tally)
         _write_back(bucket, buffer)
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -123,8 +128,8 @@ class BucketReducer:
         self,
         buffer: Tensor,
         slots: Sequence[Slot],
-        cf: float,
         step: int,
+        cfs: StepCFs,
         tally: Tally,
         on_mean: OnMean | None,
         strategy: Strategy,
@@ -132,7 +137,7 @@ class BucketReducer:
         index: int,
         last: bool,
     ) -> Future[Tensor]:
-        """Exchange the gradients of bucket `index` compressed at `cf`, one of `tally.cfs`.
+        """Exchange the gradients of bucket `index` compressed as `cfs` says.
 
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
@@ -143,8 +148,8 @@ class BucketReducer:
             strategy.collectives,
             leader,
             bucket,
-            self._grain.cut(bucket, shards),
-            cf,
+            self._grain.cut(bucket, cfs, shards),
+            cfs.measured.index(cfs.send),
             tally,
             self._memory,
             self._exchange,
@@ -170,11 +175,14 @@ class BucketReducer:
         bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm)
         if self.shadow is not None and tally.ladder:
             self.shadow.step(bucket, tally)
+        if self.layers is not None and bucket.finite:
+            for part in bucket.parts:
+                self.layers.add_energy(part.slot, part.energy)
         return bucket
 
 
-def _compress(unit: Unit, a: Tensor, cf: float) -> Payload:
-    return unit.compressor.compress(a, cf, unit.key)
+def _compress(unit: Unit, a: Tensor, compressor: Compressor, cf: float) -> Payload:
+    return compressor.compress(a, cf, unit.key)
 
 
 def _write_back(bucket: Bucket, buffer: Tensor) -> None:

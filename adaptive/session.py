@@ -28,8 +28,10 @@ from adaptive.exchanges.pipeline import Pipeline
 from adaptive.foreign import HookRung, send_through
 from adaptive.gradient_sum import GradientSum
 from adaptive.handover import MomentumHandover
+from adaptive.layer_statistics import LayerStatistics
 from adaptive.link import EmulatedLink, LinkSpec
 from adaptive.memory import MemoryChoice
+from adaptive.options import check_layerwise
 from adaptive.reduce import BucketReducer
 from adaptive.residual import NoMemory, Residual, Slot
 from adaptive.shadow import ShadowLadder
@@ -117,7 +119,8 @@ class Session:
             settings.samples_per_step,
             frozenset(settings.hooks),
         )
-        self.controller.sum_reader = self._sum.read
+        self.controller.sums = self._sum
+        self.controller.layers = self._layers
         self.controller.lr = self._learning_rate
         self.controller.by_energy = self._ways.by_energy
         self.controller.ladder = self._shadow.cfs if self._shadow else ()
@@ -137,6 +140,8 @@ class Session:
                 f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
             )
         assumed = {cf: rung.gain for cf, rung in settings.hooks.items() if rung.gain is not None}
+        layers = self._sizes.layers() if settings.granularity == "layer" else {}
+        check_layerwise(settings.policy, base, layers, settings.hooks)
         settings.policy.start(
             Context(
                 (min(low, *ends), max(high, *ends)),
@@ -145,6 +150,8 @@ class Session:
                 assumed,
                 frozenset(settings.hooks.keys() - assumed.keys()),
                 self._sizes.wire_bytes,
+                layers,
+                self._sizes.layer_nbytes,
             )
         )
         self._choose_memory()
@@ -218,22 +225,22 @@ class Session:
         work = buffer
         if scale is not None:  # in float32, where unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
-        plan, tally = controller.plan, controller.tally
+        plan, cfs, tally = controller.plan, controller.cfs, controller.tally
         on_mean = self._sum.add if plan.accumulate else None
         if plan.send == DENSE:
-            done = self._reducer.dense(work, slots, controller.step, tally, on_mean)
+            done = self._reducer.dense(work, slots, controller.step, cfs, tally, on_mean)
         elif rung is not None:
             send = partial(send_through, rung, plan.send, bucket, scale, self.exchange)
-            done = self._reducer.dense(work, slots, controller.step, tally, on_mean, send)
+            done = self._reducer.dense(work, slots, controller.step, cfs, tally, on_mean, send)
         else:
             done = self._reducer.compressed(
                 work,
                 slots,
-                plan.send,
                 controller.step,
+                cfs,
                 tally,
                 on_mean,
-                self._ways.pick(self._sizes.bucket_nbytes(plan.send)),
+                self._ways.pick(self._sizes.bucket_nbytes(cfs)),
                 controller.leader,
                 bucket.index(),
                 bucket.is_last(),
@@ -307,8 +314,12 @@ class Session:
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
         self._shadow = self._make_shadow(memory)
+        self._layers = self._make_layers()
+        if self._shadow is not None:
+            self._shadow.layers = self._layers
         self._reducer = BucketReducer(self._grain, memory, self.exchange, self._pipeline, clip_norm)
         self._reducer.shadow = self._shadow
+        self._reducer.layers = self._layers
 
     def _make_shadow(self, memory: NoMemory) -> ShadowLadder | None:
         """For a policy that asks for it. ValueError if the base has no steady state to show."""
@@ -324,6 +335,13 @@ class Session:
             {*map(self._sizes.supported, policy.candidates())} - {DENSE, *self.settings.hooks}
         )
         return ShadowLadder(base, cfs, memory)
+
+    def _make_layers(self) -> LayerStatistics | None:
+        """For a policy that asks for them."""
+        if not self.settings.policy.layerwise:
+            return None
+        ladder = self._shadow.cfs if self._shadow else ()
+        return LayerStatistics(self.slots.values(), ladder)
 
     def _unhook(self) -> None:
         if self._handover is not None:

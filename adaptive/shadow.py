@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Bucket, Part
+from adaptive.layer_statistics import LayerStatistics
 from adaptive.momentum import MomentumRule
 from adaptive.residual import NoMemory, Slot
 from adaptive.tally import Tally
@@ -49,6 +50,7 @@ class ShadowLadder:
     def __init__(self, compressor: Compressor, cfs: Sequence[float], memory: NoMemory) -> None:
         self.cfs = tuple(cfs)
         self._memory = memory
+        self.layers: LayerStatistics | None = None  # told of each layer, if somebody asks
         self._shadows: dict[Slot, Shadow] = {}
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
@@ -105,9 +107,12 @@ class ShadowLadder:
         if shadow.velocity is not None and self._masked.any():
             shadow.velocity[sent & self._masked[:, None]] = 0
         weight = numel / sample.size  # large tensors are sampled more thinly
+        totals, errors = (weight * total).tolist(), (weight * lost).tolist()
         for i in range(len(self.cfs)):
-            tally.shadow_total[i] += weight * float(total[i])
-            tally.shadow_error[i] += weight * float(lost[i])
+            tally.shadow_total[i] += totals[i]
+            tally.shadow_error[i] += errors[i]
+        if self.layers is not None:
+            self.layers.add_levels(part.slot, errors, totals)
 
     def _begin(self, slot: Slot, sample: Array, stride: int) -> Shadow:
         shadow = Shadow(np.zeros((len(self.cfs), sample.size), sample.dtype))

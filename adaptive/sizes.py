@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from math import ceil
 
 import torch
@@ -12,6 +12,7 @@ from adaptive.exchange import gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchanges import GATHERED
 from adaptive.exchanges.choice import ExchangeChoice
 from adaptive.residual import Slot
+from adaptive.step_cfs import StepCFs
 from compressors import Compressor
 from policies import DENSE
 
@@ -43,37 +44,57 @@ class Sizes:
         self._world_size = world_size
         self._named = named
         self._payload_bytes: dict[float, float] = {}
+        self._by_name: dict[str, Slot] = {}
 
     def numel(self) -> int:
         """Elements of all gradients."""
         return sum(p.numel() for p in self._slots)
 
-    def floats(self, cf: float) -> float:
-        """Elements that a step at `cf` sends, indices not counted."""
-        if self._elsewhere(cf):
-            return self.numel() / cf
-        return self._sum(float, lambda shape: self._base.floats_for(shape, cf))
+    def floats(self, cfs: StepCFs) -> float:
+        """Elements that a step sends, indices not counted."""
+        if self._elsewhere(cfs.send):
+            return self.numel() / cfs.send
+        return sum(
+            float(slot.param.numel())
+            if self._exact(slot, cf := cfs.sent(slot.name))
+            else self._base.floats_for(tuple(slot.param.shape), cf)
+            for slot in self._slots.values()
+        )
+
+    def layers(self) -> dict[str, int]:
+        """Elements of each parameter that is compressed, by name; empty if they are not known."""
+        slots = self._slots.values() if self._named else ()
+        numels = {slot.name: slot.param.numel() for slot in slots}
+        return {name: numel for name, numel in numels.items() if numel >= max(1, self._dense_below)}
+
+    def layer_nbytes(self, layer: str, cf: float) -> float:
+        """Payload bytes of one parameter at `cf`."""
+        if layer not in self._by_name:
+            self._by_name = {slot.name: slot for slot in self._slots.values()}
+        return self._slot_nbytes(self._by_name[layer], cf)
 
     def payload_nbytes(self, cf: float) -> float:
-        """Bytes handed to the collectives in a step that the base compresses by `cf`."""
+        """Bytes handed to the collectives in a step that the base compresses by `cf`, all layers
+        alike."""
         nbytes = self._payload_bytes.get(cf)
         if nbytes is None:
-            nbytes = self._sum(
-                lambda numel: 4.0 * numel, lambda shape: self._base.payload_nbytes_for(shape, cf)
-            )
+            nbytes = sum(self._slot_nbytes(slot, cf) for slot in self._slots.values())
             if self._named:
                 self._payload_bytes[cf] = nbytes
         return nbytes
 
-    def bucket_nbytes(self, cf: float) -> float:
-        """Of that, what a bucket has, roughly."""
-        return self.payload_nbytes(cf) / ceil(max(1, 4 * self.numel() / BUCKET))
+    def bucket_nbytes(self, cfs: StepCFs) -> float:
+        """Bytes of a bucket's payloads in a step, roughly."""
+        nbytes = self.payload_nbytes(cfs.send)
+        for layer, cf in cfs.sent_layers.items():
+            nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)
+        return nbytes / ceil(max(1, 4 * self.numel() / BUCKET))
 
     def wire_bytes(self, cf: float) -> float:
         """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
         if self._elsewhere(cf):
             return reduce_wire_bytes(4 * self.numel() / cf, self._world_size)
-        gathered = self._ways.pick(self.bucket_nbytes(cf)) is GATHERED
+        gathered = self._ways.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
         on_wire = gather_wire_bytes if gathered else reduce_wire_bytes
         return on_wire(self.payload_nbytes(cf), self._world_size)
 
@@ -89,11 +110,11 @@ class Sizes:
         """The base has no part in a step at `cf`."""
         return cf == DENSE or cf in self._hooks
 
-    def _sum(
-        self, dense: Callable[[int], float], compressed: Callable[[tuple[int, ...]], float]
-    ) -> float:
-        """Over the parameters: of the small ones by number of elements, of the others by shape."""
-        return sum(
-            dense(p.numel()) if p.numel() < self._dense_below else compressed(tuple(p.shape))
-            for p in self._slots
-        )
+    def _exact(self, slot: Slot, cf: float) -> bool:
+        """A parameter travels uncompressed in a step that compresses."""
+        return cf == DENSE or slot.param.numel() < self._dense_below
+
+    def _slot_nbytes(self, slot: Slot, cf: float) -> float:
+        if self._exact(slot, cf):
+            return 4.0 * slot.param.numel()
+        return self._base.payload_nbytes_for(tuple(slot.param.shape), cf)

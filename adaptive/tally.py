@@ -35,6 +35,7 @@ class Tally:
     spoiled: buckets whose gradients are not finite.
     ladder: the CFs of the shadow ladder, if there is one; shadow_error, shadow_total: a number for
         each of them.
+    layers: numbers of each layer, if they are read in this step.
     ranks: of the energies to be agreed rank by rank, 0 for none; rank: this one's.
     """
 
@@ -55,6 +56,7 @@ class Tally:
     ladder: tuple[float, ...] = ()
     shadow_error: list[float] = field(default_factory=list)
     shadow_total: list[float] = field(default_factory=list)
+    layers: list[float] = field(default_factory=list)
     ranks: int = 0
     rank: int = 0
 
@@ -89,13 +91,13 @@ class Tally:
             self.sample_error[i] += share * sample
 
     def vector(self) -> Tensor:
-        """float64, flat, 10 + 3 * len(cfs) + 2 * len(ladder) + ranks elements: to be summed over
-        the ranks."""
+        """float64, flat, 10 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements: to
+        be summed over the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
         head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
         energies = [self.total if rank == self.rank else 0.0 for rank in range(self.ranks)]
         rest = self.kept + self.error + self.sample_error + self.shadow_error + self.shadow_total
-        rest += energies
+        rest += energies + self.layers
         return torch.tensor(head + rest, dtype=torch.float64)
 
 
@@ -103,7 +105,8 @@ class Tally:
 class Agreed:
     """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged.
 
-    steady: gains of the shadow ladder. energies: ||a||^2 rank by rank, if that was wanted."""
+    steady: gains of the shadow ladder. energies: ||a||^2 rank by rank, if that was wanted. layers:
+    sums of the numbers of each layer, if they were read."""
 
     measurements: dict[float, Measurement]
     grad_norm: float
@@ -116,11 +119,12 @@ class Agreed:
     spoiled: float
     steady: dict[float, float]
     energies: tuple[float, ...] = ()
+    layers: tuple[float, ...] = ()
 
     @classmethod
-    def read(
-        cls, vector: Tensor, cfs: tuple[float, ...], ladder: tuple[float, ...], world_size: int
-    ) -> Agreed:
+    def read(cls, vector: Tensor, mine: Tally, world_size: int) -> Agreed:
+        """mine: the tally that this rank's part of the sum came from."""
+        cfs, ladder = mine.cfs, mine.ladder
         values = vector.tolist()
         grad, total, sample_total = values[:3]
         rest = [value / world_size for value in values[3:_HEAD]]
@@ -140,7 +144,7 @@ class Agreed:
         shadow = values[_HEAD + 3 * n :]
         pairs = zip(ladder, shadow, shadow[len(ladder) :], strict=False)
         steady = {cf: 1 - error / total for cf, error, total in pairs if total > 0}
-        energies = tuple(shadow[2 * len(ladder) :])
+        more = shadow[2 * len(ladder) :]
         norm = sqrt(grad / world_size) if grad >= 0 else nan
         seconds, median, compress, exchange, lr, sum_norm, spoiled = rest
         return cls(
@@ -154,5 +158,6 @@ class Agreed:
             sum_norm,
             spoiled,
             steady,
-            energies,
+            tuple(more[: mine.ranks]),
+            tuple(more[mine.ranks :]),
         )

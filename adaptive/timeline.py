@@ -26,7 +26,7 @@ class StepRecord:
 
     elapsed: seconds since the first step, on the writing rank. t_sys: steps/s (samples/s if
     `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
-    decides on.
+    decides on. layer_cfs: of the layers that were sent at another CF than the report's.
     """
 
     report: StepReport
@@ -34,6 +34,7 @@ class StepRecord:
     t_sys: float
     t_comp: float
     status: Mapping[str, float] = field(default_factory=dict)
+    layer_cfs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def wire_factor(self) -> float:

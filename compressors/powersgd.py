@@ -63,7 +63,7 @@ class PowerSGD(RoundsCompressor):
     def rounds(
         self,
         tensors: Sequence[Tensor],
-        cf: float,
+        cfs: Sequence[float],
         keys: Sequence[Key],
         world_size: int,
         report: Report,
@@ -71,10 +71,10 @@ class PowerSGD(RoundsCompressor):
         held: Collection[int] = (),
         totals: Sequence[float] | None = None,
     ) -> Rounds:
-        check_bucket(tensors, keys, totals)
+        check_bucket(tensors, cfs, keys, totals)
         parts = [
             self._part(tensor, cf, key, i in held, totals[i] if totals else None)
-            for i, (tensor, key) in enumerate(zip(tensors, keys, strict=True))
+            for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
         first = share_p(parts)
         for part in parts:
@@ -89,7 +89,7 @@ class PowerSGD(RoundsCompressor):
         for part in parts:
             part.p = orthonormal_rows(part.p) if finite and part.plan.rank else part.p
             part.find_q()
-        report([part.own(cf) for part in parts])
+        report([part.own(cf) for part, cf in zip(parts, cfs, strict=True)])
         second = yield second
 
         finite = finite_or_nan(second) and finite
@@ -100,7 +100,7 @@ class PowerSGD(RoundsCompressor):
         for part in parts:
             if finite and part.plan.rank:
                 self._warm.keep(part.key.name, part.start, part.q)
-        return [part.mean(cf) for part in parts]
+        return [part.mean(cf) for part, cf in zip(parts, cfs, strict=True)]
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         """In a world of one. Starts from the warm Q and leaves it as it is. If columns are missing,

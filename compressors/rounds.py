@@ -33,7 +33,7 @@ class RoundsCompressor(Compressor):
     def rounds(
         self,
         tensors: Sequence[Tensor],
-        cf: float,
+        cfs: Sequence[float],
         keys: Sequence[Key],
         world_size: int,
         report: Report,
@@ -41,18 +41,19 @@ class RoundsCompressor(Compressor):
         held: Collection[int] = (),
         totals: Sequence[float] | None = None,
     ) -> Rounds:
-        """Compress and average one bucket at `cf` >= 1.
+        """Compress and average one bucket.
 
         tensors: this rank's error-fed gradients a, flat, all of one dtype (float32 or float64) and
             device, left as they are and not changed by the caller until the last round is over.
-        keys: one a tensor; names and shapes are the same, in the same order, on every rank.
+        cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
+            order, on every rank.
         held: positions whose tensor contributes nothing this step, on this rank.
         totals: ||a||^2 of each tensor if they are known already, else they are computed.
 
         Each `yield` hands out ONE flat tensor to be summed over all ranks (perhaps empty: then
         there is nothing to exchange) and is sent the sum, which it may overwrite (it may be the
         same tensor, summed in place). There are exactly `rounds_count` of them, and their sizes
-        are a function of (shapes, cf) alone.
+        are a function of (shapes, cfs) alone.
 
         `report` is called once, between the first sum and the second yield, with one payload a
         tensor of what of *this rank's* a is kept: energy, error and total are known, `recompress`
@@ -77,12 +78,15 @@ class RoundsCompressor(Compressor):
 
 
 def check_bucket(
-    tensors: Sequence[Tensor], keys: Sequence[Key], totals: Sequence[float] | None
+    tensors: Sequence[Tensor],
+    cfs: Sequence[float],
+    keys: Sequence[Key],
+    totals: Sequence[float] | None,
 ) -> None:
     """ValueError unless these are what `rounds` accepts."""
-    counts = {len(tensors), len(keys), len(tensors if totals is None else totals)}
+    counts = {len(each) for each in (tensors, cfs, keys, tensors if totals is None else totals)}
     if not tensors or len(counts) != 1:
-        raise ValueError(f"tensors, keys and totals must be equally many, not 0; got {counts}")
+        raise ValueError(f"tensors, cfs, keys and totals must be equally many, not 0; got {counts}")
     first = tensors[0]
     if first.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"tensors must be float32 or float64, got {first.dtype}")

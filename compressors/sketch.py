@@ -100,7 +100,7 @@ class Sketch(RoundsCompressor):
     def rounds(
         self,
         tensors: Sequence[Tensor],
-        cf: float,
+        cfs: Sequence[float],
         keys: Sequence[Key],
         world_size: int,
         report: Report,
@@ -108,10 +108,10 @@ class Sketch(RoundsCompressor):
         held: Collection[int] = (),
         totals: Sequence[float] | None = None,
     ) -> Rounds:
-        check_bucket(tensors, keys, totals)
+        check_bucket(tensors, cfs, keys, totals)
         parts = [
             self._part(tensor, cf, key, i in held, totals[i] if totals else None)
-            for i, (tensor, key) in enumerate(zip(tensors, keys, strict=True))
+            for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
         first = torch.cat([self._sketched(part) for part in parts])
         if not all(isfinite(part.total) for part in parts):
@@ -127,7 +127,7 @@ class Sketch(RoundsCompressor):
         second = torch.cat([v[: part.budget.k] for part, v in zip(parts, own, strict=True)])
         if not finite:
             second.fill_(nan)
-        report([_own(part, cf, values) for part, values in zip(parts, own, strict=True)])
+        report([_own(*each) for each in zip(parts, cfs, own, strict=True)])
         second = yield second
 
         if not (finite_or_nan(second) and finite):
@@ -137,7 +137,7 @@ class Sketch(RoundsCompressor):
         sent = second.split([part.budget.k for part in parts])
         return [
             _payload(part, cf, values if part.budget.k else part.summed / world_size)
-            for part, values in zip(parts, sent, strict=True)
+            for part, cf, values in zip(parts, cfs, sent, strict=True)
         ]
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
@@ -145,7 +145,7 @@ class Sketch(RoundsCompressor):
         half = tensor.dtype not in (torch.float32, torch.float64)
         wide = tensor.float() if half else tensor
         reported: list[Payload] = []
-        lockstep([self.rounds([wide], cf, [key], 1, reported.extend)])
+        lockstep([self.rounds([wide], [cf], [key], 1, reported.extend)])
         indices, values = reported[0].parts
         parts = (indices, values.to(tensor.dtype))
         return replace(reported[0], parts=parts, dtype=tensor.dtype)

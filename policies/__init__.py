@@ -6,11 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from policies.accordion import Accordion
-from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
+from policies.base import (
+    DENSE,
+    Context,
+    GainKind,
+    LayerReport,
+    Measurement,
+    Plan,
+    Policy,
+    StepReport,
+)
 from policies.budget import Budget
 from policies.fixed import Fixed
 from policies.goodput import Goodput
 from policies.gravac import GraVAC
+from policies.layerwise import Layerwise
 from policies.schedule import Schedule
 from policies.warmup import Warmup
 
@@ -23,6 +33,8 @@ __all__ = [
     "GainKind",
     "Goodput",
     "GraVAC",
+    "LayerReport",
+    "Layerwise",
     "Measurement",
     "Plan",
     "Policy",
@@ -40,6 +52,7 @@ _registry: dict[str, Callable[..., Policy]] = {
     "fixed": Fixed,
     "goodput": Goodput,
     "gravac": GraVAC,
+    "layerwise": Layerwise,
     "schedule": Schedule,
     "warmup": Warmup,
 }

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, isfinite, nan
+from dataclasses import replace
+from math import isfinite, nan
 from typing import Any
 
 from policies import checks
 from policies.base import Context, Plan, Policy, StepReport
+from policies.fixed import Fixed
+from policies.mixture import mixture
 from policies.reasons import change
+from policies.regime import Regime
 
 PAPER_EPOCHS = 10
 """The paper's detection interval."""
 
-_STATE = ("critical", "step", "protected_until", "old_norm", "lr", "reason")
+NAMED = 3
+"""Layers named in a reason; of more, how many."""
+
+_STATE = ("step", "protected_until", "lr", "reason")
 
 
 class Accordion(Policy):
-    """Two CFs for the whole model: `low` while training is in a critical regime, else `high`.
+    """`low` while training is in a critical regime, else `high`.
 
     At the end of each interval (Algorithm 1) the regime is critical if the norm of the gradient,
     summed over the interval, changed by a ratio of eta or more:
@@ -25,8 +32,10 @@ class Accordion(Policy):
     critical. A learning rate that drops makes it critical at once, for the rest of that interval
     and the next.
 
-    low, high: CFs, 1 (dense) or inside cf_range; None: the ends of cf_range.
+    low, high: CFs, 1 (dense) or inside cf_range; None: the ends of cf_range. Or policies, each of
+        which sees the reports of the steps that it has planned.
     eta: > 0. interval: steps between detections.
+    per_layer: a regime, and so a CF, for each layer, as in the paper. low and high are CFs then.
     lr_drop: a learning rate that falls to this part of itself or less, in one step, has dropped
         (a cosine schedule has not).
     steps_per_epoch, interval_epochs: the interval in the paper's terms (10 epochs if only
@@ -37,17 +46,18 @@ class Accordion(Policy):
 
     def __init__(
         self,
-        low: float | None = None,
-        high: float | None = None,
+        low: float | Policy | None = None,
+        high: float | Policy | None = None,
         *,
         eta: float = 0.5,
         interval: int = 100,
+        per_layer: bool = False,
         lr_drop: float = 0.5,
         steps_per_epoch: int | None = None,
         interval_epochs: float | None = None,
     ) -> None:
-        self.low = None if low is None else checks.real("low", low, least=1)
-        self.high = None if high is None else checks.real("high", high, least=1)
+        self.layerwise = self.per_layer = checks.flag("per_layer", per_layer)
+        self.low, self.high = self._side("low", low), self._side("high", high)
         self.eta = checks.real("eta", eta, above=0)
         self.interval = checks.whole("interval", interval, least=1)
         self.lr_drop = checks.fraction("lr_drop", lr_drop)
@@ -60,45 +70,98 @@ class Accordion(Policy):
             self.interval = max(1, round(steps * epochs))
         elif interval_epochs is not None:
             raise ValueError(f"interval_epochs={interval_epochs!r}: needs steps_per_epoch too")
-        self._settings = dict(vars(self))
-        self._cfs: tuple[float, float] | None = None
+        nested = [side for side in (self.high, self.low) if isinstance(side, Policy)]
+        self.shadow = any(side.shadow for side in nested)
+        self.gain = nested[0].gain if nested else Policy.gain
+        names = ("eta", "interval", "per_layer", "lr_drop")
+        self._settings = {name: getattr(self, name) for name in names}
+        self._sides: tuple[Policy, Policy] | None = None
+
+    def _side(self, name: str, given: float | Policy | None) -> float | Policy | None:
+        """A CF or policy of the user's, checked."""
+        if isinstance(given, Policy):
+            if self.per_layer or given.layerwise or isinstance(given, Accordion):
+                raise ValueError(
+                    f"{name}={given.name!r}: must be a CF with per_layer=True, else a CF or a "
+                    f"policy for the whole model that is not Accordion"
+                )
+            return given
+        return None if given is None else checks.real(name, given, least=1)
 
     def start(self, context: Context) -> None:
-        """Raises ValueError if low or high is neither 1 nor inside cf_range, or low > high."""
+        """Raises ValueError if low or high is neither 1 nor inside cf_range, or low > high, or if
+        a regime for each layer is wanted and the layers are not known."""
         allowed = checks.cf_range(context.cf_range)
-        low = allowed[0] if self.low is None else checks.cf_within("low", self.low, allowed)
-        high = allowed[1] if self.high is None else checks.cf_within("high", self.high, allowed)
-        if low > high:
+        low = allowed[0] if self.low is None else self.low
+        high = allowed[1] if self.high is None else self.high
+        for name, side in (("low", low), ("high", high)):
+            if not isinstance(side, Policy):
+                checks.cf_within(name, side, allowed)
+        if not isinstance(low, Policy) and not isinstance(high, Policy) and low > high:
             raise ValueError(f"low={low:g}: must not exceed high={high:g}")
-        self._cfs = context.supported(low), context.supported(high)
-        self._critical = True
+        if self.per_layer and not context.layers:
+            raise ValueError("per_layer=True: the layers are not known")
+        pair = [side if isinstance(side, Policy) else Fixed(side) for side in (low, high)]
+        for side in pair:
+            side.start(context)
+        self._sides = pair[0], pair[1]
+        self._numels = dict(context.layers)
+        self._regimes = {
+            name: Regime(self.eta) for name in (context.layers if self.per_layer else ("",))
+        }
         self._step = 0
         self._protected_until = 0  # reports before this one cannot end a critical regime
-        self._old_norm: float | None = None
         self._lr: float | None = None
         self._reason = ""
+        self._mixed = self._mix()
 
     @property
-    def _send(self) -> float:
-        if self._cfs is None:
-            raise RuntimeError("Accordion needs start(context) before plan()")
-        low, high = self._cfs
-        return low if self._critical else high
+    def _in_charge(self) -> Policy:
+        """The side whose plan is sent, where all layers are alike."""
+        assert self._sides is not None
+        low, high = self._sides
+        return low if any(regime.critical for regime in self._regimes.values()) else high
+
+    def _mix(self) -> Plan | None:
+        """Of low and high by layer; None if all layers are alike."""
+        assert self._sides is not None
+        critical = {name: regime.critical for name, regime in self._regimes.items()}
+        low, high = (side.plan().send for side in self._sides)
+        if len(set(critical.values())) == 1 or low == high:
+            return None
+        cfs = {name: low if is_so else high for name, is_so in critical.items()}
+        return mixture(cfs, self._numels)
 
     def plan(self) -> Plan:
-        send = self._send
+        if self._sides is None:
+            raise RuntimeError("Accordion needs start(context) before plan()")
+        plan = self._in_charge.plan() if self._mixed is None else self._mixed
         ends = self._step % self.interval == self.interval - 1
-        return Plan(send, reason=self._reason, accumulate=True, read_sum=ends)
+        return replace(
+            plan,
+            reason=self._reason or plan.reason,
+            accumulate=True,
+            read_sum=ends,
+            read_layers=ends and self.per_layer,
+        )
 
     def observe(self, report: StepReport) -> None:
+        before = self.plan().send
+        if self._mixed is None:
+            self._in_charge.observe(report)
         dropped = self._watch_learning_rate(report.lr)
         # Both, always: a sum that comes with a drop is still the next one's yardstick.
-        detected = self._detect(report.sum_norm)
-        self._reason = dropped or detected
+        detected = self._detect(report)
+        why = dropped or detected
+        if why:
+            self._mixed = self._mix()
+        self._reason = ""
         self._step += 1
+        if why:
+            self._reason = change(before, self.plan().send, why)
 
     def _watch_learning_rate(self, lr: float) -> str:
-        """Critical at once where the rate has dropped; returns the reason if the CF changes."""
+        """Critical at once where the rate has dropped; returns why if anything changes."""
         if not isfinite(lr):
             return ""
         before, self._lr = self._lr, lr
@@ -106,55 +169,90 @@ class Accordion(Policy):
             return ""
         following = self._step // self.interval + 1
         self._protected_until = (following + 1) * self.interval - 1  # its last step decides again
+        quiet = [regime for regime in self._regimes.values() if not regime.critical]
+        for regime in quiet:
+            regime.critical = True
         ratio = f"{lr:.4g} / {before:.4g} = {lr / before:.3g} <= lr_drop {self.lr_drop:g}"
-        return self._become(True, f"learning rate dropped, {ratio}")
+        return f"critical regime, learning rate dropped, {ratio}" if quiet else ""
 
-    def _detect(self, norm: float) -> str:
-        """Compare two intervals, if one has just ended; returns the reason if the CF changes."""
-        if not isfinite(norm):  # not read now, or the interval had a non-finite gradient
-            return ""
-        old, self._old_norm = self._old_norm, norm
-        if old is None or self._step < self._protected_until:
-            return ""
-        relative = abs(old - norm) / old if old > 0 else (inf if norm > 0 else 0.0)
-        critical = relative >= self.eta
-        numbers = f"|{old:.4g} - {norm:.4g}| / {old:.4g} = {relative:.3g}"
-        return self._become(critical, f"{numbers} {'>=' if critical else '<'} eta {self.eta:g}")
-
-    def _become(self, critical: bool, why: str) -> str:
-        sent, was_critical = self._send, self._critical
-        self._critical = critical
-        if critical == was_critical:
-            return ""
-        regime = "critical regime" if critical else "critical regime over"
-        return change(sent, self._send, f"{regime}, {why}")
+    def _detect(self, report: StepReport) -> str:
+        """Compare two intervals, if one has just ended; returns why if anything changes."""
+        protected = self._step < self._protected_until
+        begun: list[str] = []
+        over: list[str] = []
+        for name, regime in self._regimes.items():
+            layer = report.layers.get(name)
+            of_layer = nan if layer is None else layer.sum_norm
+            numbers = regime.detect(of_layer if self.per_layer else report.sum_norm, protected)
+            if numbers:
+                told = f"{name}: {numbers}" if self.per_layer else numbers
+                (begun if regime.critical else over).append(told)
+        return "; ".join(
+            f"{what}{_listed(which)}"
+            for what, which in (("critical regime", begun), ("critical regime over", over))
+            if which
+        )
 
     def status(self) -> Mapping[str, float]:
-        """critical: 1 or 0; sum_norm: of the last interval that had one, else nan."""
-        old = self._old_norm
-        return {"critical": float(self._critical), "sum_norm": nan if old is None else old}
+        """critical: the share of regimes that are (of one: 1 or 0); sum_norm: of the last interval
+        of the whole model that had one, else nan; and what the policy in charge has to say."""
+        regimes = self._regimes.values()
+        whole = None if self.per_layer else self._regimes[""].norm
+        return {
+            **(self._in_charge.status() if self._mixed is None else {}),
+            "critical": sum(regime.critical for regime in regimes) / len(regimes),
+            "sum_norm": nan if whole is None else whole,
+        }
+
+    def verdict(self) -> str:
+        return self._in_charge.verdict() if self._mixed is None else ""
 
     def outlook(self) -> str:
         left = self.interval - self._step % self.interval
-        other = "below" if self._critical else "at least"
+        critical = any(regime.critical for regime in self._regimes.values())
+        whose = "that of a layer" if self.per_layer else "the norm of the accumulated gradient"
+        other = "below" if critical else "at least"
         return (
-            f"it changes in {left} steps if the norm of the accumulated gradient has then changed "
-            f"by {other} eta {self.eta:g}" + ("" if self._critical else ", or the rate drops")
+            f"it changes in {left} steps if {whose} has then changed by {other} eta {self.eta:g}"
+            + ("" if critical else ", or the rate drops")
         )
 
     def candidates(self) -> tuple[float, ...]:
-        return self._cfs or ()
+        sent = {side.plan().send for side in self._sides or ()}
+        return tuple(sorted(sent.union(self._known())))
+
+    def _known(self) -> list[float]:
+        return sorted({cf for side in self._sides or () for cf in side.candidates()})
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "settings": {**self._settings, "cfs": list(self._cfs or ())},
+            "settings": {**self._settings, "cfs": self._known()},
             **{name: getattr(self, f"_{name}") for name in _STATE},
+            "regimes": {name: regime.state_dict() for name, regime in self._regimes.items()},
+            "sides": [[side.name, side.state_dict()] for side in self._sides or ()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """After start(). Raises ValueError if the state is of other settings or another range."""
-        if self._cfs is None:
+        if self._sides is None:
             raise RuntimeError("Accordion needs start(context) before load_state_dict()")
-        checks.same(self.name, {**self._settings, "cfs": list(self._cfs)}, state["settings"])
+        names = [side.name for side in self._sides]
+        checks.same(
+            self.name,
+            {**self._settings, "cfs": self._known(), "sides": names},
+            {**state["settings"], "sides": [name for name, _ in state["sides"]]},
+        )
+        layers = list(self._regimes)
+        checks.same(self.name, {"layers": layers}, {"layers": list(state["regimes"])})
+        for side, (_, saved) in zip(self._sides, state["sides"], strict=True):
+            side.load_state_dict(saved)
+        for name, regime in self._regimes.items():
+            regime.load_state_dict(state["regimes"][name])
         for name in _STATE:
             setattr(self, f"_{name}", state[name])
+        self._mixed = self._mix()
+
+
+def _listed(told: list[str]) -> str:
+    more = f" and {len(told) - NAMED} more" if len(told) > NAMED else ""
+    return ", " + ", ".join(told[:NAMED]) + more

@@ -30,6 +30,9 @@ class Context:
         ladder too.
     wire_bytes: bytes a rank puts on the wire in a step at a CF; nan if that is not known.
     unknown: CFs of which not even that is known: for whoever asks for them by name.
+    layers: elements of each layer (parameter) that may have a CF of its own, by name, in order;
+        empty if they are not known or must be alike.
+    layer_bytes: payload bytes of a layer at a CF.
     """
 
     cf_range: tuple[float, float]
@@ -38,6 +41,8 @@ class Context:
     assumed: Mapping[float, float] = field(default_factory=dict)
     unknown: frozenset[float] = frozenset()
     wire_bytes: Callable[[float], float] = lambda cf: nan
+    layers: Mapping[str, int] = field(default_factory=dict)
+    layer_bytes: Callable[[str, float], float] = lambda layer, cf: nan
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class Plan:
     reason: why this differs from the plan before, in words and numbers; "" when it does not.
     accumulate: keep the sum of the decoded mean gradients (one gradient-sized accumulator).
     read_sum: report the norm of that sum in this step's report, and start a new sum.
+    layers: what a CF of this plan means layer by layer: for `send` or one of `probe`, the CFs of
+        the layers that have another. Only from a policy that says `layerwise`.
+    read_layers: report what is known of each layer in this step's report, and start anew.
     """
 
     send: float
@@ -56,6 +64,8 @@ class Plan:
     reason: str = ""
     accumulate: bool = False
     read_sum: bool = False
+    layers: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+    read_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,20 @@ def _surviving(total: float, error: float) -> float:
 
 
 @dataclass(frozen=True)
+class LayerReport:
+    """One layer, over the steps since it was last reported (agreed).
+
+    energy: ||g||^2 of the local gradients, summed over steps and ranks.
+    sum_norm: norm of the sum of its mean gradients; nan unless the plan read the sum too.
+    steady: steady-state gain of each CF of the shadow ladder, if there is one.
+    """
+
+    energy: float = nan
+    sum_norm: float = nan
+    steady: Mapping[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One step, as all ranks agreed on it. Times in seconds, nan when unknown.
 
@@ -114,6 +138,7 @@ class StepReport:
     sum_norm: norm of the sum of the mean gradients since the last reading; nan unless read.
     lr: learning rate of the first parameter group; nan if no optimizer was handed over.
     steady: steady-state gain of each CF of the shadow ladder, for a policy that asks for it.
+    layers: by name, in the steps whose plan reads them.
     """
 
     step: int
@@ -131,6 +156,7 @@ class StepReport:
     sum_norm: float = nan
     lr: float = nan
     steady: Mapping[float, float] = field(default_factory=dict)
+    layers: Mapping[str, LayerReport] = field(default_factory=dict)
 
 
 class Policy(ABC):
@@ -143,6 +169,9 @@ class Policy(ABC):
 
     shadow: bool = False
     """It wants the steady-state gains of its candidates: keep a shadow ladder."""
+
+    layerwise: bool = False
+    """Its plans may give layers CFs of their own, and read reports of layers."""
 
     @abstractmethod
     def start(self, context: Context) -> None:

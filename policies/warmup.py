@@ -42,6 +42,8 @@ class Warmup(Policy):
         self.factor = checks.real("factor", factor, above=1)
         self._settings = {"steps": self.steps, "stages": self.stages, "factor": self.factor}
         self._given = then
+        self.shadow = then is not None and then.shadow
+        self.layerwise = then is not None and then.layerwise
         self._cfs: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:

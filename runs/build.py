@@ -15,6 +15,7 @@ from adaptive import (
     Fixed,
     Goodput,
     GraVAC,
+    Layerwise,
     Policy,
     Timeline,
     Warmup,
@@ -53,7 +54,8 @@ def build_policy(config: TrainConfig) -> Policy:
     names = POLICY_OPTIONS[config.policy]
     given = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
     settings = {_ARGUMENTS.get(name, name): value for name, value in given.items()}
-    return _POLICIES[config.policy](**settings)
+    policy = _POLICIES[config.policy](**settings)
+    return Layerwise(policy) if config.layerwise else policy
 
 
 def build_compressor(
@@ -65,7 +67,7 @@ def build_compressor(
     """The compressor, not attached yet. ValueError or TypeError for settings out of range."""
     assert config.base is not None, "policy off has no compressor"
     settings = {n: getattr(config, n) for n in _OPTIONAL if getattr(config, n) is not None}
-    if config.policy == "fixed":
+    if config.policy == "fixed" and not config.layerwise:
         cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
         settings["cf_range"] = (cf, cf)
     elif config.cf_range is not None:

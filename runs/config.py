@@ -41,9 +41,11 @@ class TrainConfig:
     probe: tuple[float, ...] | None = None
     eta: float | None = None
     interval: int | None = None
+    per_layer: bool | None = None
     warmup_steps: int | None = None
     margin: float | None = None
     share: float | None = None
+    layerwise: bool | None = None
     base: str | None = "topk"
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None

@@ -10,11 +10,11 @@ from typing import Any
 from adaptive.exchanges import EXCHANGES
 from compressors import compressor_names
 from runs.config import TrainConfig
-from runs.parser import UsageError, number, positive, switch_or_number, whole
+from runs.parser import UsageError, number, positive, switch, switch_or_number, whole
 
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
-    "accordion": ("eta", "interval"),
+    "accordion": ("eta", "interval", "per_layer"),
     "fixed": ("cf", "probe"),
     "warmup": ("warmup_steps",),
     "goodput": ("margin",),
@@ -22,6 +22,7 @@ POLICY_OPTIONS = {
     "off": (),
 }
 HOOK_OPTIONS = (
+    "layerwise",
     "base",
     "cf_range",
     "exchange",
@@ -95,6 +96,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=list(POLICY_OPTIONS),
         help="what chooses the compression factor, CF (gravac); off: plain DDP, no hook",
+    )
+    how.add_argument(
+        "--layerwise",
+        type=switch,
+        metavar="on|off",
+        help="share the bytes of the policy's CF out among the layers, for the most gain (off)",
     )
     how.add_argument(
         "--base",
@@ -185,6 +192,9 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         "--eta", type=number, help="change of the gradient norm that makes a regime critical"
     )
     accordion.add_argument("--interval", type=whole(1), metavar="N", help="steps to a detection")
+    accordion.add_argument(
+        "--per-layer", type=switch, metavar="on|off", help="a regime for each layer (off)"
+    )
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -270,10 +280,10 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
                 f"off leaves out; accepted: any other --policy (fixed with "
                 f"--cf 1 for a dense run)"
             )
-    if policy == "fixed" and "cf_range" in given:
+    if policy == "fixed" and "cf_range" in given and not given.get("layerwise"):
         raise UsageError(
             f"--cf-range {_shown(given['cf_range'])} is for the other policies; "
-            f"--policy fixed takes --cf"
+            f"--policy fixed takes --cf (and both with --layerwise on)"
         )
     if given.get("base") == "none" and (policy != "fixed" or given.get("cf", 1) != 1):
         raise UsageError(

@@ -73,6 +73,13 @@ def positive(text: str) -> float:
     return value
 
 
+def switch(text: str) -> bool:
+    """An argument type: on or off."""
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"must be on or off, got {text!r}")
+    return text == "on"
+
+
 def switch_or_number(text: str) -> bool | float:
     """An argument type: on, off, or a number."""
     if text in ("on", "off"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from adaptive import Event, StepRecord, StepReport
-from policies import Measurement
+from policies import LayerReport, Measurement
 from runs.config import write_text
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -106,13 +106,19 @@ def _step_of(value: dict[str, Any]) -> int:
 def _step(value: dict[str, Any]) -> StepRecord:
     report = dict(value["report"])
     for name, numbers in report.items():
-        if isinstance(numbers, dict) and name != "measurements":
+        if isinstance(numbers, dict) and name not in ("measurements", "layers"):
             report[name] = {_key(key): _number(number) for key, number in numbers.items()}
     report["measurements"] = {
         float(cf): _only(Measurement, measured) for cf, measured in report["measurements"].items()
     }
+    report["layers"] = {name: _layer(of_it) for name, of_it in report.get("layers", {}).items()}
     status = {name: _number(number) for name, number in value["status"].items()}
     return _only(StepRecord, {**value, "report": _only(StepReport, report), "status": status})
+
+
+def _layer(value: dict[str, Any]) -> LayerReport:
+    steady = {float(cf): _number(gain) for cf, gain in value["steady"].items()}
+    return _only(LayerReport, {**value, "steady": steady})
 
 
 def _only(kind: Callable[..., _T], value: dict[str, Any]) -> _T:

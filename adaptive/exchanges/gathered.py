@@ -18,13 +18,13 @@ def gathered(step: BucketStep) -> Rounds:
        its payloads.
     """
     exchange = step.exchange
-    wire = pack(step.units, [step.compress(unit) for unit in step.units], step.cf, step.dtype)
+    wire = pack(step.units, [step.compress(unit) for unit in step.units], step.dtype)
     rows = yield exchange.all_gather(wire)
-    sizes = payload_sizes(step.units, step.cf, step.dtype)
+    sizes = payload_sizes(step.units, step.dtype)
     rooms = [row.split(sizes) for row in rows]
 
     received = (
-        [unit.compressor.read(room[i], unit.numel, step.cf, step.dtype, unit.key) for room in rooms]
+        [unit.compressor.read(room[i], unit.numel, unit.cf, step.dtype, unit.key) for room in rooms]
         for i, unit in enumerate(step.units)
     )
     first = [next(received)] if step.units else []

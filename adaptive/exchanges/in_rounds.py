@@ -11,6 +11,7 @@ from torch import Tensor
 from adaptive.bucket import Unit
 from adaptive.bucket_step import BucketStep
 from adaptive.exchanges import pipeline
+from adaptive.multilevel import levels_beside
 from compressors.base import Payload
 from compressors.rounds import Rounds, RoundsCompressor
 
@@ -18,7 +19,8 @@ from compressors.rounds import Rounds, RoundsCompressor
 def in_rounds(step: BucketStep, compressor: RoundsCompressor) -> pipeline.Rounds:
     """As many all-reduces a bucket as the compressor has rounds.
 
-    1. Accumulate. What is sent uncompressed (`dense_below`) travels with the first round.
+    1. Accumulate. What is sent uncompressed (`dense_below`, a layer at CF 1) travels with the
+       first round.
     2. All-reduce what the compressor hands out, give it the sum, and so on. A rank whose gradients
        are not finite sends NaN.
     3. Take what of our own is in the mean off the memory, and decode the mean - or undo it all.
@@ -26,7 +28,7 @@ def in_rounds(step: BucketStep, compressor: RoundsCompressor) -> pipeline.Rounds
     exchange, finite = step.exchange, step.bucket.finite
     units = [unit for unit in step.units if unit.compressor is compressor]
     plain = [unit for unit in step.units if unit.compressor is not compressor]
-    if not units:  # all of the bucket is below dense_below
+    if not units:  # all of the bucket travels uncompressed
         yield from _uncompressed(step, compressor.rounds_count)
         return
     sums = [step.accumulate(unit) for unit in units]
@@ -39,7 +41,7 @@ def in_rounds(step: BucketStep, compressor: RoundsCompressor) -> pipeline.Rounds
 
     rounds = compressor.rounds(
         sums,
-        step.cf,
+        [unit.cf for unit in units],
         [unit.key for unit in units],
         exchange.world_size,
         report,
@@ -85,19 +87,9 @@ def _uncompressed(step: BucketStep, collectives: int) -> pipeline.Rounds:
 def _record(
     step: BucketStep, units: Sequence[Unit], sums: Sequence[Tensor], payloads: Sequence[Payload]
 ) -> None:
-    """Measure every CF of the tally: those above the one sent on what is sent, the others anew."""
     for unit, a, payload in zip(units, sums, payloads, strict=True):
-        if unit.held:
-            continue
-        compressor, levels = unit.compressor, []
-        for cf in step.tally.cfs:
-            if cf < step.cf:
-                levels.append(compressor.compress(a, cf, unit.key))
-            elif cf == step.cf:
-                levels.append(payload)
-            else:
-                levels.append(compressor.recompress(payload, cf / step.cf))
-        step.record(unit, levels)
+        if not unit.held:
+            step.record(unit, levels_beside(unit, a, payload))
 
 
 def _returned(rounds: Rounds, total: Tensor) -> list[Payload]:

@@ -32,17 +32,17 @@ def sharded(step: BucketStep) -> Rounds:
     """
     exchange, n = step.exchange, step.exchange.world_size
     shards = _by_shard(step, n)
-    sizes = [sum(payload_sizes(units, step.cf, step.dtype)) for units in shards]
+    sizes = [sum(payload_sizes(units, step.dtype)) for units in shards]
     before = step.tally.copy()
     own = [step.compress(unit) for unit in step.units]
     kept = step.tally.since(before)
-    wire = pack(step.units, own, step.cf, step.dtype)
+    wire = pack(step.units, own, step.dtype)
     rows = yield exchange.all_to_all(wire, sizes)
     mine = shards[exchange.rank]
-    received = [unpack(mine, row, step.cf, step.dtype) for row in rows]
+    received = [unpack(mine, row, step.dtype) for row in rows]
     shard = Shard(step, mine, shard_borders(step.bucket.work.numel(), n)[exchange.rank])
     second = shard.compress_mean(received)
-    packed = pack(mine, second, step.cf, step.dtype)
+    packed = pack(mine, second, step.dtype)
     wire = packed.new_zeros(max(sizes))  # the collective wants equal sizes
     wire[: packed.numel()] = packed
     shard.keep_remainder(second)
@@ -50,7 +50,7 @@ def sharded(step: BucketStep) -> Rounds:
     rows = yield exchange.all_gather(wire)
     means: list[Payload] = []
     for units, row, size in zip(shards, rows, sizes, strict=True):
-        means += unpack(units, row[:size], step.cf, step.dtype)
+        means += unpack(units, row[:size], step.dtype)
     if step.poisoned(means):
         step.undo()
         return
@@ -73,14 +73,14 @@ class Shard:
     def compress_mean(self, received: Sequence[Sequence[Payload]]) -> list[Payload]:
         """A payload of the mean for each unit; all poisoned if any that was received is, or if
         the mean is not finite."""
-        cf, scale = self._step.cf, 1 / self._step.exchange.world_size
+        scale = 1 / self._step.exchange.world_size
         self._space.zero_()
         payloads = []
         for i, unit in enumerate(self._units):
             for row in received:
                 if not unit.compressor.is_poisoned(row[i]):
                     unit.compressor.add_to(self._view(unit), row[i], scale)
-            payloads.append(unit.compressor.compress(self._view(unit), cf, unit.key))
+            payloads.append(unit.compressor.compress(self._view(unit), unit.cf, unit.key))
         rows = ((unit, row[i]) for i, unit in enumerate(self._units) for row in received)
         poisoned = any(unit.compressor.is_poisoned(payload) for unit, payload in rows)
         if poisoned or not all(isfinite(payload.total) for payload in payloads):

@@ -16,7 +16,7 @@ from torch import Tensor
 from adaptive.bucket import Unit
 from adaptive.bucket_step import BucketStep
 from adaptive.exchanges.pipeline import Rounds
-from adaptive.multilevel import compress_levels
+from adaptive.multilevel import levels_beside
 from compressors import NoCompression
 from compressors.base import Payload
 from compressors.sparsifier import Sparsifier
@@ -37,7 +37,7 @@ def shared_indices(step: BucketStep) -> Rounds:
     if exchange.rank == leader:
         for unit, a, room in zip(step.units, sums, chosen.split(sizes), strict=True):
             if room.numel():
-                payload = unit.compressor.compress(a, step.cf, unit.key)
+                payload = unit.compressor.compress(a, unit.cf, unit.key)
                 room.copy_(_sparse(unit).pack_indices(payload))
     chosen = yield exchange.broadcast(chosen, leader)
     rooms = chosen.split(sizes)
@@ -67,24 +67,19 @@ def _index_nbytes(step: BucketStep, unit: Unit) -> int:
     """Bytes of a unit's indices; 0 for one that is sent as it is."""
     if isinstance(unit.compressor, NoCompression):
         return 0
-    return _sparse(unit).index_nbytes(unit.numel, step.cf)
+    return _sparse(unit).index_nbytes(unit.numel, unit.cf)
 
 
 def _own(step: BucketStep, unit: Unit, a: Tensor, indices: Tensor) -> Payload:
     """What this rank has at the chosen `indices` (as packed); the tally takes its norms."""
     measured = step.bucket.finite and not unit.held
     if isinstance(unit.compressor, NoCompression):
-        payload = unit.compressor.compress(a, step.cf, unit.key)
+        payload = unit.compressor.compress(a, unit.cf, unit.key)
         if measured:
-            levels = [payload] * len(step.tally.cfs)
-            step.record(unit, levels)
+            step.record(unit, levels_beside(unit, a, payload))
         return payload.with_parts(payload.parts[0].clone())
     sparse = _sparse(unit)
-    payload = sparse.at(a, indices, step.cf, unit.key)
+    payload = sparse.at(a, indices, unit.cf, unit.key)
     if measured:
-        below = [cf for cf in step.tally.cfs if cf < step.cf]
-        above = [cf for cf in step.tally.cfs if cf >= step.cf]
-        smaller = [sparse.compress(a, cf, unit.key) for cf in below]
-        levels = compress_levels(sparse, lambda _: payload, lambda _: payload, above)
-        step.record(unit, [*smaller, *levels])
-    return replace(payload, cf=step.cf)
+        step.record(unit, levels_beside(unit, a, payload))
+    return replace(payload, cf=unit.cf)

@@ -18,10 +18,10 @@ def summed(step: BucketStep) -> Rounds:
     """
     exchange = step.exchange
     own = [step.compress(unit) for unit in step.units]
-    wire = pack(step.units, own, step.cf, step.dtype)
+    wire = pack(step.units, own, step.dtype)
     dtype = step.units[0].compressor.wire_dtype(step.dtype) if step.units else step.dtype
     total = yield exchange.all_reduce(wire.view(dtype))
-    received = unpack(step.units, total.view(torch.uint8), step.cf, step.dtype)
+    received = unpack(step.units, total.view(torch.uint8), step.dtype)
     if step.poisoned(received):
         step.undo()
         return

@@ -61,7 +61,7 @@ def _rounds(
     numel = key.shape[0] * key.shape[1]
     a = residual[:numel].add_(grad[:numel])
     own: list[Payload] = []
-    rounds = compressor.rounds([a], cf, [key], 1, own.extend)
+    rounds = compressor.rounds([a], [cf], [key], 1, own.extend)
     handed = next(rounds)
     try:
         while True:

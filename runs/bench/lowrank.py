@@ -64,7 +64,7 @@ def _our_step(
     grads = grad.split([r.numel() for r in residuals])
     totals = [add_and_norm(r, g) for r, g in zip(residuals, grads, strict=True)]
     own: list = []
-    rounds = compressor.rounds(residuals, cf, keys, 1, own.extend, totals=totals)
+    rounds = compressor.rounds(residuals, [cf] * len(keys), keys, 1, own.extend, totals=totals)
     handed = next(rounds)
     try:
         while True:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from adaptive.bucket import Unit
 from adaptive.multilevel import measure_levels
 from adaptive.sample import strided_sample
 from adaptive.tally import Tally
@@ -47,16 +48,14 @@ def our_step(
 def with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) -> None:
     """The same, not packed, with a candidate CF and all three gains of both."""
     compressor = TopK()
-    first = partial(compressor.compress_sum, residual, grad, key=KEY)
-    again = partial(compressor.compress, residual, key=KEY)
-    tally = Tally(cfs=(cf, candidate))
+    levels, numel = (cf, candidate), grad.numel()
+    unit = Unit(0, numel, KEY, compressor, compressor, cf, levels, ())
     payload, _ = measure_levels(
-        compressor,
-        lambda lowest: first(cf=lowest),
-        lambda other: again(cf=other),
+        unit,
+        lambda how, lowest: how.compress_sum(residual, grad, lowest, KEY),
+        lambda how, other: how.compress(residual, other, KEY),
         strided_sample(grad),
-        KEY,
-        tally,
+        Tally(cfs=levels),
     )
     compressor.subtract_from(residual, payload)
 

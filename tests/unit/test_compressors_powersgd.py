@@ -42,7 +42,9 @@ def exchange(ranks, buckets, cf, keys=KEYS, held=None):
     """One step of every rank: (what each reported, what each got back)."""
     reported: list[list] = [[] for _ in ranks]
     generators = [
-        rank.rounds(tensors, cf, keys, len(ranks), own.extend, held=(held or {}).get(i, ()))
+        rank.rounds(
+            tensors, [cf] * len(tensors), keys, len(ranks), own.extend, held=(held or {}).get(i, ())
+        )
         for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
     ]
     return reported, lockstep(generators)
@@ -112,7 +114,7 @@ def test_yields_the_same_sizes_whatever_the_data():
     sizes = []
     for value in (0.0, 1.0, nan):
         tensors = [torch.full((n,), value) for n in NUMELS]
-        generator = PowerSGD().rounds(tensors, 4.0, KEYS, 1, lambda _: None)
+        generator = PowerSGD().rounds(tensors, [4.0] * len(tensors), KEYS, 1, lambda _: None)
         first = next(generator)
         second = generator.send(first.clone())
         sizes.append((first.shape, second.shape))
@@ -129,19 +131,19 @@ def test_bad_input_is_refused():
 
     x = torch.zeros(2400)
     with pytest.raises(ValueError, match="equally many"):
-        start([x], 4.0, [])
+        start([x], [4.0], [])
     with pytest.raises(ValueError, match="not 0"):
-        start([], 4.0, [])
+        start([], [], [])
     with pytest.raises(ValueError, match="equally many"):
-        start([x], 4.0, [MATRIX], totals=[1.0, 2.0])
+        start([x], [4.0], [MATRIX], totals=[1.0, 2.0])
     with pytest.raises(ValueError, match="float32 or float64"):
-        start([x.half()], 4.0, [MATRIX])
+        start([x.half()], [4.0], [MATRIX])
     with pytest.raises(ValueError, match="one dtype"):
-        start([x, x.double()], 4.0, [MATRIX, MATRIX])
+        start([x, x.double()], [4.0, 4.0], [MATRIX, MATRIX])
     with pytest.raises(ValueError, match=r"key\.shape"):
-        start([x[:-1]], 4.0, [MATRIX])
+        start([x[:-1]], [4.0], [MATRIX])
     with pytest.raises(ValueError, match="cf must"):
-        start([x], 0.5, [MATRIX])
+        start([x], [0.5], [MATRIX])
     for wrong in ({}, {"q": 3}, {"q": {"w": [1.0]}}, {"q": {"w": torch.full((1, 60), nan)}}):
         with pytest.raises(ValueError, match="state"):
             PowerSGD().load_state_dict(wrong)

@@ -33,7 +33,9 @@ def exchange(ranks, buckets, cf, keys=KEYS, held=None):
     """One step of every rank: (what each reported, what each got back)."""
     reported: list[list] = [[] for _ in ranks]
     generators = [
-        rank.rounds(tensors, cf, keys, len(ranks), own.extend, held=(held or {}).get(i, ()))
+        rank.rounds(
+            tensors, [cf] * len(tensors), keys, len(ranks), own.extend, held=(held or {}).get(i, ())
+        )
         for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
     ]
     return reported, lockstep(generators)
@@ -108,7 +110,7 @@ def test_sizes_and_supported_cf(cf, numel):
     sketch, tensor = Sketch(), heavy(numel, 0, torch.float32)
     payload = sketch.compress(tensor, cf, KEY)
     assert payload.nbytes == sketch.payload_nbytes(numel, cf)
-    sizes, generator = [], sketch.rounds([tensor], cf, [KEY], 1, lambda _: None)
+    sizes, generator = [], sketch.rounds([tensor], [cf], [KEY], 1, lambda _: None)
     for _ in range(2):
         sizes.append(len(generator.send(torch.zeros(sizes[0]) if sizes else None)))
     assert sum(sizes) == sketch.floats(numel, cf)

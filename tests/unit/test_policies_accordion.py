@@ -9,7 +9,9 @@ from math import cos, inf, nan, pi
 import pytest
 
 from policies.accordion import Accordion
-from policies.base import Context, Plan, StepReport
+from policies.base import Context, LayerReport, Measurement, Plan, StepReport
+from policies.gravac import GraVAC
+from policies.layerwise import Layerwise
 
 RANGE = (10.0, 1000.0)
 
@@ -232,3 +234,95 @@ def test_settings_must_fit_the_range(settings, message):
 def test_before_start():
     with pytest.raises(RuntimeError, match="start"):
         Accordion().plan()
+
+
+LAYERS = {"conv": 300, "fc": 700}
+
+
+def by_layer(low=10.0, high=100.0, **settings):
+    policy = Accordion(low, high, per_layer=True, **{"interval": 2, **settings})
+    policy.start(Context((10, 100), 2, layers=LAYERS))
+    return policy
+
+
+def interval(policy, conv, fc, lr=0.1):
+    """One interval whose sums have these norms; returns the plan after it."""
+    for _ in range(policy.interval):
+        plan = policy.plan()
+        assert plan.read_layers == plan.read_sum
+        norms = {"conv": conv, "fc": fc} if plan.read_layers else {}
+        told = {name: LayerReport(sum_norm=norm) for name, norm in norms.items()}
+        policy.observe(StepReport(0, plan.send, sum_norm=nan, lr=lr, layers=told))
+    return policy.plan()
+
+
+def test_each_layer_has_a_regime_of_its_own():
+    policy = by_layer()
+    assert policy.plan().send == 10
+    assert interval(policy, 1.0, 1.0).send == 10  # one sum tells nothing
+    plan = interval(policy, 1.0, 9.0)
+    assert plan.layers[plan.send] == {"conv": 100.0, "fc": 10.0}
+    assert plan.send == pytest.approx(1000 / (300 / 100 + 700 / 10))  # all elements / elements kept
+    assert "critical regime over, conv: |1 - 1| / 1 = 0 < eta 0.5" in plan.reason
+    plan = interval(policy, 1.0, 9.0)
+    assert (plan.send, plan.layers) == (100, {})
+    plan = interval(policy, 9.0, 9.0)
+    assert plan.layers[plan.send] == {"conv": 10.0, "fc": 100.0}
+    assert policy.status()["critical"] == 0.5
+
+
+def test_a_rate_that_drops_makes_every_layer_critical():
+    policy = by_layer()
+    for _ in range(2):
+        interval(policy, 1.0, 1.0)
+    assert policy.plan().send == 100
+    assert interval(policy, 1.0, 1.0, lr=0.01).send == 10  # and for the next interval
+    assert interval(policy, 1.0, 1.0, lr=0.01).send == 100
+
+
+def test_by_layer_goes_on_from_its_state():
+    saved, straight = by_layer(), by_layer()
+    for policy in (saved, straight):
+        interval(policy, 1.0, 1.0)
+        interval(policy, 1.0, 9.0)
+    again = by_layer()
+    again.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    assert again.plan() == straight.plan()
+    assert interval(again, 9.0, 9.0) == interval(straight, 9.0, 9.0)
+    other = Accordion(10.0, 100.0, per_layer=True, interval=2)
+    other.start(Context((10, 100), 2, layers={"conv": 300}))
+    with pytest.raises(ValueError, match="layers"):
+        other.load_state_dict(saved.state_dict())
+
+
+def test_a_policy_for_the_quiet_times():
+    inner = GraVAC(window=4, dense_window=0)
+    policy = Accordion(low=1.0, high=inner, interval=3)
+    policy.start(Context((10, 1000), 2))
+    sent = []
+    for step in range(30):
+        plan = policy.plan()
+        sent.append(plan.send)
+        norm = 1.0 if plan.read_sum else nan
+        gain = Measurement(1.0, 0.1, 1.0, 1.0, 0.1, 1.0)
+        measured = dict.fromkeys({plan.send, *plan.probe} - {1.0}, gain)
+        policy.observe(StepReport(step, plan.send, measured, sum_norm=norm))
+    assert sent[:6] == [1.0] * 6  # critical
+    assert sent[6] == 10.0  # GraVAC's own first plan
+    assert max(sent) > 10.0  # and it explores
+    assert policy.gain == inner.gain
+    state = json.loads(json.dumps(policy.state_dict(), allow_nan=False))
+    again = Accordion(low=1.0, high=GraVAC(window=4, dense_window=0), interval=3)
+    again.start(Context((10, 1000), 2))
+    again.load_state_dict(state)
+    assert again.plan() == policy.plan()
+
+
+def test_what_cannot_be_nested_is_refused():
+    for wrong in (Accordion(), Layerwise()):
+        with pytest.raises(ValueError, match="high='"):
+            Accordion(high=wrong)
+    with pytest.raises(ValueError, match="per_layer"):
+        Accordion(high=GraVAC(), per_layer=True)
+    with pytest.raises(ValueError, match="layers are not known"):
+        Accordion(per_layer=True).start(Context((10, 100), 2))

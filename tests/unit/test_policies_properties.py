@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import DENSE, Accordion, Context, Fixed, GraVAC, Measurement, StepReport
+from policies import (
+    DENSE,
+    Accordion,
+    Context,
+    Fixed,
+    GraVAC,
+    LayerReport,
+    Layerwise,
+    Measurement,
+    StepReport,
+)
 from policies.budget import Budget
 from policies.schedule import Schedule
 
@@ -29,6 +39,7 @@ steps = st.fixed_dictionaries(
         "compress": times,
         "sum_norm": st.one_of(st.floats(0, 10), wild),
         "lr": st.one_of(st.sampled_from([0.1, 0.05, 0.01]), wild),
+        "energies": st.tuples(times, times, times),
     }
 )
 ranges = st.sampled_from(
@@ -69,8 +80,31 @@ accordions = st.fixed_dictionaries(
         "eta": st.sampled_from([0.1, 0.5, 2.0]),
         "interval": st.integers(1, 6),
         "lr_drop": st.sampled_from([0.1, 0.5, 0.9]),
+        "per_layer": st.booleans(),
     }
 )
+layerwises = st.fixed_dictionaries(
+    {"window": st.integers(1, 5), "step_size": st.sampled_from([1.5, 2, 30])}
+)
+LAYERS = {"conv": 40, "fc": 1000, "bias": 1}
+
+
+def context(cf_range):
+    def layer_bytes(layer, cf):
+        return (4.0 if cf == DENSE else 5.0) * LAYERS[layer] / cf
+
+    return Context(cf_range, 50, layers=LAYERS, layer_bytes=layer_bytes)
+
+
+def layer_reports(policy, plan, move):
+    """What a policy that asks for it is told of the layers."""
+    if not (policy.layerwise and plan.read_layers):
+        return {}
+    cfs = sorted({plan.send, *policy.candidates()} - {DENSE})
+    return {
+        name: LayerReport(energy, move["sum_norm"], dict.fromkeys(cfs, move["gains"][i % 2]))
+        for i, (name, energy) in enumerate(zip(LAYERS, move["energies"], strict=True))
+    }
 
 
 def measurement(gain, norms, is_wild):
@@ -81,14 +115,14 @@ def measurement(gain, norms, is_wild):
 
 def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
     """All plans and everything visible at each step. At `reload_at` a fresh policy takes over."""
-    policy.start(Context(cf_range, 50))
+    policy.start(context(cf_range))
     seen = []
     last = nan
     for step, move in enumerate(moves):
         if step == reload_at:
             state = json.dumps(policy.state_dict(), allow_nan=False)
             policy = fresh()
-            policy.start(Context(cf_range, 50))
+            policy.start(context(cf_range))
             policy.load_state_dict(json.loads(state))
         plan = policy.plan()
         assert policy.plan() == plan  # looking changes nothing
@@ -111,6 +145,7 @@ def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
                 dense_wire_bytes=move["bytes"],
                 sum_norm=move["sum_norm"] if plan.read_sum else nan,
                 lr=move["lr"],
+                layers=layer_reports(policy, plan, move),
             )
         )
         last = plan.send
@@ -121,10 +156,15 @@ def makers(kind, given_settings):
     return lambda: kind(**given_settings)
 
 
+whole_models = st.one_of(
+    st.builds(makers, st.just(GraVAC), gravacs),
+    st.builds(makers, st.just(Budget), budgets),
+)
 policy_makers = st.one_of(
     st.builds(makers, st.just(GraVAC), gravacs),
-    st.builds(makers, st.just(Accordion), accordions),
     st.builds(makers, st.just(Budget), budgets),
+    st.builds(lambda make, given: lambda: Layerwise(make(), **given), whole_models, layerwises),
+    st.builds(makers, st.just(Accordion), accordions),
 )
 histories = st.lists(steps, min_size=1, max_size=25).map(lambda moves: moves * 4)
 """Four times the same: long enough to get through every phase, small enough to shrink."""
@@ -137,6 +177,9 @@ def test_nothing_outside_the_range_is_sent_or_probed(make, cf_range, moves):
         assert plan.send == DENSE or cf_range[0] <= plan.send <= cf_range[1]
         for cf in plan.probe:
             assert cf_range[0] <= cf <= cf_range[1]
+        for meant, cfs in plan.layers.items():
+            assert meant in (plan.send, *plan.probe)
+            assert all(cf == DENSE or cf_range[0] <= cf <= cf_range[1] for cf in cfs.values())
         assert len({plan.send, DENSE, *plan.probe}) == len(plan.probe) + 1 + (plan.send != DENSE)
 
 

@@ -128,6 +128,7 @@ ALLOWED = {
     "collections",
     "dataclasses",
     "enum",
+    "itertools",
     "math",
     "numbers",
     "policies",

@@ -49,14 +49,16 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
         tally.seconds, tally.median_seconds = 0.1 * (rank + 1), 0.2
         tally.compress_seconds, tally.exchange_seconds = 0.01, 0.02
         tally.lr, tally.sum_norm = 0.5, nan
+        tally.layers = [1.0, 2.0 * rank]
         vectors.append(tally.vector())
-    agreed = Agreed.read(torch.stack(vectors).sum(0), (10.0, 20.0), (10.0, 40.0), 3)
+    agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 3)
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
     assert agreed.grad_norm == pytest.approx(2.0)  # root of the mean square
     assert agreed.lr == pytest.approx(0.5)
     assert isnan(agreed.sum_norm)
     assert agreed.steady == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
     assert agreed.energies == (8.0, 8.0, 8.0)  # each rank's own
+    assert agreed.layers == (3.0, 6.0)
     assert agreed.measurements[20.0].gain("error_fed") == pytest.approx(0.5)
     assert agreed.measurements[10.0].gain("gradient") == pytest.approx(0.5)
     assert agreed.measurements[20.0].gain("raw") == 1.0  # 12 / 12

@@ -1,0 +1,77 @@
+"""What is known of each layer (parameter), for policies that give layers CFs of their own.
+
+Added up locally, step by step, and agreed only in the steps whose plan reads it: with many layers
+it would be more than what a step at a large CF sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from typing import Any
+
+from adaptive.residual import Slot
+from policies import LayerReport
+
+
+@dataclass
+class _Sums:
+    """Of one layer, on this rank, since the last reading. error, total: a number for each CF of
+    the shadow ladder."""
+
+    energy: float = 0.0
+    error: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+
+
+class LayerStatistics:
+    """slots: of the layers, in an order that is the same on every rank. ladder: the CFs of the
+    shadow ladder, if there is one."""
+
+    def __init__(self, slots: Collection[Slot], ladder: Sequence[float]) -> None:
+        self._ladder = tuple(ladder)
+        self._sums = {slot.name: self._empty() for slot in slots}
+
+    def add_energy(self, slot: Slot, energy: float) -> None:
+        """||g||^2 of a layer in this step; left out if it is not finite."""
+        if isfinite(energy) and slot.name in self._sums:
+            self._sums[slot.name].energy += energy
+
+    def add_levels(self, slot: Slot, error: Sequence[float], total: Sequence[float]) -> None:
+        """What each CF of the ladder would have lost of a layer in this step, and of how much."""
+        if slot.name in self._sums:
+            sums = self._sums[slot.name]
+            sums.error = [a + b for a, b in zip(sums.error, error, strict=True)]
+            sums.total = [a + b for a, b in zip(sums.total, total, strict=True)]
+
+    def read(self, sum_norms: Mapping[str, float]) -> list[float]:
+        """Everything as one list, to be summed over the ranks; then a new sum begins.
+
+        sum_norms: of the mean gradients, by layer, if they were asked for."""
+        numbers: list[float] = []
+        for name, sums in self._sums.items():
+            numbers += [sums.energy, sum_norms.get(name, nan), *sums.error, *sums.total]
+            self._sums[name] = self._empty()
+        return numbers
+
+    def reports(self, summed: Sequence[float], world_size: int) -> dict[str, LayerReport]:
+        """By layer, from what `read` became after the sum over the ranks."""
+        n = len(self._ladder)
+        found = {}
+        for i, name in enumerate(self._sums):
+            energy, sum_norm, *rest = summed[i * (2 + 2 * n) :][: 2 + 2 * n]
+            levels = zip(self._ladder, rest, rest[n:], strict=False)
+            steady = {cf: 1 - error / total for cf, error, total in levels if total > 0}
+            found[name] = LayerReport(energy, sum_norm / world_size, steady)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [s.energy, list(s.error), list(s.total)] for name, s in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, (energy, error, total) in state.items():
+            self._sums[name] = _Sums(float(energy), list(error), list(total))
+
+    def _empty(self) -> _Sums:
+        return _Sums(0.0, [0.0] * len(self._ladder), [0.0] * len(self._ladder))

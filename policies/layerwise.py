@@ -1,0 +1,199 @@
+"""Per-layer CFs that keep the most gradient energy for the same bytes (policies/allocation.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from policies import checks
+from policies.allocation import Allocation, Option, allocate
+from policies.base import DENSE, Context, LayerReport, Plan, Policy, StepReport
+from policies.gravac import GraVAC
+from policies.ladder import make_ladder
+
+FREE = 1e-9
+"""Relative: bytes of the same CFs, added up in another order, are the same bytes."""
+
+
+class Layerwise(Policy):
+    """Another policy sets the CF, and so the bytes of a step; this one shares them out.
+
+    What a layer keeps at a CF is the energy of its gradient times its gain in steady state, from
+    the shadow ladder. Solved again every window; before the first, and where no division keeps
+    more, all layers are alike.
+
+    then: the policy that sets the CF, for the whole model; None: GraVAC with its defaults.
+    window: steps that a solution rests on, and between two.
+    step_size: layers get CFs of a geometric ladder in cf_range, this far apart (> 1), or 1.
+    ValueError or TypeError names what is wrong.
+    """
+
+    name = "layerwise"
+    shadow = True
+    layerwise = True
+
+    def __init__(
+        self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
+    ) -> None:
+        if then is not None and not isinstance(then, Policy):
+            raise TypeError(f"then must be a Policy object or None, got {then!r}")
+        self._then = GraVAC() if then is None else then
+        if self._then.layerwise:
+            raise ValueError(f"then={self._then.name!r}: must be a policy for the whole model")
+        self.window = checks.whole("window", window, least=1)
+        self.step_size = checks.real("step_size", step_size, above=1)
+        self.gain = self._then.gain
+        self._settings = {"window": self.window, "step_size": self.step_size}
+        self._cfs: tuple[float, ...] = ()
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if the layers are not known, or cf_range does not suit `then`."""
+        if not context.layers:
+            raise ValueError("layerwise: the layers are not known")
+        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
+        self._then.start(context)
+        self.gain = self._then.gain
+        self._layers = tuple(context.layers)
+        self._nbytes = context.layer_bytes
+        self._step = 0
+        self._known: dict[str, LayerReport] = {}
+        self._solved: dict[float, Allocation | None] = {}
+        self._told = ""
+        self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)}))
+
+    def plan(self) -> Plan:
+        if not self._cfs:
+            raise RuntimeError("Layerwise needs start(context) before plan()")
+        plan = self._then.plan()
+        solutions = {cf: self._solve(cf) for cf in (plan.send, *plan.probe) if cf != DENSE}
+        return replace(
+            plan,
+            reason="; ".join(filter(None, (plan.reason, self._told))),
+            layers={cf: found.cfs for cf, found in solutions.items() if found is not None},
+            read_layers=self._step % self.window == self.window - 1,
+        )
+
+    def observe(self, report: StepReport) -> None:
+        self._then.observe(report)
+        self._step += 1
+        self._told = ""
+        if not report.layers:
+            return
+        before = self._solve(report.cf)
+        self._known = _usable(report.layers)
+        self._solved = {}
+        after = self._solve(report.cf) if report.cf != DENSE else None
+        if after is not None and (before is None or before.cfs != after.cfs):
+            self._told = f"layer CFs solved anew: {self._described(report.cf, after)}"
+
+    def _solve(self, cf: float) -> Allocation | None:
+        """Each layer's CF for the bytes of all layers at `cf`; None if they had best be alike."""
+        if not self._known or cf == DENSE:
+            return None
+        if cf not in self._solved:
+            self._solved[cf] = self._solve_anew(cf)
+        return self._solved[cf]
+
+    def _solve_anew(self, cf: float) -> Allocation | None:
+        alike = {name: self._option(name, cf) for name in self._layers}
+        budget = sum(option.nbytes for option in alike.values()) * (1 + FREE)
+        # A layer of which nothing is known stays where it is.
+        options = {
+            name: [here, *self._options(name)] if self._energy(name) is not None else [here]
+            for name, here in alike.items()
+        }
+        found = allocate(options, budget)
+        kept = sum(option.kept for option in alike.values())
+        return found if found.kept > kept * (1 + FREE) and found.nbytes <= budget else None
+
+    def _options(self, name: str) -> list[Option]:
+        return [self._option(name, cf) for cf in self._cfs if self._gain(name, cf) is not None]
+
+    def _option(self, name: str, cf: float) -> Option:
+        kept = (self._energy(name) or 0.0) * (self._gain(name, cf) or 0.0)
+        return Option(cf, self._nbytes(name, cf), kept)
+
+    def _energy(self, name: str) -> float | None:
+        """Of a layer's gradient; None if it is not known."""
+        known = self._known.get(name)
+        return None if known is None else known.energy
+
+    def _gain(self, name: str, cf: float) -> float | None:
+        """A layer's, in steady state; between two CFs of the ladder that of the larger."""
+        if cf == DENSE:
+            return 1.0
+        known = self._known.get(name)
+        if known is None:
+            return None
+        above = [rung for rung in known.steady if rung >= cf]
+        gain = known.steady[min(above)] if above else None
+        return None if gain is None else min(1.0, max(0.0, gain))
+
+    def _described(self, cf: float, found: Allocation) -> str:
+        energy = sum(self._energy(name) or 0.0 for name in self._layers)
+        alike = sum(self._option(name, cf).kept for name in self._layers)
+        low, high = min(found.cfs.values()), max(found.cfs.values())
+        return (
+            f"{low:g} to {high:g} for the bytes of CF {cf:g}, keeps {found.kept / energy:.3g} of "
+            f"the energy, all alike {alike / energy:.3g}"
+        )
+
+    def candidates(self) -> tuple[float, ...]:
+        theirs = (*self._then.candidates(), self._then.plan().send)
+        return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
+
+    def status(self) -> Mapping[str, float]:
+        return self._then.status()
+
+    def verdict(self) -> str:
+        return self._then.verdict()
+
+    def outlook(self) -> str:
+        left = self.window - self._step % self.window
+        rest = f"the layers' CFs are solved anew in {left} steps"
+        return "; ".join(filter(None, (self._then.outlook(), rest)))
+
+    def state_dict(self) -> dict[str, Any]:
+        known = [
+            [name, layer.energy, [list(item) for item in layer.steady.items()]]
+            for name, layer in self._known.items()
+        ]
+        return {
+            "settings": {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)},
+            "step": self._step,
+            "known": known,
+            "told": self._told,
+            "then": [self._then.name, self._then.state_dict()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After start(). Raises ValueError if the state is of other settings, another range, other
+        layers or another policy that sets the CF."""
+        if not self._cfs:
+            raise RuntimeError("Layerwise needs start(context) before load_state_dict()")
+        name, inner = state["then"]
+        ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
+        checks.same(
+            self.name, {**ours, "then": self._then.name}, {**state["settings"], "then": name}
+        )
+        self._then.load_state_dict(inner)
+        self._step = int(state["step"])
+        self._told = str(state["told"])
+        self._solved = {}
+        self._known = {
+            layer: LayerReport(energy, steady={float(cf): gain for cf, gain in steady})
+            for layer, energy, steady in state["known"]
+        }
+
+
+def _usable(layers: Mapping[str, LayerReport]) -> dict[str, LayerReport]:
+    """Those whose numbers say something, and of these the gains that do."""
+    return {
+        name: LayerReport(
+            layer.energy, steady={cf: gain for cf, gain in layer.steady.items() if isfinite(gain)}
+        )
+        for name, layer in layers.items()
+        if isfinite(layer.energy) and layer.energy >= 0
+    }

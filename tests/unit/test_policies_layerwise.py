@@ -1,0 +1,142 @@
+"""Layerwise: another policy's bytes, shared out among the layers."""
+
+from __future__ import annotations
+
+import json
+from math import inf, nan
+
+import pytest
+
+from policies import (
+    Accordion,
+    Context,
+    Fixed,
+    GraVAC,
+    LayerReport,
+    Layerwise,
+    StepReport,
+    make_policy,
+)
+
+NUMELS = {"big": 10_000, "small": 100}
+STEADY = {
+    "big": {10.0: 0.5, 20.0: 0.3, 40.0: 0.2, 80.0: 0.1, 100.0: 0.08},
+    "small": {10.0: 0.9, 20.0: 0.8, 40.0: 0.6, 80.0: 0.5, 100.0: 0.4},
+}
+
+
+def context(**other):
+    def nbytes(layer, cf):
+        return 4 * NUMELS[layer] if cf == 1 else 5 * NUMELS[layer] / cf
+
+    return Context((10, 100), 2, **{"layers": NUMELS, "layer_bytes": nbytes, **other})
+
+
+def layers(energy=None):
+    energy = energy or {"big": 1.0, "small": 1.0}
+    return {name: LayerReport(energy[name], steady=STEADY[name]) for name in NUMELS}
+
+
+def run(policy, windows, energy=None):
+    """Every plan; layers are reported when they were asked for."""
+    plans = []
+    for step in range(windows * policy.window + 1):
+        plan = policy.plan()
+        plans.append(plan)
+        told = layers(energy) if plan.read_layers else {}
+        policy.observe(StepReport(step, plan.send, layers=told))
+    return plans
+
+
+def nbytes(policy, plan, of=context()):  # noqa: B008 - never changed
+    return sum(of.layer_bytes(name, plan.layers[plan.send].get(name, plan.send)) for name in NUMELS)
+
+
+def test_alike_until_a_window_is_over_then_more_where_the_energy_is():
+    policy = Layerwise(Fixed(cf=40), window=3)
+    policy.start(context())
+    plans = run(policy, 1)
+    assert [plan.read_layers for plan in plans] == [False, False, True, False]
+    assert all(not plan.layers for plan in plans[:3])
+    after = plans[3]
+    assert after.send == 40
+    cfs = after.layers[40.0]
+    assert cfs["small"] < 40 < cfs["big"]
+    assert nbytes(policy, after) <= 5 * 10_100 / 40
+    assert after.reason.startswith(f"layer CFs solved anew: {cfs['small']:g} to {cfs['big']:g}")
+
+
+def test_solved_again_when_the_energy_has_moved():
+    policy = Layerwise(Fixed(cf=40), window=2)
+    policy.start(context())
+    first = run(policy, 1, {"big": 1.0, "small": 1.0})[-1]
+    second = run(policy, 1, {"big": 1.0, "small": 0.0})[-1]
+    assert first.layers[40.0]["small"] < 40
+    assert second.layers == {}  # nothing keeps more than all alike
+
+
+def test_probed_cfs_are_divided_too_and_dense_is_not():
+    policy = Layerwise(Fixed(cf=20, probe=(80,)), window=1)
+    policy.start(context())
+    plan = run(policy, 1)[-1]
+    assert set(plan.layers) == {20.0, 80.0}
+    dense = Layerwise(Fixed(cf=1), window=1)
+    dense.start(context())
+    assert run(dense, 2)[-1].layers == {}
+
+
+@pytest.mark.parametrize("energy", [nan, inf, -1.0])
+def test_a_layer_of_which_nothing_is_known_stays_where_it_is(energy):
+    policy = Layerwise(Fixed(cf=40), window=1)
+    policy.start(context())
+    plan = run(policy, 1, {"big": 1.0, "small": energy})[-1]
+    assert plan.layers.get(40.0, {}).get("small", 40.0) == 40.0
+
+
+def test_the_inner_policy_decides_what_is_sent():
+    alone, inside = GraVAC(window=8), Layerwise(GraVAC(window=8), window=4)
+    for policy in (alone, inside):
+        policy.start(context())
+    assert inside.gain == alone.gain
+    for step in range(60):
+        theirs, ours = alone.plan(), inside.plan()
+        assert (ours.send, ours.probe) == (theirs.send, theirs.probe)
+        told = layers() if ours.read_layers else {}
+        for policy in (alone, inside):
+            policy.observe(StepReport(step, theirs.send, layers=told))
+    assert set(inside.candidates()) >= set(alone.candidates())
+
+
+def test_goes_on_from_its_state():
+    def make():
+        policy = Layerwise(Fixed(cf=40), window=3)
+        policy.start(context())
+        return policy
+
+    straight = make()
+    run(straight, 2)
+    saved = make()
+    run(saved, 2)
+    again = make()
+    again.load_state_dict(json.loads(json.dumps(saved.state_dict(), allow_nan=False)))
+    assert run(again, 2) == run(straight, 2)
+
+
+def test_refuses_what_cannot_be():
+    assert isinstance(make_policy("layerwise"), Layerwise)
+    with pytest.raises(TypeError, match="then"):
+        Layerwise("gravac")
+    with pytest.raises(ValueError, match="whole model"):
+        Layerwise(Layerwise())
+    with pytest.raises(ValueError, match="whole model"):
+        Layerwise(Accordion(per_layer=True))
+    with pytest.raises(ValueError, match="layers are not known"):
+        Layerwise().start(context(layers={}))
+    with pytest.raises(RuntimeError, match="start"):
+        Layerwise().plan()
+    saved = Layerwise(Fixed(cf=40))
+    saved.start(context())
+    other = Layerwise(Fixed(cf=40), window=7)
+    other.start(context())
+    with pytest.raises(ValueError, match="window"):
+        other.load_state_dict(saved.state_dict())
