@@ -12,7 +12,7 @@ from compressors import QSGD, Compressor, compressor_names, make_compressor
 from compressors.powersgd import PowerSGD
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import same
-from tests.distributed.test_exchanges import _run
+from tests.distributed.test_exchanges import run
 
 CFS = (10.0, 100.0, 1.0, 2.5, 1000.0)
 
@@ -32,7 +32,7 @@ def _all(rank: int, exchange: str, bad_at: int | None) -> dict[str, Any]:
         if exchange not in {way.name for way in strategies(base)}:
             continue
         cfs = [base.supported_for(cf, (40, 14)) if cf != 1 else cf for cf in CFS]
-        results[name] = _run(rank, base, {"exchange": exchange}, 0.004, cfs, bad_at)
+        results[name] = run(rank, base, {"exchange": exchange}, 0.004, cfs, bad_at)
     return results
 
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
+from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Scripted,
-    flat_parameters,
-    local_gradients,
     loss_of,
     same,
     small_net,
@@ -24,52 +22,14 @@ STEPS = 8
 CFS = [10.0, 100.0, 1.0, 3.0, 1000.0]
 
 
-def _run(
+def run(
     rank: int, base: Any, options: dict[str, Any], cap: float, cfs: list[float], bad_at: int | None
 ) -> dict[str, Any]:
-    """Train; deviation: of sent + residual from the sum of the gradients, relative to the latter.
-    bad_at: the step in which one rank's gradient is NaN; its gradients are left out of the sums."""
-    model = DDP(small_net(), bucket_cap_mb=cap)
     policy = Scripted(cfs, (20.0, 50.0))
-    compressor = AdaptiveCompressor(base, (1.5, 1000), policy=policy, memory="residual", **options)
-    compressor.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sums: dict[str, Any] = {}
-    sent: dict[str, Any] = {}
-    poisoned: list[bool] = []
-    for step in range(STEPS):
-        bad = step == bad_at
-        if not bad:
-            for name, gradient in local_gradients(model, step, rank).items():
-                sums[name] = sums.get(name, 0) + gradient
-        optimizer.zero_grad()
-        loss = loss_of(model, step, rank)
-        (loss * (float("nan") if bad and rank == 1 else 1.0)).backward()
-        if bad:
-            poisoned = [not bool(p.grad.isfinite().any()) for p in model.parameters()]
-            continue
-        for name, p in model.module.named_parameters():
-            sent[name] = sent.get(name, 0) + p.grad.flatten() * dist.get_world_size()
-        optimizer.step()
-    memory = compressor.state_dict()["memory"]
-    worst = 0.0
-    for name, total in sums.items():
-        residual = memory.get(name, {}).get("residual", torch.zeros_like(total))
-        both = torch.stack([total, residual])
-        dist.all_reduce(both)
-        worst = max(
-            worst, float((sent[name] + both[1] - both[0]).abs().max() / both[0].abs().max())
-        )
-    reports = [
-        (r.step, r.cf, {cf: vars(m) for cf, m in r.measurements.items()}, r.wire_bytes)
-        for r in policy.reports
-    ]
-    return {
-        "deviation": worst,
-        "parameters": flat_parameters(model),
-        "poisoned": poisoned,
-        "reports": reports,
-    }
+    ddp_options = {"bucket_cap_mb": cap}
+    return balance(
+        rank, base, policy, STEPS, options=options, ddp_options=ddp_options, bad_at=bad_at
+    )
 
 
 def _check(results: list[dict[str, Any]], limit: float = 1e-12) -> None:
@@ -99,23 +59,23 @@ def test_three_ranks_several_buckets_and_a_poisoned_step(
     base: str, options: dict[str, Any], grain: str
 ) -> None:
     options = {**options, "granularity": grain}
-    _check(run_ranks(3, _run, base, options, 0.004, CFS, 4))
+    _check(run_ranks(3, run, base, options, 0.004, CFS, 4))
 
 
 @every_way
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_bucket(base: str, options: dict[str, Any], world_size: int) -> None:
-    _check(run_ranks(world_size, _run, base, {**options, "dense_below": 50}, 25, CFS, None))
+    _check(run_ranks(world_size, run, base, {**options, "dense_below": 50}, 25, CFS, None))
 
 
 @pytest.mark.parametrize("exchange", ["sharded", "shared_indices", "all_gather"])
 def test_eight_ranks(exchange: str) -> None:
-    _check(run_ranks(8, _run, "topk", {"exchange": exchange}, 0.004, CFS, 4))
+    _check(run_ranks(8, run, "topk", {"exchange": exchange}, 0.004, CFS, 4))
 
 
 def test_auto_measures_the_link_and_all_ranks_choose_alike() -> None:
-    _check(run_ranks(4, _run, "topk", {"exchange": "auto"}, 0.004, CFS, 4))
-    _check(run_ranks(3, _run, "int8", {"link": "500mbit,1ms"}, 25, [4.0], None))
+    _check(run_ranks(4, run, "topk", {"exchange": "auto"}, 0.004, CFS, 4))
+    _check(run_ranks(3, run, "int8", {"link": "500mbit,1ms"}, 25, [4.0], None))
 
 
 def _bytes(rank: int, exchange: str) -> float:

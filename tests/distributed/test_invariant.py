@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, local_gradients, loss_of, small_net
+from tests.distributed.setting import Scripted
 
 STEPS = 9
 
 
 def _run(rank: int, base: str, cfs: list[float], probe: list[float], ddp_options: dict) -> float:
     """Largest deviation from the invariant, relative to the largest sum."""
-    model = DDP(small_net(), **ddp_options)
     policy = Scripted(cfs, tuple(probe))
-    compressor = AdaptiveCompressor(base, (1.5, 1000), policy=policy, memory="residual")
-    compressor.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sums: dict[str, Any] = {}
-    sent: dict[str, Any] = {}
-    for step in range(STEPS):
-        for name, gradient in local_gradients(model, step, rank).items():
-            sums[name] = sums.get(name, 0) + gradient
-        optimizer.zero_grad()
-        loss_of(model, step, rank).backward()
-        for name, p in model.module.named_parameters():
-            sent[name] = sent.get(name, 0) + p.grad.flatten() * dist.get_world_size()
-        optimizer.step()
-    memory = compressor.state_dict()["memory"]
-    worst = 0.0
-    for name, total in sums.items():
-        residual = memory.get(name, {}).get("residual", torch.zeros_like(total))
-        both = torch.stack([total, residual])
-        dist.all_reduce(both)
-        worst = max(
-            worst, float((sent[name] + both[1] - both[0]).abs().max() / both[0].abs().max())
-        )
-    return worst
+    return float(balance(rank, base, policy, STEPS, ddp_options=ddp_options)["deviation"])
 
 
 @pytest.mark.parametrize("base", ["topk", "randomk"])

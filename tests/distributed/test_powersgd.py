@@ -14,7 +14,7 @@ from adaptive import AdaptiveCompressor
 from compressors.powersgd import PowerSGD
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted
-from tests.distributed.test_exchanges import _check, _run
+from tests.distributed.test_exchanges import _check, run
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -24,7 +24,7 @@ def test_invariant_with_changing_ranks(
     world_size: int, cap: float, options: dict[str, Any]
 ) -> None:
     cfs = [4.0, 2.0, 1.0, 10.0, 3.0]
-    _check(run_ranks(world_size, _run, "powersgd", options, cap, cfs, 5))
+    _check(run_ranks(world_size, run, "powersgd", options, cap, cfs, 5))
 
 
 SIZE, LAYERS, STEPS = 32, 3, 12

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressors import Compressor, CorruptPayload, Key, NoCompression, RandomK, TopK, kept
+from tests.unit.samples import norm2, normal, ordinary, wire
 
 KEY = Key("layer.weight", 7)
 CFS = (1.0, 1.5, 10.0, 1000.0)
@@ -34,46 +35,15 @@ def label(compressor: Compressor) -> str:
 every_compressor = pytest.mark.parametrize("compressor", compressors(), ids=label)
 
 
-def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    tiny = torch.finfo(dtype).smallest_normal
-    huge = 1e30 if dtype == torch.float32 else 1e140
-    return {
-        "empty": torch.empty(0, dtype=dtype),
-        "one": torch.tensor([-2.5], dtype=dtype),
-        "zero": torch.zeros(10_000, dtype=dtype),
-        "constant": torch.full((10_000,), -0.25, dtype=dtype),
-        "denormal": normal(10_000, dtype) * tiny / 1000,
-        "huge": normal(10_000, dtype) * huge,
-        "normal": normal(10_001, dtype),
-        "mixed": torch.cat([normal(5_000, dtype), normal(4_000, dtype) * 1e-6]),
-    }
-
-
-CASES = [(name, dtype) for dtype in DTYPES for name in tensors(dtype)]
+CASES = [(name, dtype) for dtype in DTYPES for name in ordinary(dtype)]
 every_tensor = pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda v: str(v))
-
-
-def wire(compressor: Compressor, payload, dtype: torch.dtype, offset: int = 0):
-    """What a receiver makes of the payload; `offset` puts its bytes out of alignment."""
-    data = torch.empty(payload.nbytes + offset, dtype=torch.uint8)[offset:]
-    payload.write(data)
-    return compressor.read(data, payload.numel, payload.cf, dtype, payload.key)
-
-
-def norm2(tensor: torch.Tensor) -> float:
-    wide = tensor.numpy().astype(np.float64)
-    return float((wide * wide).sum())
 
 
 @every_compressor
 @every_tensor
 @pytest.mark.parametrize("cf", CFS)
 def test_payload_size_round_trip_energies_and_residual(compressor, name, dtype, cf):
-    tensor = tensors(dtype)[name]
+    tensor = ordinary(dtype)[name]
     before = tensor.clone()
     payload = compressor.compress(tensor, cf, KEY)
     assert torch.equal(tensor, before)
@@ -104,7 +74,7 @@ def test_payload_size_round_trip_energies_and_residual(compressor, name, dtype, 
 @every_tensor
 @pytest.mark.parametrize("cf", CFS)
 def test_compress_sum_is_add_then_compress(compressor, name, dtype, cf):
-    tensor = tensors(dtype)[name]
+    tensor = ordinary(dtype)[name]
     memory = normal(tensor.numel(), dtype, seed=1)
     before, total = tensor.clone(), memory + tensor
     payload = compressor.compress_sum(memory, tensor, cf, KEY)

@@ -15,7 +15,8 @@ from compressors.base import CorruptPayload, Key
 from compressors.lowrank import layout
 from compressors.orthogonal import orthonormal_rows
 from compressors.powersgd import PowerSGD
-from compressors.rounds import lockstep
+from tests.unit.ranks import exchange, same
+from tests.unit.samples import norm2
 
 SHAPES = ((24, 40), (16, 8, 3, 3), (33,), (50, 30), (1, 7), ())
 NUMELS = (960, 1152, 33, 1500, 7, 1)
@@ -38,30 +39,10 @@ def low_rank(rank: int, seed: int, rows: int = 40, cols: int = 60) -> torch.Tens
     return (left.view(rows, rank) @ right.view(rank, cols)).flatten()
 
 
-def exchange(ranks, buckets, cf, keys=KEYS, held=None):
-    """One step of every rank: (what each reported, what each got back)."""
-    reported: list[list] = [[] for _ in ranks]
-    generators = [
-        rank.rounds(
-            tensors, [cf] * len(tensors), keys, len(ranks), own.extend, held=(held or {}).get(i, ())
-        )
-        for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
-    ]
-    return reported, lockstep(generators)
-
-
 def one(ranks, tensors, cf, key=MATRIX):
     """The same for a bucket of one tensor: every rank's own payload, and the mean decoded."""
     reported, payloads = exchange(ranks, [[t] for t in tensors], cf, [key])
     return [own[0] for own in reported], ranks[0].decompress(payloads[0][0])
-
-
-def norm2(tensor: torch.Tensor) -> float:
-    return float(tensor.double().square().sum())
-
-
-def same(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
 # What travels
@@ -167,7 +148,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
                     memory[w][i] += grad
                     gradients[i] += grad
         before = [[m.clone() for m in tensors] for tensors in memory]
-        reported, payloads = exchange(ranks, memory, cf, held=held)
+        reported, payloads = exchange(ranks, memory, cf, KEYS, held)
         for w in range(world):
             assert all(torch.equal(a, b) for a, b in zip(memory[w], before[w], strict=True))
             taken = reported[w] if against == "own" else payloads[w]
@@ -187,7 +168,7 @@ def test_mean_of_own_payloads_is_what_is_decoded_and_energies_are_theirs():
     world, ranks = 3, [PowerSGD() for _ in range(3)]
     bucket = buckets(world, 3)
     for _ in range(2):
-        reported, payloads = exchange(ranks, bucket, 3.0)
+        reported, payloads = exchange(ranks, bucket, 3.0, KEYS)
     for i, numel in enumerate(NUMELS):
         mean = sum(ranks[w].decompress(reported[w][i]) for w in range(world)) / world
         torch.testing.assert_close(ranks[0].decompress(payloads[0][i]), mean)
@@ -225,7 +206,7 @@ def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same(
 def test_q_and_payloads_are_identical_on_all_ranks():
     ranks = [PowerSGD(seed=2) for _ in range(4)]
     for step, cf in enumerate((4.0, 2.0, 8.0, 3.0)):
-        _, payloads = exchange(ranks, buckets(4, 50 * step, torch.float32), cf)
+        _, payloads = exchange(ranks, buckets(4, 50 * step, torch.float32), cf, KEYS)
         for rank, got in zip(ranks, payloads, strict=True):
             assert all(same(a, b) for a, b in zip(got, payloads[0], strict=True))
             q, first = rank.state_dict()["q"], ranks[0].state_dict()["q"]
@@ -282,9 +263,9 @@ def test_state_dict_round_trip_in_the_middle():
     after = PowerSGD(seed=1)
     for step, cf in enumerate((4.0, 2.0, 8.0, 3.0, 1.5)):
         bucket = buckets(1, step, torch.float32)
-        _, (expected,) = exchange([straight], bucket, cf)
+        _, (expected,) = exchange([straight], bucket, cf, KEYS)
         running = before if step < 3 else after
-        _, (got,) = exchange([running], bucket, cf)
+        _, (got,) = exchange([running], bucket, cf, KEYS)
         assert all(same(a, b) for a, b in zip(got, expected, strict=True))
         if step == 2:
             after.load_state_dict(before.state_dict())
@@ -297,12 +278,12 @@ def test_state_dict_round_trip_in_the_middle():
 @pytest.mark.parametrize("bad", [nan, float("inf")])
 def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
     ranks = [PowerSGD() for _ in range(3)]
-    exchange(ranks, buckets(3, 0, torch.float32), 4.0)
+    exchange(ranks, buckets(3, 0, torch.float32), 4.0, KEYS)
     before = ranks[0].state_dict()["q"]
     for position, cf in ((0, 4.0), (2, 4.0), (3, 2.0)):
         bucket = buckets(3, 1, torch.float32)
         bucket[1][position][0] = bad
-        reported, payloads = exchange(ranks, bucket, cf)
+        reported, payloads = exchange(ranks, bucket, cf, KEYS)
         for rank, got in zip(ranks, payloads, strict=True):
             for payload, numel in zip(got, NUMELS, strict=True):
                 assert rank.is_poisoned(payload)
@@ -313,7 +294,7 @@ def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
             state = rank.state_dict()["q"]
             assert all(torch.equal(state[name], before[name]) for name in before)
         assert not np.isfinite(reported[1][position].total)
-    _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0)
+    _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0, KEYS)
     assert not any(ranks[0].is_poisoned(payload) for payload in payloads[0])
 
 
@@ -584,7 +565,7 @@ def test_half_precision_can_be_compressed(dtype):
 
 def test_random_state_is_left_alone():
     before = torch.get_rng_state()
-    exchange([PowerSGD()], buckets(1, 0), 4.0)
+    exchange([PowerSGD()], buckets(1, 0), 4.0, KEYS)
     assert torch.equal(before, torch.get_rng_state())
 
 

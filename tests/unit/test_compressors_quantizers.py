@@ -21,6 +21,7 @@ from compressors.rows import BLOCK
 from compressors.signsgd import SignSGD
 from compressors.terngrad import TernGrad
 from compressors.twobit import TwoBit
+from tests.unit.samples import norm2, normal, ordinary, wire
 
 KEY = Key("layer.weight", 7)
 DTYPES = (torch.float32, torch.float64)
@@ -53,33 +54,17 @@ every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=label)
 every_setting = pytest.mark.parametrize(("quantizer", "cf"), SETTINGS, ids=label)
 
 
-def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    tiny = torch.finfo(dtype).smallest_normal
-    huge = 1e30 if dtype == torch.float32 else 1e140
     return {
-        "empty": torch.empty(0, dtype=dtype),
-        "one": torch.tensor([-2.5], dtype=dtype),
-        "zero": torch.zeros(1000, dtype=dtype),
-        "constant": torch.full((1000,), -0.25, dtype=dtype),
-        "denormal": normal(1000, dtype) * tiny / 1000,
-        "small": normal(1000, dtype) * tiny * 1e6,
-        "huge": normal(1000, dtype) * huge,
-        "normal": normal(5001, dtype),
+        **ordinary(dtype, 1000),
+        "small": normal(1000, dtype) * torch.finfo(dtype).smallest_normal * 1e6,
         "mixed": torch.cat([normal(900, dtype) * 1e-6, torch.zeros(600), normal(777, dtype)]),
+        "several blocks": normal(5001, dtype),
     }
 
 
 CASES = [(name, dtype) for dtype in DTYPES for name in tensors(dtype)]
 every_tensor = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-
-
-def norm2(tensor: torch.Tensor) -> float:
-    wide = tensor.double().numpy()
-    return float(wide @ wide)
 
 
 @every_setting
@@ -97,9 +82,7 @@ def test_round_trip_size_energies_and_residual(quantizer, cf, name, dtype):
     assert sent.dtype == dtype
     assert sent.isfinite().all()
     for offset in (0, 1, 4):
-        data = torch.empty(payload.nbytes + offset, dtype=torch.uint8)[offset:]
-        payload.write(data)
-        received = quantizer.read(data, payload.numel, payload.cf, dtype, payload.key)
+        received = wire(quantizer, payload, dtype, offset)
         assert all(torch.equal(a, b) for a, b in zip(received.parts, payload.parts, strict=True))
         assert torch.equal(quantizer.decompress(received), sent)
 

@@ -18,6 +18,7 @@ from compressors.rows import BLOCK
 from compressors.signsgd import SignSGD
 from compressors.terngrad import TernGrad
 from compressors.twobit import TwoBit
+from tests.unit.samples import norm2
 
 KEY = Key("w", 3)
 SIZES = (1, 7, 256, 1000, BLOCK + 777)
@@ -250,10 +251,6 @@ def test_plain_torch_does_what_numpy_does(monkeypatch):
         assert again.error == pytest.approx(norm2(x - q.decompress(again)), rel=1e-5)
         if q.error_feedback:  # those that round at random draw other numbers: the norm's last bit
             assert all(torch.equal(a, b) for a, b in zip(again.parts, p.parts, strict=True))
-
-
-def norm2(x: torch.Tensor) -> float:
-    return float(x.double().square().sum())
 
 
 def _residual(quantizer: Quantizer, payload, x: torch.Tensor) -> torch.Tensor:

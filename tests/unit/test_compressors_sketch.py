@@ -10,8 +10,9 @@ import torch
 
 from compressors.base import CorruptPayload, Key, kept
 from compressors.countsketch import CountSketch
-from compressors.rounds import lockstep
 from compressors.sketch import Sketch
+from tests.unit.ranks import exchange, same
+from tests.unit.samples import norm2
 
 NUMELS = (5000, 3, 700, 1, 0)
 KEYS = [Key(f"p{i}") for i in range(len(NUMELS))]
@@ -27,26 +28,6 @@ def heavy(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Te
 def buckets(world: int, seed: int, dtype: torch.dtype = torch.float64):
     """One a rank."""
     return [[heavy(n, seed + 7 * w + i, dtype) for i, n in enumerate(NUMELS)] for w in range(world)]
-
-
-def exchange(ranks, buckets, cf, keys=KEYS, held=None):
-    """One step of every rank: (what each reported, what each got back)."""
-    reported: list[list] = [[] for _ in ranks]
-    generators = [
-        rank.rounds(
-            tensors, [cf] * len(tensors), keys, len(ranks), own.extend, held=(held or {}).get(i, ())
-        )
-        for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
-    ]
-    return reported, lockstep(generators)
-
-
-def norm2(tensor: torch.Tensor) -> float:
-    return float(tensor.double().square().sum())
-
-
-def same(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
 # The sketch itself
@@ -150,7 +131,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(dtype):
                 if i not in held.get(w, ()):
                     memory[w][i] += grad
                     gradients[i] += grad
-        reported, payloads = exchange(ranks, memory, cf, held=held)
+        reported, payloads = exchange(ranks, memory, cf, KEYS, held)
         for w in range(world):
             assert all(same(a, b) for a, b in zip(payloads[w], payloads[0], strict=True))
             for i, own in enumerate(reported[w]):
@@ -178,7 +159,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(dtype):
 
 def test_decoded_is_the_mean_at_the_shared_coordinates():
     ranks, bucket = [Sketch() for _ in range(3)], buckets(3, 9)
-    reported, payloads = exchange(ranks, bucket, 10.0)
+    reported, payloads = exchange(ranks, bucket, 10.0, KEYS)
     for i in range(len(NUMELS)):
         mean = sum(bucket[w][i] for w in range(3)) / 3
         decoded = ranks[0].decompress(payloads[0][i])
@@ -217,7 +198,7 @@ def test_recompress_keeps_the_first():
 def test_not_finite_on_one_rank_is_poison_on_all(bad, position):
     ranks, bucket = [Sketch() for _ in range(3)], buckets(3, 1, torch.float32)
     bucket[1][position][0] = bad
-    reported, payloads = exchange(ranks, bucket, 4.0)
+    reported, payloads = exchange(ranks, bucket, 4.0, KEYS)
     for got in payloads:
         for payload, numel in zip(got, NUMELS, strict=True):
             assert numel == 0 or ranks[0].is_poisoned(payload)

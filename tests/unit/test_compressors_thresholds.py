@@ -19,6 +19,7 @@ from compressors.redsync import RedSync
 from compressors.sidco import SIDCo
 from compressors.sparsifier import Sparsifier
 from compressors.threshold import Threshold
+from tests.unit.samples import norm2, normal, ordinary, wire
 
 KEY = Key("layer.weight", 7)
 CFS = (1.0, 1.5, 10.0, 1000.0)
@@ -39,26 +40,13 @@ COMPRESSORS: dict[str, Sparsifier] = {
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
 
 
-def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    tiny = torch.finfo(dtype).smallest_normal
-    huge = 1e30 if dtype == torch.float32 else 1e140
     spikes = torch.zeros(20_000, dtype=dtype)
     spikes[[3, 7_777, 19_999]] = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
     return {
-        "empty": torch.empty(0, dtype=dtype),
-        "one": torch.tensor([-2.5], dtype=dtype),
+        **ordinary(dtype),
         "two": torch.tensor([0.0, -2.5], dtype=dtype),
-        "zero": torch.zeros(10_000, dtype=dtype),
-        "constant": torch.full((10_000,), -0.25, dtype=dtype),
-        "denormal": normal(10_000, dtype) * tiny / 1000,
-        "huge": normal(10_000, dtype) * huge,
         "largest": normal(10_000, dtype).clamp(-1, 1) * torch.finfo(dtype).max,
-        "normal": normal(10_001, dtype),
-        "mixed": torch.cat([normal(5_000, dtype), normal(4_000, dtype) * 1e-6]),
         "spikes": spikes,
         "heavy tail": normal(10_000, dtype) ** 9,
         "two values": (normal(10_000, dtype) > 0).to(dtype) * 2 - 1,
@@ -67,18 +55,6 @@ def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 CASES = [(name, dtype) for dtype in DTYPES for name in tensors(dtype)]
 every_tensor = pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda v: str(v))
-
-
-def wire(compressor: Sparsifier, payload, dtype: torch.dtype, offset: int = 0):
-    data = torch.empty(payload.nbytes + offset, dtype=torch.uint8)[offset:]
-    payload.write(data)
-    return compressor.read(data, payload.numel, payload.cf, dtype, payload.key)
-
-
-def norm2(tensor: torch.Tensor) -> float:
-    wide = tensor.numpy().astype(np.float64)
-    with np.errstate(over="ignore"):
-        return float((wide * wide).sum())
 
 
 @every_compressor
