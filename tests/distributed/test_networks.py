@@ -1,0 +1,77 @@
+"""A network that changes in the middle of a run: the controller follows within two windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptive import StepRecord
+from policies import DENSE, Budget, Goodput, GraVAC, Policy
+from tests.distributed.modelled import ModelledRun
+from tests.distributed.processes import run_ranks
+
+FAST, SLOW = 0.0, 0.06
+"""Seconds of a dense exchange; the rest of a step takes 0.005 s."""
+
+WINDOWS = {"gravac": 40, "goodput": 20, "budget": 20}
+"""Steps; goodput has no window of its own, and is held to the shorter one."""
+
+SETTLED = 110
+"""Steps before the first change, after which GraVAC has explored and stays dense."""
+
+
+def _fast_slow_fast(rank: int, make: Any) -> list[list[float]]:
+    """CFs sent on a fast network, then on one that slows down, then on one that is fast again:
+    in each part the last is what the policy stays at, two windows after the change."""
+    policy: Policy = make()
+    run, parts = ModelledRun(rank, policy), []
+    steps = 2 * WINDOWS[policy.name]
+    for dense_seconds, before in ((FAST, SETTLED), (SLOW, 0), (FAST, 60), (SLOW, 60)):
+        for _ in range(before):
+            run.step()
+        run.network(dense_seconds)
+        parts.append([run.step() for _ in range(steps)])
+    return parts
+
+
+@pytest.mark.parametrize("make", [GraVAC, Goodput, Budget], ids=lambda each: each.name)
+def test_it_follows_within_two_windows_both_ways(make: Any) -> None:
+    everyone = run_ranks(2, _fast_slow_fast, make)
+    assert everyone[0] == everyone[1]
+    first, *_ = everyone[0]
+    assert set(first) == {DENSE}  # nothing has changed yet
+    ends = [part[-1] for part in everyone[0]]
+    assert ends[0] == ends[2] == DENSE
+    assert min(ends[1], ends[3]) > DENSE
+
+
+def _budgeted(rank: int, policy: Budget, dense_seconds: float, steps: int) -> list[StepRecord]:
+    run = ModelledRun(rank, policy)
+    run.network(dense_seconds)
+    for _ in range(steps):
+        run.step()
+    run.compressor.flush()
+    return run.timeline.steps
+
+
+def test_budget_of_bytes_is_kept_by_the_smallest_cf_that_does() -> None:
+    limit = 4000.0
+    sent = [r.report for r in run_ranks(2, _budgeted, Budget(bytes_per_step=limit), 0, 8)[0]]
+    assert {report.cf for report in sent} == {sent[0].cf}  # sizes are computed, not tried
+    statistics = 200
+    assert limit / 1.25 - statistics < sent[-1].wire_bytes <= limit + statistics
+
+
+@pytest.mark.parametrize("dense_seconds", [0.002, 0.02, 0.06])
+def test_budget_of_time_is_kept_by_the_smallest_cf_that_does(dense_seconds: float) -> None:
+    share, hysteresis = 0.2, 0.25
+    policy = Budget(share=share, hysteresis=hysteresis)
+    records = run_ranks(2, _budgeted, policy, dense_seconds, 30)[0]
+    settled = [record.report for record in records[15:]]
+    assert {report.cf for report in settled} == {settled[0].cf}
+    for report in settled[1:]:
+        taken = report.exchange_seconds / report.seconds
+        assert taken <= share * (1 + hysteresis)
+        # a CF 1.25 times smaller sends 1.25 times as much, twice that to dense from CF 4
+        assert taken >= share / (1 + hysteresis) / 2.5

@@ -1,0 +1,87 @@
+"""Ranks of unequal speed and unequal data plan alike in every step."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from policies import Accordion, Budget, Goodput, GraVAC, Plan, Policy
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import batch, flat_parameters, small_net
+
+STEPS = 24
+COMPUTE = 0.002
+"""Seconds of a step on the fast ranks."""
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "gravac": lambda: GraVAC(window=6, dense_window=3, omega=0.2),
+    "goodput": lambda: Goodput(dense_window=4, cooldown=3),
+    "budget": lambda: Budget(share=0.2, window=6),
+    # two intervals show that the regime is not critical
+    "accordion": lambda: Accordion(interval=5, eta=1e9),
+}
+
+
+def _pause(kind: str, rank: int, last: int, luck: random.Random) -> float:
+    """Seconds of compute in one step: the last rank takes three times as long, or now and then
+    any rank takes ten times as long, in bursts of its own."""
+    if kind == "slow":
+        return COMPUTE * (3 if rank == last else 1)
+    return COMPUTE * (10 if luck.random() < 0.15 else 1)
+
+
+def _all(rank: int, world_size: int) -> dict[str, Any]:
+    """Plans and final parameters by policy and kind of trouble."""
+    found = {}
+    for kind in ("slow", "comes and goes"):
+        for name, make in POLICIES.items():
+            found[f"{name}, {kind}"] = _train(rank, world_size, kind, make())
+    return found
+
+
+def _train(rank: int, world_size: int, kind: str, policy: Policy) -> dict[str, Any]:
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    plans: list[Plan] = []
+    plan = policy.plan
+
+    def planned() -> Plan:
+        plans.append(plan())
+        return plans[-1]
+
+    policy.plan = planned  # type: ignore[method-assign]
+    AdaptiveCompressor(
+        "topk",
+        (4, 100),
+        policy=policy,
+        exchange="sharded",
+        # Goodput moves only where that pays, however busy the machine; the others try it out.
+        link="1mbit" if policy.name == "goodput" else "50mbit",
+    ).attach(model, optimizer=optimizer)
+    luck = random.Random(rank)
+    plans.clear()  # those that attaching asked for
+    for step in range(STEPS):
+        time.sleep(_pause(kind, rank, world_size - 1, luck))
+        optimizer.zero_grad()
+        x, y = batch(step, rank, torch.float32)
+        ((model(x * 3**rank) - y * (rank + 1)) ** 2).mean().backward()
+        optimizer.step()
+    return {"plans": plans, "parameters": flat_parameters(model)}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plans_are_identical_on_all_ranks_at_each_step(world_size: int) -> None:
+    results = run_ranks(world_size, _all, world_size)
+    for setting, mine in results[0].items():
+        assert len(mine["plans"]) == STEPS
+        assert len({plan.send for plan in mine["plans"]}) > 1, f"{setting} never moved"
+        for other in results[1:]:
+            assert other[setting]["plans"] == mine["plans"], setting
+            assert torch.equal(other[setting]["parameters"], mine["parameters"]), setting
