@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from statistics import median
@@ -24,6 +24,7 @@ from adaptive.step_cfs import StepCFs
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Agreed, Tally
 from adaptive.timeline import Event, SafeTimeline, StepRecord, Timeline
+from adaptive.timing import Span, StepTiming
 from policies import DENSE, Plan, Policy, StepReport
 
 log = logging.getLogger("adaptive")
@@ -44,19 +45,6 @@ class _Pending:
     traffic: Traffic
     timed_cf: float
     timed_bytes: float
-
-
-@dataclass
-class _Timing:
-    """When the present step began and what it did, to be timed when the next one begins."""
-
-    began: float
-    cf: float
-    wire: float
-    compress: float
-    backward_left: float
-    exchanged: float
-    waited: float = 0.0
 
 
 class Controller:
@@ -86,6 +74,7 @@ class Controller:
         self.sums = GradientSum()
         self.layers: LayerStatistics | None = None  # for a policy that asks for them
         self.lr: Callable[[], float] = lambda: nan
+        self.forward_began: Callable[[], float | None] = lambda: None
         self.forced_dense = False
         self.by_energy = False
         self.ladder: tuple[float, ...] = ()
@@ -103,7 +92,7 @@ class Controller:
         self._totals = Totals()
         self._times: dict[float, deque[float]] = {}
         self._pending: _Pending | None = None
-        self._timing: _Timing | None = None
+        self._timing: StepTiming | None = None
         self._timed_cf = self._timed_bytes = nan
         self._started_at: float | None = None
         self._told: list[str] = []
@@ -116,7 +105,7 @@ class Controller:
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
-        now = self._clock()
+        now, forward = self._clock(), self.forward_began()
         self._observe_pending(now)
         timed = self._time_last_step(now)
         if self.forced_dense:
@@ -152,12 +141,13 @@ class Controller:
         )
         self.tally.lr = self.lr()
         if timed is not None:
-            self.tally.seconds = now - timed.began
+            parts = timed.split(now, forward)
+            self.tally.seconds = parts.seconds
             self.tally.median_seconds = median(self._times[timed.cf])
-            self.tally.compress_seconds = timed.compress
-            self.tally.exchange_seconds = timed.waited + max(
-                0.0, timed.exchanged - timed.backward_left
-            )
+            self.tally.compress_seconds = parts.compress
+            self.tally.exchange_seconds = parts.exchange
+            self.tally.decode_seconds = parts.decode
+            self.tally.compute_seconds = parts.compute
         else:
             self.tally.compress_seconds = nan
         if plan.read_sum:
@@ -166,7 +156,7 @@ class Controller:
             self.tally.layers = self.layers.read(self.sums.by_layer if plan.read_sum else {})
         self._timed_cf = timed.cf if timed else nan
         self._timed_bytes = timed.wire if timed else nan
-        self._timing = _Timing(now, plan.send, 0.0, 0.0, now, now)
+        self._timing = StepTiming(now, plan.send, backward_left=now, exchanged=now)
 
     @property
     def leader(self) -> int:
@@ -186,9 +176,11 @@ class Controller:
         timing.compress += timing.backward_left - entered - waited
         timing.waited += waited
 
-    def bucket_done(self) -> None:
-        """A bucket's mean is decoded (called on a thread of the process group)."""
+    def bucket_done(self, decoded: Iterable[Span]) -> None:
+        """A bucket's mean is there; when it was `decoded` (called on a thread of the process
+        group)."""
         if self._timing is not None:
+            self._timing.decoded += decoded
             self._timing.exchanged = self._clock()
 
     def now(self) -> float:
@@ -278,7 +270,8 @@ class Controller:
         self._totals = Totals.from_state(state["totals"])
         self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
         saved = state["timing"]
-        self._timing = _Timing(**saved) if saved and same_clock else None
+        self._timing = StepTiming(**saved) if saved and same_clock else None
+        self.forward_began()  # of a step that was not part of the run
         self._told = list(state["told"])
         step, reason = state["last_switch"]
         self._last_switch = (int(step), str(reason))
@@ -286,7 +279,7 @@ class Controller:
         if self._started_at is not None and not same_clock:
             self._started_at += self._clock() - state["saved_at"]
 
-    def _time_last_step(self, now: float) -> _Timing | None:
+    def _time_last_step(self, now: float) -> StepTiming | None:
         """The last step's timing, entered in the books; None if it is not to be counted: the
         first step of all builds DDP's buckets, and a resumed one has a pause before it."""
         timed = self._timing
@@ -314,6 +307,8 @@ class Controller:
             median_seconds=agreed.median_seconds,
             compress_seconds=agreed.compress_seconds,
             exchange_seconds=agreed.exchange_seconds,
+            decode_seconds=agreed.decode_seconds,
+            compute_seconds=agreed.compute_seconds,
             wire_bytes=pending.traffic.wire,
             dense_wire_bytes=self.dense_wire_bytes,
             timed_bytes=pending.timed_bytes,

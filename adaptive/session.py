@@ -38,6 +38,7 @@ from adaptive.shadow import ShadowLadder
 from adaptive.sizes import Sizes
 from adaptive.state import check_state
 from adaptive.timeline import Timeline
+from adaptive.timing import ForwardMark
 from compressors import Compressor
 from policies import DENSE, Context, Fixed, Policy
 
@@ -124,6 +125,9 @@ class Session:
         self.controller.lr = self._learning_rate
         self.controller.by_energy = self._ways.by_energy
         self.controller.ladder = self._shadow.cfs if self._shadow else ()
+        self._forward = ForwardMark(settings.clock)
+        self.controller.forward_began = self._forward.take
+        self._watch_forward()
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -182,6 +186,7 @@ class Session:
         """Compress again after `detach`, from where it stood."""
         self._optimizer, self._scaler = optimizer, scaler
         self._choose_memory()
+        self._watch_forward()
         self.controller.forced_dense = False
 
     def adopt(self, other: Session) -> None:
@@ -201,6 +206,8 @@ class Session:
         step."""
         self.controller.flush()
         self.controller.forced_dense = True
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         if self._handover is not None:
             self._handover.give_back(self.exchange)
             self._unhook()
@@ -253,7 +260,7 @@ class Session:
             mean = future.value()
             if scale is not None:
                 mean = buffer.copy_(mean.mul_(scale))
-            controller.bucket_done()
+            controller.bucket_done(self._pipeline.take_decoded())
             return mean
 
         return done.then(finish)
@@ -342,6 +349,11 @@ class Session:
             return None
         ladder = self._shadow.cfs if self._shadow else ()
         return LayerStatistics(self.slots.values(), ladder)
+
+    def _watch_forward(self) -> None:
+        self._forward_hook = (
+            None if self.model is None else self.model.register_forward_pre_hook(self._forward)
+        )
 
     def _unhook(self) -> None:
         if self._handover is not None:

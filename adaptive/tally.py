@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policies import Measurement
 
-_HEAD = 10
+_HEAD = 12
 
 
 class Kept(NamedTuple):
@@ -53,6 +53,8 @@ class Tally:
     lr: float = nan
     sum_norm: float = nan
     spoiled: float = 0.0
+    decode_seconds: float = nan
+    compute_seconds: float = nan
     ladder: tuple[float, ...] = ()
     shadow_error: list[float] = field(default_factory=list)
     shadow_total: list[float] = field(default_factory=list)
@@ -91,10 +93,11 @@ class Tally:
             self.sample_error[i] += share * sample
 
     def vector(self) -> Tensor:
-        """float64, flat, 10 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements: to
+        """float64, flat, 12 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements: to
         be summed over the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
         head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
+        head += [self.decode_seconds, self.compute_seconds]
         energies = [self.total if rank == self.rank else 0.0 for rank in range(self.ranks)]
         rest = self.kept + self.error + self.sample_error + self.shadow_error + self.shadow_total
         rest += energies + self.layers
@@ -120,6 +123,8 @@ class Agreed:
     steady: dict[float, float]
     energies: tuple[float, ...] = ()
     layers: tuple[float, ...] = ()
+    decode_seconds: float = nan
+    compute_seconds: float = nan
 
     @classmethod
     def read(cls, vector: Tensor, mine: Tally, world_size: int) -> Agreed:
@@ -146,7 +151,7 @@ class Agreed:
         steady = {cf: 1 - error / total for cf, error, total in pairs if total > 0}
         more = shadow[2 * len(ladder) :]
         norm = sqrt(grad / world_size) if grad >= 0 else nan
-        seconds, median, compress, exchange, lr, sum_norm, spoiled = rest
+        seconds, median, compress, exchange, lr, sum_norm, spoiled, decode, compute = rest
         return cls(
             measurements,
             norm,
@@ -160,4 +165,6 @@ class Agreed:
             steady,
             tuple(more[: mine.ranks]),
             tuple(more[mine.ranks :]),
+            decode,
+            compute,
         )

@@ -69,7 +69,9 @@ def _scalars(record: StepRecord) -> dict[str, float]:
         "time/step": report.seconds,
         "time/compress": report.compress_seconds,
         "time/exchange": report.exchange_seconds,
-        "time/rest": report.seconds - report.compress_seconds - report.exchange_seconds,
+        "time/decode": report.decode_seconds,
+        "time/compute": report.compute_seconds,
+        "time/rest": report.rest_seconds,
         "gradient/norm": report.grad_norm,
     }
     if report.cf in report.measurements:

@@ -129,8 +129,9 @@ class StepReport:
         time is known only when the next begins).
     seconds: mean over ranks of that step's wall time.
     median_seconds: mean over ranks of each rank's median over the last steps sent at timed_cf.
-    compress_seconds, exchange_seconds: of the timed step, mean over ranks: time in compression;
-        time that backward waited for the network.
+    compress_seconds, exchange_seconds, decode_seconds, compute_seconds: of the timed step, mean
+        over ranks: in compression; waiting, after backward, for the network; and for what it
+        brought to be decoded; in forward and backward (nan if the model is not known).
     wire_bytes: bytes a rank put on the wire in this step.
     dense_wire_bytes: what dense fp32 all-reduce would have put there.
     timed_bytes: wire bytes of the step that `seconds` belongs to.
@@ -157,6 +158,24 @@ class StepReport:
     lr: float = nan
     steady: Mapping[float, float] = field(default_factory=dict)
     layers: Mapping[str, LayerReport] = field(default_factory=dict)
+    decode_seconds: float = nan
+    compute_seconds: float = nan
+
+    @property
+    def coding_seconds(self) -> float:
+        """What compression costs: compressing and, as far as that is known, decoding."""
+        return self.compress_seconds + _known(self.decode_seconds)
+
+    @property
+    def rest_seconds(self) -> float:
+        """Of the timed step, what is left: the optimizer, waiting for input, and all computing
+        where that is not known by itself."""
+        coding, compute = self.coding_seconds, _known(self.compute_seconds)
+        return self.seconds - compute - coding - self.exchange_seconds
+
+
+def _known(seconds: float) -> float:
+    return seconds if isfinite(seconds) else 0.0
 
 
 class Policy(ABC):

@@ -46,9 +46,9 @@ class CostModel:
         self._seconds[cf] = seconds
         if isfinite(report.timed_bytes) and report.timed_bytes >= 0:
             self._bytes[cf] = report.timed_bytes
-        if report.compress_seconds >= 0:
+        if report.coding_seconds >= 0:
             average = self._compress.setdefault(cf, Average(COMPRESS_WEIGHT))
-            average.add(report.compress_seconds)
+            average.add(report.coding_seconds)
 
     def compress(self, cf: float) -> float:
         """Seconds a step at `cf` spends in compression; 0 if that was never reported."""

@@ -48,7 +48,7 @@ class Forecast:
     def observe(self, report: StepReport) -> None:
         """Take in one step's times (those of `report.timed_cf`)."""
         cf, seconds, exposed = report.timed_cf, report.seconds, report.exchange_seconds
-        compress = report.compress_seconds
+        compress = report.coding_seconds
         known = (cf, seconds, exposed, compress)
         if not all(isfinite(each) for each in known) or seconds <= 0 or min(exposed, compress) < 0:
             return

@@ -44,8 +44,8 @@ class StepLine:
         seconds = without_compression(report)
         if seconds is not None and report.timed_cf in self._times:
             self._times[report.timed_cf].append(seconds)
-        if report.timed_cf > DENSE and report.compress_seconds >= 0:
-            self._compress.add(report.compress_seconds)
+        if report.timed_cf > DENSE and report.coding_seconds >= 0:
+            self._compress.add(report.coding_seconds)
 
     def seconds(self, cf: float) -> float | None:
         """Median of the step times at `cf` since its restart, without compression."""
@@ -59,11 +59,12 @@ class StepLine:
             return False
         b = max(0.0, (seconds - other_seconds) / (nbytes - other_nbytes))
         a = max(0.0, seconds - b * nbytes)
-        if not isfinite(a):
+        if not (isfinite(a) and isfinite(b)):
             return False
         small = self.a is not None and apart(a, self.a) < SNAP
         self.a = (a + self.a) / 2 if small and self.a is not None else a
-        self.follow(cf, nbytes)
+        # Not from `cf` and this a: few bytes would blow up what is still wrong with it.
+        self.b = b if a > 0 else seconds / nbytes
         return True
 
     def follow(self, cf: float, nbytes: float) -> None:

@@ -27,7 +27,7 @@ def single(report: StepReport) -> float | None:
 def without_compression(report: StepReport) -> float | None:
     """Seconds of the timed step less those spent in compressing and probing, which come and go
     with what is asked for and say nothing of the network; None if there is no time."""
-    seconds, compress = single(report), report.compress_seconds
+    seconds, compress = single(report), report.coding_seconds
     if seconds is None or not 0 <= compress < seconds:
         return seconds
     return seconds - compress

@@ -15,8 +15,9 @@ from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import cf_name
-from runs.records import TIMELINE_FILE, Recorded, Stretch, read_records, stretches
+from runs.records import TIMELINE_FILE, Recorded, read_records, stretches
 from runs.tasks import TASKS
+from runs.times import where_time_went
 from runs.train import Outcome
 
 RESULT_FILE = "result.json"
@@ -63,7 +64,7 @@ def save_result(
             draw_timeline(recorded, path, title(config), gain_kind(config))
         except ImportError:
             notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
-    result = make_result(config, outcome, logbook.evaluations, stretches(recorded))
+    result = make_result(config, outcome, logbook.evaluations, recorded)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     write_text(config.folder / RESULT_FILE, text)
     return result, notes
@@ -73,7 +74,7 @@ def make_result(
     config: TrainConfig,
     outcome: Outcome,
     evaluations: list[tuple[int, float]],
-    history: list[Stretch],
+    recorded: Recorded,
 ) -> dict[str, Any]:
     """Everything about the run, as JSON-like values; null for numbers that are not known."""
     task = TASKS[config.task]
@@ -92,7 +93,8 @@ def make_result(
         "steps_per_second": made / outcome.seconds if outcome.seconds > 0 else None,
         "emulated_link": emulated(config) or None,
         "summary": _summary(outcome.summary),
-        "cf_history": [asdict(stretch) for stretch in history],
+        "cf_history": [asdict(stretch) for stretch in stretches(recorded)],
+        "step_milliseconds": where_time_went(recorded.steps),
         "log_dir": config.log_dir,
         "command": config.command,
         "config": config.as_json(),
@@ -118,6 +120,10 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     ]
     summary = outcome.summary
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
+    spent = result["step_milliseconds"]
+    if spent:
+        listed = ", ".join(f"{name} {value:.3g}" for name, value in spent.items())
+        rows.append(("  ms of a step, medians", listed))
     lines = [f"{name:<28}{value}".rstrip() if value else name for name, value in rows]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""

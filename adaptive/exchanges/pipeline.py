@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.timing import Span
+
 Rounds = Generator[Future[Tensor], Tensor, None]
 """An exchange under way: yields the future of each collective it has issued and is sent its value.
 After the last it must not issue another: it then runs on a thread of the process group."""
@@ -30,13 +32,15 @@ class _Waiting:
 class Pipeline:
     """The exchanges of the buckets that wait for a further round.
 
-    clock: seconds, to measure how long hook calls have waited for earlier rounds.
+    clock: seconds, to measure how long hook calls have waited for earlier rounds, and when the
+    threads of the process group were decoding.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._waited = 0.0
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
+        self._decoded: deque[Span] = deque()
 
     def run(self, rounds: Rounds, collectives: int, work: Tensor, last: bool) -> Future[Tensor]:
         """Start an exchange of so many `collectives`; a future of `work`, where the mean will be.
@@ -46,7 +50,7 @@ class Pipeline:
         issued = next(rounds)
         earlier = list(self._queue)
         if collectives == 1:
-            done = issued.then(lambda future: _finish(rounds, future.value(), work))
+            done = issued.then(lambda future: self._finish(rounds, future.value(), work))
         else:
             done = Future(devices=[work.device]) if work.is_cuda else Future()
             self._queue.append(_Waiting(rounds, collectives - 1, issued, done))
@@ -62,6 +66,15 @@ class Pipeline:
         waited, self._waited = self._waited, 0.0
         return waited
 
+    def take_decoded(self) -> list[Span]:
+        """When exchanges were finished (decoded) since the last call; from any thread."""
+        taken = []
+        while True:
+            try:
+                taken.append(self._decoded.popleft())
+            except IndexError:
+                return taken
+
     def _advance(self, waiting: _Waiting) -> None:
         began = self._clock()
         value = waiting.issued.wait()
@@ -70,20 +83,20 @@ class Pipeline:
         waiting.left -= 1
         if waiting.left == 0:
             self._queue.remove(waiting)
-            waiting.issued.then(lambda future: _complete(waiting, future))
+            waiting.issued.then(lambda future: self._complete(waiting, future))
 
+    def _finish(self, rounds: Rounds, value: Tensor, work: Tensor) -> Tensor:
+        began = self._clock()
+        try:
+            rounds.send(value)
+        except StopIteration:
+            self._decoded.append((began, self._clock()))
+            return work
+        raise RuntimeError("the exchange issued more collectives than it announced")
 
-def _finish(rounds: Rounds, value: Tensor, work: Tensor) -> Tensor:
-    try:
-        rounds.send(value)
-    except StopIteration:
-        return work
-    raise RuntimeError("the exchange issued more collectives than it announced")
-
-
-def _complete(waiting: _Waiting, future: Future[Tensor]) -> None:
-    try:
-        value = future.value()
-        waiting.done.set_result(_finish(waiting.rounds, value, value))
-    except Exception as error:  # whoever waits for the bucket must see it, whatever it is
-        waiting.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+    def _complete(self, waiting: _Waiting, future: Future[Tensor]) -> None:
+        try:
+            value = future.value()
+            waiting.done.set_result(self._finish(waiting.rounds, value, value))
+        except Exception as error:  # whoever waits for the bucket must see it, whatever it is
+            waiting.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

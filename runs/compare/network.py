@@ -2,9 +2,9 @@
 
 seconds(step) = compute + compress + latency + bytes x 8 / rate. Compute is what is left of a
 step's measured time without compression and without waiting for the (real or emulated) network:
-the run's median, since single steps have pauses in them. Compression is each step's own. Nothing
-overlaps, so a run whose exchange hides behind backward is taken to be slower than it would be.
-Decoding what was received is part of the wait in the records, and so is left out of the model.
+the run's median, since single steps have pauses in them. Compression, which includes decoding, is
+each step's own. Nothing overlaps, so a run whose exchange hides behind backward is
+taken to be slower than it would be.
 
 A small model can stand for a large one: bytes and compression then count so many times, compute
 once.
@@ -23,7 +23,7 @@ from adaptive import LinkSpec, StepRecord
 def compute_seconds(records: Sequence[StepRecord]) -> float:
     """Of a step, without compression and network; nan if no step was timed."""
     rest = [
-        max(0.0, report.seconds - _known(report.compress_seconds) - _known(report.exchange_seconds))
+        max(0.0, report.seconds - _known(report.coding_seconds) - _known(report.exchange_seconds))
         for report in (record.report for record in records)
         if isfinite(report.seconds)
     ]
@@ -31,12 +31,13 @@ def compute_seconds(records: Sequence[StepRecord]) -> float:
 
 
 def compress_seconds(records: Sequence[StepRecord]) -> list[float]:
-    """Of each step: measured, or the median of its CF where it was not (first and last steps).
+    """Of each step, decoding included: measured, or the median of its CF where it was not (first
+    and last steps).
 
     A step's times come with the report of the next one.
     """
     measured: list[float] = [
-        after.report.compress_seconds if after.report.timed_cf == record.report.cf else nan
+        after.report.coding_seconds if after.report.timed_cf == record.report.cf else nan
         for record, after in pairwise(records)
     ]
     measured += [nan] * (len(records) - len(measured))

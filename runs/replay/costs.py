@@ -34,7 +34,7 @@ class RecordedCosts:
             self._model.observe(report)
             if isfinite(report.wire_bytes):
                 sent.setdefault(report.cf, []).append(report.wire_bytes)
-            timed = (report.seconds, report.compress_seconds, report.exchange_seconds)
+            timed = (report.seconds, report.coding_seconds, report.exchange_seconds)
             if all(map(isfinite, timed)) and isfinite(report.timed_bytes):
                 waits.append((timed[0] - timed[1] - timed[2], timed[2], report.timed_bytes))
         dense = [r.report.dense_wire_bytes for r in records if r.report.dense_wire_bytes > 0]

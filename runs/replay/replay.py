@@ -94,6 +94,7 @@ def _modelled(
         seconds=seconds,
         median_seconds=seconds,
         compress_seconds=compress,
+        decode_seconds=0.0,  # the model has it in compression
         exchange_seconds=costs.exchange(timed) if i >= 2 else nan,
         wire_bytes=costs.nbytes(plan.send),
         timed_bytes=costs.nbytes(timed) if i >= 2 else nan,

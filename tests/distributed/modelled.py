@@ -9,7 +9,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec, MemoryTimeline, Policy
+from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Policy
 from adaptive.link import EmulatedLink
 from tests.distributed.setting import Clock, loss_of
 
@@ -48,7 +48,13 @@ class ModelledRun:
     cfs: what was sent in each step so far. dense_bytes: of a dense step, a rank's.
     """
 
-    def __init__(self, rank: int, policy: Policy, cf_range: tuple[float, float] = (4, 100)) -> None:
+    def __init__(
+        self,
+        rank: int,
+        policy: Policy,
+        base: str | Compressor = "topk",
+        cf_range: tuple[float, float] = (4, 100),
+    ) -> None:
         self.rank, self.policy = rank, policy
         self.clock = Clock()
         self.timeline = MemoryTimeline()
@@ -58,7 +64,7 @@ class ModelledRun:
         self.model = DDP(net)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
         self.compressor = AdaptiveCompressor(
-            "topk",
+            base,
             cf_range,
             policy=policy,
             exchange="all_gather",

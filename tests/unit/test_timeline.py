@@ -27,6 +27,7 @@ def _record(step: int, cf: float = 10.0) -> StepRecord:
         seconds=0.1,
         compress_seconds=0.02,
         exchange_seconds=0.03,
+        decode_seconds=0.01,
         wire_bytes=100.0,
         dense_wire_bytes=1000.0,
         lr=nan,
@@ -68,7 +69,7 @@ def test_tensorboard_gets_grouped_scalars_and_switches(tmp_path: Path) -> None:
     scalars = set(events.Tags()["scalars"])
     assert {"cf/sent", "cf/candidate", "gain/error_fed", "gain/raw", "gain/gradient"} <= scalars
     assert {"throughput/t_sys", "throughput/t_comp", "bytes/sent", "bytes/wire_factor"} <= scalars
-    assert {"time/step", "time/compress", "time/exchange", "time/rest"} <= scalars
+    assert {"time/step", "time/compress", "time/exchange", "time/rest", "time/decode"} <= scalars
     assert "cf/floor" not in scalars  # it was not known
     sent = [(e.step, e.value) for e in events.Scalars("cf/sent")]
     assert sent == [(0, 10.0), (10, 10.0), (13, 20.0), (20, 20.0)]  # every tenth, and the switch

@@ -1,0 +1,33 @@
+"""Where the time of a run's steps went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from statistics import median
+
+from adaptive import StepRecord
+
+
+def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Milliseconds of a step and of its parts: medians over the run, since single steps have
+    pauses in them (so the parts need not add up). Parts that are not known are left out.
+
+    compute: forward and backward. compress, decode: of what is sent and received. exchange:
+    waiting for the network, as far as that is not hidden behind backward. rest: the optimizer, and
+    waiting for input.
+    """
+    parts: dict[str, list[float]] = {}
+    for report in (record.report for record in records):
+        timed = {
+            "step": report.seconds,
+            "compute": report.compute_seconds,
+            "compress": report.compress_seconds,
+            "decode": report.decode_seconds,
+            "exchange": report.exchange_seconds,
+            "rest": report.rest_seconds,
+        }
+        for name, seconds in timed.items():
+            if isfinite(seconds):
+                parts.setdefault(name, []).append(1e3 * seconds)
+    return {name: median(values) for name, values in parts.items()}

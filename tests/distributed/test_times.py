@@ -1,0 +1,122 @@
+"""Step times that can be trusted: what counts, what does not, and where the time went."""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import Any
+
+import pytest
+import torch
+
+from adaptive import StepReport
+from compressors import TopK
+from tests.distributed.modelled import COMPUTE, ModelledRun
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Clock, Scripted, loss_of
+
+DECODE = 0.001
+"""Seconds for each payload that is read."""
+INPUT, OPTIMIZER, PAUSE = 0.002, 0.003, 100.0
+DENSE_SECONDS = 0.08
+
+
+class _SlowToRead(TopK):
+    name = "slow to read"
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def read(self, *args: Any, **kwargs: Any) -> Any:
+        self._clock.now += DECODE
+        return super().read(*args, **kwargs)
+
+
+def _run(rank: int, cfs: list[float], uneven: float, micro: int, pauses: list[int]) -> Any:
+    """Reports of twelve steps of `micro` forwards; rank 1 computes `uneven` times as long."""
+    policy = Scripted(cfs)
+    base = _SlowToRead(Clock())
+    run = ModelledRun(rank, policy, base)
+    base._clock = run.clock
+    run.network(DENSE_SECONDS)
+
+    def accumulate(step: int) -> None:
+        run.clock.now += INPUT
+        loss = loss_of(run.model, step, rank)
+        run.clock.now += COMPUTE * (uneven if rank else 1) * (1 + 1000 * (step == 0))
+        loss.backward()
+
+    for step in range(12):
+        run.optimizer.zero_grad()
+        with run.model.no_sync():
+            for _ in range(micro - 1):
+                accumulate(step)
+        accumulate(step)
+        run.clock.now += OPTIMIZER
+        run.optimizer.step()
+        if step in pauses:
+            with torch.no_grad():
+                loss_of(run.model, step, rank)
+            run.clock.now += PAUSE
+    run.compressor.flush()
+    hooks = len(run.model._forward_pre_hooks)
+    run.compressor.detach()
+    return policy.reports, run.dense_bytes, hooks - len(run.model._forward_pre_hooks)
+
+
+def _timed(results: list[Any]) -> list[StepReport]:
+    """Reports that carry times, alike on all ranks."""
+    assert [repr(r) for r in results[0][0]] == [repr(r) for r in results[1][0]]
+    reports = results[0][0]
+    assert all(isnan(report.seconds) for report in reports[:2])  # the first step compiles
+    assert all(report.seconds > 0 for report in reports[2:])
+    return reports[2:]
+
+
+def test_a_step_is_split_into_all_that_it_does() -> None:
+    results = run_ranks(2, _run, [10.0, 1.0], 1.0, 1, [])
+    for report in _timed(results):
+        dense = report.timed_cf == 1
+        payloads = 0 if dense else 2 * 6  # of two ranks, six tensors
+        parts = {
+            "compute": (report.compute_seconds, COMPUTE),
+            "compress": (report.compress_seconds, 0.0),
+            "decode": (report.decode_seconds, payloads * DECODE),
+            "rest": (report.rest_seconds, INPUT + OPTIMIZER),
+        }
+        if dense:
+            parts["exchange"] = (report.exchange_seconds, DENSE_SECONDS)
+        for name, (measured, true) in parts.items():
+            assert measured == pytest.approx(true, abs=1e-9), name
+        assert report.seconds == pytest.approx(
+            COMPUTE + INPUT + OPTIMIZER + payloads * DECODE + report.exchange_seconds
+        )
+    assert results[0][2] == 1  # the hook on forward goes when the compressor does
+
+
+def test_accumulation_counts_as_one_step_with_all_its_forwards() -> None:
+    for report in _timed(run_ranks(2, _run, [1.0], 1.0, 3, [])):
+        # input that later micro-batches wait for cannot be told from computing
+        assert report.compute_seconds == pytest.approx(3 * COMPUTE + 2 * INPUT)
+        assert report.rest_seconds == pytest.approx(INPUT + OPTIMIZER)
+        assert report.exchange_seconds == pytest.approx(DENSE_SECONDS)
+
+
+def test_a_pause_between_steps_does_not_count() -> None:
+    reports = _timed(run_ranks(2, _run, [1.0], 1.0, 1, [5, 8]))
+    step = COMPUTE + INPUT + OPTIMIZER + DENSE_SECONDS
+    paused = [report for report in reports if report.seconds > PAUSE]
+    assert len(paused) == 2
+    for report in reports:
+        assert report.median_seconds == pytest.approx(step)
+        assert report.compute_seconds == pytest.approx(COMPUTE)  # an evaluation is none
+    for report in paused:
+        assert report.rest_seconds == pytest.approx(PAUSE + INPUT + OPTIMIZER)
+
+
+def test_times_of_unequal_ranks_are_agreed_as_their_mean() -> None:
+    for report in _timed(run_ranks(2, _run, [1.0], 3.0, 1, [])):
+        assert report.compute_seconds == pytest.approx(2 * COMPUTE)
+        seconds = 2 * COMPUTE + INPUT + OPTIMIZER + DENSE_SECONDS
+        assert report.seconds == pytest.approx(seconds)
+        assert report.median_seconds == pytest.approx(seconds)

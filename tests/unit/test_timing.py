@@ -1,0 +1,91 @@
+"""How a step's time is split, by hand-made moments."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from math import isnan, nan
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from adaptive import StepRecord
+from adaptive.timing import ForwardMark, StepTiming, covered
+from policies import StepReport
+from runs.times import where_time_went
+
+moments = st.integers(0, 20).map(float)
+
+
+@given(st.lists(st.tuples(moments, moments)), moments, moments)
+def test_covered_is_the_length_of_the_union(
+    spans: list[tuple[float, float]], start: float, stop: float
+) -> None:
+    seconds = [start + i for i in range(int(max(0, stop - start)))]
+    hit = [s for s in seconds if any(began <= s and s + 1 <= ended for began, ended in spans)]
+    assert covered(spans, start, stop) == len(hit)
+
+
+def test_the_parts_of_a_step() -> None:
+    timing = StepTiming(100.0, 10.0, backward_left=108.0, exchanged=115.0, compress=2.0, waited=1.0)
+    timing.decoded = [(105.0, 107.0), (110.0, 112.0), (111.0, 113.0)]  # the first hidden
+    parts = timing.split(now=130.0, forward=120.0)
+    assert parts.seconds == 30
+    assert parts.compute == (8 - 2 - 1) + 10
+    assert (parts.compress, parts.decode) == (2, 3)
+    assert parts.exchange == 1 + (7 - 3)
+    report = StepReport(
+        1,
+        10.0,
+        seconds=parts.seconds,
+        compress_seconds=parts.compress,
+        exchange_seconds=parts.exchange,
+        decode_seconds=parts.decode,
+        compute_seconds=parts.compute,
+    )
+    assert report.coding_seconds == 5
+    assert report.rest_seconds == 120 - 115  # optimizer and input
+    assert isnan(timing.split(130.0, None).compute)
+
+
+def test_an_older_record_knows_neither_decoding_nor_computing() -> None:
+    report = StepReport(1, 10.0, seconds=10.0, compress_seconds=2.0, exchange_seconds=3.0)
+    assert (report.coding_seconds, report.rest_seconds) == (2, 5)
+
+
+def test_where_a_runs_time_went_is_told_by_medians() -> None:
+    reports = [StepReport(0, 1.0)] + [
+        StepReport(
+            i, 1.0, seconds=s, compress_seconds=0.1, exchange_seconds=0.2, decode_seconds=0.3
+        )
+        for i, s in enumerate((1.0, 9.0, 1.0))
+    ]
+    records = [StepRecord(report, 0.0, nan, nan) for report in reports]
+    times = where_time_went(records)
+    assert times.pop("rest") == pytest.approx(400)
+    assert times == {"step": 1000, "compress": 100, "decode": 300, "exchange": 200}
+    assert where_time_went(records[:1]) == {}
+
+
+def test_the_first_forward_with_gradients_counts() -> None:
+    ticks = iter(range(100))
+    mark, net = ForwardMark(lambda: float(next(ticks))), nn.Linear(2, 2)
+    net.register_forward_pre_hook(mark)
+    with torch.no_grad():
+        net(torch.ones(2))
+    assert mark.take() is None
+    net(torch.ones(2))
+    net(torch.ones(2))
+    assert mark.take() == 0
+    assert mark.take() is None
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_leave_the_clock_behind(twin: object) -> None:
+    net = nn.Linear(2, 2)
+    mark = ForwardMark(lambda: pytest.fail("the copy's clock was read"))
+    net.register_forward_pre_hook(mark)
+    twin(net)(torch.ones(2))  # type: ignore[operator]
