@@ -11,6 +11,7 @@ from adaptive.summary import Summary
 from adaptive.tensorboard import TensorBoardTimeline
 from adaptive.timeline import (
     Event,
+    Header,
     JSONLTimeline,
     MemoryTimeline,
     StepRecord,
@@ -41,6 +42,7 @@ __all__ = [
     "Goodput",
     "GraVAC",
     "GraceCompressor",
+    "Header",
     "HookRung",
     "JSONLTimeline",
     "Layerwise",

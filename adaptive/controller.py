@@ -23,7 +23,7 @@ from adaptive.layer_statistics import LayerStatistics
 from adaptive.step_cfs import StepCFs
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Agreed, Tally
-from adaptive.timeline import Event, SafeTimeline, StepRecord, Timeline
+from adaptive.timeline import Event, Header, SafeTimeline, StepRecord, Timeline
 from adaptive.timing import Span, StepTiming
 from policies import DENSE, Plan, Policy, StepReport
 
@@ -43,6 +43,7 @@ class _Pending:
     layer_cfs: Mapping[str, float]
     vector: PendingSum
     traffic: Traffic
+    read_sum: bool
     timed_cf: float
     timed_bytes: float
 
@@ -74,6 +75,7 @@ class Controller:
         self.sums = GradientSum()
         self.layers: LayerStatistics | None = None  # for a policy that asks for them
         self.lr: Callable[[], float] = lambda: nan
+        self.header: Callable[[], Header] | None = None
         self.forward_began: Callable[[], float | None] = lambda: None
         self.forced_dense = False
         self.by_energy = False
@@ -95,6 +97,7 @@ class Controller:
         self._timing: StepTiming | None = None
         self._timed_cf = self._timed_bytes = nan
         self._started_at: float | None = None
+        self._started = False  # the timeline has its header
         self._told: list[str] = []
         self._last_switch = (0, "")  # the step, and why
 
@@ -204,6 +207,7 @@ class Controller:
             self.cfs.sent_layers,
             vector,
             traffic,
+            self.plan.read_sum,
             self._timed_cf,
             self._timed_bytes,
         )
@@ -276,6 +280,7 @@ class Controller:
         step, reason = state["last_switch"]
         self._last_switch = (int(step), str(reason))
         self._started_at = state["started_at"]
+        self._started = self._started_at is not None
         if self._started_at is not None and not same_clock:
             self._started_at += self._clock() - state["saved_at"]
 
@@ -322,15 +327,16 @@ class Controller:
             self._totals.add_gain(pending.cf, report.measurements[pending.cf])
         if not self.forced_dense:
             self.policy.observe(report)
-        self._record(report, pending.layer_cfs, now)
+        self._record(report, pending, now)
         verdict = self.policy.verdict()
         if verdict and verdict not in self._told and self._writes:
             log.warning("%s", verdict)
             self._told.append(verdict)
 
-    def _record(self, report: StepReport, layer_cfs: Mapping[str, float], now: float) -> None:
+    def _record(self, report: StepReport, pending: _Pending, now: float) -> None:
         if not self._writes:
             return
+        self._start_timeline()
         if self._started_at is None:
             self._started_at = now
         status = dict(self.policy.status())
@@ -346,13 +352,20 @@ class Controller:
                 t_sys * self._samples,
                 t_comp * self._samples,
                 status,
-                layer_cfs,
+                pending.layer_cfs,
+                pending.read_sum,
             )
         )
 
     def _emit(self, event: Event) -> None:
         if self._writes:
+            self._start_timeline()
             self._timeline.event(event)
+
+    def _start_timeline(self) -> None:
+        if not self._started and self.header is not None:
+            self._timeline.start(self.header())
+        self._started = True
 
     def _count_step(self, traffic: Traffic) -> None:
         totals = self._totals

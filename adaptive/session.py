@@ -37,7 +37,7 @@ from adaptive.residual import NoMemory, Residual, Slot
 from adaptive.shadow import ShadowLadder
 from adaptive.sizes import Sizes
 from adaptive.state import check_state
-from adaptive.timeline import Timeline
+from adaptive.timeline import Header, Timeline
 from adaptive.timing import ForwardMark
 from compressors import Compressor
 from policies import DENSE, Context, Fixed, Policy
@@ -125,6 +125,7 @@ class Session:
         self.controller.lr = self._learning_rate
         self.controller.by_energy = self._ways.by_energy
         self.controller.ladder = self._shadow.cfs if self._shadow else ()
+        self.controller.header = self._header
         self._forward = ForwardMark(settings.clock)
         self.controller.forward_began = self._forward.take
         self._watch_forward()
@@ -146,9 +147,10 @@ class Session:
         assumed = {cf: rung.gain for cf, rung in settings.hooks.items() if rung.gain is not None}
         layers = self._sizes.layers() if settings.granularity == "layer" else {}
         check_layerwise(settings.policy, base, layers, settings.hooks)
+        self._cf_range = (min(low, *ends), max(high, *ends))
         settings.policy.start(
             Context(
-                (min(low, *ends), max(high, *ends)),
+                self._cf_range,
                 self.exchange.world_size,
                 self._sizes.supported,
                 assumed,
@@ -181,6 +183,24 @@ class Session:
             describe_sizes(base, cfs, sizes),
         )
         return "\n".join(lines)
+
+    def _header(self) -> Header:
+        policy, sizes = self.settings.policy, self._sizes
+        cfs = sorted({DENSE, *self._cf_range, *self.settings.cf_range, *policy.candidates()})
+        supported = {cf: sizes.supported(cf) for cf in cfs}
+        state = policy.state_dict()
+        return Header(
+            policy=policy.name,
+            settings=state.get("settings", {}),
+            cf_range=self._cf_range,
+            world_size=self.exchange.world_size,
+            base=self.settings.base.name,
+            memory=self.memory.name,
+            numel=sizes.numel(),
+            dense_bytes=self.controller.dense_wire_bytes,
+            supported=supported,
+            wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
+        )
 
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood."""

@@ -20,13 +20,42 @@ from policies import StepReport
 log = logging.getLogger("adaptive")
 
 
+FORMAT = 1
+"""Of the records; a reader must ignore fields that it does not know."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the records of a run rest on, so that a policy can be replayed from them.
+
+    policy, settings: its name, and what it was made with. cf_range, world_size: as it was told.
+    base, memory: names of the compressor and of what keeps what is not sent. numel: elements of
+    all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
+    supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
+    and the bytes of a step, statistics not counted.
+    """
+
+    policy: str
+    settings: Mapping[str, Any]
+    cf_range: tuple[float, float]
+    world_size: int
+    base: str
+    memory: str
+    numel: int
+    dense_bytes: float
+    supported: Mapping[float, float]
+    wire_bytes: Mapping[float, float]
+    version: int = FORMAT
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """report: what the ranks agreed on. status: the policy's own numbers (candidate, floor, ...).
 
     elapsed: seconds since the first step, on the writing rank. t_sys: steps/s (samples/s if
     `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
-    decides on. layer_cfs: of the layers that were sent at another CF than the report's.
+    decides on. layer_cfs: of the layers that were sent at another CF than the report's. read_sum:
+    the report has the norm of a sum that was read, and so began anew.
     """
 
     report: StepReport
@@ -35,6 +64,7 @@ class StepRecord:
     t_comp: float
     status: Mapping[str, float] = field(default_factory=dict)
     layer_cfs: Mapping[str, float] = field(default_factory=dict)
+    read_sum: bool = False
 
     @property
     def wire_factor(self) -> float:
@@ -56,6 +86,9 @@ class Event:
 class Timeline:
     """A sink for records and events; a subclass overrides what it wants to see."""
 
+    def start(self, header: Header) -> None:
+        """Called once a run, before everything else."""
+
     def step(self, record: StepRecord) -> None:
         """Called once a step, in order."""
 
@@ -72,6 +105,9 @@ class SafeTimeline(Timeline):
 
     def __init__(self, sink: Timeline) -> None:
         self._sink = sink
+
+    def start(self, header: Header) -> None:
+        self._try(lambda: self._sink.start(header))
 
     def step(self, record: StepRecord) -> None:
         self._try(lambda: self._sink.step(record))
@@ -91,11 +127,15 @@ class SafeTimeline(Timeline):
 
 
 class MemoryTimeline(Timeline):
-    """Keeps everything in two lists: `steps` and `events`."""
+    """Keeps everything: `header`, and two lists, `steps` and `events`."""
 
     def __init__(self) -> None:
+        self.header: Header | None = None
         self.steps: list[StepRecord] = []
         self.events: list[Event] = []
+
+    def start(self, header: Header) -> None:
+        self.header = header
 
     def step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -105,7 +145,8 @@ class MemoryTimeline(Timeline):
 
 
 class JSONLTimeline(Timeline):
-    """One JSON object a line, at full precision; null stands for a number that is not known.
+    """One JSON object a line, at full precision; null stands for a number that is not known. The
+    first is the run's header, unless it goes on in another file than it began in.
 
     path: the file; made, with its folder, at the first record (so on the writing rank only).
     append: go on after what is there (resuming).
@@ -115,6 +156,9 @@ class JSONLTimeline(Timeline):
         self.path = Path(path)
         self._append = append
         self._file: TextIO | None = None
+
+    def start(self, header: Header) -> None:
+        self._write({"kind": "header", **asdict(header)})
 
     def step(self, record: StepRecord) -> None:
         self._write({"kind": "step", **asdict(record), "wire_factor": record.wire_factor})
@@ -151,6 +195,10 @@ class SeveralTimelines(Timeline):
 
     def __init__(self, sinks: Sequence[Timeline]) -> None:
         self.sinks = list(sinks)
+
+    def start(self, header: Header) -> None:
+        for sink in self.sinks:
+            sink.start(header)
 
     def step(self, record: StepRecord) -> None:
         for sink in self.sinks:

@@ -9,6 +9,7 @@ from typing import Any
 
 from adaptive import (
     Event,
+    Header,
     JSONLTimeline,
     LinkSpec,
     StepRecord,
@@ -53,6 +54,11 @@ class Logbook(Timeline):
         logging.getLogger("adaptive").propagate = False
 
     # -- the compressor's timeline -------------------------------------------------------------
+
+    def start(self, header: Header) -> None:
+        if not self.muted:
+            for sink in self._sinks:
+                sink.start(header)
 
     def step(self, record: StepRecord) -> None:
         if not self.muted:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adaptive import Event, StepRecord, StepReport
+from adaptive import Event, Header, StepRecord, StepReport
 from policies import LayerReport, Measurement
 from runs.config import write_text
 
@@ -21,10 +21,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's records, in order of their steps."""
+    """A run's records, in order of their steps. header: None in files older than it."""
 
     steps: list[StepRecord]
     events: list[Event]
+    header: Header | None = None
 
     @property
     def bytes_sent(self) -> float:
@@ -53,20 +54,23 @@ def read_records(path: Path) -> Recorded:
 
     ValueError names the file and the line that is not a record.
     """
-    recorded = Recorded([], [])
+    recorded, header = Recorded([], []), None
     for line, value in _lines(path):
         try:
             if value["kind"] == "step":
                 recorded.steps.append(_step(value))
+            elif value["kind"] == "header":
+                header = _header(value)
             else:
                 recorded.events.append(_only(Event, value))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {line}: not a timeline record ({error!r})") from error
-    return recorded
+    return replace(recorded, header=header)
 
 
 def keep_before(path: Path, step: int) -> None:
-    """Drop the records of `step` and later ones, and a last line that was cut short."""
+    """Drop the records of `step` and later ones, and a last line that was cut short. The header
+    belongs to no step, and stays."""
     if path.exists():
         kept = [value for _, value in _lines(path) if _step_of(value) < step]
         lines = (json.dumps(value, separators=(",", ":")) + "\n" for value in kept)
@@ -100,6 +104,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _step_of(value: dict[str, Any]) -> int:
+    if value.get("kind") == "header":
+        return -1
     return int(value["report"]["step"] if value.get("kind") == "step" else value["step"])
 
 
@@ -119,6 +125,15 @@ def _step(value: dict[str, Any]) -> StepRecord:
 def _layer(value: dict[str, Any]) -> LayerReport:
     steady = {float(cf): _number(gain) for cf, gain in value["steady"].items()}
     return _only(LayerReport, {**value, "steady": steady})
+
+
+def _header(value: dict[str, Any]) -> Header:
+    low, high = value["cf_range"]
+    tables = {
+        name: {_key(key): _number(number) for key, number in value[name].items()}
+        for name in ("supported", "wire_bytes")
+    }
+    return _only(Header, {**value, **tables, "cf_range": (float(low), float(high))})
 
 
 def _only(kind: Callable[..., _T], value: dict[str, Any]) -> _T:

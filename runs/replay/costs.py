@@ -1,8 +1,9 @@
 """Bytes and seconds of a step at any CF: a model, from the CFs that were really sent.
 
-Bytes: the median of those that were sent; between two CFs a power of CF, beyond them in
-proportion to 1 / CF. Seconds: as measured where the CF was sent, else the fitted a + b x bytes +
-compress (policies/cost.py). One line for the whole run: a network that changed is not followed.
+Bytes: the median of those that were sent, and of others what the record's header says; between two
+CFs a power of CF, beyond them in proportion to 1 / CF. Seconds: as measured where the CF was sent,
+else the fitted a + b x bytes + compress (policies/cost.py). One line for the whole run: a network
+that changed is not followed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from math import exp, isfinite, log, nan
 from statistics import median
 
-from adaptive import StepRecord
+from adaptive import Header, StepRecord
 from policies.base import DENSE
 from policies.cost import CostModel
 
@@ -25,8 +26,9 @@ NO_TIMES = "the record has no step times"
 class RecordedCosts:
     """What steps cost in a record. basis: what the seconds rest on, in words."""
 
-    def __init__(self, records: Sequence[StepRecord]) -> None:
+    def __init__(self, records: Sequence[StepRecord], header: Header | None = None) -> None:
         self._model = CostModel()
+        self._computed = dict(header.wire_bytes) if header is not None else {}
         sent: dict[float, list[float]] = {}
         waits: list[tuple[float, float, float]] = []
         for record in records:
@@ -39,7 +41,8 @@ class RecordedCosts:
                 waits.append((timed[0] - timed[1] - timed[2], timed[2], report.timed_bytes))
         dense = [r.report.dense_wire_bytes for r in records if r.report.dense_wire_bytes > 0]
         self._dense = median(dense) if dense else nan
-        self._bytes = {cf: median(values) for cf, values in sorted(sent.items())}
+        measured = {cf: median(values) for cf, values in sorted(sent.items())}
+        self._bytes = {**self._computed, **measured}
         self._bytes.setdefault(DENSE, self._dense)
         waited: dict[float, list[float]] = {}
         for record in records:
@@ -51,6 +54,10 @@ class RecordedCosts:
         self.basis = MEASURED
         if self._line is None:
             self._line, self.basis = _from_waiting(waits)
+
+    def computed(self, cf: float) -> float:
+        """Bytes as the policy was told of them: computed, statistics not counted."""
+        return self._computed[cf] if cf in self._computed else self.nbytes(cf)
 
     def nbytes(self, cf: float) -> float:
         """Bytes that a rank sends in a step."""

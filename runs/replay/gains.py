@@ -35,6 +35,7 @@ class RecordedGains:
         self._steps: dict[float, list[int]] = {}
         self._shares: dict[float, list[_Shares]] = {}
         self._with_totals: list[int] = []
+        self._shadowed = any(record.report.steady for record in records)
         self.guessed = 0
         for i, record in enumerate(records):
             known = False
@@ -69,9 +70,13 @@ class RecordedGains:
 
     def steady(self, i: int, ladder: Sequence[float]) -> Mapping[float, float]:
         """Steady-state gains of the CFs in `ladder`: recorded, if step `i` has them all, else what
-        an error-fed gain was when last measured (too much for a CF that was not being sent)."""
-        recorded = self._records[i].report.steady
-        if all(cf in recorded for cf in ladder):
+        an error-fed gain was when last measured (too much for a CF that was not being sent).
+
+        A step that was not finite has none, in a run that has them otherwise."""
+        report = self._records[i].report
+        recorded = report.steady
+        nothing_to_see = self._shadowed and not (recorded or isfinite(report.grad_norm))
+        if all(cf in recorded for cf in ladder) or nothing_to_see:
             return recorded
         self.guessed += 1
         return {cf: recorded.get(cf, self.at(i, cf).gain("error_fed")) for cf in ladder}

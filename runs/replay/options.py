@@ -89,6 +89,8 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
             given.setdefault("cf_range", recorded.cf_range)
         if recorded.base not in (None, "none"):
             given.setdefault("base", recorded.base)
+    elif source.recorded.header is not None:
+        given.setdefault("workers", source.recorded.header.world_size)
     config = make_config(given)
     check_compression(config)
     return config
@@ -96,6 +98,7 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
 
 def start_policy(config: TrainConfig, source: Source) -> Policy:
     """The policy, started as the controller does it. UsageError if the settings do not fit."""
+    header = source.recorded.header
     supported = _supported(config, source)
     if config.policy == "fixed":
         cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
@@ -107,7 +110,7 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
         (min(low, *ends), max(high, *ends)),
         config.workers,
         supported,
-        wire_bytes=RecordedCosts(source.recorded.steps).nbytes,
+        wire_bytes=RecordedCosts(source.recorded.steps, header).computed,
     )
     try:
         policy = build_policy(config)
@@ -137,5 +140,8 @@ def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
 
 
 def _numel(source: Source) -> int:
-    """Elements of the model, roughly: from the bytes of a dense step on two ranks."""
+    """Elements of the model; in older records roughly, from the bytes of a dense step on two
+    ranks."""
+    if source.recorded.header is not None:
+        return source.recorded.header.numel
     return max(1, int(source.recorded.steps[0].report.dense_wire_bytes / 4))

@@ -44,7 +44,11 @@ class Replayed:
 def replay(policy: Policy, recorded: Recorded) -> Replayed:
     """The policy must have been started."""
     records = recorded.steps
-    gains, costs, sums = RecordedGains(records), RecordedCosts(records), RecordedSums(records)
+    gains, costs, sums = (
+        RecordedGains(records),
+        RecordedCosts(records, recorded.header),
+        RecordedSums(records),
+    )
     ladder = [cf for cf in policy.candidates() if cf != DENSE] if policy.shadow else []
     plans: list[Plan] = []
     followed = 0

@@ -9,7 +9,8 @@ from adaptive import StepRecord
 
 
 class RecordedSums:
-    """A sum over an interval is recorded only if the recorded policy read the same interval.
+    """A sum over an interval is recorded only if the recorded policy read the same interval (which
+    records without `read_sum`, older ones, show only where it was finite).
 
     Otherwise the sum of the gradients' norms stands in for the norm of their sum. modelled: how
     many readings that was so for.
@@ -22,13 +23,14 @@ class RecordedSums:
 
     def read(self, i: int, reads: bool) -> float:
         """What a policy finds in the report of step `i`; nan if it does not read."""
-        recorded = self._records[i].report.sum_norm
+        record = self._records[i]
+        recorded = record.report.sum_norm
+        theirs = record.read_sum or isfinite(recorded)
         value = nan
         if reads:
-            same = self._same_interval()
-            value = recorded if same and isfinite(recorded) else self._model(i)
+            value = recorded if theirs and self._same_interval() else self._model(i)
             self._ours = i
-        if isfinite(recorded):
+        if theirs:
             self._theirs = i
         return value
 

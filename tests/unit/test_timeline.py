@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from adaptive import Event, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
+from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.summary import Totals
 from adaptive.tensorboard import TensorBoardTimeline
 from adaptive.timeline import SeveralTimelines, make_timeline
 from policies import Measurement
+from runs.records import keep_before, read_records
 
 MEASUREMENT = Measurement(
     kept=3.0, error=1.0, total=4.0, grad=2.0, sample_error=0.5, sample_total=1.0
@@ -55,6 +56,36 @@ def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
     assert float(list(first["report"]["measurements"])[1]) == 1 / 3
     assert event == {"kind": "event", "step": 1, "cf_before": 10, "cf": 20, "reason": "scale up"}
     assert last["report"]["cf"] == 1.5
+
+
+def test_the_header_is_the_first_line_and_read_back(tmp_path: Path) -> None:
+    header = Header(
+        policy="gravac",
+        settings={"epsilon": 0.3, "retry": None},
+        cf_range=(10.0, 1000.0),
+        world_size=2,
+        base="topk",
+        memory="residual",
+        numel=1000,
+        dense_bytes=4000.0,
+        supported={1 / 3: 10.0},
+        wire_bytes={10.0: 400.5},
+    )
+    memory, path = MemoryTimeline(), tmp_path / "timeline.jsonl"
+    timeline = make_timeline([memory, JSONLTimeline(path)])
+    timeline.start(header)
+    timeline.step(_record(0))
+    timeline.event(Event(1, 10.0, 20.0, "scale up"))
+    timeline.step(_record(1))
+    timeline.close()
+    assert memory.header == header
+    recorded = read_records(path)
+    assert recorded.header == header
+    assert [record.report.step for record in recorded.steps] == [0, 1]
+    keep_before(path, 1)  # as resuming does
+    again = read_records(path)
+    assert again.header == header
+    assert (len(again.steps), len(again.events)) == (1, 0)
 
 
 def test_tensorboard_gets_grouped_scalars_and_switches(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""A record of a real run is enough to repeat every decision of its policy to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, JSONLTimeline
+from policies import Accordion, Budget, Context, Goodput, GraVAC, Plan, Policy
+from runs.records import Recorded, read_records
+from runs.replay.costs import RecordedCosts
+from runs.replay.replay import replay
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import loss_of, small_net
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4, retry=2),
+    "goodput": lambda: Goodput(dense_window=4, cooldown=3),
+    "budget": lambda: Budget(share=0.2, window=6, look_every=2),
+    "bytes": lambda: Budget(bytes_per_step=700),
+    "accordion": lambda: Accordion(interval=5, eta=0.2),
+}
+STEPS, POISONED = 50, 17
+
+
+def _record(rank: int, folder: str) -> dict[str, list[Plan]]:
+    """Each policy's plans in a run by the real clock, with a step that is not finite."""
+    return {name: _train(rank, make(), f"{folder}/{name}") for name, make in POLICIES.items()}
+
+
+def _train(rank: int, policy: Policy, path: str) -> list[Plan]:
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    compressor = AdaptiveCompressor(
+        "topk", (4, 100), policy=policy, link="4mbit", timeline=JSONLTimeline(path)
+    ).attach(model, optimizer=optimizer)
+    plans: list[Plan] = []
+    plan = policy.plan
+
+    def planned() -> Plan:
+        plans.append(plan())
+        return plans[-1]
+
+    policy.plan = planned  # type: ignore[method-assign]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        (loss * float("nan") if step == POISONED else loss).backward()
+        if step != POISONED:
+            optimizer.step()
+    compressor.close()
+    return plans
+
+
+def _context(recorded: Recorded) -> Context:
+    header = recorded.header
+    assert header is not None
+    return Context(
+        header.cf_range,
+        header.world_size,
+        lambda cf: header.supported.get(cf, cf),
+        wire_bytes=RecordedCosts(recorded.steps, header).computed,
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Plan], Recorded]]:
+    folder = tmp_path_factory.mktemp("replays")
+    plans = run_ranks(2, _record, str(folder))[0]
+    return {name: (plans[name], read_records(Path(folder, name))) for name in POLICIES}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_plan_comes_again(
+    name: str, recorded: dict[str, tuple[list[Plan], Recorded]]
+) -> None:
+    plans, record = recorded[name]
+    assert len(record.steps) == len(plans) == STEPS
+    policy = POLICIES[name]()
+    policy.start(_context(record))
+    replayed = replay(policy, record)
+    assert list(replayed.plans) == plans
+    assert list(replayed.events) == record.events
+    assert (replayed.sums, replayed.guessed) == (0, 0)
+    assert replayed.identical
+    if name != "bytes":
+        assert len({plan.send for plan in plans}) > 1, "a policy that never moved proves nothing"
+
+
+def test_the_header_tells_what_the_record_rests_on(
+    recorded: dict[str, tuple[list[Plan], Recorded]],
+) -> None:
+    header = recorded["accordion"][1].header
+    assert header is not None
+    numel = sum(p.numel() for p in small_net().parameters())
+    assert (header.policy, header.base, header.memory) == ("accordion", "topk", "momentum")
+    assert (header.cf_range, header.world_size, header.numel) == ((4, 100), 2, numel)
+    assert header.dense_bytes == header.wire_bytes[1] == 4 * numel
+    assert header.settings["eta"] == 0.2
+    assert header.wire_bytes[100] < header.wire_bytes[4] < header.wire_bytes[1]
+    read = [record.report.step for record in recorded["accordion"][1].steps if record.read_sum]
+    assert read == list(range(4, STEPS, 5))
