@@ -17,11 +17,12 @@ from adaptive import (
     GraVAC,
     Layerwise,
     Policy,
+    Schedule,
     Timeline,
     Warmup,
 )
 from runs.config import TrainConfig
-from runs.options import DEFAULT_CF, POLICY_OPTIONS, option
+from runs.options import DEFAULT_CF, POLICY_OPTIONS, option, schedule_pieces
 from runs.parser import UsageError
 from runs.tasks import Task, make_task
 
@@ -32,6 +33,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "warmup": Warmup,
     "goodput": Goodput,
     "budget": Budget,
+    "schedule": lambda schedule: Schedule(schedule_pieces(schedule)),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
 _OPTIONAL = ("exchange", "granularity", "dense_below", "memory", "masking", "clip_norm", "link")

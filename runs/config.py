@@ -18,6 +18,7 @@ class TrainConfig:
 
     batch_size: items a worker a step. policy: "off" is plain DDP without a hook.
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
+    schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
     fixed_clock: pretend that a step takes so many seconds (tests). json: result on stdout.
     """
@@ -46,6 +47,7 @@ class TrainConfig:
     margin: float | None = None
     share: float | None = None
     layerwise: bool | None = None
+    schedule: tuple[str, ...] | None = None
     base: str | None = "topk"
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None
@@ -99,6 +101,8 @@ class TrainConfig:
             values["cf_range"] = (float(low), float(high))
         if values.get("probe") is not None:
             values["probe"] = tuple(float(cf) for cf in values["probe"])
+        if values.get("schedule") is not None:
+            values["schedule"] = tuple(values["schedule"])
         return cls(**values)
 
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from adaptive.exchanges import EXCHANGES
 from compressors import compressor_names
 from runs.config import TrainConfig
-from runs.parser import UsageError, number, positive, switch, switch_or_number, whole
+from runs.parser import (
+    UsageError,
+    number,
+    piece,
+    positive,
+    switch,
+    switch_or_number,
+    whole,
+)
 
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
@@ -19,6 +28,7 @@ POLICY_OPTIONS = {
     "warmup": ("warmup_steps",),
     "goodput": ("margin",),
     "budget": ("share",),
+    "schedule": ("schedule",),
     "off": (),
 }
 HOOK_OPTIONS = (
@@ -180,6 +190,14 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--share", type=number, help="of the step time that may go to communication (0.2)"
     )
+    schedule = parser.add_argument_group("with --policy schedule")
+    schedule.add_argument(
+        "--schedule",
+        type=piece,
+        nargs="+",
+        metavar="STEP:CF",
+        help="the CF from each step on, dense before the first, e.g. 0:1 100:10 300:100",
+    )
     warmup = parser.add_argument_group("with --policy warmup")
     warmup.add_argument(
         "--warmup-steps",
@@ -255,8 +273,36 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         given["cf_range"] = tuple(given["cf_range"])
     if "probe" in given:
         given["probe"] = tuple(given["probe"])
+    if policy == "schedule":
+        _set_schedule(given)
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
     return TrainConfig(**given)
+
+
+def schedule_pieces(schedule: Iterable[str]) -> dict[int, float]:
+    """From pieces "STEP:CF". UsageError for two of the same step."""
+    pieces: dict[int, float] = {}
+    for text in schedule:
+        step, cf = text.split(":")
+        if int(step) in pieces:
+            raise UsageError(f"--schedule {_shown(tuple(schedule))}: has step {int(step)} twice")
+        pieces[int(step)] = float(cf)
+    return pieces
+
+
+def _set_schedule(given: dict[str, Any]) -> None:
+    """The CF range is that of the schedule, unless it was given."""
+    if "schedule" not in given:
+        raise UsageError("--policy schedule needs --schedule STEP:CF ..., e.g. 0:1 100:10 300:100")
+    schedule = given["schedule"] = tuple(given["schedule"])
+    cfs = [cf for cf in schedule_pieces(schedule).values() if cf != 1] or [1.0]
+    low, high = given.setdefault("cf_range", (min(cfs), max(cfs)))
+    outside = [cf for cf in cfs if not low <= cf <= high]
+    if outside:
+        raise UsageError(
+            f"--schedule {_shown(schedule)}: CF {outside[0]:g} must be 1 or inside --cf-range "
+            f"{_shown(given['cf_range'])}"
+        )
 
 
 def option(name: str) -> str:
@@ -270,7 +316,7 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
             if name in given and owner != policy:
                 own = ", ".join(map(option, POLICY_OPTIONS[policy])) or "no such option"
                 raise UsageError(
-                    f"{option(name)} {given[name]} is for --policy {owner}, got --policy "
+                    f"{option(name)} {_shown(given[name])} is for --policy {owner}, got --policy "
                     f"{policy}, which takes {own}"
                 )
     for name in HOOK_OPTIONS:
@@ -299,7 +345,7 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return " ".join(f"{part:g}" for part in value)
+        return " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 

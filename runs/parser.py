@@ -80,6 +80,19 @@ def switch(text: str) -> bool:
     return text == "on"
 
 
+def piece(text: str) -> str:
+    """An argument type: STEP:CF, the CF that a schedule has from a step on; as it was written."""
+    step, colon, cf = text.partition(":")
+    try:
+        if not colon or whole(0)(step) < 0 or number(cf) < 1:
+            raise argparse.ArgumentTypeError
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be STEP:CF with a step >= 0 and a CF >= 1, as in 100:10, got {text!r}"
+        ) from None
+    return text
+
+
 def switch_or_number(text: str) -> bool | float:
     """An argument type: on, off, or a number."""
     if text in ("on", "off"):

@@ -26,7 +26,8 @@ A contender is NAME[@CF][:key=value,...]. NAME is
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
   off            plain DDP without the hook (nothing of its steps is known but their number)
 The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
-... A value of several numbers has slashes: cf_range=10/500."""
+... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
+from step 100 on."""
 
 _SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
 _ELSEWHERE = ("link", "fixed_clock")  # the same for all contenders

@@ -85,7 +85,7 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
         )
     if recorded is not None:
         given.setdefault("workers", recorded.workers)
-        if given["policy"] != "fixed" and recorded.cf_range is not None:
+        if given["policy"] not in ("fixed", "schedule") and recorded.cf_range is not None:
             given.setdefault("cf_range", recorded.cf_range)
         if recorded.base not in (None, "none"):
             given.setdefault("base", recorded.base)

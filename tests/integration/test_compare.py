@@ -47,6 +47,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "omega": 0.1,
         "base": "dgc",
     },
+    "schedule:schedule=0:1/9:10": {"policy": "schedule", "schedule": ["0:1", "9:10"]},
     "accordion:cf_range=10/500,masking=off": {
         "policy": "accordion",
         "cf_range": [10.0, 500.0],

@@ -102,6 +102,10 @@ def test_another_policy_is_modelled_and_says_so(folders: dict[str, Path], capfd:
     assert fixed["recorded_bytes"] == sent
     assert fixed["same_cf_steps"] == 0
 
+    schedule = ("--policy", "schedule", "--schedule", "0:1", "20:10", "50:100")
+    scheduled = _result(capfd, folder, *schedule)
+    assert scheduled["share_at_cf"] == [[1, 1 / 3], [10, 1 / 2], [100, 1 / 6]]
+
     accordion = _result(capfd, folder, "--policy", "accordion", "--interval", 10)
     assert any("norms of summed gradients" in note for note in accordion["notes"])
     assert dict(map(tuple, accordion["share_at_cf"])).keys() <= {10, 1000}
