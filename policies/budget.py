@@ -213,11 +213,13 @@ class Budget(Policy):
         return self._cfs[1:]
 
     def status(self) -> Mapping[str, float]:
-        """share: predicted for the CF sent; bandwidth: bytes a second; nan where not known."""
+        """share: predicted for the CF sent; bandwidth: bytes a second; nan where not known.
+        exploring: 1 at the start and in a look, else 0."""
         known = self.bytes_per_step is None and self._line.a is not None
         return {
             "share": self._predicted(self._send) if known else nan,
             "bandwidth": 1 / self._line.b if known and self._line.b > 0 else nan,
+            "exploring": float(self.bytes_per_step is None and (not known or bool(self._look))),
         }
 
     def outlook(self) -> str:

@@ -77,9 +77,13 @@ class Goodput(Policy):
             average.add(report.steady.get(cf, nan))
         self._since += 1
         self._reason = ""
-        first = self._send == DENSE and not any(map(self._time.runs, self._gains))
-        if self._since >= (self.dense_window if first else self.cooldown):
+        if self._since >= (self.dense_window if self._opening else self.cooldown):
             self._consider()
+
+    @property
+    def _opening(self) -> bool:
+        """Dense, and nothing else was ever sent."""
+        return self._send == DENSE and not any(map(self._time.runs, self._gains))
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
@@ -94,13 +98,15 @@ class Goodput(Policy):
         return promised
 
     def status(self) -> Mapping[str, float]:
-        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent."""
+        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent.
+        exploring: 1 until it first considers to leave dense, then 0."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan
         return {
             "candidate": best,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
+            "exploring": float(self._opening and self._since < self.dense_window),
         }
 
     def outlook(self) -> str:

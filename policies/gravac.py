@@ -283,7 +283,8 @@ class GraVAC(Policy):
         return self._ladder
 
     def status(self) -> Mapping[str, float]:
-        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent."""
+        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent.
+        exploring: 1 until a choice is made, then 0."""
         gain, t_sys = self._seen.gain(self._send), self._seen.t_sys(self._send)
         numbers = {
             "candidate": None if self._phase == "stay dense" else self._candidate,
@@ -293,6 +294,7 @@ class GraVAC(Policy):
             "t_sys": t_sys,
             "t_comp": None if gain is None or t_sys is None else gain * t_sys,
             "epsilon": self.epsilon,
+            "exploring": float(self._chosen is None),
         }
         return {name: nan if number is None else number for name, number in numbers.items()}
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 from math import isfinite, nan
 
 from adaptive import LinkSpec, StepRecord
+from runs.compare.exploration import Exploration, exploration
 from runs.compare.network import model_bytes, modelled_seconds
 from runs.compare.slice import read_slices
 from runs.config import TrainConfig
@@ -20,7 +21,7 @@ from runs.result import RESULT_FILE
 class Digest:
     """One run. evaluations: (steps done, quality) in order; bytes_sent, dense_bytes: a worker's;
     sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
-    network (empty for a run without records)."""
+    network (empty for a run without records); explored: what finding out has cost."""
 
     seed: int
     quality: float
@@ -31,6 +32,7 @@ class Digest:
     history: tuple[Stretch, ...]
     sent: tuple[float, ...]
     ends: tuple[tuple[float, ...], ...]
+    explored: Exploration
 
     @property
     def wire_factor(self) -> float:
@@ -63,6 +65,7 @@ def read_digest(
             tuple(modelled_seconds(recorded.steps, network, times)) if recorded.steps else ()
             for network in networks
         ),
+        explored=exploration(recorded.steps),
     )
 
 

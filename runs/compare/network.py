@@ -96,5 +96,14 @@ def seconds_to(
     return None
 
 
+def quality_at(
+    seconds: float, evaluations: Sequence[tuple[int, float]], ends: Sequence[float]
+) -> float:
+    """The quality of the last evaluation that was due by then; nan if there was none yet."""
+    known = [pair for pair in evaluations if 0 < pair[0] <= len(ends)]
+    due = [reached for done, reached in known if ends[done - 1] <= seconds]
+    return due[-1] if due else nan
+
+
 def _known(seconds: float) -> float:
     return seconds if isfinite(seconds) else 0.0

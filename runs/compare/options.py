@@ -49,7 +49,9 @@ comparison in the same way.
 The modelled seconds of a step are compute + compression (both measured) + latency + bytes x 8 /
 rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to dense" the
 first evaluation that is at least as good as the end of the dense run of the same seed ("never":
-none was).
+none was); "when 1st" the quality at the moment at which the fastest contender is through.
+"explored" are steps sent while a policy was finding out, at another CF than the one it then stayed
+at, and "MB so" the bytes of these steps.
 
 files in the log folder: compare.json, table.txt, quality.png, and each run's own in runs/."""
 

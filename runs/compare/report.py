@@ -49,6 +49,10 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         f"the end of {dense}, same seed"
         if dense
         else "to dense: not known without a dense contender",
+        f"when 1st: {task.quality_name} at the last evaluation before the moment at which the "
+        f"fastest contender is through, by the modelled seconds",
+        "explored: steps sent while the policy was finding out, at another CF than the one that it "
+        "then stayed at; MB so: what a worker sent in them",
     ]
     if comparison.model_mb is not None:
         notes.append(

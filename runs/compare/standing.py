@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from runs.compare.digest import Digest
-from runs.compare.network import seconds_to
+from runs.compare.network import quality_at, seconds_to
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,13 @@ class Spread:
 @dataclass(frozen=True)
 class Standing:
     """One contender. seconds: by network, modelled to the dense run's quality, a value for each
-    seed: None where that was never reached, nan where it is not known."""
+    seed: None where that was never reached, nan where it is not known. halted: likewise, the
+    quality at the moment at which the fastest contender (of that seed) was through."""
 
     label: str
     runs: tuple[Digest, ...]
     seconds: tuple[tuple[float | None, ...], ...]
+    halted: tuple[tuple[float, ...], ...]
 
     @property
     def quality(self) -> Spread:
@@ -61,6 +63,14 @@ class Standing:
     def steps_per_second(self) -> Spread:
         return Spread.of(run.steps_per_second for run in self.runs)
 
+    @property
+    def explored_steps(self) -> Spread:
+        return Spread.of(run.explored.steps for run in self.runs)
+
+    @property
+    def explored_bytes(self) -> Spread:
+        return Spread.of(run.explored.nbytes for run in self.runs)
+
     def in_all(self, network: int) -> Spread:
         """Modelled seconds of whole runs."""
         return Spread.of(run.ends[network][-1] if run.ends[network] else nan for run in self.runs)
@@ -73,6 +83,12 @@ class Standing:
             "bytes_sent": self.bytes_sent.as_json(),
             "wire_factor": self.wire_factor.as_json(),
             "steps_per_second": self.steps_per_second.as_json(),
+            "explored_steps": self.explored_steps.as_json(),
+            "explored_bytes": self.explored_bytes.as_json(),
+            "quality_at_equal_seconds": {
+                network: Spread.of(values).as_json()
+                for network, values in zip(networks, self.halted, strict=True)
+            },
             "seconds_to_dense_quality": {
                 network: ["never" if value is None else _plain(value) for value in values]
                 for network, values in zip(networks, self.seconds, strict=True)
@@ -110,11 +126,18 @@ def stand(
             return nan
         return seconds_to(goal, run.evaluations, ends, higher_is_better)
 
+    def halted(run: Digest, network: int) -> float:
+        everyone = (other for runs in digests.values() for other in runs)
+        lengths = [o.ends[network][-1] for o in everyone if o.seed == run.seed and o.ends[network]]
+        fastest = min(filter(isfinite, lengths), default=nan)
+        return quality_at(fastest, run.evaluations, run.ends[network])
+
     return [
         Standing(
             label,
             tuple(runs),
             tuple(tuple(seconds(run, network) for run in runs) for network in range(networks)),
+            tuple(tuple(halted(run, network) for run in runs) for network in range(networks)),
         )
         for label, runs in digests.items()
     ]

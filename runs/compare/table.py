@@ -16,11 +16,11 @@ SHOWN = 8
 
 def make_table(standings: Sequence[Standing], quality_name: str, networks: Sequence[str]) -> str:
     """A row for each contender, under two lines of head."""
-    head = ["contender", quality_name, "MB sent", "wire factor", "steps/s"]
+    head = ["contender", quality_name, "MB sent", "wire factor", "steps/s", "explored", "MB so"]
     above = [""] * len(head)
     for network in networks:
-        above += [f"{network}:", "modelled s"]
-        head += ["all", "to dense"]
+        above += [f"{network}:", "modelled s,", quality_name]
+        head += ["all", "to dense", "when 1st"]
     rows = [above, head] + [_row(standing) for standing in standings]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     histories = ["", "CF history (CF x steps)"] + [_histories(standing) for standing in standings]
@@ -49,10 +49,16 @@ def _row(standing: Standing) -> list[str]:
         _spread(Spread.of(value / 1e6 for value in sent.values), 4),
         _spread(standing.wire_factor, 3),
         _spread(standing.steps_per_second, 3),
+        _spread(standing.explored_steps, 2),
+        _spread(Spread.of(value / 1e6 for value in standing.explored_bytes.values), 4),
         *(
             cell
             for i, seconds in enumerate(standing.seconds)
-            for cell in (_spread(standing.in_all(i), 4), _times(seconds))
+            for cell in (
+                _spread(standing.in_all(i), 4),
+                _times(seconds),
+                _spread(Spread.of(standing.halted[i]), 4),
+            )
         ),
     ]
 

@@ -17,7 +17,14 @@ from adaptive import LinkSpec, StepRecord, StepReport
 from runs.__main__ import main
 from runs.compare.contender import parse_contender
 from runs.compare.digest import Digest, rate, sent_by
-from runs.compare.network import compute_seconds, model_bytes, modelled_seconds, seconds_to
+from runs.compare.exploration import Exploration, exploration
+from runs.compare.network import (
+    compute_seconds,
+    model_bytes,
+    modelled_seconds,
+    quality_at,
+    seconds_to,
+)
 from runs.compare.options import make_comparison
 from runs.compare.standing import Spread, stand
 from runs.compare.table import compact, make_table
@@ -186,6 +193,32 @@ def test_the_time_to_a_quality_is_that_of_the_first_evaluation_that_has_it() -> 
     assert seconds_to(9.0, falling, ends, higher_is_better=True) == 1.0
 
 
+def test_the_quality_at_a_moment_is_that_of_the_last_evaluation_by_then() -> None:
+    ends, falling = [1.0, 2.0, 3.0, 4.0], [(1, 9.0), (2, 5.0), (4, 4.0)]
+    assert isnan(quality_at(0.5, falling, ends))
+    assert [quality_at(s, falling, ends) for s in (1.0, 3.5, 4.0, 99.0)] == [9.0, 5.0, 4.0, 4.0]
+    assert isnan(quality_at(nan, falling, ends))
+    assert isnan(quality_at(3.0, falling, []))
+
+
+def _walk(*steps: tuple[float, bool]) -> list[StepRecord]:
+    """Records of (CF sent, whether the policy explores after it), of 1000 / CF bytes."""
+    return [
+        StepRecord(StepReport(i, cf, wire_bytes=1000 / cf), 0.0, nan, nan, {"exploring": float(on)})
+        for i, (cf, on) in enumerate(steps)
+    ]
+
+
+def test_steps_explore_if_the_policy_then_stays_at_another_cf() -> None:
+    found = _walk((1, True), (10, True), (20, True), (10, False), (10, False), (1, False))
+    assert exploration(found) == Exploration(2, 1000 + 50)  # CF 10 stayed
+    again = found[:-1] + _walk((10, True), (1, True), (10, False), (10, False))
+    assert exploration(again) == Exploration(3, 1000 + 50 + 1000)
+    assert exploration(_walk((1, True), (10, True))) == Exploration(2, 1100)  # and never settled
+    assert exploration(_walk((10, False), (20, False))) == Exploration(0, 0)
+    assert exploration([]) == Exploration(0, 0)
+
+
 def _digest(seed: int, quality: float, sent: float, end: float, cfs: dict[float, int]) -> Digest:
     history, first = [], 0
     for cf, steps in cfs.items():
@@ -193,7 +226,8 @@ def _digest(seed: int, quality: float, sent: float, end: float, cfs: dict[float,
         first += steps
     evaluations = ((5, 2 * quality), (10, quality))
     ends = tuple(end * (i + 1) / 10 for i in range(10))
-    return Digest(seed, quality, evaluations, sent, 4e6, 2.5, tuple(history), (), (ends,))
+    explored = Exploration(cfs.get(1, 0), 5e5)
+    return Digest(seed, quality, evaluations, sent, 4e6, 2.5, tuple(history), (), (ends,), explored)
 
 
 def test_the_table_of_hand_made_runs() -> None:
@@ -209,9 +243,12 @@ def test_the_table_of_hand_made_runs() -> None:
     assert fast.seconds == ((0.5, 0.5),)
     assert bad.seconds == ((None, 2.0),)
     assert fast.wire_factor.mean == 100
+    assert fast.halted == ((2.0, 2.5),)  # at second 1, when it was through itself
+    assert isnan(dense.halted[0][0])  # its first evaluation comes at second 5
+    assert fast.explored_steps.values == (4, 5)
 
     lines = make_table([dense, fast, bad], "perplexity", ["100 Mbit/s"]).splitlines()
-    assert lines[0].split() == ["100", "Mbit/s:", "modelled", "s"]
+    assert lines[0].split() == ["100", "Mbit/s:", "modelled", "s,", "perplexity"]
     assert [line.split()[0] for line in lines[1:]] == ["contender", "dense", "fast", "bad"]
     del lines[0]
     assert "5.000 ± 1.4" in lines[1]
@@ -219,6 +256,7 @@ def test_the_table_of_hand_made_runs() -> None:
     assert lines[1].endswith("dense x10")
     assert "0.04000" in lines[2]
     assert lines[2].endswith("dense x4, 10 x6 (seed 0)")  # the other seed went another way
+    assert "4.5 ± 0.71  0.5000" in lines[2]
     assert "2.000  2.000 (1 of 2 never)" in " ".join(lines[3].split(" "))
 
     unknown = stand(digests, None, networks=1, higher_is_better=False)

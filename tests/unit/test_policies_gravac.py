@@ -563,5 +563,6 @@ def test_status_numbers():
         "t_sys": 1.0,
         "t_comp": 0.9,
         "epsilon": 0.3,
+        "exploring": 1.0,
     }
     assert dict(run.policy.status()) == pytest.approx(expected, nan_ok=True)
