@@ -7,6 +7,7 @@ from adaptive.compressor import AdaptiveCompressor
 from adaptive.foreign import HookRung
 from adaptive.hook import adaptive_hook
 from adaptive.link import LinkSpec
+from adaptive.modelled import ModelledClock
 from adaptive.summary import Summary
 from adaptive.tensorboard import TensorBoardTimeline
 from adaptive.timeline import (
@@ -48,6 +49,7 @@ __all__ = [
     "Layerwise",
     "LinkSpec",
     "MemoryTimeline",
+    "ModelledClock",
     "NoCompression",
     "Plan",
     "Policy",

@@ -20,6 +20,7 @@ import torch
 from adaptive.exchange import Exchange, PendingSum, Traffic, reduce_wire_bytes
 from adaptive.gradient_sum import GradientSum
 from adaptive.layer_statistics import LayerStatistics
+from adaptive.modelled import ModelledClock
 from adaptive.step_cfs import StepCFs
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Agreed, Tally
@@ -108,6 +109,8 @@ class Controller:
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
+        if isinstance(self._clock, ModelledClock) and self._timing is not None:
+            self._clock.end_step(self._timing.wire)
         now, forward = self._clock(), self.forward_began()
         self._observe_pending(now)
         timed = self._time_last_step(now)
@@ -145,6 +148,10 @@ class Controller:
         self.tally.lr = self.lr()
         if timed is not None:
             parts = timed.split(now, forward)
+            if isinstance(self._clock, ModelledClock):
+                parts = parts._replace(
+                    compute=self._clock.compute, exchange=self._clock.exchange(timed.wire)
+                )
             self.tally.seconds = parts.seconds
             self.tally.median_seconds = median(self._times[timed.cf])
             self.tally.compress_seconds = parts.compress
@@ -265,6 +272,8 @@ class Controller:
         self.policy.load_state_dict(state["policy"])  # first: it may refuse
         if self.layers is not None:
             self.layers.load_state_dict(state["layers"])
+        if isinstance(self._clock, ModelledClock):
+            self._clock.now = state["saved_at"]
         self._pending = None
         self._exchange.take_traffic()
         self.step = int(state["step"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +15,8 @@ from adaptive import (
     Goodput,
     GraVAC,
     Layerwise,
+    LinkSpec,
+    ModelledClock,
     Policy,
     Schedule,
     Timeline,
@@ -64,7 +65,6 @@ def build_compressor(
     config: TrainConfig,
     samples_per_step: int,
     timeline: Sequence[Timeline] = (),
-    clock: Callable[[], float] = time.perf_counter,
 ) -> AdaptiveCompressor:
     """The compressor, not attached yet. ValueError or TypeError for settings out of range."""
     assert config.base is not None, "policy off has no compressor"
@@ -74,12 +74,16 @@ def build_compressor(
         settings["cf_range"] = (cf, cf)
     elif config.cf_range is not None:
         settings["cf_range"] = config.cf_range
+    if config.fixed_clock is not None:  # the link's time is modelled too, not waited for
+        link = settings.pop("link", None)
+        settings["clock"] = ModelledClock(
+            config.fixed_clock, None if link is None else LinkSpec.parse(link)
+        )
     return AdaptiveCompressor(
         config.base,
         policy=build_policy(config),
         samples_per_step=samples_per_step,
         timeline=list(timeline),
-        clock=clock,
         **settings,
     )
 

@@ -20,7 +20,8 @@ class TrainConfig:
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
-    fixed_clock: pretend that a step takes so many seconds (tests). json: result on stdout.
+    fixed_clock: nothing waits; a step is taken to last so many seconds, and what its bytes take
+    over the link. json: result on stdout.
     """
 
     log_dir: str

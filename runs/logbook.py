@@ -136,7 +136,8 @@ class _Handler(logging.Handler):
 
 def emulated(config: TrainConfig) -> str:
     """What every heading says of the link: "emulated 100 Mbit/s link", or nothing."""
-    return f"emulated {LinkSpec.parse(config.link)} link" if config.link else ""
+    how = "emulated" if config.fixed_clock is None else "modelled"
+    return f"{how} {LinkSpec.parse(config.link)} link" if config.link else ""
 
 
 def gain_kind(config: TrainConfig) -> GainKind:

@@ -258,7 +258,7 @@ def add_clock_argument(group: argparse._ArgumentGroup) -> None:
         "--fixed-clock",
         type=positive,
         metavar="SECONDS",
-        help="for tests: pretend that every step takes this long",
+        help="nothing waits: step times are modelled, so much and what --link takes for the bytes",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +20,14 @@ from runs.interrupt import Interrupt
 from runs.logbook import Logbook
 from runs.vote import Vote
 
-StepClock = Callable[[int], float]
-"""Seconds as a function of the steps done: a clock that a resumed run finds where it stood."""
-
 
 class Trainer:
     """A model, its optimizer and compressor on one rank; `step` counts the steps done.
 
-    clock: stands in for the real one, on which the policy's decisions depend.
+    With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
     """
 
-    def __init__(
-        self, config: TrainConfig, timeline: Timeline | None = None, clock: StepClock | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, timeline: Timeline | None = None) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.step = 0
         self.task = build_task(config)
@@ -46,11 +40,7 @@ class Trainer:
                 config,
                 samples_per_step=self.task.batch_size * self.world_size,
                 timeline=[timeline] if timeline is not None else [],
-                clock=time.perf_counter if clock is None else self._from_step(clock),
             ).attach(self.model, optimizer=self.optimizer)
-
-    def _from_step(self, clock: StepClock) -> Callable[[], float]:
-        return lambda: clock(self.step)
 
     def loss(self) -> torch.Tensor:
         """The loss of this rank's batch in the present step."""
@@ -135,7 +125,6 @@ def train(
     checkpoint: Checkpoint | None = None,
     interrupt: Interrupt | None = None,
     logbook: Logbook | None = None,
-    clock: StepClock | None = None,
     pause_at: int | None = None,
 ) -> Outcome:
     """Train to `config.steps`, in an initialised process group; all ranks call this alike.
@@ -144,10 +133,7 @@ def train(
     pause_at: stop after so many steps, with a checkpoint, to go on later; quality is then
     measured only where `config` says so.
     """
-    if clock is None and config.fixed_clock is not None:
-        seconds = config.fixed_clock
-        clock = lambda step: step * seconds  # noqa: E731
-    trainer = Trainer(config, logbook, clock)
+    trainer = Trainer(config, logbook)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
     vote = Vote()

@@ -34,6 +34,12 @@ class Digest:
     ends: tuple[tuple[float, ...], ...]
     explored: Exploration
 
+    def quality_after(self, steps: int | None) -> float:
+        """Of the last evaluation by then; None: at the end."""
+        if steps is None:
+            return self.quality
+        return next((q for done, q in reversed(self.evaluations) if done <= steps), nan)
+
     @property
     def wire_factor(self) -> float:
         """Bytes of dense fp32 all-reduce / bytes sent; 1 if nothing was sent."""

@@ -48,8 +48,9 @@ comparison in the same way.
 
 The modelled seconds of a step are compute + compression (both measured) + latency + bytes x 8 /
 rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to dense" the
-first evaluation that is at least as good as the end of the dense run of the same seed ("never":
-none was); "when 1st" the quality at the moment at which the fastest contender is through.
+first evaluation that is at least as good as the end of the dense run of the same seed, or as it was
+after --goal-step steps ("never": none was); "when 1st" the quality at the moment at which the
+fastest contender is through.
 "explored" are steps sent while a policy was finding out, at another CF than the one it then stayed
 at, and "MB so" the bytes of these steps.
 
@@ -61,13 +62,15 @@ class Comparison:
     """What to train: every contender with every seed. slice: steps to a turn.
 
     common: train's options for all runs. model_mb: for the modelled seconds, the size of the
-    model; None: its own.
+    model; None: its own. goal_step: the quality to reach is dense's after so many steps; None: at
+    its end.
     """
 
     contenders: tuple[Contender, ...]
     seeds: tuple[int, ...]
     networks: tuple[LinkSpec, ...]
     model_mb: float | None
+    goal_step: int | None
     slice: int
     steps: int
     folder: Path
@@ -116,6 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bytes and compression in proportion, compute as measured (the model's own size)",
     )
     who.add_argument(
+        "--goal-step",
+        type=whole(1),
+        metavar="N",
+        help="the quality to reach is that of dense after N steps (at its end)",
+    )
+    who.add_argument(
         "--slice",
         type=whole(0),
         metavar="N",
@@ -154,8 +163,15 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     steps = given.setdefault("steps", TrainConfig.steps)
     given.setdefault("eval_every", max(1, steps // EVALUATIONS))
     turn = ceil(steps / SLICES) if wanted is None else wanted or steps
+    goal = given.pop("goal_step", None)
+    if goal is not None and not given["eval_every"] <= goal <= steps:
+        raise UsageError(
+            f"--goal-step {goal}: must be from --eval-every, {given['eval_every']}, to --steps, "
+            f"{steps}"
+        )
     path = Path(folder) if folder is not None else _folder(given)
-    return Comparison(contenders, seeds, networks, model_mb, turn, steps, path, given, as_json)
+    size = networks, model_mb
+    return Comparison(contenders, seeds, *size, goal, turn, steps, path, given, as_json)
 
 
 def _network(text: str) -> LinkSpec:

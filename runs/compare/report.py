@@ -32,7 +32,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
     task = TASKS[first.task]
     digests, dense = _read(comparison)
     networks = [str(network) for network in comparison.networks]
-    standings = stand(digests, dense, len(networks), task.higher_is_better)
+    standings = stand(digests, dense, len(networks), task.higher_is_better, comparison.goal_step)
     missing = len(comparison.contenders) * len(comparison.seeds) - sum(map(len, digests.values()))
     better = "higher" if task.higher_is_better else "lower"
     heading = _title(comparison, first)
@@ -46,7 +46,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, no "
         "overlap; all: the whole run",
         f"to dense: until an evaluation (every {first.eval_every} steps) is at least as good as "
-        f"the end of {dense}, same seed"
+        f"{dense} {_goal(comparison)}, same seed"
         if dense
         else "to dense: not known without a dense contender",
         f"when 1st: {task.quality_name} at the last evaluation before the moment at which the "
@@ -76,6 +76,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "higher_is_better": task.higher_is_better,
         "dense": dense,
         "steps": comparison.steps,
+        "goal_step": comparison.goal_step,
         "seeds": list(comparison.seeds),
         "networks": networks,
         "model_mb": comparison.model_mb,
@@ -115,6 +116,11 @@ def _is_dense(config: TrainConfig) -> bool:
     return config.policy == "off" or (
         config.policy == "fixed" and (config.base == "none" or config.cf == DENSE)
     )
+
+
+def _goal(comparison: Comparison) -> str:
+    goal = comparison.goal_step
+    return "at its end" if goal is None else f"after {goal} steps"
 
 
 def _title(comparison: Comparison, config: TrainConfig) -> str:

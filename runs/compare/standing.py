@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Standing:
-    """One contender. seconds: by network, modelled to the dense run's quality, a value for each
+    """One contender. seconds: by network, modelled to the quality to be reached, a value for each
     seed: None where that was never reached, nan where it is not known. halted: likewise, the
     quality at the moment at which the fastest contender (of that seed) was through."""
 
@@ -113,12 +113,14 @@ def stand(
     dense: str | None,
     networks: int,
     higher_is_better: bool,
+    goal_step: int | None = None,
 ) -> list[Standing]:
-    """The standing of each contender. dense: the one whose quality is to be reached, if any.
+    """The standing of each contender. dense: the one whose quality is to be reached, if any: that
+    after `goal_step` steps, or at the end.
 
     A run is held against the dense run of its own seed.
     """
-    goals = {run.seed: run.quality for run in digests.get(dense or "", ())}
+    goals = {run.seed: run.quality_after(goal_step) for run in digests.get(dense or "", ())}
 
     def seconds(run: Digest, network: int) -> float | None:
         ends, goal = run.ends[network], goals.get(run.seed, nan)

@@ -1,0 +1,59 @@
+"""Step times by a model: as long as it says, the same on every machine, and resumable."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, GraVAC, LinkSpec, MemoryTimeline, ModelledClock
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, loss_of, small_net
+
+COMPUTE = 0.1
+LINK = LinkSpec(8e5, 0.01)  # 100 kB a second
+
+
+def _run(rank: int, policy: Any, steps: int, stop: int | None = None) -> list[Any]:
+    model, clock, timeline = DDP(small_net()), ModelledClock(COMPUTE, LINK), MemoryTimeline()
+
+    compressor = AdaptiveCompressor(
+        "topk", (2, 100), policy=policy, clock=clock, timeline=timeline
+    ).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        if step == stop:
+            compressor.load_state_dict(compressor.state_dict())
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    compressor.flush()
+    return [vars(record.report) for record in timeline.steps]
+
+
+def test_a_step_takes_compute_and_what_the_link_takes_for_its_bytes() -> None:
+    reports = run_ranks(2, _run, Scripted([1.0, 10.0]), 6)[0]
+    for before, report in pairwise(reports[1:]):
+        sent = report["timed_bytes"]
+        assert report["timed_cf"] == before["cf"]
+        assert sent == pytest.approx(before["wire_bytes"], abs=400)  # statistics come later
+        assert report["exchange_seconds"] == pytest.approx(0.01 + sent / 1e5)
+        assert report["seconds"] == pytest.approx(COMPUTE + 0.01 + sent / 1e5)
+        assert report["compute_seconds"] == COMPUTE
+
+
+def test_the_same_run_goes_the_same_way_also_when_it_was_saved_in_the_middle() -> None:
+    policy = GraVAC(window=6, dense_window=3, epsilon=0.05)
+    first, again = run_ranks(2, _run, policy, 40)[0], run_ranks(2, _run, policy, 40)[0]
+    resumed = run_ranks(2, _run, policy, 40, 17)[0]
+    assert repr(first) == repr(again) == repr(resumed)
+    assert len({report["cf"] for report in first}) > 2
+
+
+@pytest.mark.parametrize("compute", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_step_must_take_time(compute: float) -> None:
+    with pytest.raises(ValueError, match="compute"):
+        ModelledClock(compute)
