@@ -38,18 +38,13 @@ def _train(rank: int, policy: Policy, path: str) -> list[Plan]:
     compressor = AdaptiveCompressor(
         "topk", (4, 100), policy=policy, link="4mbit", timeline=JSONLTimeline(path)
     ).attach(model, optimizer=optimizer)
+    assert compressor._session is not None
     plans: list[Plan] = []
-    plan = policy.plan
-
-    def planned() -> Plan:
-        plans.append(plan())
-        return plans[-1]
-
-    policy.plan = planned  # type: ignore[method-assign]
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, step, rank)
         (loss * float("nan") if step == POISONED else loss).backward()
+        plans.append(compressor._session.controller.plan)
         if step != POISONED:
             optimizer.step()
     compressor.close()

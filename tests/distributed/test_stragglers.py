@@ -49,15 +49,7 @@ def _all(rank: int, world_size: int) -> dict[str, Any]:
 def _train(rank: int, world_size: int, kind: str, policy: Policy) -> dict[str, Any]:
     model = DDP(small_net(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    plans: list[Plan] = []
-    plan = policy.plan
-
-    def planned() -> Plan:
-        plans.append(plan())
-        return plans[-1]
-
-    policy.plan = planned  # type: ignore[method-assign]
-    AdaptiveCompressor(
+    compressor = AdaptiveCompressor(
         "topk",
         (4, 100),
         policy=policy,
@@ -66,12 +58,14 @@ def _train(rank: int, world_size: int, kind: str, policy: Policy) -> dict[str, A
         link="1mbit" if policy.name == "goodput" else "50mbit",
     ).attach(model, optimizer=optimizer)
     luck = random.Random(rank)
-    plans.clear()  # those that attaching asked for
+    assert compressor._session is not None
+    plans: list[Plan] = []
     for step in range(STEPS):
         time.sleep(_pause(kind, rank, world_size - 1, luck))
         optimizer.zero_grad()
         x, y = batch(step, rank, torch.float32)
         ((model(x * 3**rank) - y * (rank + 1)) ** 2).mean().backward()
+        plans.append(compressor._session.controller.plan)
         optimizer.step()
     return {"plans": plans, "parameters": flat_parameters(model)}
 
