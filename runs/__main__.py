@@ -11,6 +11,7 @@ from runs.parser import OneLineParser
 COMMANDS = {
     "train": ("runs.cli", "train a model with adaptive gradient compression on several workers"),
     "compare": ("runs.compare", "train with several contenders in turn, and compare them"),
+    "tune": ("runs.tune", "search for the best settings with Optuna, or on a recorded timeline"),
     "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
     "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),
 }

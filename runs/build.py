@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from adaptive import (
     Accordion,
@@ -54,11 +55,15 @@ def build_task(config: TrainConfig) -> Task:
 
 def build_policy(config: TrainConfig) -> Policy:
     """The policy with the settings that were given, its own defaults otherwise."""
+    policy = _POLICIES[config.policy](**policy_settings(config))
+    return Layerwise(policy) if config.layerwise else policy
+
+
+def policy_settings(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of the policy's class that were given."""
     names = POLICY_OPTIONS[config.policy]
     given = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
-    settings = {_ARGUMENTS.get(name, name): value for name, value in given.items()}
-    policy = _POLICIES[config.policy](**settings)
-    return Layerwise(policy) if config.layerwise else policy
+    return {_ARGUMENTS.get(name, name): value for name, value in given.items()}
 
 
 def build_compressor(
@@ -68,12 +73,7 @@ def build_compressor(
 ) -> AdaptiveCompressor:
     """The compressor, not attached yet. ValueError or TypeError for settings out of range."""
     assert config.base is not None, "policy off has no compressor"
-    settings = {n: getattr(config, n) for n in _OPTIONAL if getattr(config, n) is not None}
-    if config.policy == "fixed" and not config.layerwise:
-        cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
-        settings["cf_range"] = (cf, cf)
-    elif config.cf_range is not None:
-        settings["cf_range"] = config.cf_range
+    settings = compressor_settings(config)
     if config.fixed_clock is not None:  # the link's time is modelled too, not waited for
         link = settings.pop("link", None)
         settings["clock"] = ModelledClock(
@@ -86,6 +86,17 @@ def build_compressor(
         timeline=list(timeline),
         **settings,
     )
+
+
+def compressor_settings(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of `AdaptiveCompressor` that were given, beside base and policy."""
+    settings = {n: getattr(config, n) for n in _OPTIONAL if getattr(config, n) is not None}
+    if config.policy == "fixed" and not config.layerwise:
+        cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
+        settings["cf_range"] = (cf, cf)
+    elif config.cf_range is not None:
+        settings["cf_range"] = config.cf_range
+    return settings
 
 
 def check(config: TrainConfig) -> None:

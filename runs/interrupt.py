@@ -6,12 +6,20 @@ import os
 import signal
 import time
 from types import FrameType
+from typing import Protocol
 
 INTERRUPTED = 130
 """The exit code of an interrupted run, as shells have it."""
 
 SAME_SIGNAL = 1.0
 """Seconds: the terminal and torchrun both deliver one Ctrl-C; what comes this soon is the same."""
+
+
+class Stop(Protocol):
+    """Whatever may ask a run to stop after the step that it is in."""
+
+    @property
+    def requested(self) -> bool: ...
 
 
 class Interrupt:

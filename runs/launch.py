@@ -31,11 +31,13 @@ Work = Callable[[Any, int, int, str], int]
 """work(argument, rank, world_size, init_method) -> exit code; at module level."""
 
 
-def launch(work: Work, argument: Any, workers: int) -> int:
+def launch(
+    work: Work, argument: Any, workers: int, failed: Callable[[str], None] | None = None
+) -> int:
     """Run `work` in so many processes; returns the exit code of the whole.
 
     0 if all returned 0; 130 if interrupted; 1 after printing what the first failing one said.
-    UsageError if that is what a worker raised.
+    UsageError if that is what a worker raised. failed: is told the cause in one line.
     """
     context = get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="runs-") as folder:
@@ -69,7 +71,7 @@ def launch(work: Work, argument: Any, workers: int) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     if stopper.at_once:
         return INTERRUPTED
-    return _verdict(codes, [process.pid for process in processes], said)
+    return _verdict(codes, [process.pid for process in processes], said, failed or (lambda _: None))
 
 
 class _Stopper:
@@ -122,23 +124,26 @@ def _collect(pipes: list[Connection], said: dict[int, tuple[float, Any]]) -> Non
 
 
 def _verdict(
-    codes: list[int | None], pids: list[int | None], said: dict[int, tuple[float, Any]]
+    codes: list[int | None],
+    pids: list[int | None],
+    said: dict[int, tuple[float, Any]],
+    failed: Callable[[str], None],
 ) -> int:
     """The exit code, after telling the cause. codes: None for those that had not ended."""
     ended = {rank: signal.Signals(-code) for rank, code in enumerate(codes) if code and code < 0}
     for rank, number in ended.items():
         if number == signal.SIGABRT and said:
             continue  # the process group's way to take a peer's failure
-        print(
-            f"error: worker {rank} (pid {pids[rank]}) was ended by {number.name}; all ended",
-            file=sys.stderr,
-        )
+        cause = f"worker {rank} (pid {pids[rank]}) was ended by {number.name}"
+        print(f"error: {cause}; all ended", file=sys.stderr)
+        failed(cause)
         return 1
     if said:
         rank, (_, what) = min(said.items(), key=lambda item: item[1][0])
         if isinstance(what, UsageError):
             raise what
         print(f"{what}error: worker {rank} failed (traceback above); all ended", file=sys.stderr)
+        failed(f"worker {rank} failed: {what.strip().splitlines()[-1]}")
         return 1
     return max((code or 0 for code in codes), default=0)
 

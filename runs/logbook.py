@@ -72,7 +72,11 @@ class Logbook(Timeline):
         for sink in self._sinks:
             sink.event(event)
         if event.cf != event.cf_before:
-            self.progress.say(f"step {event.step}: {event.reason or 'switch'}")
+            self.announce(f"step {event.step}: {event.reason or 'switch'}")
+
+    def announce(self, text: str) -> None:
+        """Tell whoever is watching of a switch or an evaluation."""
+        self.progress.say(text)
 
     def close(self) -> None:
         """Flush and close everything; also after an error, and twice."""
@@ -107,7 +111,7 @@ class Logbook(Timeline):
         if self._writer is not None and isfinite(quality):
             self._writer.add_scalar("eval/quality", quality, done - 1)
         if done < self.config.steps:
-            self.progress.say(f"step {done}: held-out {name} {quality:.4g}")
+            self.announce(f"step {done}: held-out {name} {quality:.4g}")
 
     def _metric(self, step: int, name: str, value: float) -> None:
         known = value if isfinite(value) else None

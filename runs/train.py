@@ -16,7 +16,7 @@ from policies import DENSE
 from runs.build import build_compressor, build_task
 from runs.checkpoint import Checkpoint, save_checkpoint
 from runs.config import TrainConfig
-from runs.interrupt import Interrupt
+from runs.interrupt import Stop
 from runs.logbook import Logbook
 from runs.vote import Vote
 
@@ -123,15 +123,16 @@ def train(
     config: TrainConfig,
     *,
     checkpoint: Checkpoint | None = None,
-    interrupt: Interrupt | None = None,
+    interrupt: Stop | None = None,
     logbook: Logbook | None = None,
     pause_at: int | None = None,
+    keep: bool = True,
 ) -> Outcome:
     """Train to `config.steps`, in an initialised process group; all ranks call this alike.
 
     checkpoint: where to go on from. interrupt: asks to stop after a step. logbook: rank 0's.
     pause_at: stop after so many steps, with a checkpoint, to go on later; quality is then
-    measured only where `config` says so.
+    measured only where `config` says so. keep: save a checkpoint when it stops early.
     """
     trainer = Trainer(config, logbook)
     if checkpoint is not None:
@@ -157,9 +158,9 @@ def train(
         if config.eval_every and trainer.step % config.eval_every == 0 and not done:
             _evaluate(trainer, logbook)
     interrupted = stop and trainer.step < config.steps
-    if trainer.step < config.steps and saved_at != trainer.step:
+    if keep and trainer.step < config.steps and saved_at != trainer.step:
         _save(config, trainer, logbook)
-    if interrupted and logbook is not None:
+    if interrupted and keep and logbook is not None:
         logbook.progress.say(f"stopped after step {trainer.step}, checkpoint saved")
     summary = trainer.summary()
     dist.barrier()  # rank 0 goes on alone from here

@@ -98,7 +98,17 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
 
 def start_policy(config: TrainConfig, source: Source) -> Policy:
     """The policy, started as the controller does it. UsageError if the settings do not fit."""
-    header = source.recorded.header
+    context = make_context(config, source)
+    try:
+        policy = build_policy(config)
+        policy.start(context)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--policy {config.policy}: {error}") from error
+    return policy
+
+
+def make_context(config: TrainConfig, source: Source) -> Context:
+    """What the controller would have told the policy."""
     supported = _supported(config, source)
     if config.policy == "fixed":
         cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
@@ -106,18 +116,12 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
     else:
         low, high = config.cf_range or CF_RANGE
     ends = supported(low), supported(high)
-    context = Context(
+    return Context(
         (min(low, *ends), max(high, *ends)),
         config.workers,
         supported,
-        wire_bytes=RecordedCosts(source.recorded.steps, header).computed,
+        wire_bytes=RecordedCosts(source.recorded.steps, source.recorded.header).computed,
     )
-    try:
-        policy = build_policy(config)
-        policy.start(context)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--policy {config.policy}: {error}") from error
-    return policy
 
 
 def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:

@@ -41,14 +41,17 @@ class Replayed:
         return self.followed == len(self.plans)
 
 
-def replay(policy: Policy, recorded: Recorded) -> Replayed:
-    """The policy must have been started."""
+def replay(
+    policy: Policy,
+    recorded: Recorded,
+    gains: RecordedGains | None = None,
+    costs: RecordedCosts | None = None,
+) -> Replayed:
+    """The policy must have been started. gains, costs: of the same record, if there are any yet."""
     records = recorded.steps
-    gains, costs, sums = (
-        RecordedGains(records),
-        RecordedCosts(records, recorded.header),
-        RecordedSums(records),
-    )
+    gains = RecordedGains(records) if gains is None else gains
+    costs = RecordedCosts(records, recorded.header) if costs is None else costs
+    sums = RecordedSums(records)
     ladder = [cf for cf in policy.candidates() if cf != DENSE] if policy.shadow else []
     plans: list[Plan] = []
     followed = 0

@@ -1,0 +1,213 @@
+"""Screening: many settings of the policy on a record, the best of them to real runs.
+
+A replay has no quality of its own. The proxy for it is modelled compression throughput: the sum
+over the steps of the steady-state gain of the CF that would have been sent, by the seconds that the
+steps would have taken (the models of runs/replay).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, TextIO
+
+import optuna
+
+from adaptive import StepRecord
+from policies import DENSE, Measurement
+from policies.base import Context
+from runs.build import build_policy
+from runs.config import TrainConfig, write_text
+from runs.parser import UsageError
+from runs.replay.costs import RecordedCosts
+from runs.replay.gains import RecordedGains
+from runs.replay.options import make_context
+from runs.replay.replay import replay
+from runs.replay.source import Source, read_source
+from runs.tune.bar import Bar
+from runs.tune.describe import settings_text
+from runs.tune.parameter import Value
+from runs.tune.sampler import seed_of
+from runs.tune.space import BY_POLICY
+from runs.tune.tuning import Tuning
+
+SCREEN_FILE = "screen.json"
+SCREENED = "screened"
+"""User attribute of the study: it has been done. Of a trial: what the proxy promises."""
+
+
+@dataclass(frozen=True)
+class Screened:
+    """t_comp: modelled compression throughput, gain-weighted steps/s."""
+
+    values: dict[str, Value]
+    t_comp: float
+
+
+class Record:
+    """A timeline to replay on, over and over: what its models have said is remembered."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.gains = _Gains(source.recorded.steps)
+        self.costs = _Costs(source.recorded.steps)
+        self._contexts: dict[Any, Context] = {}
+
+    def t_comp(self, config: TrainConfig) -> tuple[float, tuple[float, ...]]:
+        """Of a policy, and the CFs that it would have sent. ValueError if it cannot start."""
+        key = config.cf if config.policy == "fixed" else None
+        if key not in self._contexts:
+            self._contexts[key] = make_context(config, self.source)
+        policy = build_policy(config)
+        policy.start(self._contexts[key])
+        plans = replay(policy, self.source.recorded, self.gains, self.costs).plans
+        cfs = tuple(plan.send for plan in plans)
+        kept = sum(self.gains.of(i, cf) for i, cf in enumerate(cfs))
+        return kept / sum(map(self.costs.seconds, cfs)), cfs
+
+
+def read(tuning: Tuning) -> Record:
+    """UsageError if the record is of no use for this study."""
+    assert tuning.screen is not None
+    given = tuning.screen.timeline
+    if not _screened_names(tuning):
+        raise UsageError(
+            f"--proxy replay: none of the policy's own settings is searched, and a replay tells "
+            f"nothing of others; accepted: one of {', '.join(BY_POLICY[tuning.config().policy])}"
+        )
+    try:
+        record = Record(read_source(given))
+    except UsageError as error:
+        raise UsageError(f"--timeline: {str(error).removeprefix('TIMELINE ')}") from error
+    if not record.gains.cfs:
+        raise UsageError(f"--timeline {given}: holds no gains; accepted: a run that compressed")
+    if not isfinite(record.costs.seconds(DENSE)):
+        raise UsageError(f"--timeline {given}: holds no step times; accepted: a longer run")
+    return record
+
+
+def screen(tuning: Tuning, record: Record, study: optuna.Study, out: TextIO) -> None:
+    """Replay, write screen.json, and queue the best; nothing if that was done before."""
+    assert tuning.screen is not None
+    if study.user_attrs.get(SCREENED):
+        return
+    began = time.monotonic()
+    found, ways = _replay_all(tuning, record)
+    best = found[: tuning.screen.keep]
+    for one in best:
+        study.enqueue_trial(dict(one.values), user_attrs={SCREENED: one.t_comp})
+    study.set_user_attr(SCREENED, True)
+    basis = _basis(tuning, record)
+    result = {
+        "proxy": "modelled compression throughput with the recorded steady-state gains",
+        "timeline": str(record.source.path),
+        "settings": tuning.screen.settings,
+        "different": ways,
+        "notes": basis,
+        "found": [asdict(one) for one in found],
+    }
+    write_text(tuning.folder / SCREEN_FILE, json.dumps(result, indent=2) + "\n")
+    lines = [
+        f"screened {tuning.screen.settings} settings on {record.source.path} in "
+        f"{time.monotonic() - began:.1f} s; they make {ways} different runs",
+        "  a proxy: modelled compression throughput (gain x steps/s), a replay has no quality",
+        *(f"  {one.t_comp:8.4g}  {settings_text(one.values)}" for one in best),
+        *(f"  note: {note}" for note in basis),
+        f"  these {len(best)} go to real runs first",
+    ]
+    print("\n".join(lines), file=out, flush=True)
+
+
+def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
+    """The best settings of each different run, best first; and how many there are."""
+    assert tuning.screen is not None
+    names = _screened_names(tuning)
+    parameters = [parameter for parameter in tuning.space if parameter.name in names]
+    best: dict[tuple[float, ...], Screened] = {}
+    with Bar(tuning.screen.settings, "screening", " settings") as bar:
+        for number in range(tuning.screen.settings):
+            rng = random.Random(seed_of(tuning.plan_seed, number))
+            values = {parameter.name: parameter.draw(rng) for parameter in parameters}
+            bar.step()
+            try:
+                t_comp, cfs = record.t_comp(tuning.config(values))
+            except (ValueError, TypeError, UsageError):  # settings that do not go together
+                continue
+            if isfinite(t_comp) and cfs not in best:  # the same run: the first settings stand
+                best[cfs] = Screened(values, t_comp)
+    if not best:
+        raise UsageError("--proxy replay: none of the settings can be replayed on this record")
+    return sorted(best.values(), key=lambda one: -one.t_comp), len(best)
+
+
+def _screened_names(tuning: Tuning) -> set[str]:
+    own = BY_POLICY[tuning.config().policy]
+    return {parameter.name for parameter in tuning.space if parameter.name in own}
+
+
+def _basis(tuning: Tuning, record: Record) -> list[str]:
+    """What the proxy rests on."""
+    notes = [record.costs.basis]
+    if record.gains.guessed:
+        notes.append(
+            "steady-state gains were not recorded for all CFs: error-fed gains stand in for them, "
+            "too large for CFs that were not being sent (train --policy goodput records them)"
+        )
+    others = [p.name for p in tuning.space if p.name not in _screened_names(tuning)]
+    if others:
+        notes.append(f"a replay tells nothing of {', '.join(others)}: left to the real runs")
+    return notes
+
+
+class _Gains(RecordedGains):
+    """Remembers what it said of each step and CF."""
+
+    def __init__(self, records: Sequence[StepRecord]) -> None:
+        super().__init__(records)
+        self._said: dict[tuple[int, float], Measurement] = {}
+        self._of: dict[tuple[int, float], float] = {}
+
+    def at(self, i: int, cf: float) -> Measurement:
+        key = i, cf
+        if key not in self._said:
+            self._said[key] = super().at(i, cf)
+        return self._said[key]
+
+    def of(self, i: int, cf: float) -> float:
+        """The steady-state gain of a CF, 1 for dense; 0 where nothing tells."""
+        if cf == DENSE:
+            return 1.0
+        key = i, cf
+        if key not in self._of:
+            gain = self.steady(i, [cf])[cf]
+            self._of[key] = gain if isfinite(gain) else 0.0
+        return self._of[key]
+
+
+class _Costs(RecordedCosts):
+    """Remembers what it said of each CF."""
+
+    def __init__(self, records: Sequence[StepRecord]) -> None:
+        self._seconds: dict[float, float] = {}
+        self._spent: dict[float, float] = {}
+        super().__init__(records)
+
+    def seconds(self, cf: float) -> float:
+        if cf not in self._seconds:
+            self._seconds[cf] = super().seconds(cf)
+        return self._seconds[cf]
+
+    def compress(self, cf: float) -> float:
+        if cf not in self._spent:
+            self._spent[cf] = super().compress(cf)
+        return self._spent[cf]
+
+
+def promised(attrs: Mapping[str, Any]) -> float | None:
+    """What the proxy said of a trial; None if it was not screened."""
+    value: float | None = attrs.get(SCREENED)
+    return value
