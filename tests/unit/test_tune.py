@@ -1,0 +1,359 @@
+"""The parts of `python -m runs tune` that start no process: space, objective, study, front."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+
+from adaptive import LinkSpec
+from runs.build import build_compressor
+from runs.compare.digest import Digest
+from runs.config import TrainConfig
+from runs.options import make_config
+from runs.parser import UsageError
+from runs.tune.findings import find, knee, pareto_front
+from runs.tune.objective import ACCEPTED, Metrics, Objective, measure, values
+from runs.tune.options import make_tuning
+from runs.tune.parameter import Choice, Range
+from runs.tune.sampler import SeededByTrial, make_pruner
+from runs.tune.snippet import make_snippet
+from runs.tune.space import BY_POLICY, ON_REQUEST, parse
+from runs.tune.study import (
+    AGAIN,
+    INTERRUPTED,
+    OWNER,
+    REASON,
+    SURPLUS,
+    give_up_dead,
+    open_storage,
+    open_study,
+    owner,
+    trials_that_count,
+)
+from runs.tune.tuning import Tuning
+
+# -- what is searched ----------------------------------------------------------------------------
+
+
+@given(
+    st.integers(4, 100_000),
+    st.floats(1e-4, 10),
+    st.sampled_from([(p, name) for p, names in BY_POLICY.items() for name in names + ON_REQUEST]),
+    st.integers(0, 2**32),
+)
+def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
+    steps: int, lr: float, what: tuple[str, str], seed: int
+) -> None:
+    policy, name = what
+    parameter = parse(name, policy, steps, lr)
+    value = parameter.draw(random.Random(seed))
+    if isinstance(parameter, Choice):
+        assert value in parameter.choices
+    else:
+        assert parameter.low <= float(value) <= parameter.high
+        assert isinstance(value, int) == parameter.whole
+    assert parameter.draw(random.Random(seed)) == value
+    fixed = optuna.trial.FixedTrial({name: value})
+    assert parameter.suggest(fixed) == value  # type: ignore[arg-type]
+    config = make_config({"policy": policy, name: value, "log_dir": "x"})
+    assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("epsilon=0.1..0.5", Range("epsilon", 0.1, 0.5)),
+        ("window=4..9", Range("window", 4, 9, whole=True, log=True)),
+        ("window=10,20", Choice("window", (10, 20))),
+        ("lr=0.1,1", Choice("lr", (0.1, 1.0))),
+        ("base=topk,dgc+bf16", Choice("base", ("topk", "dgc+bf16"))),
+        ("clip-norm=1..2", Range("clip_norm", 1, 2, log=True)),
+    ],
+)
+def test_ranges_and_choices(spec: str, expected: Range | Choice) -> None:
+    assert parse(spec, "gravac", 300, 1.0) == expected
+
+
+def test_searched_numbers_have_few_digits_so_that_what_is_printed_is_what_ran() -> None:
+    trial = optuna.trial.FixedTrial({"epsilon": 0.123456789})
+    assert Range("epsilon", 0.05, 0.9).suggest(trial) == 0.123  # type: ignore[arg-type]
+    assert Range("epsilon", 0.1234567, 0.9).suggest(trial) == 0.1234567  # type: ignore[arg-type]
+
+
+def _tuning(folder: Path, **given: Any) -> Tuning:
+    return make_tuning({"log_dir": str(folder), "steps": 20, **given})
+
+
+def test_what_is_given_is_not_searched_and_what_is_asked_for_is(tmp_path: Path) -> None:
+    names = [p.name for p in _tuning(tmp_path, epsilon=0.4, also=["lr", "base"]).space]
+    assert names == ["omega", "window", "scaling", "gain", "lr", "base"]
+    assert [p.name for p in _tuning(tmp_path, search=["lr"]).space] == ["lr"]
+    harris = _tuning(tmp_path, plan="random", base="dgc", cf=100.0, policy="fixed")
+    assert [p.name for p in harris.space] == ["lr", "clip_norm"]
+    assert harris.objective.names == ("quality",)
+    assert harris.pruner == "none"
+    assert _tuning(tmp_path, target=5.0).objective.names == ("seconds",)
+    assert _tuning(tmp_path, target=5.0).pruner == "median"
+
+
+# -- what for ------------------------------------------------------------------------------------
+
+
+def _objective(*names: str, target: float | None = None, higher: bool = False) -> Objective:
+    return Objective(names, target, None, "accuracy" if higher else "perplexity", higher)
+
+
+def test_metrics_are_those_at_the_first_evaluation_at_the_target() -> None:
+    sent = (10.0, 20.0, 30.0, 40.0)
+    digest = Digest(0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, ())
+    ends = (1.0, 2.0, 3.0, 4.0)
+    assert measure(_objective("quality", "bytes"), digest, ends) == Metrics(4, 40, 4, 2, True)
+    assert measure(_objective("bytes", target=5.5), digest, ends) == Metrics(4, 30, 3, 2, True)
+    missed = measure(_objective("seconds", target=3.0), digest, ends)
+    assert not missed.reached
+    both = [Metrics(4, 40, 4, 2, True), Metrics(6, 20, 8, 2, True)]
+    assert values(_objective("quality", "seconds"), both) == [5, 6]
+    assert all(math.isnan(v) for v in values(_objective("seconds"), [Metrics(1, 1, nan, 1, True)]))
+
+
+def test_the_pruner_compares_qualities_in_the_direction_of_the_study() -> None:
+    assert _objective("quality").intermediate(3.0) == 3.0
+    assert _objective("seconds", target=1.0).intermediate(3.0) == 3.0
+    assert _objective("quality", higher=True).intermediate(3.0) == 3.0  # maximised
+    assert _objective("seconds", target=1.0, higher=True).intermediate(3.0) == -3.0
+    assert _objective("quality", higher=True).directions == ["maximize"]
+    assert _objective("bytes", target=5.0).reached(5.0)
+    assert not _objective("bytes", target=5.0).reached(5.1)
+    assert not _objective("bytes", target=5.0).reached(-inf)
+    assert _objective("bytes", target=0.5, higher=True).reached(0.6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]], higher: bool) -> None:
+    objective = _objective("quality", "bytes", higher=higher)
+    trials = [_trial([float(q), float(b)]) for q, b in points]
+    front = pareto_front(objective, trials)
+    kept = [tuple(trial.values) for trial in front]
+    sign = -1 if higher else 1
+    for quality, cost in points:
+        beaten = any(
+            sign * q <= sign * quality and b <= cost and (q, b) != (quality, cost)
+            for q, b in points
+        )
+        assert ((quality, cost) in kept) == (not beaten)
+    assert len(set(kept)) == len(kept)
+    assert kept == sorted(kept, key=lambda value: sign * value[0])
+    assert knee(front) in front
+
+
+def test_the_settings_shown_are_those_nearest_to_the_best_of_both() -> None:
+    front = [_trial([1.0, 100.0]), _trial([1.2, 10.0]), _trial([9.0, 9.0])]
+    assert knee(front) is front[1]
+    assert knee([]) is None
+
+
+def _trial(found: list[float], **attrs: Any) -> optuna.trial.FrozenTrial:
+    return create_trial(values=found, user_attrs=attrs)
+
+
+# -- the study -----------------------------------------------------------------------------------
+
+
+def test_the_same_options_find_the_same_folder_whatever_the_trials(tmp_path: Path) -> None:
+    def folder(**given: Any) -> Path:
+        return make_tuning(given).folder
+
+    assert folder(trials=3) == folder(trials=9, plan_seed=3, steps=TrainConfig.steps)
+    assert folder(steps=11) != folder(steps=12)
+    assert folder(search=["lr"]) != folder(search=["lr=0.1..1"])
+    assert folder(objective=["quality"]) != folder()
+    signature = _tuning(tmp_path, cf_range=[10.0, 20.0]).signature
+    assert json.loads(json.dumps(signature)) == signature
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Callable[..., tuple[Tuning, optuna.Study]]:
+    def _begin(**given: Any) -> tuple[Tuning, optuna.Study]:
+        tuning = _tuning(tmp_path, **given)
+        return tuning, open_study(tuning, open_storage(tuning.url))
+
+    return _begin
+
+
+Begin = Callable[..., tuple[Tuning, optuna.Study]]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"steps": 30}, "--steps: .* begun with 20, not 30"),
+        ({"seeds": [1, 2]}, "--seeds: .* begun with 0, not 1 2"),
+        ({"link": "1gbit"}, "--link: .* begun with None, not 1gbit"),
+        ({"also": ["memory"]}, "--search: .* begun with .*gain=.*, not .*memory=residual"),
+        ({"objective": ["quality"]}, "--objective: .* begun with quality bytes, not quality;"),
+    ],
+)
+def test_a_study_of_something_else_is_refused_by_name(
+    begin: Begin, other: dict[str, Any], said: str
+) -> None:
+    begin()
+    begin(trials=99, plan_seed=5)  # not what is tuned, but how
+    with pytest.raises(UsageError, match=said):
+        begin(**other)
+
+
+def test_trials_of_dead_processes_are_given_up_and_their_parameters_queued_once(
+    begin: Begin,
+) -> None:
+    _, study = begin()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    owners = [f"{socket.gethostname()}:{gone.pid}", owner(), "elsewhere:1"]
+    for i, whose in enumerate(owners):
+        trial = study.ask()
+        trial.suggest_float("lr", 0, 1)
+        trial.set_user_attr(OWNER, whose)
+        assert trial.number == i
+    for _ in range(2):
+        give_up_dead(study)
+    states = [trial.state for trial in study.trials]
+    running = TrialState.RUNNING
+    assert states == [TrialState.FAIL, running, running, TrialState.WAITING]
+    assert study.trials[3].user_attrs[AGAIN] == 0
+    assert study.ask().suggest_float("lr", 0, 1) == study.trials[0].params["lr"]
+    assert os.getpid() != gone.pid
+
+
+def test_what_was_given_up_does_not_count_and_failures_do(begin: Begin) -> None:
+    _, study = begin(objective=["quality"])
+    for why in (INTERRUPTED, SURPLUS, "diverged"):
+        study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: why}))
+    study.add_trial(create_trial(state=TrialState.FAIL))
+    study.enqueue_trial({"lr": 1.0})
+    study.add_trial(create_trial(value=1.0))
+    assert [trial.number for trial in trials_that_count(study)] == [2, 5]
+
+
+def test_samples_depend_on_the_plans_seed_and_the_trials_number_alone() -> None:
+    def sampled(plan: str, seed: int, fresh: bool) -> list[float]:
+        study = optuna.create_study(sampler=SeededByTrial(plan, seed))
+        found = []
+        for _ in range(8):
+            if fresh:  # as in another process
+                study.sampler = SeededByTrial(plan, seed)
+            trial = study.ask()
+            found.append(trial.suggest_float("x", 0, 1))
+            study.tell(trial, (found[-1] - 0.3) ** 2)
+        return found
+
+    for plan in ("random", "tpe"):
+        first = sampled(plan, 1, fresh=False)
+        assert first == sampled(plan, 1, fresh=True)
+        assert first != sampled(plan, 2, fresh=False)
+        assert len(set(first)) == 8
+
+
+@pytest.mark.parametrize("name", ["median", "hyperband"])
+def test_pruners_stop_what_falls_behind_but_not_at_once(name: str) -> None:
+    study = optuna.create_study(pruner=make_pruner(name, steps=40, eval_every=4), study_name="x")
+    pruned_at: dict[bool, list[int]] = {True: [], False: []}
+    for number in range(24):
+        good = number % 2 == 0 or number < 10
+        trial = study.ask()
+        for step in range(4, 41, 4):
+            trial.report(1.0 if good else 9.0, step)
+            if trial.should_prune():
+                pruned_at[good].append(step)
+                study.tell(trial, state=TrialState.PRUNED)
+                break
+        else:
+            study.tell(trial, 1.0 if good else 9.0)
+    assert pruned_at[False]
+    assert not pruned_at[True]
+    assert min(pruned_at[False]) >= (12 if name == "median" else 4)
+
+
+def test_findings_leave_out_what_was_given_up(begin: Begin) -> None:
+    tuning, study = begin()
+    assert find(study, tuning.objective).pick is None
+    space = {"lr": FloatDistribution(0.1, 1.0)}
+    for i in range(8):
+        lr = 0.1 + i / 10
+        study.add_trial(
+            create_trial(values=[1 + lr, 2e6 - lr], params={"lr": lr}, distributions=space)
+        )
+    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: INTERRUPTED}))
+    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: "diverged"}))
+    found = find(study, tuning.objective)
+    assert len(found.trials) == 9
+    assert len(found.front) == 8
+    assert [shares.get("lr") for shares in found.importances] == [1.0, 1.0]
+
+
+# -- the settings to paste -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "gravac", "epsilon": 0.31, "window": 7, "scaling": "geometric", "lr": 0.5},
+        {"policy": "fixed", "cf": 12.5, "base": "dgc+bf16", "memory": "residual"},
+        {"policy": "fixed", "base": "none", "clip_norm": 2.5},
+        {"policy": "accordion", "eta": 0.25, "interval": 9, "cf_range": (10.0, 200.0)},
+        {"policy": "warmup", "warmup_steps": 5, "masking": False, "link": "1gbit"},
+        {"policy": "goodput", "margin": 0.1},
+        {"policy": "budget", "share": 0.3, "exchange": "sharded"},
+    ],
+)
+def test_the_snippet_makes_the_compressor_that_ran(settings: dict[str, Any]) -> None:
+    config = make_config({**settings, "log_dir": "x"})
+    names: dict[str, Any] = {}
+    exec(make_snippet(config), names)
+    ran = build_compressor(replace(config, link=None), samples_per_step=1)
+    pasted, wanted = names["compressor"]._settings, ran._settings
+    for name in ("cf_range", "exchange", "granularity", "dense_below", "clip_norm"):
+        assert getattr(pasted, name) == getattr(wanted, name)
+    for ours, theirs in zip(
+        (pasted.policy, pasted.base, pasted.memory),
+        (wanted.policy, wanted.base, wanted.memory),
+        strict=True,
+    ):
+        assert type(ours) is type(theirs)
+        assert _plain(ours) == _plain(theirs)
+    assert ("learning rate" in make_snippet(config)) == ("lr" in settings)
+    assert "1gbit" not in make_snippet(config)
+
+
+def _plain(thing: object) -> dict[str, Any]:
+    kinds = (int, float, str, tuple, type(None))
+    return {name: value for name, value in vars(thing).items() if isinstance(value, kinds)}
+
+
+def test_labels_say_how_the_seconds_came_about() -> None:
+    measured = _objective("quality", "seconds")
+    assert measured.labels == ["held-out perplexity", "measured seconds"]
+    modelled = replace(measured, network=LinkSpec.parse("1gbit,5ms"))
+    assert modelled.labels[1] == "modelled s at 1 Gbit/s, 5 ms"
+    assert _objective("bytes", target=5.5).labels == ["MB sent by a worker to perplexity 5.5"]
+    assert _objective("quality", "bytes").shown([3.0, 2e6]) == [3.0, 2.0]
+    assert set(ACCEPTED) >= {("quality",), ("quality", "bytes")}
