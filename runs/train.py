@@ -164,6 +164,7 @@ def train(
         logbook.progress.say(f"stopped after step {trainer.step}, checkpoint saved")
     summary = trainer.summary()
     dist.barrier()  # rank 0 goes on alone from here
+    vote.close()
     paused = pause_at is not None and trainer.step < config.steps
     quality = None if paused else _evaluate(trainer, logbook)
     return Outcome(

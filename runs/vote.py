@@ -28,3 +28,7 @@ class Vote:
         self._work.wait()
         loss, wishes = self._ballot.tolist()
         return loss / dist.get_world_size(), wishes > 0
+
+    def close(self) -> None:
+        """Give the group's threads and sockets back; on all ranks."""
+        dist.destroy_process_group(self._group)

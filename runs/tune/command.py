@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "main"]
 
+TRIALS_A_START = 20
+"""Trials that the same worker processes run: starting them takes seconds, and memory adds up."""
 GOES_ON = "interrupted; the same command goes on from here"
 SAY = 5.0
 """Seconds that the first worker under torchrun gets to say what is wrong."""
@@ -43,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    """Start the workers of one trial after another: a crash costs one trial."""
+    """Start workers until the study is full: a crash costs one trial."""
     from runs.launch import launch
     from runs.tune.study import INTERRUPTED as GIVEN_UP
     from runs.tune.study import (
@@ -58,7 +60,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     tuning = make_tuning(vars(args))
     study = _begin(tuning)
-    session, out = Session(tuning, owner(), most=1), _out(tuning)
+    session, out = Session(tuning, owner(), most=TRIALS_A_START), _out(tuning)
     code = 0
     while code == 0 and len(trials_that_count(study)) < tuning.trials:
         begun = count_begun(study)
