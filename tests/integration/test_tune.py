@@ -18,7 +18,7 @@ from optuna.trial import TrialState, create_trial
 from runs.__main__ import main
 from runs.records import read_records
 from runs.tune.desk import SETTINGS
-from runs.tune.options import make_tuning
+from runs.tune.make import make_tuning
 from runs.tune.study import AGAIN, OWNER, REASON, open_storage, open_study
 from runs.tune.tuning import Tuning
 from tests.integration.test_cli import Command
@@ -261,10 +261,10 @@ def test_the_best_on_a_record_go_to_real_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr("runs.launch.launch", lambda *_: started.append(1) or 1)
+    monkeypatch.setattr("runs.tune.run.launch", lambda *_: started.append(1) or 1)
     record = shared[0].tuning.config({}, number=1).folder
     case = Case(tmp_path / "study", data=str(text), trials=5, also=["lr"], **SHORT)
-    screen = ["--proxy", "replay", "--timeline", str(record), "--settings", "40", "--keep", "3"]
+    screen = ["--proxy", "replay", "--timeline", str(record), "--replays", "40", "--keep", "3"]
     assert main(["tune", *case.words, *screen]) == 1  # no worker ever starts
     out = capfd.readouterr().out
     assert "screened 40 settings" in out
@@ -307,6 +307,9 @@ BAD = {
     "--policy off --also lr": ["--policy off", "--base none"],
     "--epsilon 7": ["--epsilon", "7", "(0, 1]"],
     "--trials 0": ["--trials", "'0'", ">= 1"],
+    "--setting nothing": ["--setting nothing", "dense", "topk"],
+    "--setting topk@50 --setting topk@50": ["--setting topk@50", "twice"],
+    "--setting topk@50 --base dgc": ["--setting topk@50", "--base dgc", "one of the two"],
     "--timeline x": ["--timeline x", "--proxy replay"],
     "--proxy replay": ["--timeline", "train --policy goodput"],
     "--proxy replay --timeline /nowhere": ["--timeline: /nowhere", "log folder"],
@@ -322,7 +325,7 @@ def test_bad_options_are_one_line(
     options: str, text: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runs.launch.launch", lambda *_: pytest.fail("started workers"))
+    monkeypatch.setattr("runs.tune.run.launch", lambda *_: pytest.fail("started workers"))
     monkeypatch.setattr("runs.tune.study.ATTEMPTS", 1)
     try:
         code = main(["tune", "--data", str(text), "--batch-size", "1", *options.split()])

@@ -29,10 +29,12 @@ from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.tune.findings import find, knee, pareto_front
+from runs.tune.make import make_tuning
 from runs.tune.objective import ACCEPTED, Metrics, Objective, measure, values
-from runs.tune.options import make_tuning
+from runs.tune.options import HARRIS_SETTINGS
 from runs.tune.parameter import Choice, Range
 from runs.tune.sampler import SeededByTrial, make_pruner
+from runs.tune.settings import make_tunings
 from runs.tune.snippet import make_snippet
 from runs.tune.space import BY_POLICY, ON_REQUEST, parse
 from runs.tune.study import (
@@ -111,6 +113,24 @@ def test_what_is_given_is_not_searched_and_what_is_asked_for_is(tmp_path: Path) 
     assert harris.pruner == "none"
     assert _tuning(tmp_path, target=5.0).objective.names == ("seconds",)
     assert _tuning(tmp_path, target=5.0).pruner == "median"
+
+
+def test_harris_searches_each_compression_setting_on_its_own(tmp_path: Path) -> None:
+    tunings = make_tunings({"plan": "random", "trials": 60, "log_dir": str(tmp_path)})
+    assert list(tunings) == list(HARRIS_SETTINGS)
+    for tuning in tunings.values():
+        assert tuning.trials == 60
+        assert tuning.objective.names == ("quality",)
+        assert [parameter.name for parameter in tuning.space] == ["lr", "clip_norm"]
+        assert tuning.folder.parent == tmp_path
+    configs = [tuning.config() for tuning in tunings.values()]
+    assert [(c.policy, c.base, c.cf) for c in configs[:2]] == [
+        ("fixed", "none", None),
+        ("fixed", "topk", 50.0),
+    ]
+    assert len({tuning.name for tuning in tunings.values()}) == len(tunings)
+    one = make_tunings({"plan": "random", "policy": "gravac", "log_dir": str(tmp_path)})
+    assert [tuning.config().policy for tuning in one.values()] == ["gravac"]
 
 
 # -- what for ------------------------------------------------------------------------------------
