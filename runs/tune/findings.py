@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from runs.tune.objective import Objective
 from runs.tune.study import INTERRUPTED, SURPLUS, reason
 
-LEAST = 4
+LEAST = 8
 """Finished trials without which an importance means nothing."""
 
 

@@ -101,7 +101,12 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE[,LATENCY]",
         help="seconds modelled on this network, as compare does (as measured)",
     )
-    what.add_argument("--search", nargs="+", metavar="S", help="search exactly these, see above")
+    what.add_argument(
+        "--search",
+        nargs="+",
+        metavar="S",
+        help="search exactly these, see above (the policy's own; with --setting lr clip_norm)",
+    )
     what.add_argument("--also", nargs="+", metavar="S", help="search these too")
     what.add_argument(
         "--setting",

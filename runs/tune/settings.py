@@ -13,6 +13,7 @@ from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.tune.make import make_tuning
 from runs.tune.options import HARRIS_SETTINGS
+from runs.tune.space import HARRIS
 from runs.tune.tuning import Tuning
 
 HOW = ("trials", "plan", "plan_seed", "pruner", "storage", "log_dir", "json", "setting")
@@ -29,6 +30,7 @@ def make_tunings(given: dict[str, Any]) -> dict[str, Tuning]:
     if texts is None:
         return {"": make_tuning(given)}
     contenders = list(map(_parse, texts))
+    given.setdefault("search", [name for name in HARRIS if name not in given])
     base = Path(given["log_dir"]) if "log_dir" in given else _folder(given)
     found: dict[str, Tuning] = {}
     for contender in contenders:
