@@ -13,25 +13,28 @@ import optuna
 from optuna.trial import TrialState
 
 from runs.build import check
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import INTERRUPTED, Interrupt
 from runs.launch import launch
 from runs.parser import UsageError
 from runs.result import title
 from runs.tune import study as book
 from runs.tune.screen import read, screen
-from runs.tune.trial import Session, run_session
+from runs.tune.trial import Session, run_session, run_trials
 from runs.tune.tuning import Tuning
+from runs.worker import join
 
 TRIALS_A_START = 20
 """Trials that the same worker processes run: starting them takes seconds, and memory adds up."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
-    """rank, world_size: torchrun's; 0 and None where we start the workers ourselves."""
+    """rank, world_size: torchrun's; 0 and None where we start the workers ourselves. interrupt: of
+    the process group, which torchrun's processes enter once, for all studies."""
 
     rank: int
     world_size: int | None
+    interrupt: Interrupt | None = None
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The command's options, with torchrun's number of workers."""
@@ -66,8 +69,11 @@ def conduct(tuning: Tuning, where: Place, out: TextIO) -> tuple[optuna.Study | N
     """Run the study until it is full; the study (None but on rank 0) and the exit code."""
     study = _begin(tuning, out) if where.rank == 0 else None
     if where.world_size is not None:
+        if where.interrupt is None:
+            threads = tuning.config().threads
+            where.interrupt = join(threads, where.rank, where.world_size, "env://")
         session = Session(tuning, book.owner(), most=None)
-        return study, run_session(session, where.rank, where.world_size, "env://")
+        return study, run_trials(session, where.rank, where.interrupt)
     assert study is not None
     return study, _with_our_workers(tuning, study, out)
 

@@ -33,11 +33,18 @@ class Session:
 
 
 def run_session(session: Session, rank: int, world_size: int, init_method: str) -> int:
-    """Run trials as one of `world_size` ranks; returns the exit code (130 if interrupted)."""
+    """Be one of `world_size` ranks for some trials; returns the exit code (130 if interrupted)."""
+    interrupt = join(session.tuning.config().threads, rank, world_size, init_method)
+    code = run_trials(session, rank, interrupt)
+    dist.destroy_process_group()
+    return code
+
+
+def run_trials(session: Session, rank: int, interrupt: Interrupt) -> int:
+    """The same in a process group that is there already."""
     tuning = session.tuning
     out = sys.stderr if tuning.json else sys.stdout
     desk = Desk(tuning, session.owner, out) if rank == 0 else None
-    interrupt = join(tuning.config().threads, rank, world_size, init_method)
     made, stopped = 0, False
     while not stopped and (session.most is None or made < session.most):
         order = _rank_0s(None if desk is None or interrupt.requested else desk.ask())
@@ -52,7 +59,6 @@ def run_session(session: Session, rank: int, world_size: int, init_method: str) 
         made += 1
         stopped = _rank_0s(interrupt.requested)
     stopped = stopped or _rank_0s(interrupt.requested)
-    dist.destroy_process_group()
     return INTERRUPTED if stopped else 0
 
 
