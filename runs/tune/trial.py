@@ -73,6 +73,8 @@ def _run(tuning: Tuning, order: Order, desk: Desk | None, interrupt: Interrupt) 
             total = tuning.trials * len(tuning.seeds)
             done = (order.place - 1) * len(tuning.seeds) + i
             name = f"trial {order.number}, {order.place} of {tuning.trials}"
+            if len(tuning.seeds) > 1:
+                name += f", seed {seed}"
             config.folder.mkdir(parents=True, exist_ok=True)
             config.save()
             progress = StudyProgress(config, done, total, name)
