@@ -26,16 +26,21 @@ from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before
 class Logbook(Timeline):
     """A timeline sink that passes on to the files, and the run's own numbers besides.
 
-    first_step: steps done already; the records of later ones are dropped from the files.
+    first_step: steps done already; the records of later ones are dropped from the files. progress:
+    what it says while it runs; None: as train does.
     """
 
-    def __init__(self, config: TrainConfig, first_step: int) -> None:
+    def __init__(
+        self, config: TrainConfig, first_step: int, progress: Progress | None = None
+    ) -> None:
         self.config = config
         self.muted = False
         self.last: StepRecord | None = None
         self.notes: list[str] = []
         self.evaluations: list[tuple[int, float]] = []
-        self.progress = Progress(first_step, config.steps, emulated(config), gain_kind(config))
+        self.progress = progress or Progress(
+            first_step, config.steps, emulated(config), gain_kind(config)
+        )
         folder = config.folder
         folder.mkdir(parents=True, exist_ok=True)
         for name in (TIMELINE_FILE, METRICS_FILE):

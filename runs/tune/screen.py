@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import optuna
 
-from adaptive import StepRecord
+from adaptive import Header, StepRecord
 from policies import DENSE, Measurement
 from policies.base import Context
 from runs.build import build_policy
@@ -54,7 +54,7 @@ class Record:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.gains = _Gains(source.recorded.steps)
-        self.costs = _Costs(source.recorded.steps)
+        self.costs = _Costs(source.recorded.steps, source.recorded.header)
         self._contexts: dict[Any, Context] = {}
 
     def t_comp(self, config: TrainConfig) -> tuple[float, tuple[float, ...]]:
@@ -74,6 +74,8 @@ def read(tuning: Tuning) -> Record:
     """UsageError if the record is of no use for this study."""
     assert tuning.screen is not None
     given = tuning.screen.timeline
+    if tuning.config().layerwise:
+        raise UsageError("--layerwise on: a replay knows no layers; accepted: without --proxy")
     if not _screened_names(tuning):
         raise UsageError(
             f"--proxy replay: none of the policy's own settings is searched, and a replay tells "
@@ -191,10 +193,10 @@ class _Gains(RecordedGains):
 class _Costs(RecordedCosts):
     """Remembers what it said of each CF."""
 
-    def __init__(self, records: Sequence[StepRecord]) -> None:
+    def __init__(self, records: Sequence[StepRecord], header: Header | None = None) -> None:
         self._seconds: dict[float, float] = {}
         self._spent: dict[float, float] = {}
-        super().__init__(records)
+        super().__init__(records, header)
 
     def seconds(self, cf: float) -> float:
         if cf not in self._seconds:

@@ -18,6 +18,7 @@ BY_POLICY = {
     "warmup": ("warmup_steps",),
     "goodput": ("margin",),
     "budget": ("share",),
+    "schedule": (),
 }
 """Policies that can be tuned, and what is searched unless the command says otherwise."""
 

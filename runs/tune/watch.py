@@ -29,9 +29,7 @@ class TrialLogbook(Logbook):
     def __init__(
         self, config: TrainConfig, objective: Objective, prune: Prune, progress: Progress
     ) -> None:
-        super().__init__(config, first_step=0)
-        self.progress.close()
-        self.progress = progress
+        super().__init__(config, 0, progress)
         self.ending: str | None = None
         self.detail = ""
         self.ends: list[float] = []

@@ -74,7 +74,8 @@ def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
     assert parameter.draw(random.Random(seed)) == value
     fixed = optuna.trial.FixedTrial({name: value})
     assert parameter.suggest(fixed) == value  # type: ignore[arg-type]
-    config = make_config({"policy": policy, name: value, "log_dir": "x"})
+    other = {"schedule": ("0:10",)} if policy == "schedule" else {}
+    config = make_config({"policy": policy, **other, name: value, "log_dir": "x"})
     assert getattr(config, name) == value
 
 
@@ -342,6 +343,8 @@ def test_findings_leave_out_what_was_given_up(begin: Begin) -> None:
         {"policy": "accordion", "eta": 0.25, "interval": 9, "cf_range": (10.0, 200.0)},
         {"policy": "warmup", "warmup_steps": 5, "masking": False, "link": "1gbit"},
         {"policy": "goodput", "margin": 0.1},
+        {"policy": "schedule", "schedule": ("0:1", "20:50.5")},
+        {"policy": "gravac", "epsilon": 0.2, "layerwise": True},
         {"policy": "budget", "share": 0.3, "exchange": "sharded"},
     ],
 )
