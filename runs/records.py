@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,16 +58,19 @@ def read_records(path: Path) -> Recorded:
     ValueError names the file and the line that is not a record.
     """
     recorded, header = Recorded([], []), None
-    for line, value in _lines(path):
-        try:
-            if value["kind"] == "step":
-                recorded.steps.append(_step(value))
-            elif value["kind"] == "header":
-                header = _header(value)
-            else:
-                recorded.events.append(_only(Event, value))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {line}: not a timeline record ({error!r})") from error
+    with _no_collection():
+        for line, value in json_lines(path):
+            try:
+                if value["kind"] == "step":
+                    recorded.steps.append(_step(value))
+                elif value["kind"] == "header":
+                    header = _header(value)
+                else:
+                    recorded.events.append(_only(Event, value))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{path}, line {line}: not a timeline record ({error!r})"
+                ) from error
     return replace(recorded, header=header)
 
 
@@ -72,7 +78,7 @@ def keep_before(path: Path, step: int) -> None:
     """Drop the records of `step` and later ones, and a last line that was cut short. The header
     belongs to no step, and stays."""
     if path.exists():
-        kept = [value for _, value in _lines(path) if _step_of(value) < step]
+        kept = [value for _, value in json_lines(path) if _step_of(value) < step]
         lines = (json.dumps(value, separators=(",", ":")) + "\n" for value in kept)
         write_text(path, "".join(lines))
 
@@ -91,7 +97,11 @@ def stretches(recorded: Recorded) -> list[Stretch]:
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and values of a file of JSON lines. A last line cut short is left out.
+
+    ValueError names the file and the line.
+    """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
@@ -101,6 +111,18 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if number == len(lines) and not text.endswith("\n"):
                 return
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Millions of new objects, no cycles among them: looking for cycles takes most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _step_of(value: dict[str, Any]) -> int:
@@ -138,8 +160,12 @@ def _header(value: dict[str, Any]) -> Header:
 
 def _only(kind: Callable[..., _T], value: dict[str, Any]) -> _T:
     """Make a dataclass from the entries that it has; null is a number that is not known."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: _number(value[name]) for name in names if name in value})
+    return kind(**{name: _number(value[name]) for name in _names(kind) if name in value})
+
+
+@cache
+def _names(kind: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
 
 
 def _key(text: str) -> float | str:
