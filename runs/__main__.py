@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": ("runs.compare", "train with several contenders in turn, and compare them"),
     "tune": ("runs.tune", "search for the best settings with Optuna, or on a recorded timeline"),
     "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
+    "report": ("runs.report", "make one page of runs that are done: table, pictures, reasons"),
     "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),
 }
 

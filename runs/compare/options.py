@@ -153,7 +153,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
         if contender.folder in folders[:i]:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
-    networks = tuple(map(_network, given.pop("bandwidths", BANDWIDTHS)))
+    networks = tuple(map(parse_network, given.pop("bandwidths", BANDWIDTHS)))
     model_mb = given.pop("model_mb", None)
     if model_mb is not None and given.get("workers", TrainConfig.workers) < 2:
         raise UsageError(f"--model-mb {model_mb:g}: needs --workers 2 or more, one sends nothing")
@@ -174,7 +174,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     return Comparison(contenders, seeds, *size, goal, turn, steps, path, given, as_json)
 
 
-def _network(text: str) -> LinkSpec:
+def parse_network(text: str) -> LinkSpec:
+    """A network of --bandwidths. UsageError if it is none."""
     try:
         return LinkSpec.parse(text)
     except ValueError as error:

@@ -76,7 +76,7 @@ def _histories(standing: Standing) -> str:
 def _spread(spread: Spread, digits: int) -> str:
     if not isfinite(spread.mean):
         return "-"
-    text = _number(spread.mean, digits)
+    text = number_text(spread.mean, digits)
     deviation = spread.deviation
     if isfinite(deviation) and deviation > 0:
         text += f" ± {deviation:.2g}"
@@ -88,13 +88,13 @@ def _times(seconds: Sequence[float | None]) -> str:
     never = sum(value is None for value in seconds)
     if not reached:
         return "never" if never else "-"
-    text = _number(mean(reached), 4)
+    text = number_text(mean(reached), 4)
     if len(reached) > 1 and stdev(reached) > 0:
         text += f" ± {stdev(reached):.2g}"
     return f"{text} ({never} of {len(seconds)} never)" if never else text
 
 
-def _number(value: float, digits: int) -> str:
+def number_text(value: float, digits: int) -> str:
     """As many digits, never with an exponent."""
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:.0f}"

@@ -1,0 +1,90 @@
+"""The report command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from runs.config import write_text
+from runs.parser import UsageError, fail
+from runs.report.figures import Picture, make_pictures, paint
+from runs.report.options import HELP, ReportOptions, add_arguments, make_options
+from runs.report.page import make_page
+from runs.report.result import make_result, run_notes
+from runs.report.run import Run
+from runs.report.source import find_places, read_run
+from runs.report.stages import told
+from runs.report.table import make_rows, make_text
+from runs.report.target import choose_targets
+
+__all__ = ["HELP", "add_arguments", "main"]
+
+PAGE_FILE, RESULT_FILE = "report.html", "report.json"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Make the report; returns the exit code."""
+    try:
+        return _report(make_options(vars(args)))
+    except UsageError as error:
+        return fail("python -m runs report", error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _report(options: ReportOptions) -> int:
+    places, notes = find_places(options.given, PAGE_FILE)
+    runs = [read_run(p) for p in told([(place.name, place) for place in places], "reading")]
+    targets = choose_targets(runs, options.target)
+    rows = make_rows(runs, targets, options.networks)
+    pictures, missing = make_pictures(rows, targets, options.networks)
+    notes += missing
+    title = options.title or _title(runs)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        drawn = _paint(pictures, options.out, notes)
+        result = make_result(rows, targets, options.networks, title, notes)
+        page = make_page(title, rows, targets, options.networks, drawn, notes)
+        write_text(options.out / PAGE_FILE, page)
+        result["page"] = str(options.out / PAGE_FILE)
+        result["pictures"] = [str(path) for _, path in drawn]
+        text = json.dumps(result, indent=2, allow_nan=False)
+        write_text(options.out / RESULT_FILE, text + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"--out {options.out}: cannot be written: {error.strerror or error}; accepted: a "
+            f"folder that can be written to"
+        ) from error
+    out = sys.stderr if options.json else sys.stdout
+    print(make_text(rows, options.networks), file=out)
+    for task, target in targets.items():
+        of_task = f" of {task}" if len(targets) > 1 else ""
+        print(f"target{of_task}: {target.quality:.4g}, {target.basis}", file=out)
+    notes += [f"{run.name}: {note}" for run in runs for note in run_notes(run)]
+    print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "", file=out)
+    print(f"page in {options.out / PAGE_FILE}", file=out)
+    if options.json:
+        print(json.dumps(result, allow_nan=False))
+    return 0
+
+
+def _paint(pictures: list[Picture], folder: Path, notes: list[str]) -> list[tuple[Picture, Path]]:
+    """Those that could be drawn, and where they are."""
+    drawn = []
+    try:
+        for picture in told([(picture.heading, picture) for picture in pictures], "drawing"):
+            path = folder / picture.file
+            paint(picture, path)
+            drawn.append((picture, path))
+    except ImportError:
+        notes.append("no pictures: matplotlib is not installed")
+    return drawn
+
+
+def _title(runs: list[Run]) -> str:
+    if len(runs) == 1:
+        return f"{runs[0].name}: {runs[0].title}"
+    tasks = sorted({run.task for run in runs if run.task})
+    return f"{len(runs)} runs" + (f" of {' and '.join(tasks)}" if tasks else "")

@@ -1,0 +1,83 @@
+"""Which CF was sent when: a panel for each run, every switch in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite, nan
+from typing import Any
+
+from runs.report.figures.panels import grid, in_pictures
+from runs.report.figures.style import Picture, cf_axis, labelled, legend, titled
+from runs.report.run import Run
+from runs.report.thin import corners
+
+_SENT, _CANDIDATE, _FLOOR = "#1f5fa8", "#e08214", "#5aae61"
+_MARKED = 150
+"""Switches that get a mark each; the line shows more of them well enough."""
+
+
+def make(runs: Sequence[Run]) -> list[Picture]:
+    """Empty if no run has a CF history."""
+    runs = [run for run in runs if run.history]
+    return in_pictures("cf_timeline", runs, _picture) if runs else []
+
+
+def _picture(file: str, runs: Sequence[Run], remark: str) -> Picture:
+    most = max(runs, key=lambda run: len(run.history))
+    return Picture(
+        file,
+        f"CF over steps{remark}",
+        "Compression factor against step, a panel for each run: "
+        + "; ".join(f"{run.name} {_told(run)}" for run in runs),
+        "Every switch is drawn, also in long runs. Candidate and floor are the policy's own, where "
+        f"it has them. Most switches: {most.name}, {len(most.history) - 1}.",
+        0.9 + 1.55 * len(runs),
+        lambda figure: _draw(figure, runs),
+    )
+
+
+def _told(run: Run) -> str:
+    switches = len(run.history) - 1
+    last = run.history[-1].cf
+    return f"{switches} switch{'es' if switches != 1 else ''}, CF {last:g} at the end"
+
+
+def _draw(figure: Any, runs: Sequence[Run]) -> None:
+    panels = grid(figure, runs, 1, sharex=True, sharey=True)
+    lines: dict[str, Any] = {}
+    cfs = {part.cf for run in runs for part in run.history}
+    for axes, run in zip(panels, runs, strict=True):
+        for name, colour, style in (("candidate", _CANDIDATE, "--"), ("floor", _FLOOR, ":")):
+            values = [record.status.get(name, nan) for record in run.records]
+            if any(map(isfinite, values)):
+                steps, kept = corners([r.report.step for r in run.records], values)
+                cfs.update(filter(isfinite, kept))
+                lines[name] = axes.step(
+                    steps, kept, where="post", color=colour, linestyle=style, linewidth=1.2
+                )[0]
+        lines["sent"] = _draw_sent(axes, run)
+        switches = run.history[1:]
+        if 0 < len(switches) <= _MARKED:
+            lines["switch"] = axes.plot(
+                [part.first for part in switches],
+                [part.cf for part in switches],
+                "o",
+                color=_SENT,
+                markersize=4 if len(switches) < 50 else 2,
+                markerfacecolor="white",
+            )[0]
+        count = len(switches)
+        titled(axes, axes.get_title(loc="left"), f"{count} switch{'es' if count != 1 else ''}")
+        axes.margins(x=0.01)
+        labelled(axes, y="CF")
+    cf_axis(panels[0].yaxis, cfs)
+    labelled(panels[-1], "step", "CF")
+    order = [name for name in ("sent", "switch", "candidate", "floor") if name in lines]
+    legend(figure, [lines[name] for name in order], order, columns=4)
+
+
+def _draw_sent(axes: Any, run: Run) -> Any:
+    """From the CF history: as many points as switches, however many steps."""
+    steps = [part.first for part in run.history] + [run.history[-1].last + 1]
+    cfs = [part.cf for part in run.history] + [run.history[-1].cf]
+    return axes.step(steps, cfs, where="post", color=_SENT, linewidth=1.8)[0]

@@ -1,0 +1,206 @@
+"""One run as its files tell it, and the series that tables and pictures are made of."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import isfinite, nan
+from pathlib import Path
+from statistics import median
+
+from adaptive import StepRecord
+from policies import DENSE
+from policies.base import GainKind
+from runs.config import TrainConfig
+from runs.logbook import emulated, gain_kind
+from runs.records import Recorded, Stretch, stretches
+from runs.result import title
+from runs.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended, from result.json. bytes_sent, dense_bytes: a worker's."""
+
+    steps: int
+    quality: float
+    bytes_sent: float
+    dense_bytes: float
+    steps_per_second: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """name: unique in the report. config: None if only the timeline is there. trained: steps done,
+    as far as the files tell. evaluations: (steps done, quality) in order. rate: steps/s by the
+    slices of a comparison; nan otherwise. ending: None if the run has no result yet."""
+
+    name: str
+    folder: Path
+    config: TrainConfig | None
+    recorded: Recorded
+    trained: int
+    evaluations: tuple[tuple[int, float], ...]
+    rate: float
+    ending: Ending | None
+
+    @property
+    def title(self) -> str:
+        """The run in one line."""
+        return title(self.config) if self.config is not None else "settings not known"
+
+    @property
+    def link(self) -> str:
+        """What is to be said of an emulated link; "" without one."""
+        return emulated(self.config) if self.config is not None else ""
+
+    @property
+    def task(self) -> str:
+        """Runs of one task have comparable quality; "" if it is not known."""
+        return self.config.task if self.config is not None else ""
+
+    @property
+    def quality_name(self) -> str:
+        return TASKS[self.task].quality_name if self.task else "quality"
+
+    @property
+    def higher_is_better(self) -> bool:
+        return TASKS[self.task].higher_is_better if self.task else False
+
+    @property
+    def is_dense(self) -> bool:
+        """It sent everything uncompressed, all along and on purpose."""
+        config = self.config
+        return config is not None and (
+            config.policy == "off"
+            or (config.policy == "fixed" and (config.base == "none" or config.cf == DENSE))
+        )
+
+    @property
+    def finished(self) -> bool:
+        """It made all of its steps; also if nothing tells how many those are."""
+        return self.config is None or self.trained >= self.config.steps
+
+    @property
+    def quality(self) -> float:
+        """On held-out data, the last there is; nan if there is none."""
+        return self.evaluations[-1][1] if self.evaluations else nan
+
+    @cached_property
+    def gain_kind(self) -> GainKind:
+        """The gain that the policy decides on."""
+        return gain_kind(self.config) if self.config is not None else "gradient"
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.recorded.steps
+
+    @cached_property
+    def history(self) -> list[Stretch]:
+        """Consecutive steps at one CF; plain DDP, which keeps no timeline, was dense."""
+        if not self.records and self.is_dense and self.trained:
+            return [Stretch(0, self.trained - 1, DENSE, "")]
+        return stretches(self.recorded)
+
+    @cached_property
+    def shares(self) -> dict[float, float]:
+        """Share of steps at each CF, ascending."""
+        steps: Counter[float] = Counter()
+        for part in self.history:
+            steps[part.cf] += part.last - part.first + 1
+        return {cf: count / steps.total() for cf, count in sorted(steps.items())}
+
+    @property
+    def bytes_sent(self) -> float:
+        """A worker's, in all; nan if it is not known."""
+        if self.records:
+            return self.recorded.bytes_sent
+        return self.ending.bytes_sent if self.ending is not None else nan
+
+    @property
+    def wire_factor(self) -> float:
+        """Bytes of dense fp32 all-reduce / bytes sent; nan if it is not known."""
+        if self.records:
+            return self.recorded.wire_factor
+        ending = self.ending
+        if ending is None:
+            return nan
+        return ending.dense_bytes / ending.bytes_sent if ending.bytes_sent else 1.0
+
+    @cached_property
+    def step_seconds(self) -> list[float]:
+        """Of each recorded step, pauses left out; nan throughout if no step was timed."""
+        return _step_seconds(self.records, self._pauses)
+
+    @property
+    def steps_per_second(self) -> float:
+        """Of the steps alone; nan if it is not known."""
+        seconds = sum(self.step_seconds)
+        if self.records and seconds > 0:
+            return len(self.records) / seconds
+        if isfinite(self.rate):
+            return self.rate
+        return self.ending.steps_per_second if self.ending is not None else nan
+
+    def sent_by(self, done: int) -> float:
+        """Bytes that a worker had sent after so many steps; nan if it is not known."""
+        if self.records:
+            return self.at(self._sent, done)
+        return self.bytes_sent * done / self.trained if self.trained else nan
+
+    def seconds_by(self, done: int) -> float:
+        """Seconds that so many steps took; nan if it is not known."""
+        if self.records:
+            return self.at(self._seconds, done)
+        rate = self.steps_per_second
+        return done / rate if rate > 0 else nan
+
+    def at(self, series: Sequence[float], done: int) -> float:
+        """Of a series with a value for each record, the one after so many steps; nan if that step
+        is not on record."""
+        count = bisect_right(self._steps, done - 1)
+        reached = count and self._steps[count - 1] == done - 1
+        return series[count - 1] if reached else nan
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        return [record.report.step for record in self.records]
+
+    @cached_property
+    def _sent(self) -> list[float]:
+        return list(accumulate(record.report.wire_bytes for record in self.records))
+
+    @cached_property
+    def _seconds(self) -> list[float]:
+        return list(accumulate(self.step_seconds))
+
+    @cached_property
+    def _pauses(self) -> set[int]:
+        """Steps whose time has an evaluation or a checkpoint in it: the step before the pause on
+        the rank that makes it, the step after on the others, which wait for that rank there."""
+        every = self.config.checkpoint_every if self.config is not None else 0
+        done = {done for done, _ in self.evaluations}
+        done.update(range(every, self.trained, every) if every else ())
+        return done | {steps - 1 for steps in done}
+
+
+def _step_seconds(records: list[StepRecord], pauses: set[int]) -> list[float]:
+    """A step's time comes with the report of the next one, and a pause between is in it."""
+    times = [nan] * len(records)
+    by_cf: dict[float, list[float]] = {}
+    for i, (record, after) in enumerate(pairwise(records)):
+        report = after.report
+        if report.timed_cf == record.report.cf and record.report.step not in pauses:
+            times[i] = report.seconds
+            if isfinite(report.seconds):
+                by_cf.setdefault(record.report.cf, []).append(report.seconds)
+    typical = {cf: median(values) for cf, values in by_cf.items()}
+    everywhere = median([value for values in by_cf.values() for value in values] or [nan])
+    return [
+        seconds if isfinite(seconds) else typical.get(record.report.cf, everywhere)
+        for record, seconds in zip(records, times, strict=True)
+    ]

@@ -1,0 +1,183 @@
+"""From what the user names to runs: log folders, timeline files, folders of comparisons."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+from runs.compare.digest import rate
+from runs.compare.slice import read_slices
+from runs.config import CONFIG_FILE, TrainConfig
+from runs.parser import UsageError
+from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, json_lines, read_records
+from runs.report.run import Ending, Run
+from runs.result import RESULT_FILE, title
+
+RUNS = "runs"
+ACCEPTED = f"accepted: the log folder of a run or of a comparison, or a {TIMELINE_FILE}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's files are. given: what the user named. name: unique among the runs."""
+
+    given: str
+    name: str
+    folder: Path
+    timeline: Path
+
+
+def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str]]:
+    """Where the runs are, each once, and what was passed over: folders of reports.
+
+    own: a file that only reports have. UsageError names what holds no run.
+    """
+    found: dict[Path, tuple[str, Path]] = {}
+    notes = []
+    for text in given:
+        paths = _runs_in(Path(text))
+        if not paths and len(given) > 1 and Path(text, own).is_file():
+            notes.append(f"{text} is the folder of a report, and was passed over")
+        elif not paths:
+            what = "holds no run" if Path(text).exists() else "does not exist"
+            raise UsageError(f"LOGDIR {text}: {what}; {ACCEPTED}")
+        for path in paths:
+            found.setdefault(path.resolve(), (text, path))
+    if not found:
+        raise UsageError(f"LOGDIR {given[0]}: holds no run; {ACCEPTED}")
+    names = _names(list(found))
+    return [
+        Place(text, names[key], *((path.parent, path) if path.is_file() else _inside(path)))
+        for key, (text, path) in found.items()
+    ], notes
+
+
+def read_run(place: Place) -> Run:
+    """UsageError names the folder, the file and what is wrong with it."""
+    try:
+        return _read_run(place)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"LOGDIR {place.given}: {place.folder}: {said}; {ACCEPTED}") from error
+
+
+def _read_run(place: Place) -> Run:
+    recorded = read_records(place.timeline) if place.timeline.exists() else Recorded([], [])
+    config = _config(place.folder / CONFIG_FILE)
+    trained, evaluations = _metrics(place.folder / METRICS_FILE)
+    ending = _ending(place.folder / RESULT_FILE)
+    if recorded.steps:
+        trained = max(trained, recorded.steps[-1].report.step + 1)
+    elif ending is not None:
+        trained = max(trained, ending.steps)
+    if not evaluations and ending is not None and isfinite(ending.quality):
+        evaluations = [(ending.steps, ending.quality)]
+    if not trained:
+        raise ValueError("holds no step")
+    slices = [(part.last - part.first - 1, part.seconds) for part in read_slices(place.folder)]
+    return Run(
+        place.name,
+        place.folder,
+        config,
+        recorded,
+        trained,
+        tuple(evaluations),
+        rate(slices),
+        ending,
+    )
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The runs that a path stands for: itself, or what is in it."""
+    if path.is_file():
+        return [path] if path.suffix == ".jsonl" else []
+    if not path.is_dir():
+        return []
+    if _is_run(path):
+        return [path]
+    inside = path / RUNS
+    return sorted(one for one in inside.iterdir() if _is_run(one)) if inside.is_dir() else []
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (CONFIG_FILE, TIMELINE_FILE))
+
+
+def _inside(folder: Path) -> tuple[Path, Path]:
+    return folder, folder / TIMELINE_FILE
+
+
+def _names(paths: list[Path]) -> dict[Path, str]:
+    """A name for each: the end of its path, as long as it takes to be the only one."""
+    names = {}
+    for path in paths:
+        parts = (path.with_suffix("") if path.is_file() else path).parts
+        for length in range(1, len(parts) + 1):
+            name = "/".join(parts[-length:])
+            if Counter(_tail(other, length) for other in paths)[name] == 1:
+                break
+        names[path] = _printable(name)
+    return names
+
+
+def _tail(path: Path, length: int) -> str:
+    parts = (path.with_suffix("") if path.is_file() else path).parts
+    return "/".join(parts[-length:])
+
+
+def _printable(name: str) -> str:
+    """File names may hold anything, also bytes that are no text."""
+    text = name.encode("utf-8", "replace").decode("utf-8")
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _config(path: Path) -> TrainConfig | None:
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        config = TrainConfig.from_json({**saved, "log_dir": str(path.parent)})
+        title(config)  # knows the task and the link
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return config
+
+
+def _metrics(path: Path) -> tuple[int, list[tuple[int, float]]]:
+    """Steps done, and (steps done, quality) of each evaluation with a quality."""
+    trained, evaluations = 0, []
+    for line, value in json_lines(path) if path.exists() else ():
+        try:
+            done = value["step"] + 1
+            quality = value.get("quality")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {line}: not a metric ({error!r})") from error
+        trained = max(trained, done)
+        if quality is not None:
+            evaluations.append((done, float(quality)))
+    return trained, evaluations
+
+
+def _ending(path: Path) -> Ending | None:
+    if not path.exists():
+        return None
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        summary = result["summary"]
+        return Ending(
+            steps=int(result["steps"]),
+            quality=_known(result["quality"]),
+            bytes_sent=_known(summary["bytes_sent"]),
+            dense_bytes=_known(summary["dense_bytes"]),
+            steps_per_second=_known(result["steps_per_second"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _known(value: float | None) -> float:
+    return nan if value is None else float(value)
