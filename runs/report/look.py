@@ -11,21 +11,21 @@ STYLE = """
 * { box-sizing: border-box }
 body { margin: 0; background: var(--back); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif }
-main { max-width: 1080px; margin: 0 auto; padding: 1.5rem 1rem 4rem }
+main { max-width: 1180px; margin: 0 auto; padding: 1.5rem 1rem 4rem }
 h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; overflow-wrap: anywhere }
 h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere }
 .wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap;
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .5rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); vertical-align: top }
 th[scope=row], .words, th:first-child { text-align: left }
 th { font-weight: 600 }
 td.words { white-space: normal; min-width: 20rem }
 thead th { color: var(--soft) }
-.groups th { text-align: center; border-left: 1px solid var(--line) }
+.groups th { text-align: center; white-space: normal; border-left: 1px solid var(--line) }
 th small { display: block; font-weight: 400; color: var(--soft); white-space: normal;
-  min-width: 13rem }
+  min-width: 12rem }
 ul { color: var(--soft); font-size: .87rem; padding-left: 1.2rem }
 figure { margin: 0 }
 img { display: block; width: 100%; height: auto; background: #fff; border-radius: 6px;

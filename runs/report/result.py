@@ -86,6 +86,8 @@ def run_notes(run: Run) -> list[str]:
         )
     elif not run.records:
         notes.append("no timeline: CFs, gains and step times are not known")
+    if run.config is not None and run.config.fixed_clock is not None:
+        notes.append(f"--fixed-clock {run.config.fixed_clock:g}: its step times are pretended")
     if not run.evaluations:
         notes.append("never evaluated: quality is not known")
     return notes

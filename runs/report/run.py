@@ -11,15 +11,19 @@ from itertools import accumulate, pairwise
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from adaptive import StepRecord
 from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
 from runs.logbook import emulated, gain_kind
+from runs.options import HOOK_OPTIONS, POLICY_OPTIONS
 from runs.records import Recorded, Stretch, stretches
 from runs.result import title
 from runs.tasks import TASKS
+
+_IN_TITLE = ("base", "link")
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,13 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The run in one line."""
-        return title(self.config) if self.config is not None else "settings not known"
+        """The run in one line, with the settings that were given."""
+        if self.config is None:
+            return "settings not known"
+        names = (*POLICY_OPTIONS[self.config.policy], *HOOK_OPTIONS)
+        values = {name: getattr(self.config, name) for name in names if name not in _IN_TITLE}
+        told = [f"{n} {_shown(v)}" for n, v in values.items() if v is not None]
+        return ", ".join([title(self.config), *told])
 
     @property
     def link(self) -> str:
@@ -186,6 +195,14 @@ class Run:
         done = {done for done, _ in self.evaluations}
         done.update(range(every, self.trained, every) if every else ())
         return done | {steps - 1 for steps in done}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _step_seconds(records: list[StepRecord], pauses: set[int]) -> list[float]:

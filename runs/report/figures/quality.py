@@ -151,7 +151,7 @@ def _draw(
         labelled(axes, name)
     qualities = [quality for row in rows for _, quality in row.run.evaluations]
     if min(qualities) > 0 and max(qualities) > 2.5 * min(qualities):
-        _log(every[0].yaxis)
+        _log(every[0].yaxis, max(qualities) / min(qualities))
     run: Run = rows[0].run
     better = "higher" if run.higher_is_better else "lower"
     every[0].set_ylabel(f"held-out {run.quality_name} ({better} is better)", fontsize=9, color=INK)
@@ -161,16 +161,17 @@ def _draw(
 def _scale(axes: Any, name: str, ends: Sequence[float]) -> None:
     """Bytes of dense and compressed runs differ by orders of magnitude."""
     if name.startswith("MB") and ends and 0 < min(ends) < max(ends) / 30:
-        _log(axes.xaxis)
+        _log(axes.xaxis, max(ends) / min(ends))
     else:
         axes.set_xlim(left=0)
 
 
-def _log(axis: Any) -> None:
-    """Log scale with plain numbers, also over a part of a decade."""
+def _log(axis: Any, ratio: float) -> None:
+    """Log scale with plain numbers, as many as there is room for. ratio: of its ends."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.axes.set_yscale("log") if axis.axis_name == "y" else axis.axes.set_xscale("log")
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    subs = (1, 1.5, 2, 3, 5, 7) if ratio < 15 else (1, 2, 5) if ratio < 1500 else (1,)
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
