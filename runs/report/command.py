@@ -14,7 +14,7 @@ from runs.report.options import HELP, ReportOptions, add_arguments, make_options
 from runs.report.page import make_page
 from runs.report.result import make_result, run_notes
 from runs.report.run import Run
-from runs.report.source import find_places, read_run
+from runs.report.source import NoStepError, Place, find_places, read_run
 from runs.report.stages import told
 from runs.report.table import make_rows, make_text
 from runs.report.target import choose_targets
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _report(options: ReportOptions) -> int:
     places, notes = find_places(options.given, PAGE_FILE)
-    runs = [read_run(p) for p in told([(place.name, place) for place in places], "reading")]
+    runs = _read(places, notes)
     targets = choose_targets(runs, options.target)
     rows = make_rows(runs, targets, options.networks)
     pictures, missing = make_pictures(rows, targets, options.networks)
@@ -68,6 +68,19 @@ def _report(options: ReportOptions) -> int:
     if options.json:
         print(json.dumps(result, allow_nan=False))
     return 0
+
+
+def _read(places: list[Place], notes: list[str]) -> list[Run]:
+    """All runs; one that has not begun is a note among others, and an error alone."""
+    runs: list[Run] = []
+    for place in told([(place.name, place) for place in places], "reading"):
+        try:
+            runs.append(read_run(place))
+        except NoStepError:
+            if place is places[-1] and not runs:
+                raise
+            notes.append(f"{place.name} holds no step yet, and was passed over")
+    return runs
 
 
 def _paint(pictures: list[Picture], folder: Path, notes: list[str]) -> list[tuple[Picture, Path]]:

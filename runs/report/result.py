@@ -77,7 +77,7 @@ def run_notes(run: Run) -> list[str]:
     """What a reader should know of one run's data."""
     notes = []
     if run.config is None:
-        notes.append("no config.json: settings and command are not known")
+        notes.append("no config.json: settings, command and quality are not known")
     elif not run.finished:
         notes.append(f"not finished: {run.trained} of {run.config.steps} steps")
     if run.config is not None and run.config.policy == "off":
@@ -88,8 +88,10 @@ def run_notes(run: Run) -> list[str]:
         notes.append("no timeline: CFs, gains and step times are not known")
     if run.config is not None and run.config.fixed_clock is not None:
         notes.append(f"--fixed-clock {run.config.fixed_clock:g}: its step times are pretended")
-    if not run.evaluations:
+    if run.config is not None and not run.evaluations:
         notes.append("never evaluated: quality is not known")
+    elif run.evaluations and not isfinite(run.quality):
+        notes.append("its last evaluation was not finite")
     return notes
 
 

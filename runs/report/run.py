@@ -40,7 +40,8 @@ class Ending:
 @dataclass(frozen=True)
 class Run:
     """name: unique in the report. config: None if only the timeline is there. trained: steps done,
-    as far as the files tell. evaluations: (steps done, quality) in order. rate: steps/s by the
+    as far as the files tell. evaluations: (steps done, quality) in order,
+    nan for what was not finite. rate: steps/s by the
     slices of a comparison; nan otherwise. ending: None if the run has no result yet."""
 
     name: str
@@ -98,6 +99,11 @@ class Run:
     def quality(self) -> float:
         """On held-out data, the last there is; nan if there is none."""
         return self.evaluations[-1][1] if self.evaluations else nan
+
+    @property
+    def has_quality(self) -> bool:
+        """There is an evaluation to show."""
+        return any(isfinite(quality) for _, quality in self.evaluations)
 
     @cached_property
     def gain_kind(self) -> GainKind:

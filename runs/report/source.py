@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.compare.digest import rate
-from runs.compare.slice import read_slices
+from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.parser import UsageError
 from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, json_lines, read_records
@@ -19,6 +19,10 @@ from runs.result import RESULT_FILE, title
 
 RUNS = "runs"
 ACCEPTED = f"accepted: the log folder of a run or of a comparison, or a {TIMELINE_FILE}"
+
+
+class NoStepError(UsageError):
+    """A run was begun there, but made no step yet."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str
 
 
 def read_run(place: Place) -> Run:
-    """UsageError names the folder, the file and what is wrong with it."""
+    """UsageError names the folder, the file and what is wrong with it; NoStepError if nothing is."""
     try:
         return _read_run(place)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -74,11 +78,13 @@ def _read_run(place: Place) -> Run:
         trained = max(trained, recorded.steps[-1].report.step + 1)
     elif ending is not None:
         trained = max(trained, ending.steps)
-    if not evaluations and ending is not None and isfinite(ending.quality):
+    if config is None:
+        evaluations = []  # of what, and whether more is better, is not known
+    elif not evaluations and ending is not None and isfinite(ending.quality):
         evaluations = [(ending.steps, ending.quality)]
+    slices = _slices(place.folder)
     if not trained:
-        raise ValueError("holds no step")
-    slices = [(part.last - part.first - 1, part.seconds) for part in read_slices(place.folder)]
+        raise NoStepError(f"LOGDIR {place.given}: {place.folder} holds no step; {ACCEPTED}")
     return Run(
         place.name,
         place.folder,
@@ -86,7 +92,7 @@ def _read_run(place: Place) -> Run:
         recorded,
         trained,
         tuple(evaluations),
-        rate(slices),
+        slices,
         ending,
     )
 
@@ -148,17 +154,17 @@ def _config(path: Path) -> TrainConfig | None:
 
 
 def _metrics(path: Path) -> tuple[int, list[tuple[int, float]]]:
-    """Steps done, and (steps done, quality) of each evaluation with a quality."""
+    """Steps done, and (steps done, quality) of each evaluation, nan for one that was not finite."""
     trained, evaluations = 0, []
     for line, value in json_lines(path) if path.exists() else ():
         try:
             done = value["step"] + 1
-            quality = value.get("quality")
-        except (KeyError, TypeError, AttributeError) as error:
+            quality = _known(value["quality"]) if "quality" in value else None
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {line}: not a metric ({error!r})") from error
         trained = max(trained, done)
         if quality is not None:
-            evaluations.append((done, float(quality)))
+            evaluations.append((done, quality))
     return trained, evaluations
 
 
@@ -177,6 +183,14 @@ def _ending(path: Path) -> Ending | None:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _slices(folder: Path) -> float:
+    """Steps/s of a comparison's turns; nan if there were none."""
+    try:
+        return rate([(part.last - part.first - 1, part.seconds) for part in read_slices(folder)])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / SLICES_FILE} is damaged: {error}") from error
 
 
 def _known(value: float | None) -> float:

@@ -32,12 +32,12 @@ def make(
 ) -> list[Picture]:
     """For each task; empty if no run was evaluated."""
     pictures = []
-    tasks = list(dict.fromkeys(row.run.task for row in rows if isfinite(row.run.quality)))
+    tasks = list(dict.fromkeys(row.run.task for row in rows if row.run.has_quality))
     look = looks([row.run for row in rows])
     for task in tasks:
-        some = [row for row in rows if row.run.task == task and isfinite(row.run.quality)]
-        suffix = f"_{task or 'unknown'}" if len(tasks) > 1 else ""
-        of_task = f", {task or 'task not known'}" if len(tasks) > 1 else ""
+        some = [row for row in rows if row.run.task == task and row.run.has_quality]
+        suffix = f"_{task}" if len(tasks) > 1 else ""
+        of_task = f", {task}" if len(tasks) > 1 else ""
         pictures += _of_task(some, targets.get(task), networks, suffix, of_task, look)
     return pictures
 
@@ -130,7 +130,7 @@ def _draw(
         ends = []
         for row in rows:
             points = [(place(row, done), quality) for done, quality in row.run.evaluations]
-            points = [point for point in points if isfinite(point[0])]
+            points = [point for point in points if all(map(isfinite, point))]
             if not points:
                 continue
             style = look[row.run.name]
@@ -149,7 +149,7 @@ def _draw(
             axes.axhline(target.quality, color=_LIMIT, linewidth=1, linestyle=":")
         _scale(axes, name, ends)
         labelled(axes, name)
-    qualities = [quality for row in rows for _, quality in row.run.evaluations]
+    qualities = [quality for row in rows for _, quality in row.run.evaluations if isfinite(quality)]
     if min(qualities) > 0 and max(qualities) > 2.5 * min(qualities):
         _log(every[0].yaxis, max(qualities) / min(qualities))
     run: Run = rows[0].run

@@ -1,0 +1,324 @@
+"""What a report is made of: thinning, the target, the table, the distribution, the layer map."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import pairwise
+from math import isnan, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive import LinkSpec, StepRecord, StepReport
+from runs.config import TrainConfig
+from runs.parser import UsageError
+from runs.records import Recorded
+from runs.report.figures.distribution import binned
+from runs.report.figures.layers import layer_map
+from runs.report.figures.style import looks, short
+from runs.report.figures.throughput import by_cf
+from runs.report.run import Run
+from runs.report.source import find_places, read_run
+from runs.report.stages import told
+from runs.report.table import cells, head, make_rows, make_text
+from runs.report.target import Target, choose_targets
+from runs.report.thin import buckets, corners
+
+NETWORKS = (LinkSpec.parse("1mbit"),)
+
+
+def _record(step: int, cf: float = 10.0, seconds: float = 0.5, **changes: Any) -> StepRecord:
+    """1000 bytes a step, 5000 if dense."""
+    report = StepReport(
+        step,
+        cf,
+        timed_cf=cf,
+        seconds=seconds,
+        median_seconds=seconds,
+        compress_seconds=0.0,
+        exchange_seconds=0.0,
+        wire_bytes=1000.0,
+        dense_wire_bytes=5000.0,
+    )
+    return StepRecord(report, 0.0, **{"t_sys": 2.0, "t_comp": 1.0, **changes})
+
+
+def _run(
+    name: str = "run",
+    records: list[StepRecord] | None = None,
+    evaluations: tuple[tuple[int, float], ...] = (),
+    **changes: Any,
+) -> Run:
+    given_config = {"steps": 10, **changes}
+    config = TrainConfig(log_dir=name, **given_config)
+    steps = [_record(i) for i in range(10)] if records is None else records
+    return Run(
+        name, Path(name), config, Recorded(steps, []), len(steps) or 10, evaluations, nan, None
+    )
+
+
+# -- thinning ----------------------------------------------------------------------------------
+
+
+@given(
+    values=st.lists(st.floats(-1e3, 1e3) | st.just(nan), min_size=1, max_size=300),
+    most=st.integers(1, 50),
+    first=st.integers(0, 1000),
+)
+def test_buckets_keep_extremes_and_the_mean(values: list[float], most: int, first: int) -> None:
+    steps = list(range(first, first + len(values)))
+    thin = buckets(steps, values, first, steps[-1], most)
+    assert len(thin.steps) <= most
+    known = [value for value in values if not isnan(value)]
+    if not known:
+        assert np.isnan(thin.mean).all()
+        return
+    assert np.nanmin(thin.low) == min(known)
+    assert np.nanmax(thin.high) == max(known)
+    full = ~np.isnan(thin.mean)
+    assert (thin.low[full] <= thin.mean[full] + 1e-9).all()
+    assert (thin.mean[full] <= thin.high[full] + 1e-9).all()
+    assert (np.diff(thin.steps) > 0).all()
+
+
+def test_short_series_stay_as_they_are_and_gaps_stay_gaps() -> None:
+    thin = buckets([3, 4, 6], [1.0, 2.0, 3.0], 3, 7, 600)
+    assert thin.steps.tolist() == [3, 4, 5, 6, 7]
+    assert thin.mean.tolist()[:2] == [1, 2]
+    assert np.isnan(thin.mean).tolist() == [False, False, True, False, True]
+
+
+@given(values=st.lists(st.sampled_from([1.0, 10.0, nan]), min_size=1, max_size=60))
+def test_corners_are_the_same_step_function(values: list[float]) -> None:
+    steps, kept = corners(list(range(len(values))), values)
+    again = [
+        kept[max(i for i, step in enumerate(steps) if step <= at)] for at in range(len(values))
+    ]
+    assert repr(again) == repr(values)
+    assert len(kept) <= 2 + sum(repr(a) != repr(b) for a, b in pairwise(values))
+
+
+def test_every_switch_of_a_long_run_is_kept() -> None:
+    cfs = [10.0 if i % 7 else 1.0 for i in range(5000)]
+    run = _run(records=[_record(i, cf) for i, cf in enumerate(cfs)])
+    switched = [i for i in range(1, 5000) if cfs[i] != cfs[i - 1]]
+    assert [part.first for part in run.history[1:]] == switched
+    assert run.shares == {1.0: pytest.approx(715 / 5000), 10.0: pytest.approx(4285 / 5000)}
+
+
+# -- the target --------------------------------------------------------------------------------
+
+DENSE = {"policy": "fixed", "base": "none"}
+
+
+def test_the_target_is_the_worst_dense_run_that_finished() -> None:
+    runs = [
+        _run("a", evaluations=((5, 9.0), (10, 5.0))),
+        _run("dense0", evaluations=((10, 4.0),), **DENSE),
+        _run("dense1", evaluations=((10, 4.5),), policy="fixed", cf=1.0),
+        _run("off", evaluations=((10, 4.2),), policy="off", base=None),
+        _run("stopped", evaluations=((10, 99.0),), steps=20, **DENSE),
+    ]
+    target = choose_targets(runs, None)["text"]
+    assert target.quality == 4.5
+    assert "dense" in target.basis
+    assert "dense1" in target.basis
+    assert choose_targets(runs[:1], None)["text"].quality == 5.0
+    assert choose_targets(runs[-1:], None)["text"].quality == 99.0
+    assert choose_targets([_run()], None) == {}
+
+
+def test_without_a_dense_run_it_is_the_worst_run_whichever_way_is_better() -> None:
+    lower = [_run(str(q), evaluations=((10, q),)) for q in (5.0, 7.0, 6.0)]
+    assert choose_targets(lower, None)["text"].quality == 7.0
+    higher = [_run(str(q), evaluations=((10, q),), task="cifar10") for q in (0.5, 0.7)]
+    assert choose_targets(higher, None)["cifar10"].quality == 0.5
+    both = choose_targets([*lower, *higher], None)
+    assert {task: target.quality for task, target in both.items()} == {"text": 7, "cifar10": 0.5}
+    with pytest.raises(UsageError, match=r"--target 5: .*accuracy %, perplexity"):
+        choose_targets([*lower, *higher], 5.0)
+    assert choose_targets(lower, 6.5)["text"] == Target(6.5, "as asked for")
+
+
+@pytest.mark.parametrize(
+    ("task", "goal", "first"), [("text", 5.0, 6), ("text", 3.9, None), ("cifar10", 5.0, 3)]
+)
+def test_reached_at_the_first_evaluation_that_is_as_good(
+    task: str, goal: float, first: int | None
+) -> None:
+    run = _run(evaluations=((3, 9.0), (6, 5.0), (9, 4.0)), task=task)
+    assert Target(goal, "").first(run) == first
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+
+def test_a_row_holds_what_the_run_took_to_the_target() -> None:
+    run = _run(evaluations=((4, 6.0), (8, 5.0)), policy="goodput")
+    (row,) = make_rows([run], {"text": Target(6.0, "")}, NETWORKS)
+    assert row.reached is not None
+    assert (row.reached.steps, row.reached.bytes_sent) == (4, 4000)
+    assert row.reached.seconds == pytest.approx(4 * 0.5)
+    # nothing of the time is compression or waiting, so all of it is compute
+    assert row.reached.modelled == (pytest.approx(4 * (0.5 + 8000 / 1e6)),)
+    assert row.in_all(0) == pytest.approx(10 * (0.5 + 8000 / 1e6))
+    by_name = dict(zip(head([run], NETWORKS), cells(row), strict=True))
+    assert by_name["", "perplexity"] == "5.000"
+    assert by_name["", "wire factor"] == "5.00"
+    assert by_name["to target", "steps"] == "4"
+    assert by_name["measured s", "all"] == "5.000"
+    text = make_text([row], NETWORKS).splitlines()
+    assert len(text) == 3
+    assert "1 Mbit/s: modelled s" in text[0]
+
+
+def test_never_is_not_unknown() -> None:
+    evaluated = _run("evaluated", evaluations=((10, 7.0),))
+    silent = _run("silent")
+    stopped = _run("stopped", records=[_record(0)], steps=20)
+    rows = make_rows([evaluated, silent, stopped], {"text": Target(6.0, "")}, NETWORKS)
+    assert cells(rows[0]).count("never") == 4
+    assert "never" not in cells(rows[1])
+    assert cells(rows[1])[1] == "-"
+    assert cells(rows[2])[2] == "1 of 20"
+
+
+def test_pauses_are_left_out_of_measured_seconds() -> None:
+    """An evaluation after step 4 is in the time of step 3, and of step 4 on the other ranks."""
+    seconds = [0.5, 0.5, 0.5, 0.5, 9.0, 4.0, 0.5, 0.5, 0.5, 0.5]
+    records = [_record(i, seconds=s) for i, s in enumerate(seconds)]
+    run = _run(records=records, evaluations=((4, 6.0), (10, 5.0)))
+    assert run.seconds_by(10) == pytest.approx(10 * 0.5)
+    assert run.steps_per_second == pytest.approx(2)
+    assert isnan(run.seconds_by(11))
+    untimed = _run(records=[_record(i, seconds=nan) for i in range(10)])
+    assert isnan(untimed.seconds_by(10))
+    assert isnan(untimed.steps_per_second)
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(st.floats(1, 4000), st.floats(0.01, 1), min_size=1).map(
+        lambda shares: {cf: share / sum(shares.values()) for cf, share in shares.items()}
+    )
+)
+def test_binned_shares_are_all_there_and_dense_stays_apart(shares: dict[float, float]) -> None:
+    bins = binned(shares)
+    assert sum(bins.values()) == pytest.approx(1)
+    assert bins.get(1.0, 0.0) == shares.get(1.0, 0.0)
+    assert all(low == 1 or low > 1 for low in bins)
+
+
+def test_throughput_is_that_of_the_cf_that_was_timed() -> None:
+    records = [_record(i, 10.0, t_comp=float(i), t_sys=3.0) for i in range(5)]
+    records += [_record(5, 20.0, t_comp=7.0), _record(6, 20.0, t_comp=nan)]
+    ten, twenty = by_cf(_run(records=records))
+    assert (ten.cf, ten.low, ten.middle, ten.high, ten.t_sys, ten.steps) == (10, 1, 2, 3, 3, 5)
+    assert (twenty.cf, twenty.middle, twenty.steps) == (20, 7, 1)
+
+
+def test_layers_without_an_entry_are_at_the_cf_of_the_step() -> None:
+    records = [_record(0), _record(1), _record(2, layer_cfs={"a": 1.0, "b": 40.0}), _record(3)]
+    names, edges, cfs = layer_map(records, most=4)
+    assert names == ["a", "b"]
+    assert edges.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(cfs, [[10, 10, 1, 10], [10, 10, 40, 10]])
+    _, edges, cfs = layer_map(records, most=2)
+    assert edges.tolist() == [0, 2, 4]
+    np.testing.assert_allclose(cfs, [[10, 10**0.5], [10, 20]])
+
+
+def test_seeds_share_a_colour_and_settings_do_not() -> None:
+    runs = [_run("a", seed=0), _run("b", seed=1), _run("c", epsilon=0.5), _run("d", **DENSE)]
+    look = looks(runs)
+    assert look["a"] == look["b"]
+    assert len({look[name] for name in "acd"}) == 3
+    many = [_run(str(i), seed=0, lr=float(i + 1)) for i in range(20)]
+    assert len(set(looks(many).values())) == 20
+
+
+def test_names_in_pictures_are_short_and_shown() -> None:
+    assert short("_hidden") == " _hidden"  # legends leave out what begins with _
+    assert len(short("x" * 200)) <= 36
+    assert short("x" * 36) == "x" * 36
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def test_names_are_as_long_as_it_takes(tmp_path: Path) -> None:
+    for name in ("x/run", "y/run", "y/other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+    folders = [str(tmp_path / name) for name in ("x/run", "y/run", "y/other", "x/run/../run")]
+    places, notes = find_places(tuple(folders), "report.html")
+    assert [place.name for place in places] == ["x/run", "y/run", "other"]
+    assert notes == []
+
+
+def test_a_folder_of_a_report_among_others_is_passed_over(tmp_path: Path) -> None:
+    run, report = tmp_path / "run", tmp_path / "report"
+    run.mkdir()
+    report.mkdir()
+    (run / "config.json").touch()
+    (report / "report.html").touch()
+    places, notes = find_places((str(run), str(report)), "report.html")
+    assert [place.name for place in places] == ["run"]
+    assert len(notes) == 1
+    with pytest.raises(UsageError, match="holds no run"):
+        find_places((str(report),), "report.html")
+
+
+def test_records_that_are_cut_short_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    TrainConfig(log_dir=str(tmp_path), steps=9).save()
+    lines = [json.dumps({"step": i, "loss": 1.0}) for i in range(4)]
+    lines += [json.dumps({"step": 3, "quality": 2.5}), json.dumps({"step": 3, "quality": None})]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
+    (place,), _ = find_places((str(tmp_path),), "report.html")
+    run = read_run(place)
+    assert run.trained == 4
+    assert run.evaluations[0] == (4, 2.5)
+    assert isnan(run.quality)  # the last one was not finite
+    assert not run.finished
+
+
+DAMAGED = {
+    "timeline.jsonl": ("{\n{}\n", ["line 1", "not JSON"]),
+    "metrics.jsonl": ('{"loss": 1}\n{}\n', ["line 1", "not a metric"]),
+    "config.json": ('{"task": "text", "what": 1, "log_dir": ""}', ["damaged", "what"]),
+    "result.json": ("{}", ["damaged", "summary"]),
+    "slices.jsonl": ('{"first": 1}\n', ["slices.jsonl", "last"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_named(name: str, tmp_path: Path) -> None:
+    TrainConfig(log_dir=str(tmp_path)).save()
+    text, parts = DAMAGED[name]
+    (tmp_path / name).write_text(text)
+    (place,), _ = find_places((str(tmp_path),), "report.html")
+    with pytest.raises(UsageError) as raised:
+        read_run(place)
+    for part in (str(tmp_path), *parts):
+        assert part in str(raised.value)
+
+
+# -- progress ----------------------------------------------------------------------------------
+
+
+def test_long_work_says_where_it_is_in_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("runs.report.stages.time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    for seconds in told(
+        [("a", 1.0), ("b", 1.5), ("c", 1.0), ("d", 6.0), ("e", 9.0)], "reading", out
+    ):
+        now[0] += seconds
+    assert out.getvalue().splitlines() == ["reading 3 of 5: c", "reading 5 of 5: e"]
