@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -16,6 +18,7 @@ from adaptive import (
     TensorBoardTimeline,
     Timeline,
 )
+from adaptive.tensorboard import end_session, start_session
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import TrainConfig
@@ -47,13 +50,17 @@ class Logbook(Timeline):
             keep_before(folder / name, first_step)
         self._metrics = (folder / METRICS_FILE).open("a" if first_step else "w", encoding="utf-8")
         self._writer = self._tensorboard(first_step)
+        self._pace = _Pace()
         self._sinks: list[Timeline] = []
         self._json: JSONLTimeline | None = None
         if config.policy != "off":
             self._json = JSONLTimeline(folder / TIMELINE_FILE, append=first_step > 0)
             self._sinks.append(self._json)
             if self._writer is not None:
-                self._sinks.append(TensorBoardTimeline(self._writer))
+                hparams = _hparams(config)
+                self._sinks.append(TensorBoardTimeline(self._writer, hparams=hparams))
+        elif self._writer is not None:
+            start_session(self._writer, _hparams(config))
         self._handler = _Handler(self)
         logging.getLogger("adaptive").addHandler(self._handler)
         logging.getLogger("adaptive").propagate = False
@@ -90,7 +97,10 @@ class Logbook(Timeline):
         self._sinks, self._json = [], None
         self._metrics.close()
         if self._writer is not None:
+            if self.config.policy == "off":
+                end_session(self._writer, self._pace.last, self._pace.metrics())
             self._writer.close()
+            self._writer = None
         self.progress.close()
         logging.getLogger("adaptive").removeHandler(self._handler)
 
@@ -104,6 +114,7 @@ class Logbook(Timeline):
 
     def trained(self, done: int, loss: float) -> None:
         """`done` steps are done, the last with this mean loss over the workers."""
+        self._pace.step(done - 1)
         self._metric(done - 1, "loss", loss)
         if self._writer is not None and isfinite(loss):
             self._writer.add_scalar("train/loss", loss, done - 1)
@@ -131,6 +142,25 @@ class Logbook(Timeline):
         return SummaryWriter(str(self.config.folder), purge_step=first_step if first_step else None)
 
 
+class _Pace:
+    """Steps a second, of a run that has no timeline to tell it."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._seen: list[tuple[int, float]] = []
+
+    def step(self, step: int) -> None:
+        self.last = step
+        self._seen = [*self._seen[:1], (step, time.monotonic())]
+
+    def metrics(self) -> dict[str, float]:
+        """By tag; empty if there were less than two steps."""
+        if len(self._seen) < 2:
+            return {}
+        (first, began), (last, ended) = self._seen
+        return {"final/steps_per_second": (last - first) / (ended - began)}
+
+
 class _Handler(logging.Handler):
     """The library's own messages, above the progress bar."""
 
@@ -141,6 +171,14 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._logbook.muted:
             self._logbook.progress.say(record.getMessage())
+
+
+def _hparams(config: TrainConfig) -> dict[str, Any]:
+    """The settings that define the run, the unset ones too: then all runs name the same."""
+    return {name: v for name, v in asdict(config).items() if name not in _NO_SETTINGS}
+
+
+_NO_SETTINGS = ("log_dir", "data", "eval_every", "checkpoint_every", "fixed_clock", "json")
 
 
 def emulated(config: TrainConfig) -> str:

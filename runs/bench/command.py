@@ -18,6 +18,7 @@ from runs.bench.exchanges import bench_exchanges
 from runs.bench.levels import bench_levels
 from runs.bench.lowrank import bench_lowrank
 from runs.bench.shadow import bench_shadow
+from runs.bench.timeline import bench_timeline
 from runs.bench.timing import Row
 from runs.bench.wire import bench_wire
 
@@ -28,6 +29,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "wire": lambda args: bench_wire(args.numel),
     "exchanges": lambda args: bench_exchanges(),
     "shadow": lambda args: bench_shadow(5 * args.rounds),
+    "timeline": lambda args: bench_timeline(4 * args.rounds),
     "hook": lambda args: bench_hook(args.workers, args.layers, 3 * args.rounds),
     "memory": lambda args: bench_memory(args.workers, args.layers),
 }

@@ -6,11 +6,8 @@ import json
 from math import nan
 from pathlib import Path
 
-import pytest
-
 from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.summary import Totals
-from adaptive.tensorboard import TensorBoardTimeline
 from adaptive.timeline import SeveralTimelines, make_timeline
 from policies import Measurement
 from runs.records import keep_before, read_records
@@ -86,38 +83,6 @@ def test_the_header_is_the_first_line_and_read_back(tmp_path: Path) -> None:
     again = read_records(path)
     assert again.header == header
     assert (len(again.steps), len(again.events)) == (1, 0)
-
-
-def test_tensorboard_gets_grouped_scalars_and_switches(tmp_path: Path) -> None:
-    timeline = TensorBoardTimeline(tmp_path, interval=10)
-    for step in range(21):
-        timeline.step(_record(step, cf=10.0 if step < 13 else 20.0))
-    timeline.event(Event(13, 10.0, 20.0, "scale up 10 -> 20"))
-    timeline.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path)).Reload()
-    scalars = set(events.Tags()["scalars"])
-    assert {"cf/sent", "cf/candidate", "gain/error_fed", "gain/raw", "gain/gradient"} <= scalars
-    assert {"throughput/t_sys", "throughput/t_comp", "bytes/sent", "bytes/wire_factor"} <= scalars
-    assert {"time/step", "time/compress", "time/exchange", "time/rest", "time/decode"} <= scalars
-    assert "cf/floor" not in scalars  # it was not known
-    sent = [(e.step, e.value) for e in events.Scalars("cf/sent")]
-    assert sent == [(0, 10.0), (10, 10.0), (13, 20.0), (20, 20.0)]  # every tenth, and the switch
-    assert events.Scalars("gain/error_fed")[0].value == pytest.approx(0.75)
-    assert events.Scalars("gain/raw")[0].value == pytest.approx(1.0)  # 3 / 2, clipped
-    assert events.Tags()["tensors"] == ["policy/switch/text_summary"]
-
-
-def test_an_existing_writer_is_used_and_left_open(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path))
-    timeline = TensorBoardTimeline(writer)
-    timeline.step(_record(0))
-    timeline.close()
-    writer.add_scalar("own/value", 1.0, 0)  # still open
-    writer.close()
 
 
 def test_several_sinks_see_the_same() -> None:

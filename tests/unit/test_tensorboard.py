@@ -1,0 +1,266 @@
+"""What the TensorBoard sink leaves in the event files, read back as TensorBoard reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from math import log10, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from torch.utils.tensorboard import SummaryWriter
+
+from adaptive import Event, StepRecord, StepReport, TensorBoardTimeline
+from adaptive.tensorboard import end_session, sink, start_session
+from policies import Measurement
+
+MEASUREMENT = Measurement(
+    kept=3.0, error=1.0, total=4.0, grad=2.0, sample_error=0.5, sample_total=1.0
+)
+
+
+@dataclass(frozen=True)
+class LayerRecord(StepRecord):
+    layer_cfs: dict[str, float] = field(default_factory=dict)
+
+
+def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None) -> StepRecord:
+    report = StepReport(
+        step,
+        cf,
+        {cf: MEASUREMENT},
+        seconds=0.1,
+        compress_seconds=0.02,
+        exchange_seconds=0.03,
+        wire_bytes=100.0,
+        dense_wire_bytes=1000.0,
+    )
+    status = {"candidate": 20.0, "floor": nan, "epsilon": 0.3, "gain_candidate": 0.4}
+    return LayerRecord(report, step / 10, 10.0, 7.5, status, layers or {})
+
+
+def _read(folder: Path) -> EventAccumulator:
+    everything = {"scalars": 0, "tensors": 0, "histograms": 0}
+    return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def _values(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def _strings(events: EventAccumulator, tag: str) -> list[str]:
+    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+
+
+def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path)
+    timeline.step(_record(0))
+    timeline.close()
+    events = _read(tmp_path)
+    written = {tag: _values(events, tag)[0][1] for tag in events.Tags()["scalars"]}
+    expected = {
+        "cf/sent": 10,
+        "cf/candidate": 20,  # floor and learning rate were not known
+        "gain/error_fed": 0.75,
+        "gain/raw": 1,  # 3 / 2, clipped
+        "gain/gradient": 0.5,
+        "gain/candidate": 0.4,
+        "policy/epsilon": 0.3,
+        "throughput/t_sys": 10,
+        "throughput/t_comp": 7.5,
+        "bytes/sent": 100,
+        "bytes/wire_factor": 10,
+        "time/step": 0.1,
+        "time/compress": 0.02,
+        "time/exchange": 0.03,
+        "time/rest": 0.05,
+        "final/bytes_sent": 100,
+        "final/wire_factor": 10,
+    }
+    assert written == pytest.approx(expected)
+
+
+def test_an_interval_thins_out_but_every_switch_has_the_steps_around_it(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path, interval=10)
+    for step in range(25):
+        timeline.step(_record(step, cf=10.0 if step < 13 else 20.0))
+    timeline.close()
+    sent = _values(_read(tmp_path), "cf/sent")
+    assert sent == [(0, 10), (10, 10), (12, 10), (13, 20), (20, 20), (24, 20)]
+
+
+def test_by_default_records_keep_their_distance_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(sink.time, "time", lambda: now[0])
+    timeline = TensorBoardTimeline(tmp_path)
+    for step in range(41):
+        timeline.step(_record(step))
+        now[0] += sink.SHORTEST / 10
+    timeline.close()
+    events = _read(tmp_path).Scalars("cf/sent")
+    assert len(events) <= 6
+    assert [events[0].step, events[-1].step] == [0, 40]
+    assert events[-1].wall_time == pytest.approx(1000 + 4 * sink.SHORTEST)
+
+
+def test_switches_are_texts_and_are_there_for_the_dashboard(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path)
+    timeline.event(Event(13, 10.0, 20.0, "scale up 10 -> 20: why"))
+    timeline.close()
+    events = _read(tmp_path)
+    assert _strings(events, "policy/switch") == ["CF 10 -> 20: scale up 10 -> 20: why"]
+    assert events.SummaryMetadata("policy/switch").plugin_data.plugin_name == "text"
+    (switch,) = _strings(events, "cf_timeline/switches")
+    assert json.loads(switch) == {"cf_before": 10, "cf": 20, "reason": "scale up 10 -> 20: why"}
+    assert events.Tensors("cf_timeline/switches")[0].step == 13
+
+
+def test_layer_cfs_are_written_where_they_change(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path, interval=1000)
+    layers: list[dict[str, float]] = [{}, {"a": 4.0, "b": 10.0}, {"a": 4.0, "b": 10.0}]
+    layers += [{"a": 4.0, "b": 40.0}, {}]
+    for step, cfs in enumerate(layers):
+        timeline.step(_record(step, layers=cfs))
+    timeline.close()
+    events = _read(tmp_path)
+    assert _values(events, "cf_layer/a") == [(1, 4), (4, 10)]  # in the end like the whole model
+    assert _values(events, "cf_layer/b") == [(1, 10), (3, 40), (4, 10)]
+
+
+def test_the_layout_finds_the_scalars(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path)
+    timeline.step(_record(0))
+    timeline.close()
+    events = _read(tmp_path)
+    (tensor,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
+    (category,) = layout.category
+    assert category.title == "CF timeline"
+    charts = [
+        {t for t in events.Tags()["scalars"] if any(re.match(p, t) for p in c.multiline.tag)}
+        for c in category.chart
+    ]
+    assert charts == [
+        {"cf/sent", "cf/candidate"},
+        {"gain/gradient", "gain/error_fed", "gain/raw", "gain/candidate", "policy/epsilon"},
+        {"throughput/t_sys", "throughput/t_comp"},
+        {"time/step", "time/compress", "time/exchange", "time/rest"},
+        {"bytes/sent"},
+        {"bytes/wire_factor"},
+    ]
+
+
+def test_settings_and_final_metrics_are_in_the_run_itself(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"policy": "gravac", "epsilon": 0.3, "masking": True, "link": None}
+    timeline = TensorBoardTimeline(tmp_path, hparams={**settings, "cf_range": (10, 1000)})
+    for step in range(5):
+        timeline.step(_record(step))
+    timeline.close()
+    assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == []  # no run of its own
+    events = _read(tmp_path)
+
+    def content(tag: str) -> bytes:
+        return events.SummaryMetadata(tag).plugin_data.content
+
+    experiment = hparams_metadata.parse_experiment_plugin_data(content("_hparams_/experiment"))
+    assert [i.name for i in experiment.hparam_infos] == sorted([*settings, "cf_range"])
+    metrics = {info.name.tag for info in experiment.metric_infos}
+    assert {"eval/quality", "final/bytes_sent", "final/wire_factor"} < metrics
+    start = hparams_metadata.parse_session_start_info_plugin_data(
+        content("_hparams_/session_start_info")
+    )
+    assert start.hparams["policy"].string_value == "gravac"
+    assert start.hparams["epsilon"].number_value == 0.3
+    assert start.hparams["masking"].bool_value is True
+    assert start.hparams["cf_range"].string_value == "(10, 1000)"
+    assert "link" not in start.hparams
+    assert "_hparams_/session_end_info" in events.Tags()["tensors"]
+    assert _values(events, "final/bytes_sent") == [(4, 500)]
+    assert _values(events, "final/steps_per_second") == [(4, 10)]
+
+
+def test_a_run_without_compression_has_settings_too(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        start_session(writer, {"policy": "off"})
+        end_session(writer, 9, {})
+    tags = set(_read(tmp_path).Tags()["tensors"])
+    assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= tags
+
+
+def test_a_histogram_of_the_cfs_used_and_a_figure(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path)
+    for step in range(250):
+        timeline.step(_record(step, cf=1.0 if step % 4 == 0 else 100.0))
+    timeline.close()
+    events = _read(tmp_path)
+    first, rest = events.Histograms("cf/log10_used")
+    assert (first.step, rest.step) == (199, 249)
+    value = first.histogram_value
+    assert (value.num, value.min, value.max) == (200, 0, 2)
+    buckets = zip(value.bucket_limit, value.bucket, strict=True)
+    assert {round(limit, 1): count for limit, count in buckets if count} == {
+        log10(1): 50,
+        log10(100): 150,
+    }
+    assert value.bucket_limit == sorted(value.bucket_limit)
+    assert rest.histogram_value.num == 50
+    (image,) = events.Images("throughput/t_comp_by_cf")
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    assert (image.width, image.height) == (660, 396)
+
+
+def test_an_existing_writer_is_used_and_left_open(tmp_path: Path) -> None:
+    writer = SummaryWriter(str(tmp_path))
+    timeline = TensorBoardTimeline(writer, layout=False)
+    timeline.step(_record(0))
+    timeline.close()
+    writer.add_scalar("own/value", 1.0, 0)  # still open
+    writer.close()
+    events = _read(tmp_path)
+    assert {"own/value", "cf/sent"} <= set(events.Tags()["scalars"])
+    assert "custom_scalars__config__" not in events.Tags()["tensors"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_nothing_is_opened_before_the_first_record(tmp_path: Path) -> None:
+    timeline = TensorBoardTimeline(tmp_path / "run")  # as on the ranks that do not write
+    timeline.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exiting_script_that_closes_nothing_loses_nothing(tmp_path: Path) -> None:
+    script = (
+        "from tests.unit.test_tensorboard import _record, TensorBoardTimeline as T, sys\n"
+        "timeline = T(sys.argv[1], interval=100)\n"
+        "for step in range(8): timeline.step(_record(step))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
+    assert _values(_read(tmp_path), "cf/sent") == [(0, 10), (7, 10)]
+
+
+@pytest.mark.parametrize("interval", [0, -1, True, 1.5])
+def test_an_interval_is_a_number_of_steps(tmp_path: Path, interval: Any) -> None:
+    with pytest.raises(ValueError, match=f"interval must .* got {interval!r}"):
+        TensorBoardTimeline(tmp_path, interval)
+
+
+def test_another_writer_is_refused() -> None:
+    with pytest.raises(TypeError, match="log_dir must be a folder or a SummaryWriter, got 3"):
+        TensorBoardTimeline(3)
+
+
+def test_importing_the_library_imports_no_tensorboard() -> None:
+    script = "import adaptive, sys; print([m for m in sys.modules if m.startswith('tensorboard')])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
