@@ -1,0 +1,107 @@
+"""Runs as TensorBoard's data provider knows them: local folders and remote ones alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tensorboard.data.provider import DataProvider, RunTagFilter
+
+from runs.dashboard.thin import Floats, Switch
+
+PLUGIN = "cf_timeline"
+SENT = "cf/sent"
+SWITCHES = f"{PLUGIN}/switches"
+LAYER = "cf_layer/"
+NUMBERS = re.compile(
+    r"cf/(candidate|floor)|gain/.+|throughput/(t_sys|t_comp)|bytes/(sent|wire_factor)|time/step"
+)
+"""Tags of what a hover shows, besides the CF."""
+
+QUALITY = re.compile(r"loss|quality|acc|perplexity|\bppl\b|error_rate|top1|bleu|f1|reward", re.I)
+
+_OWN = re.compile(r"(cf|cf_layer|gain|throughput|bytes|time|policy|gradient|final)/")
+
+_ALL = 1_000_000  # more than TensorBoard keeps
+
+
+@dataclass(frozen=True)
+class Series:
+    """A scalar over steps, ascending. wall: seconds since the epoch."""
+
+    steps: Floats
+    wall: Floats
+    values: Floats
+
+
+class Reader:
+    """What the dashboard asks of a data provider, for one request.
+
+    ctx, experiment: of the request.
+    """
+
+    def __init__(self, provider: DataProvider, ctx: Any, experiment: str) -> None:
+        self._provider = provider
+        self._asked = {"ctx": ctx, "experiment_id": experiment}
+
+    def runs(self) -> dict[str, list[str]]:
+        """Scalar tags of each run that says which CF it sent, by name."""
+        listed = self._provider.list_scalars(**self._asked, plugin_name="scalars")
+        return {run: sorted(listed[run]) for run in sorted(listed) if SENT in listed[run]}
+
+    def tags(self, run: str) -> list[str]:
+        """Scalar tags of one run; empty if there is no such run, or none that sent a CF."""
+        only = RunTagFilter(runs=[run])
+        listed = self._provider.list_scalars(
+            **self._asked, plugin_name="scalars", run_tag_filter=only
+        )
+        tags = sorted(listed.get(run, ()))
+        return tags if SENT in tags else []
+
+    def scalars(self, run: str, tags: list[str]) -> dict[str, Series]:
+        """The tags of a run that have points."""
+        read = self._provider.read_scalars(
+            **self._asked,
+            plugin_name="scalars",
+            downsample=_ALL,
+            run_tag_filter=RunTagFilter(runs=[run], tags=tags),
+        )
+        return {tag: _series(points) for tag, points in read.get(run, {}).items() if points}
+
+    def switches(self, run: str) -> list[Switch]:
+        """In order of their steps. What cannot be read is left out."""
+        read: Mapping[str, Mapping[str, Any]] = self._provider.read_tensors(
+            **self._asked,
+            plugin_name=PLUGIN,
+            downsample=_ALL,
+            run_tag_filter=RunTagFilter(runs=[run], tags=[SWITCHES]),
+        )
+        points = read.get(run, {}).get(SWITCHES, ())
+        found = [_switch(point.step, point.numpy) for point in points]
+        return sorted((s for s in found if s is not None), key=lambda switch: switch.step)
+
+
+def quality_tags(tags: list[str]) -> list[str]:
+    """Those that may be a quality (loss, accuracy, ...), the likeliest first."""
+    found = [tag for tag in tags if QUALITY.search(tag) and not _OWN.match(tag)]
+    return sorted(found, key=lambda tag: (tag != "eval/quality", "loss" in tag.lower(), tag))
+
+
+def _series(points: Any) -> Series:
+    table = np.array([(p.step, p.wall_time, p.value) for p in points], dtype=np.float64)
+    steps, wall, values = table[np.argsort(table[:, 0], kind="stable")].T
+    return Series(steps, wall, values)
+
+
+def _switch(step: int, content: Any) -> Switch | None:
+    """Any program can write event files: this one may not be ours."""
+    try:
+        known = json.loads(np.asarray(content).item())
+        before, cf = float(known["cf_before"]), float(known["cf"])
+        return Switch(step, before, cf, str(known["reason"]))
+    except (ValueError, TypeError, KeyError):
+        return None

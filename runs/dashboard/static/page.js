@@ -1,0 +1,78 @@
+// Elements, questions to the server, light and dark.
+
+export function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.includes('-') || name === 'role') made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children);
+  return made;
+}
+
+const AT_ONCE = 4;
+let running = 0;
+const waiting = [];
+
+// The server's answer to a question, as JSON; a few at a time. Throws with what went wrong.
+export async function ask(question, parameters = {}) {
+  if (running >= AT_ONCE) await new Promise((go) => waiting.push(go));
+  running += 1;
+  try {
+    const query = new URLSearchParams(Object.entries(parameters).filter(([, v]) => v !== null));
+    const answer = await fetch(`./${question}?${query}`);
+    if (!answer.ok) throw new Error(`${answer.status} ${await answer.text()}`.slice(0, 300));
+    return await answer.json();
+  } finally {
+    running -= 1;
+    waiting.shift()?.();
+  }
+}
+
+// TensorBoard marks its own page as dark; on its own this page follows the system.
+export function followTheme(changed) {
+  const system = matchMedia('(prefers-color-scheme: dark)');
+  const host = hostBody();
+  const apply = () => {
+    const dark = host ? host.classList.contains('dark-mode') : system.matches;
+    document.documentElement.classList.toggle('dark', dark);
+    changed();
+  };
+  if (host) new MutationObserver(apply).observe(host, {attributeFilter: ['class']});
+  else system.addEventListener('change', apply);
+  apply();
+}
+
+function hostBody() {
+  try {
+    return window.parent === window ? null : window.parent.document.body;
+  } catch {
+    return null; // framed by a page of another origin
+  }
+}
+
+export function isDark() {
+  return document.documentElement.classList.contains('dark');
+}
+
+export function cssColour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// 12.3 k, 4.56 M: short, for people.
+export function short(value) {
+  if (value === null || value === undefined) return 'not known';
+  const size = Math.abs(value);
+  for (const [unit, name] of [[1e9, ' G'], [1e6, ' M'], [1e4, ' k']]) {
+    if (size >= unit) return trim(value / (name === ' k' ? 1e3 : unit)) + name;
+  }
+  return trim(value);
+}
+
+export function cfName(cf) {
+  return cf === 1 ? 'dense' : `CF ${trim(cf)}`;
+}
+
+function trim(value) {
+  return String(Number(value.toPrecision(4)));
+}

@@ -1,0 +1,159 @@
+"""One run's row of the dashboard, as JSON-like values small enough for any run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from runs.dashboard.reader import LAYER, NUMBERS, SENT, Reader, Series, quality_tags
+from runs.dashboard.thin import Floats, changes, evenly, held, longest, marks
+
+POINTS = 400
+"""Of each curve."""
+
+PIECES = 800
+"""Of the band, at most."""
+
+MARKS = 300
+"""Switches shown, at most; each tells how many more there were beside it."""
+
+CELLS = 20_000
+"""Of a heat map, at most."""
+
+REASON = 400
+"""Characters of a reason."""
+
+
+def timeline(
+    reader: Reader, run: str, quality: str | None, span: tuple[float, float] | None
+) -> dict[str, Any] | None:
+    """Everything that one row shows; None if there is no such run.
+
+    quality: tag to draw under it; None takes the likeliest. span: first and last step to show
+    (all). Where nothing is known, values are None. Seconds count from the run's first record.
+    """
+    tags = reader.tags(run)
+    if not tags:
+        return None
+    candidates = quality_tags(tags)
+    quality = quality if quality in tags else next(iter(candidates), None)
+    layers = [tag for tag in tags if tag.startswith(LAYER)]
+    numbers = [tag for tag in tags if NUMBERS.fullmatch(tag)]
+    read = reader.scalars(run, [SENT, *numbers, *layers, *([quality] if quality else [])])
+    if SENT not in read:
+        return None
+    clock = _Clock(read[SENT])
+    first, last = read[SENT].steps[[0, -1]]
+    low, high = (first, last) if span is None else (max(span[0], first), min(span[1], last))
+    high = max(low, high)
+    switches = reader.switches(run)
+    at, to = _within(*changes(read[SENT].steps, read[SENT].values, switches), low, high)
+    band_at, band_cf = longest(at, to, high + 1, PIECES)
+    shown = marks([s for s in switches if low <= s.step <= high], low, high + 1, MARKS)
+    grid = read[SENT].steps
+    grid = grid[(grid >= low) & (grid <= high)]
+    grid = grid[evenly(len(grid), POINTS)]
+    return {
+        "run": run,
+        "first": first,
+        "last": last,
+        "seconds": float(clock(last)),
+        "from": low,
+        "to": high,
+        "moves": sum(switch.moves for switch in switches),
+        "band": {**_axis(band_at, clock), "cf": _plain(band_cf), "end": _point(high + 1, clock)},
+        "switches": {
+            **_axis(np.array([s.step for s in shown], dtype=np.float64), clock),
+            "before": [s.cf_before for s in shown],
+            "cf": [s.cf for s in shown],
+            "others": [s.others for s in shown],
+            "reason": [s.reason[:REASON] for s in shown],
+        },
+        "numbers": {
+            **_axis(grid, clock),
+            "values": {t: _plain(held(read[t].steps, read[t].values, grid)) for t in numbers},
+        },
+        "quality": _quality(quality, read, clock, low, high),
+        "qualities": candidates,
+        "layers": _layers(
+            {tag: read[tag] for tag in layers if tag in read}, clock, low, high, at, to
+        ),
+    }
+
+
+class _Clock:
+    """Seconds since the run's first record, by step; beyond the records as fast as before."""
+
+    def __init__(self, sent: Series) -> None:
+        self._steps = sent.steps
+        self._seconds = np.maximum.accumulate(sent.wall - sent.wall[0])
+
+    def __call__(self, steps: float | Floats) -> Any:
+        return np.interp(steps, self._steps, self._seconds)
+
+
+def _within(at: Floats, to: Floats, low: float, high: float) -> tuple[Floats, Floats]:
+    """The pieces between low and high; the first begins at low."""
+    begin = max(int(np.searchsorted(at, low, side="right")) - 1, 0)
+    end = max(int(np.searchsorted(at, high, side="right")), begin + 1)
+    cut = at[begin:end].copy()
+    cut[0] = max(cut[0], low)
+    return cut, to[begin:end]
+
+
+def _quality(
+    tag: str | None, read: dict[str, Series], clock: _Clock, low: float, high: float
+) -> dict[str, Any] | None:
+    if tag is None or tag not in read:
+        return None
+    series = read[tag]
+    inside = np.flatnonzero((series.steps >= low) & (series.steps <= high))
+    inside = inside[evenly(len(inside), POINTS)]
+    return {
+        "tag": tag,
+        **_axis(series.steps[inside], clock),
+        "values": _plain(series.values[inside]),
+    }
+
+
+def _layers(
+    found: dict[str, Series],
+    clock: _Clock,
+    low: float,
+    high: float,
+    at: Floats,
+    to: Floats,
+) -> dict[str, Any] | None:
+    """Columns of equal CFs, layer by layer; before a layer's first own CF it has the model's."""
+    if not found:
+        return None
+    names = sorted(found)
+    cuts = np.unique(np.concatenate([at, *(series.steps for series in found.values())]))
+    cuts = cuts[(cuts >= low) & (cuts <= high)]
+    cuts = np.union1d(cuts, [low])
+    cuts = cuts[evenly(len(cuts), max(20, CELLS // len(names)))]
+    model = held(at, to, cuts)
+    rows = []
+    for name in names:
+        own = held(found[name].steps, found[name].values, cuts)
+        rows.append(_plain(np.where(np.isnan(own), model, own)))
+    return {
+        "names": [name.removeprefix(LAYER) for name in names],
+        **_axis(cuts, clock),
+        "end": _point(high + 1, clock),
+        "cf": rows,
+    }
+
+
+def _axis(steps: Floats, clock: _Clock) -> dict[str, Any]:
+    return {"step": _plain(steps), "second": _plain(clock(steps))}
+
+
+def _point(step: float, clock: _Clock) -> dict[str, float]:
+    return {"step": float(step), "second": float(clock(step))}
+
+
+def _plain(values: Floats) -> list[float | None]:
+    """Six digits are more than a screen shows, and half of the bytes."""
+    return [float(f"{v:.7g}") if np.isfinite(v) else None for v in values.tolist()]
