@@ -1,10 +1,11 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
+# make browser-test: the TensorBoard page in a real browser.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test browser-test lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -13,6 +14,13 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest
+
+browser-test: $(STAMP)
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+		echo "make browser-test needs chromium and chromedriver: apt-get install chromium chromium-driver"; \
+		exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest -m browser tests/integration/browser
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -33,9 +33,10 @@ def changes(steps: Floats, cfs: Floats, switches: Sequence[Switch]) -> tuple[Flo
     """Steps at which the CF changes, and to what; the first is where the run begins.
 
     steps, cfs: some of the steps, with the CF sent. TensorBoard keeps a random thousand of them,
-    so short stretches are known from the switches only.
+    so short stretches, perhaps also the first, are known from the switches only.
     """
     known = dict(zip(steps.tolist(), cfs.tolist(), strict=True))
+    known |= {s.step - 1.0: s.cf_before for s in switches[:1] if s.step <= steps[0]}
     known |= {float(switch.step): switch.cf for switch in switches if switch.moves}
     at = np.array(sorted(known))
     to = np.array([known[step] for step in at])
@@ -91,3 +92,8 @@ def held(at: Floats, values: Floats, steps: Floats) -> Floats:
     """The last value at or before each of `steps`; nan before the first."""
     index = np.searchsorted(at, steps, side="right") - 1
     return np.where(index >= 0, values[np.maximum(index, 0)], np.nan)
+
+
+def held_within(at: Floats, values: Floats, steps: Floats, since: Floats) -> Floats:
+    """The same, but nan where the last value is from before `since`, one for each step."""
+    return np.where(held(at, at, steps) >= since, held(at, values, steps), np.nan)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from runs.dashboard.reader import LAYER, NUMBERS, SENT, Reader, Series, quality_tags
-from runs.dashboard.thin import Floats, changes, evenly, held, longest, marks
+from runs.dashboard.thin import Floats, changes, evenly, held, held_within, longest, marks
 
 POINTS = 400
 """Of each curve."""
@@ -44,16 +44,23 @@ def timeline(
     if SENT not in read:
         return None
     clock = _Clock(read[SENT])
-    first, last = read[SENT].steps[[0, -1]]
+    switches = reader.switches(run)
+    changed_at, changed_to = changes(read[SENT].steps, read[SENT].values, switches)
+    first, last = float(changed_at[0]), float(max(read[SENT].steps[-1], changed_at[-1]))
     low, high = (first, last) if span is None else (max(span[0], first), min(span[1], last))
     high = max(low, high)
-    switches = reader.switches(run)
-    at, to = _within(*changes(read[SENT].steps, read[SENT].values, switches), low, high)
+    at, to = _within(changed_at, changed_to, low, high)
     band_at, band_cf = longest(at, to, high + 1, PIECES)
     shown = marks([s for s in switches if low <= s.step <= high], low, high + 1, MARKS)
     grid = read[SENT].steps
     grid = grid[(grid >= low) & (grid <= high)]
     grid = grid[evenly(len(grid), POINTS)]
+    since = held(changed_at, changed_at, grid)  # a gain at another CF says nothing of this one
+    columns = {
+        tag: held_within(read[tag].steps, read[tag].values, grid, since)
+        for tag in numbers
+        if tag in read
+    }
     return {
         "run": run,
         "first": first,
@@ -72,7 +79,7 @@ def timeline(
         },
         "numbers": {
             **_axis(grid, clock),
-            "values": {t: _plain(held(read[t].steps, read[t].values, grid)) for t in numbers},
+            "values": {tag: _plain(column) for tag, column in columns.items()},
         },
         "quality": _quality(quality, read, clock, low, high),
         "qualities": candidates,

@@ -2,8 +2,8 @@
 
 import {element, isDark} from './page.js';
 
-const LIGHT = ['#a8ddd5', '#3fa0c6', '#3a5dae', '#4b1c7d'];
-const DARK = ['#31507f', '#3b86c8', '#58c9b4', '#f4ea8c'];
+const LIGHT = ['#bfe6dd', '#4fb3bf', '#3b6fb6', '#7a3b9a', '#3d0f5c'];
+const DARK = ['#31507f', '#2f8fc4', '#35c0a5', '#a6d84f', '#fbe58a'];
 const DENSE = {light: '#cdd1d6', dark: '#565b63'};
 
 export function colour(cf, most) {

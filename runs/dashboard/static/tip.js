@@ -70,7 +70,7 @@ function lines(data, axis, x, at, piece, layer, name) {
   }
   const values = Object.entries(numbers.values);
   for (const [tag, column] of values.sort(([a], [b]) => order(a) - order(b))) {
-    if (column[at] !== null) made.push(fact(title(tag), short(column[at])));
+    made.push(fact(title(tag), short(column[at])));
   }
   const shown = quality ? last(quality[axis], x) : -1;
   if (shown >= 0) made.push(fact(quality.tag, short(quality.values[shown])));

@@ -1,0 +1,178 @@
+"""The CF Timeline page in TensorBoard, as a person with a pointer sees it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from adaptive import TensorBoardTimeline
+from runs.dashboard.timeline import MARKS, PIECES, POINTS
+from tests.integration.browser.conftest import STEPS, Page
+from tests.integration.browser.synthetic import many_runs
+from tests.unit.test_tensorboard import _record
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+
+def _switches(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "timeline.jsonl").read_text().splitlines())
+    return [x for x in lines if x["kind"] == "event" and x["cf"] != x["cf_before"]]
+
+
+def test_rows_are_the_runs_and_a_hover_tells_the_reason(
+    page: Page, real_runs: Path, request: pytest.FixtureRequest
+) -> None:
+    page.open()
+    page.enter()
+    page.wait(lambda: len(page.all(".run[data-loaded]")) == 2)
+    assert page.rows() == ["goodput", "gravac"]  # "no hook" has no CF
+    switches = _switches(real_runs / "gravac")
+    facts = page.all(".run[data-run='gravac'] .facts")[0].text
+    assert f"{len(switches)} switch" in facts
+    for switch in switches[:3]:
+        tip = page.hover("gravac", (switch["step"] + 0.5) / STEPS)
+        assert f"since step {switch['step']}: {switch['reason']}" in tip
+        assert f"\nCF {switch['cf']:g}\n" in tip or (switch["cf"] == 1 and "\ndense\n" in tip)
+    tip = page.hover("gravac", 0.999)
+    for word in ("T_sys", "T_comp", "gain, gradient", "bytes sent", "wire factor", "eval/quality"):
+        assert re.search(rf"^{word}\n[\d.]+", tip, re.M), tip
+    if path := request.config.getoption("screenshot"):
+        page.hover("gravac", (switches[1]["step"] + 0.5) / STEPS)
+        page.driver.save_screenshot(str(path))
+    assert page.errors() == []
+
+
+def test_light_and_dark(page: Page) -> None:
+    def background(dark: bool) -> list[int]:
+        page.open(dark=dark)
+        page.enter()
+        colour = page.all("body")[0].value_of_css_property("background-color")
+        return [int(part) for part in re.findall(r"\d+", colour)[:3]]
+
+    assert min(background(dark=False)) > 200
+    assert max(background(dark=True)) < 80
+    page.driver.switch_to.default_content()
+    page.driver.execute_script("document.body.classList.remove('dark-mode')")  # as its button does
+    page.enter()
+    assert page.all("html:not(.dark)")
+    assert page.errors() == []
+
+
+def test_choosing_what_to_see(page: Page) -> None:
+    page.open()
+    page.enter()
+    page.all("#filter")[0].send_keys("GOOD")
+    assert page.rows() == ["goodput"]
+    page.all("#filter")[0].clear()
+    page.all("#filter")[0].send_keys(" ")
+    page.all("#filter")[0].send_keys("\b")
+    page.all("summary")[0].click()
+    page.all(".choices input")[0].click()
+    assert page.rows() == ["gravac"]
+    page.all(".choices input")[0].click()
+    assert page.rows() == ["goodput", "gravac"]
+    page.all("summary")[0].click()
+
+    tops = lambda: {row.location["y"] for row in page.all(".run")}  # noqa: E731
+    assert len(tops()) == 2
+    page.all("#lie option[value=beside]")[0].click()
+    page.wait(lambda: len(tops()) == 1)
+    page.all("#axis option[value=second]")[0].click()
+    page.all("#quality option[value='train/loss']")[0].click()
+    page.wait(lambda: "train/loss" in page.hover("gravac", 0.5))
+    assert page.errors() == []
+
+
+@pytest.mark.parametrize("axis", ["step", "second"])
+def test_a_drag_zooms_and_a_button_goes_back(page: Page, axis: str) -> None:
+    page.open()
+    page.enter()
+    page.wait(lambda: len(page.all(".run[data-loaded]")) == 2)
+    page.all(f"#axis option[value={axis}]")[0].click()
+    whole = page.all("#whole")[0]
+    assert not whole.is_displayed()
+    band = page.canvas("gravac")
+    pointer = page.pointer().move_to_element_with_offset(band, page.offset(band, 0.2), 0)
+    pointer.click_and_hold().move_by_offset(round(0.3 * band.size["width"]), 0).release().perform()
+    page.wait(whole.is_displayed)
+
+    def step(share: float) -> int:
+        found = re.search(r"step (\d+)", page.hover("gravac", share))
+        assert found
+        return int(found[1])
+
+    page.wait(lambda: step(0.02) > 5)
+    assert step(0.98) < 50
+    whole.click()
+    page.wait(lambda: step(0.02) <= 2)
+    assert page.errors() == []
+
+
+def test_layers_have_a_heat_map(serve: Callable[[Path], Page], tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "layers")) as writer:
+        timeline = TensorBoardTimeline(writer, interval=1)
+        for step in range(50):
+            own = {f"layer{i}.weight": float(10 * (i + 1)) for i in range(12)} if step > 20 else {}
+            timeline.step(_record(step, 10.0, own))
+        timeline.close()
+    page = serve(tmp_path)
+    page.open()
+    page.enter()
+    assert page.canvas("layers", "layers").is_displayed()
+    tip = page.hover("layers", 0.9, "layers")
+    found = re.search(r"layer(\d+)\.weight\nCF (\d+)", tip)
+    assert found, tip
+    assert int(found[2]) == 10 * (int(found[1]) + 1)
+    assert re.search(r"layer\d+\.weight\nCF 10$", page.hover("layers", 0.1, "layers"), re.M)
+    assert page.errors() == []
+
+
+def test_twenty_runs_of_a_hundred_thousand_steps(
+    serve: Callable[[Path], Page], tmp_path: Path
+) -> None:
+    many_runs(tmp_path, runs=20, switches=2000)
+    page = serve(tmp_path)
+    page.open()
+    page.enter()
+    page.wait(lambda: len(page.rows()) == 20)
+    sizes = []
+    for index in range(20):
+        with urlopen(f"{page.url}data/plugin/cf_timeline/timeline?run=run{index:02d}") as answer:
+            body = answer.read()
+        sizes.append(len(body))
+        row = json.loads(body)
+        assert row["moves"] == len(row["switches"]["step"]) + sum(row["switches"]["others"])
+        assert row["moves"] > 1900
+        assert len(row["switches"]["step"]) <= MARKS
+        assert len(row["band"]["step"]) <= PIECES
+        assert len(row["numbers"]["step"]) <= POINTS
+    assert max(sizes) < 150_000
+    page.driver.execute_script("document.querySelector('.run:last-child').scrollIntoView()")
+    page.wait(lambda: page.all(".run:last-child[data-loaded]"))
+    tip = page.hover("run19", 0.5)
+    assert re.search(r"since step \d+ \(and \d+ more close by\): made up", tip), tip
+    assert page.errors() == []
+
+
+def test_the_other_pages_are_useful(page: Page) -> None:
+    page.open("custom_scalars")
+    body = lambda: page.driver.execute_script(_ALL_TEXT)  # noqa: E731
+    page.wait(lambda: "CF timeline" in body() and "throughput: T_sys, T_comp" in body())
+    page.open("hparams")
+    page.wait(lambda: all(word in body() for word in ("policy", "goodput", "final/wire_factor")))
+    assert page.errors() == []
+
+
+_ALL_TEXT = """
+const text = (node) => node.nodeType === 3
+  ? node.data
+  : [...node.childNodes, ...(node.shadowRoot ? [node.shadowRoot] : [])].map(text).join(' ');
+return text(document.body);
+"""

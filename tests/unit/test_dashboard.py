@@ -1,0 +1,190 @@
+"""The dashboard's answers, from event files that the sink wrote, as TensorBoard reads them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard import errors
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.base_plugin import TBContext
+from torch.utils.tensorboard import SummaryWriter
+from werkzeug.test import Client
+
+from adaptive import Event, TensorBoardTimeline
+from adaptive.tensorboard.summaries import PLUGIN, SWITCHES, _string
+from runs.dashboard import timeline as row
+from runs.dashboard.plugin import Loader
+from tests.unit.test_tensorboard import _record
+
+
+class Board:
+    """TensorBoard without its own pages, over a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        flags = Namespace(samples_per_plugin={})
+        Loader().fix_flags(flags)
+        multiplexer = EventMultiplexer(
+            tensor_size_guidance={"scalars": 1000, **flags.samples_per_plugin}
+        )
+        multiplexer.AddRunsFromDirectory(str(folder))
+        multiplexer.Reload()
+        provider = MultiplexerDataProvider(multiplexer, str(folder))
+        self.plugin = Loader().load(TBContext(data_provider=provider))
+        self.routes = self.plugin.get_plugin_apps()
+
+    def get(self, route: str, **query: Any) -> Any:
+        return Client(self.routes[route]).get("/", query_string=query)
+
+    def row(self, run: str, **query: Any) -> Any:
+        return json.loads(self.get("/timeline", run=run, **query).text)
+
+
+def _run(folder: Path, cfs: list[float], layers: dict[int, dict[str, float]] | None = None) -> None:
+    writer = SummaryWriter(str(folder))
+    timeline = TensorBoardTimeline(writer, interval=1)
+    own: dict[str, float] = {}
+    for step, cf in enumerate(cfs):
+        before = cfs[step - 1] if step else cf
+        if cf != before:
+            timeline.event(Event(step, before, cf, f"<b>why</b> {step}"))
+        own = (layers or {}).get(step, own)
+        timeline.step(_record(step, cf, own))
+    writer.add_scalar("train/loss", 2.0, 1)
+    writer.add_scalar("eval/quality", 0.5, 2)
+    timeline.close()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Board:
+    folder = tmp_path_factory.mktemp("board")
+    _run(folder / "a", [1, 1, 10, 10, 20, 1])
+    _run(folder / "b", [10] * 5, {2: {"fc": 40.0, "conv": 4.0}, 4: {"fc": 4.0, "conv": 4.0}})
+    flapping = [1.0 if (step // 3) % 2 else 10.0 for step in range(1200)]
+    _run(folder / "flaps", flapping)
+    with SummaryWriter(str(folder / "dense")) as writer:
+        writer.add_scalar("train/loss", 2.0, 1)
+    return Board(folder)
+
+
+def test_runs_without_a_cf_do_not_appear(board: Board) -> None:
+    runs = json.loads(board.get("/runs").text)["runs"]
+    assert [run["name"] for run in runs] == ["a", "b", "flaps"]
+    assert runs[0]["qualities"] == ["eval/quality", "train/loss"]
+    assert board.plugin.is_active()
+
+
+def test_a_folder_without_any_cf_leaves_the_tab_inactive(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("train/loss", 2.0, 1)
+    assert not Board(tmp_path).plugin.is_active()
+
+
+def test_a_row_tells_cf_switches_and_numbers(board: Board) -> None:
+    a = board.row("a")
+    assert (a["first"], a["last"], a["moves"]) == (0, 5, 3)
+    assert a["band"]["step"] == [0, 2, 4, 5]
+    assert a["band"]["cf"] == [1, 10, 20, 1]
+    assert a["band"]["end"]["step"] == 6
+    assert a["switches"]["step"] == [2, 4, 5]
+    assert a["switches"]["before"] == [1, 10, 20]
+    assert a["switches"]["reason"][1] == "<b>why</b> 4"
+    assert a["numbers"]["step"] == [0, 1, 2, 3, 4, 5]
+    assert a["numbers"]["values"]["gain/gradient"] == [0.5] * 6
+    assert a["numbers"]["values"]["bytes/sent"] == [100] * 6
+    seconds = a["numbers"]["second"]
+    assert seconds == sorted(seconds)
+    assert seconds[0] == 0
+    assert a["quality"]["tag"] == "eval/quality"
+    assert (a["quality"]["step"], a["quality"]["values"]) == ([2], [0.5])
+    assert a["layers"] is None
+
+
+def test_the_quality_can_be_chosen(board: Board) -> None:
+    assert board.row("a", quality="train/loss")["quality"]["values"] == [2]
+    assert board.row("a", quality="unknown")["quality"]["tag"] == "eval/quality"
+
+
+def test_a_part_of_a_run_begins_with_the_cf_in_use(board: Board) -> None:
+    part = board.row("a", **{"from": 3, "to": 4})
+    assert (part["from"], part["to"]) == (3, 4)
+    assert (part["band"]["step"], part["band"]["cf"]) == ([3, 4], [10, 20])
+    assert part["switches"]["step"] == [4]
+    assert part["numbers"]["step"] == [3, 4]
+    beyond = board.row("a", **{"from": 77, "to": 99})
+    assert beyond["band"]["cf"] == [1]
+
+
+def test_layers_hold_their_cf_until_the_next(board: Board) -> None:
+    layers = board.row("b")["layers"]
+    assert layers["names"] == ["conv", "fc"]
+    assert layers["step"] == [0, 2, 4]
+    assert layers["cf"] == [[10, 4, 4], [10, 40, 4]]  # at first that of the model
+
+
+def test_thousands_of_switches_are_few_but_all_counted(board: Board) -> None:
+    answer = board.get("/timeline", run="flaps")
+    assert len(answer.data) < 100_000
+    flaps = json.loads(answer.text)
+    assert flaps["moves"] == 399
+    assert len(flaps["switches"]["step"]) <= row.MARKS
+    assert sum(flaps["switches"]["others"]) + len(flaps["switches"]["step"]) == 399
+    assert len(flaps["band"]["step"]) <= row.PIECES
+    near = board.row("flaps", **{"from": 900, "to": 920})
+    assert near["switches"]["others"] == [0] * 7  # near enough, each is seen
+    assert near["band"]["step"] == list(range(900, 921, 3))
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {},
+        {"run": ""},
+        {"run": "a", "from": "x"},
+        {"run": "a", "from": 5, "to": 3},
+        {"run": "a", "to": "nan"},
+    ],
+)
+def test_bad_questions_are_refused(board: Board, query: dict[str, Any]) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="must"):
+        board.get("/timeline", **query)
+
+
+@pytest.mark.parametrize("run", ["none", "dense", "../a"])
+def test_unknown_runs_are_not_found(board: Board, run: str) -> None:
+    with pytest.raises(errors.NotFoundError, match="run must be one with a CF"):
+        board.get("/timeline", run=run)
+
+
+def test_switches_that_nobody_can_read_are_left_out(tmp_path: Path) -> None:
+    _run(tmp_path / "a", [1, 10])
+    with SummaryWriter(str(tmp_path / "a")) as writer:
+        for step, content in enumerate((b"{", b"[1]", b'{"cf": "x"}', b"\xff"), start=1):
+            value = _string(SWITCHES, PLUGIN, content)
+            writer._get_file_writer().add_summary(Summary(value=[value]), step)
+    assert Board(tmp_path).row("a")["switches"]["reason"] == ["<b>why</b> 1"]
+
+
+def test_the_page_is_served_file_by_file(board: Board) -> None:
+    metadata = board.plugin.frontend_metadata()
+    assert metadata.tab_name == "CF Timeline"
+    page = board.get(metadata.es_module_path)
+    assert page.mimetype == "application/javascript"
+    assert "export async function render" in page.text
+    assert board.get("/style.css").mimetype == "text/css"
+
+
+def test_loading_the_plugin_loads_no_torch() -> None:
+    script = "import runs.dashboard.plugin, sys; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
