@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def _layers(
     """Columns of equal CFs, layer by layer; before a layer's first own CF it has the model's."""
     if not found:
         return None
-    names = sorted(found)
+    names = sorted(found, key=_natural)
     cuts = np.unique(np.concatenate([at, *(series.steps for series in found.values())]))
     cuts = cuts[(cuts >= low) & (cuts <= high)]
     cuts = np.union1d(cuts, [low])
@@ -151,6 +152,13 @@ def _layers(
         "end": _point(high + 1, clock),
         "cf": rows,
     }
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which block2 comes before block10."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
 
 
 def _axis(steps: Floats, clock: _Clock) -> dict[str, Any]:

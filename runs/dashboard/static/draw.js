@@ -19,11 +19,13 @@ function pen(canvas, {domain: [low, high]}) {
 
 // Pieces that hold their colour until the next one.
 function pieces(context, x, starts, end, cfs, top, height, most) {
+  const dots = window.devicePixelRatio || 1;
+  const dot = (value) => Math.round(x(value) * dots) / dots; // no seams between equal colours
   starts.forEach((start, i) => {
-    const left = x(start);
-    const right = x(i + 1 < starts.length ? starts[i + 1] : end);
+    const left = dot(start);
+    const right = dot(i + 1 < starts.length ? starts[i + 1] : end);
     context.fillStyle = colour(cfs[i], most);
-    context.fillRect(left, top, Math.max(right - left, 0.5), height);
+    context.fillRect(left, top, Math.max(right - left, 1 / dots), height);
   });
 }
 
