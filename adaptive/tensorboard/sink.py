@@ -79,7 +79,7 @@ class TensorBoardTimeline(Timeline):
         switched = record.report.cf != self._last_cf
         if switched:
             self._write_skipped()
-        layers = self._layers.changes(getattr(record, "layer_cfs", {}), record.report.cf)
+        layers = self._layers.changes(record.layer_cfs, record.report.cf)
         if switched or layers or self._is_due(record.report.step, now):
             self._write(record, now, layers)
         else:

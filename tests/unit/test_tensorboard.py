@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from math import log10, nan
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,6 @@ MEASUREMENT = Measurement(
 )
 
 
-@dataclass(frozen=True)
-class LayerRecord(StepRecord):
-    layer_cfs: dict[str, float] = field(default_factory=dict)
-
-
 def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None) -> StepRecord:
     report = StepReport(
         step,
@@ -43,7 +37,7 @@ def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None)
         dense_wire_bytes=1000.0,
     )
     status = {"candidate": 20.0, "floor": nan, "epsilon": 0.3, "gain_candidate": 0.4}
-    return LayerRecord(report, step / 10, 10.0, 7.5, status, layers or {})
+    return StepRecord(report, step / 10, 10.0, 7.5, status, layers or {})
 
 
 def _read(folder: Path) -> EventAccumulator:
