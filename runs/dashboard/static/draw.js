@@ -30,18 +30,19 @@ function pieces(context, x, starts, end, cfs, top, height, most) {
 }
 
 export function drawBand(canvas, data, scale) {
-  const {context, height, x} = pen(canvas, scale);
+  const {context, width, height, x} = pen(canvas, scale);
   const {band, switches} = data;
   pieces(context, x, band[scale.axis], band.end[scale.axis], band.cf, MARKS, height - MARKS,
     scale.most);
   context.fillStyle = context.strokeStyle = cssColour('--ink');
+  const bottom = switches.step.length * 10 > width ? MARKS : height; // many lines would hide colours
   switches[scale.axis].forEach((at, i) => {
-    mark(context, x(at), switches.before[i] !== switches.cf[i], height);
+    mark(context, x(at), switches.before[i] !== switches.cf[i], bottom);
   });
 }
 
-// A full triangle for a switch, with a line through the band; an empty one for a judgement.
-function mark(context, x, moves, height) {
+// A full triangle for a switch, with a line to the bottom; an empty one for a judgement.
+function mark(context, x, moves, bottom) {
   context.beginPath();
   context.moveTo(x - 4, 1);
   context.lineTo(x + 4, 1);
@@ -52,7 +53,7 @@ function mark(context, x, moves, height) {
     return;
   }
   context.fill();
-  context.fillRect(x - 0.5, MARKS - 2, 1, height - MARKS + 2);
+  context.fillRect(x - 0.5, MARKS - 2, 1, bottom - MARKS + 2);
 }
 
 export function drawLayers(canvas, layers, scale) {

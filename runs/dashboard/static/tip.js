@@ -57,13 +57,11 @@ function lines(data, axis, x, at, piece, layer, name) {
     element('div', {className: 'where'}, `${name}, step ${step}, ${short(second)} s`),
     element('div', {className: 'cf'}, cfName(data.band.cf[piece])),
   ];
-  const why = last(switches[axis], x);
-  if (why >= 0) {
-    const others = switches.others[why];
-    const more = others ? ` (and ${others} more close by)` : '';
-    made.push(element('div', {className: 'reason'},
-      `since step ${switches.step[why]}${more}: ${switches.reason[why] || 'no reason given'}`));
-  }
+  const newest = last(switches[axis], x);
+  let move = newest; // the last one that changed the CF; what came after it were judgements
+  while (move >= 0 && switches.before[move] === switches.cf[move]) move -= 1;
+  if (move >= 0) made.push(reason(switches, move, 'since'));
+  if (newest > move) made.push(reason(switches, newest, 'judged at'));
   if (layer !== null && layers) {
     const column = last(layers[axis], x);
     if (column >= 0) made.push(fact(layers.names[layer], cfName(layers.cf[layer][column] ?? 1)));
@@ -75,6 +73,15 @@ function lines(data, axis, x, at, piece, layer, name) {
   const shown = quality ? last(quality[axis], x) : -1;
   if (shown >= 0) made.push(fact(quality.tag, short(quality.values[shown])));
   return made;
+}
+
+function reason(switches, i, word) {
+  const others = switches.others[i];
+  const when = others
+    ? `${others + 1} switches close by, one at step ${switches.step[i]}`
+    : `${word} step ${switches.step[i]}`;
+  const text = `${when}: ${switches.reason[i] || 'no reason given'}`;
+  return element('div', {className: 'reason'}, text);
 }
 
 function order(tag) {
