@@ -61,7 +61,7 @@ def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str
 
 
 def read_run(place: Place) -> Run:
-    """UsageError names the folder, the file and what is wrong with it; NoStepError if nothing is."""
+    """UsageError names the folder, the file and what is wrong with it; NoStepError: nothing is."""
     try:
         return _read_run(place)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -33,6 +33,8 @@ def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None)
         seconds=0.1,
         compress_seconds=0.02,
         exchange_seconds=0.03,
+        decode_seconds=0.01,
+        compute_seconds=0.025,
         wire_bytes=100.0,
         dense_wire_bytes=1000.0,
     )
@@ -74,7 +76,9 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "time/step": 0.1,
         "time/compress": 0.02,
         "time/exchange": 0.03,
-        "time/rest": 0.05,
+        "time/decode": 0.01,
+        "time/compute": 0.025,
+        "time/rest": 0.015,
         "final/bytes_sent": 100,
         "final/wire_factor": 10,
     }
@@ -147,7 +151,7 @@ def test_the_layout_finds_the_scalars(tmp_path: Path) -> None:
         {"cf/sent", "cf/candidate"},
         {"gain/gradient", "gain/error_fed", "gain/raw", "gain/candidate", "policy/epsilon"},
         {"throughput/t_sys", "throughput/t_comp"},
-        {"time/step", "time/compress", "time/exchange", "time/rest"},
+        {"time/step", "time/compute", "time/compress", "time/decode", "time/exchange", "time/rest"},
         {"bytes/sent"},
         {"bytes/wire_factor"},
     ]
