@@ -145,8 +145,8 @@ class Session:
                 f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
             )
         assumed = {cf: rung.gain for cf, rung in settings.hooks.items() if rung.gain is not None}
-        layers = self._sizes.layers() if settings.granularity == "layer" else {}
-        check_layerwise(settings.policy, base, layers, settings.hooks)
+        self._layer_numels = self._sizes.layers() if settings.granularity == "layer" else {}
+        check_layerwise(settings.policy, base, self._layer_numels, settings.hooks)
         self._cf_range = (min(low, *ends), max(high, *ends))
         settings.policy.start(
             Context(
@@ -156,7 +156,7 @@ class Session:
                 assumed,
                 frozenset(settings.hooks.keys() - assumed.keys()),
                 self._sizes.wire_bytes,
-                layers,
+                self._layer_numels,
                 self._sizes.layer_nbytes,
             )
         )
@@ -200,6 +200,11 @@ class Session:
             dense_bytes=self.controller.dense_wire_bytes,
             supported=supported,
             wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
+            layers={
+                slot.name: tuple(slot.param.shape)
+                for slot in self.slots.values()
+                if slot.name in self._layer_numels
+            },
         )
 
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:

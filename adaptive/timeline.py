@@ -32,7 +32,8 @@ class Header:
     base, memory: names of the compressor and of what keeps what is not sent. numel: elements of
     all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
-    and the bytes of a step, statistics not counted.
+    and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
+    CFs of their own, if they are known.
     """
 
     policy: str
@@ -45,6 +46,7 @@ class Header:
     dense_bytes: float
     supported: Mapping[float, float]
     wire_bytes: Mapping[float, float]
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     version: int = FORMAT
 
 

@@ -15,6 +15,7 @@ from runs.config import TrainConfig
 from runs.options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments, make_config
 from runs.parser import UsageError, number, whole
 from runs.replay.costs import RecordedCosts
+from runs.replay.layers import recorded_layers
 from runs.replay.source import Source
 
 CF_RANGE = (10.0, 1000.0)
@@ -109,8 +110,9 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
 
 def make_context(config: TrainConfig, source: Source) -> Context:
     """What the controller would have told the policy."""
-    supported = _supported(config, source)
-    if config.policy == "fixed":
+    supported, base = _supported(config, source), make_compressor(config.base or "topk")
+    layers, layer_bytes = recorded_layers(source.recorded.header, base)
+    if config.policy == "fixed" and not config.layerwise:
         cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
         low = high = cf
     else:
@@ -121,6 +123,8 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         config.workers,
         supported,
         wire_bytes=RecordedCosts(source.recorded.steps, source.recorded.header).computed,
+        layers=layers,
+        layer_bytes=layer_bytes,
     )
 
 

@@ -58,7 +58,7 @@ def replay(
     for i, record in enumerate(records):
         plan = policy.plan()
         plans.append(plan)
-        if followed == i and _same_plan(plan, record.report):
+        if followed == i and _same_plan(plan, record):
             followed += 1
         report = record.report if followed > i else _modelled(i, plans, records, gains, costs)
         sum_norm, steady = sums.read(i, plan.read_sum), gains.steady(i, ladder)
@@ -75,9 +75,16 @@ def replay(
     )
 
 
-def _same_plan(plan: Plan, report: StepReport) -> bool:
-    """The record does not hold the plan, but which CFs were measured."""
-    return plan.send == report.cf and {plan.send, *plan.probe} - {DENSE} == set(report.measurements)
+def _same_plan(plan: Plan, record: StepRecord) -> bool:
+    """The record does not hold the plan, but what was sent and which CFs were measured."""
+    report = record.report
+    measured = {plan.send, *plan.probe} - {DENSE}
+    layers = dict(plan.layers.get(plan.send, {}))
+    return (
+        plan.send == report.cf
+        and measured == set(report.measurements)
+        and (layers == record.layer_cfs)
+    )
 
 
 def _modelled(

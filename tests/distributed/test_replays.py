@@ -10,9 +10,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, JSONLTimeline
-from policies import Accordion, Budget, Context, Goodput, GraVAC, Plan, Policy
+from compressors import TopK
+from policies import Accordion, Budget, Context, Goodput, GraVAC, Layerwise, Plan, Policy
 from runs.records import Recorded, read_records
 from runs.replay.costs import RecordedCosts
+from runs.replay.layers import recorded_layers
 from runs.replay.replay import replay
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
@@ -23,6 +25,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "budget": lambda: Budget(share=0.2, window=6, look_every=2),
     "bytes": lambda: Budget(bytes_per_step=700),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
+    "accordion by layer": lambda: Accordion(interval=5, eta=0.2, per_layer=True),
+    "layerwise": lambda: Layerwise(GraVAC(window=6, dense_window=3), window=7),
 }
 STEPS, POISONED = 50, 17
 
@@ -54,11 +58,14 @@ def _train(rank: int, policy: Policy, path: str) -> list[Plan]:
 def _context(recorded: Recorded) -> Context:
     header = recorded.header
     assert header is not None
+    layers, layer_bytes = recorded_layers(header, TopK())
     return Context(
         header.cf_range,
         header.world_size,
         lambda cf: header.supported.get(cf, cf),
         wire_bytes=RecordedCosts(recorded.steps, header).computed,
+        layers=layers,
+        layer_bytes=layer_bytes,
     )
 
 

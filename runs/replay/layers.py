@@ -1,0 +1,23 @@
+"""The layers of a recorded run, as a policy is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from adaptive import Header
+from compressors import Compressor
+from policies.base import DENSE
+
+LayerBytes = Callable[[str, float], float]
+
+
+def recorded_layers(header: Header | None, base: Compressor) -> tuple[dict[str, int], LayerBytes]:
+    """Elements of each layer, and payload bytes of a layer at a CF; no layers without a header."""
+    shapes = {name: tuple(shape) for name, shape in (header.layers if header else {}).items()}
+
+    def nbytes(layer: str, cf: float) -> float:
+        shape = shapes[layer]
+        return 4.0 * prod(shape) if cf == DENSE else base.payload_nbytes_for(shape, cf)
+
+    return {name: prod(shape) for name, shape in shapes.items()}, nbytes
