@@ -143,7 +143,7 @@ def _objective(*names: str, target: float | None = None, higher: bool = False) -
 
 def test_metrics_are_those_at_the_first_evaluation_at_the_target() -> None:
     sent = (10.0, 20.0, 30.0, 40.0)
-    digest = Digest(0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, ())
+    digest = Digest(0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, (), 0)
     ends = (1.0, 2.0, 3.0, 4.0)
     assert measure(_objective("quality", "bytes"), digest, ends) == Metrics(4, 40, 4, 2, True)
     assert measure(_objective("bytes", target=5.5), digest, ends) == Metrics(4, 30, 3, 2, True)
