@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 from runs.config import TrainConfig
@@ -43,7 +43,7 @@ class TrialLogbook(Logbook):
         super().trained(done, loss)
         now = time.perf_counter()
         if self.config.fixed_clock is not None:
-            self.ends.append(done * self.config.fixed_clock)
+            self.ends.append(sum(self.ends[-1:]) + self._modelled(self.config.fixed_clock))
         else:
             self.ends.append(self.ends[-1] + now - self._mark if self.ends else 0.0)
         self._mark = now
@@ -61,6 +61,11 @@ class TrialLogbook(Logbook):
             self._end(REACHED, f"{name} {quality:.4g} after {done} steps")
         elif self._prune(done, self._objective.intermediate(quality)) and done < self.config.steps:
             self._end(PRUNED, f"{name} {quality:.4g} after {done} steps")
+
+    def _modelled(self, compute: float) -> float:
+        """Seconds of a step with --fixed-clock; the last report has those of the step before."""
+        seconds = nan if self.last is None else self.last.report.seconds
+        return seconds if isfinite(seconds) else compute
 
     def _end(self, why: str, detail: str) -> None:
         if self.ending is None:

@@ -25,6 +25,7 @@ from optuna.trial import TrialState, create_trial
 from adaptive import LinkSpec
 from runs.build import build_compressor
 from runs.compare.digest import Digest
+from runs.compare.exploration import exploration
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
@@ -143,7 +144,9 @@ def _objective(*names: str, target: float | None = None, higher: bool = False) -
 
 def test_metrics_are_those_at_the_first_evaluation_at_the_target() -> None:
     sent = (10.0, 20.0, 30.0, 40.0)
-    digest = Digest(0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, (), 0)
+    digest = Digest(
+        0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, (), exploration([])
+    )
     ends = (1.0, 2.0, 3.0, 4.0)
     assert measure(_objective("quality", "bytes"), digest, ends) == Metrics(4, 40, 4, 2, True)
     assert measure(_objective("bytes", target=5.5), digest, ends) == Metrics(4, 30, 3, 2, True)
