@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from runs.interrupt import INTERRUPTED, Interrupt
 from runs.result import save_result
 from runs.train import train
 from runs.tune.desk import Desk, Order
-from runs.tune.hparams import write_hparams
 from runs.tune.objective import Metrics, measure
 from runs.tune.tuning import Tuning
 from runs.tune.watch import REACHED, StopFor, StudyProgress, TrialLogbook
@@ -79,7 +78,7 @@ def _run(tuning: Tuning, order: Order, desk: Desk | None, interrupt: Interrupt) 
             config.save()
             progress = StudyProgress(config, done, total, name)
             logbook = TrialLogbook(config, tuning.objective, desk_prune, progress)
-        go_on = _rank_0s(_train(tuning, config, order, desk, logbook, interrupt, runs))
+        go_on = _rank_0s(_train(tuning, config, desk, logbook, interrupt, runs))
         if not go_on:
             return
     if desk is not None:
@@ -89,7 +88,6 @@ def _run(tuning: Tuning, order: Order, desk: Desk | None, interrupt: Interrupt) 
 def _train(
     tuning: Tuning,
     config: TrainConfig,
-    order: Order,
     desk: Desk | None,
     logbook: TrialLogbook | None,
     interrupt: Interrupt,
@@ -109,7 +107,6 @@ def _train(
         desk.interrupted()
         return False
     metrics = _measure(tuning, config, logbook)
-    _note(config, order, metrics)
     if logbook.ending not in (None, REACHED):
         desk.stopped(logbook.ending, logbook.detail)
         return False
@@ -121,18 +118,6 @@ def _measure(tuning: Tuning, config: TrainConfig, logbook: TrialLogbook) -> Metr
     network = tuning.objective.network
     digest = read_digest(config, [] if network is None else [network])
     return measure(tuning.objective, digest, digest.ends[0] if digest.ends else logbook.ends)
-
-
-def _note(config: TrainConfig, order: Order, metrics: Metrics) -> None:
-    """For TensorBoard, if it is there."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return
-    writer = SummaryWriter(str(config.folder))
-    numbers = {name: float(value) for name, value in asdict(metrics).items() if name != "reached"}
-    write_hparams(writer, order.values, numbers)
-    writer.close()
 
 
 def _rank_0s(value: _T) -> _T:

@@ -161,7 +161,7 @@ def test_its_trials_are_in_tensorboards_hparams(shared: tuple[Case, list[Command
     found = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     params = HParamsPluginData.FromString(found).session_start_info.hparams
     assert params["lr"].number_value == 1.0
-    quality = events.Scalars("hparam/quality")[0].value
+    quality = events.Scalars("eval/quality")[-1].value
     assert quality == pytest.approx(case.study.trials[1].values[0])
 
 
