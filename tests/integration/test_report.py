@@ -1,0 +1,278 @@
+"""`python -m runs report` over real runs: its page, its files, and what it says of damaged ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.__main__ import main
+from runs.records import read_records
+from tests.integration.test_cli import LIMIT, ROOT
+
+STEPS = 14
+CONTENDERS = ("dense", "gravac:window=4")
+RUNS = DENSE, GRAVAC = ["dense-seed0", "gravac_window=4-seed0"]
+PICTURES = {
+    "quality.png",
+    "quality_modelled.png",
+    "cf_timeline.png",
+    "cf_distribution.png",
+    "gains.png",
+    "throughput.png",
+}
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison of two real runs."""
+    folder = tmp_path_factory.mktemp("report")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
+    words = ["--data", text, "--steps", STEPS, "--batch-size", 1, "--eval-every", 4, "--slice", 0]
+    words += ["--fixed-clock", 0.1, "--log-dir", folder / "log"]
+    words += [word for contender in CONTENDERS for word in ("--contender", contender)]
+    command = [sys.executable, "-m", "runs", "compare", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return folder / "log"
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements, their attributes, and the text of each kind."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert self._open == []  # everything that was opened was closed
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag not in ("img", "meta"):
+            self._open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in self._open[-1:]:
+            self.texts[tag][-1] += data
+
+
+def _check_self_contained(page: Page) -> None:
+    assert not {"script", "link", "iframe", "object", "audio", "video"} & set(page.tags)
+    assert not re.search(r"https?:|//\w|url\(|@import", _without_images(page.source))
+    for image in page.images:
+        kind, _, data = str(image["src"]).partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
+        assert image["alt"]
+
+
+def _without_images(source: str) -> str:
+    return re.sub(r'src="[^"]*"', "", source)
+
+
+def _report(capfd: Any, *words: object) -> dict[str, Any]:
+    assert main(["report", *map(str, words), "--json"]) == 0
+    return dict(json.loads(capfd.readouterr().out))
+
+
+def test_a_comparison_as_one_page(comparison: Path, capfd: Any) -> None:
+    result = _report(capfd, comparison)
+    folder = comparison / "report"
+    assert result == json.loads((folder / "report.json").read_text())
+    assert {path.name for path in folder.glob("*.png")} == PICTURES
+    page = Page(folder / "report.html")
+    _check_self_contained(page)
+    assert len(page.images) == len(PICTURES)
+    assert page.texts["h3"] == RUNS
+    assert [text for text in page.texts["th"] if text in RUNS] == RUNS
+    assert page.tags.count("h1") == 1
+    commands = [run["command"] for run in result["runs"]]
+    assert all(command in page.texts["code"] for command in commands)
+    gravac = read_records(comparison / "runs" / GRAVAC / "timeline.jsonl")
+    reasons = [event.reason for event in gravac.events if event.cf != event.cf_before]
+    assert reasons
+    assert all(reason in page.texts["td"] for reason in reasons)
+
+    # the numbers are those of the comparison itself
+    told = json.loads((comparison / "compare.json").read_text())
+    theirs = {f"{re.sub('[:]', '_', c['contender'])}-seed0": c for c in told["contenders"]}
+    assert result["targets"][0]["quality"] == theirs["dense-seed0"]["quality"]["mean"]
+    for run in result["runs"]:
+        other = theirs[run["name"]]
+        assert run["finished"]
+        assert run["quality"] == other["quality"]["mean"]
+        assert run["evaluations"] == other["runs"][0]["evaluations"]
+        assert run["bytes_sent"] == other["bytes_sent"]["mean"]
+        assert run["wire_factor"] == pytest.approx(other["wire_factor"]["mean"])
+        assert run["modelled_seconds"] == {n: v[0] for n, v in other["seconds_in_all"].items()}
+        reached = run["to_target"]
+        modelled = reached if reached == "never" else reached["modelled_seconds"]
+        for network, (seconds,) in other["seconds_to_dense_quality"].items():
+            assert seconds == ("never" if reached == "never" else modelled[network])
+        assert run["seconds"] == pytest.approx(0.1 * STEPS)  # the clock is fixed
+        assert run["steps_per_second"] == pytest.approx(10)
+        assert sum(share for _, share in run["share_at_cf"]) == pytest.approx(1)
+        assert any("--fixed-clock" in note for note in run["notes"])
+
+
+def test_options_and_the_table_on_the_terminal(
+    comparison: Path, tmp_path: Path, capfd: Any
+) -> None:
+    run = comparison / "runs" / GRAVAC
+    words = [run, "--out", tmp_path / "out", "--target", 1e9, "--title", "Mine <&>"]
+    assert main(["report", *map(str, words), "--bandwidths", "5mbit,1ms"]) == 0
+    out = capfd.readouterr().out
+    assert "5 Mbit/s, 1 ms: modelled s" in out
+    assert "target: 1e+09, as asked for" in out
+    assert "never" not in out
+    assert f"page in {tmp_path / 'out' / 'report.html'}" in out
+    page = Page(tmp_path / "out" / "report.html")
+    assert page.texts["h1"] == page.texts["title"] == ["Mine <&>"]
+    assert not (run / "report").exists()
+
+
+def test_strange_names_are_shown_as_they_are(comparison: Path, tmp_path: Path, capfd: Any) -> None:
+    names = ["<b>&", '"quoted" $x_{2}$ \\', "_hidden", "русский 中文"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "timeline.jsonl", "metrics.jsonl"):
+            shutil.copy(comparison / "runs" / GRAVAC / file, tmp_path / name)
+    result = _report(capfd, *(tmp_path / name for name in names))
+    assert [run["name"] for run in result["runs"]] == names
+    page = Page(tmp_path / "report" / "report.html")  # beside the first
+    _check_self_contained(page)
+    assert page.texts["h3"] == names
+    assert "b" not in page.tags
+    assert sum("<b>&" in str(image["alt"]) for image in page.images) >= 4
+
+
+def test_layers_with_cfs_of_their_own_get_a_map(
+    comparison: Path, tmp_path: Path, capfd: Any
+) -> None:
+    records = []
+    for line in (comparison / "runs" / GRAVAC / "timeline.jsonl").read_text().splitlines():
+        value = json.loads(line)
+        if value["kind"] == "step" and value["report"]["step"] > 10:
+            value["layer_cfs"] = {"head.weight": 1.0, "lstm.weight": 40.0}
+        records.append(json.dumps(value))
+    path = tmp_path / "layers.jsonl"
+    path.write_text("\n".join(records) + "\n")
+    result = _report(capfd, path)  # the file alone is enough
+    assert "layer_cfs.png" in {Path(picture).name for picture in result["pictures"]}
+    page = Page(tmp_path / "report" / "report.html")
+    assert page.texts["h3"] == ["layers"]
+    assert any("2 layers of layers" in str(image["alt"]) for image in page.images)
+
+
+def test_partial_runs_give_what_there_is(comparison: Path, tmp_path: Path, capfd: Any) -> None:
+    runs = comparison / "runs"
+    cut, alone, plain, begun = (tmp_path / name for name in ("cut", "alone", "plain", "begun"))
+    for folder in (cut, alone, plain, begun):
+        folder.mkdir()
+    for name in ("config.json", "timeline.jsonl", "metrics.jsonl"):
+        data = (runs / GRAVAC / name).read_bytes()
+        (cut / name).write_bytes(data if name == "config.json" else data[: len(data) * 2 // 3])
+    shutil.copy(runs / GRAVAC / "timeline.jsonl", alone)
+    saved = json.loads((runs / DENSE / "config.json").read_text())
+    for folder in (plain, begun):
+        values = {**saved, "policy": "off", "base": None, "fixed_clock": None}
+        (folder / "config.json").write_text(json.dumps(values))
+    for name in ("metrics.jsonl", "result.json"):
+        shutil.copy(runs / DENSE / name, plain)
+
+    result = _report(capfd, cut, alone, plain, begun, "--out", tmp_path / "out")
+    of_cut, of_alone, of_plain = result["runs"]
+    assert not of_cut["finished"]
+    assert 0 < of_cut["steps"] < STEPS
+    assert any("not finished" in note for note in of_cut["notes"])
+    assert of_alone["command"] is None
+    assert of_alone["quality"] is None
+    assert of_alone["steps"] == STEPS
+    assert of_plain["share_at_cf"] == [[1.0, 1.0]]
+    assert of_plain["wire_factor"] == pytest.approx(1)
+    assert of_plain["to_target"]["bytes_sent"] == of_plain["bytes_sent"]
+    assert any("begun holds no step" in note for note in result["notes"])
+    _check_self_contained(Page(tmp_path / "out" / "report.html"))
+
+    (plain / "metrics.jsonl").unlink()
+    (plain / "result.json").unlink()
+    (alone / "timeline.jsonl").write_text("")
+    for folder in (plain, alone, begun):
+        assert main(["report", str(folder)]) == 2
+        assert "holds no step" in capfd.readouterr().err
+    shutil.copy(runs / DENSE / "metrics.jsonl", plain)
+    lonely = _report(capfd, plain)  # plain DDP that was killed: nothing but losses and quality
+    assert lonely["runs"][0]["bytes_sent"] is None
+    assert {Path(path).name for path in lonely["pictures"]} == {
+        "quality.png",
+        "cf_timeline.png",
+        "cf_distribution.png",
+    }
+    assert len(lonely["notes"]) == 2
+
+
+def test_without_matplotlib_there_is_a_page_without_pictures(
+    comparison: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = _report(capfd, comparison, "--out", tmp_path)
+    assert result["pictures"] == []
+    assert result["notes"] == ["no pictures: matplotlib is not installed"]
+    page = Page(tmp_path / "report.html")
+    assert page.images == []
+    assert page.texts["h3"] == RUNS
+
+
+BAD = {
+    "/nowhere": ["LOGDIR /nowhere", "does not exist", "accepted"],
+    "EMPTY": ["LOGDIR", "holds no run"],
+    "RUN EMPTY": ["LOGDIR", "holds no run"],
+    "DAMAGED": ["LOGDIR", "damaged", "line 1", "not JSON"],
+    "RUN --target much": ["--target", "'much'", "finite number"],
+    "RUN --bandwidths slow": ["--bandwidths slow", "100mbit,5ms"],
+    "RUN --out /dev/null": ["--out /dev/null", "cannot be written"],
+    "RUN --what": ["--what"],
+    "": ["LOGDIR"],
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_options_are_one_line(
+    options: str, comparison: Path, tmp_path: Path, capfd: Any
+) -> None:
+    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    empty.mkdir()
+    damaged.mkdir()
+    (damaged / "timeline.jsonl").write_text("what\n")
+    files = {"RUN": comparison / "runs" / DENSE, "EMPTY": empty, "DAMAGED": damaged}
+    try:
+        code = main(["report", *(str(files.get(word, word)) for word in options.split())])
+    except SystemExit as error:  # argparse's way
+        code = int(str(error.code))
+    out, err = capfd.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("python -m runs report: error: ")
+    for part in BAD[options]:
+        assert part in err
