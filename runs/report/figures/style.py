@@ -52,7 +52,7 @@ def paint(picture: Picture, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Look:
-    """How a run's lines look: one colour for all seeds of the same settings."""
+    """How a run's lines look: one colour for all runs of the same settings, a dash for each."""
 
     colour: str
     dash: str
@@ -60,19 +60,18 @@ class Look:
 
 def looks(runs: Sequence[Run]) -> dict[str, Look]:
     """By name of the run."""
-    kinds: dict[object, Look] = {}
-    found = {}
+    kinds: dict[object, list[str]] = {}
     for run in runs:
         kind: object = run.name
         if run.config is not None:
             kind = replace(run.config, seed=0, log_dir="", json=False)
-        if kind not in kinds:
-            i = len(kinds)
-            colour = INK if run.is_dense and INK not in {k.colour for k in kinds.values()} else ""
-            kinds[kind] = Look(
-                colour or _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
-            )
-        found[run.name] = kinds[kind]
+        kinds.setdefault(kind, []).append(run.name)
+    dense = next((run.name for run in runs if run.is_dense), "")
+    found = {}
+    for i, names in enumerate(kinds.values()):
+        colour = INK if dense in names else _COLOURS[i % len(_COLOURS)]
+        for j, name in enumerate(names):
+            found[name] = Look(colour, _DASHES[(j + i // len(_COLOURS)) % len(_DASHES)])
     return found
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, nan
+from math import isfinite, log, nan
 from typing import Any
+
+import numpy as np
 
 from runs.report.figures.panels import grid, in_pictures
 from runs.report.figures.style import Picture, cf_axis, labelled, legend, titled
 from runs.report.run import Run
-from runs.report.thin import corners
+from runs.report.thin import buckets, corners
 
-_SENT, _CANDIDATE, _FLOOR = "#1f5fa8", "#e08214", "#5aae61"
+_SENT, _CANDIDATE, _FLOOR, _MEAN = "#1f5fa8", "#e08214", "#5aae61", "#222222"
+_ORDER = ("sent", "switch", "candidate", "floor", "sent, crowded", "mean of log CF")
+_MEANS = 200
 _MARKED = 150
 """Switches that get a mark each; the line shows more of them well enough."""
+_CROWDED = 1000
+"""Switches that run into one another: more are drawn as a shade, with the mean CF over it."""
 
 
 def make(runs: Sequence[Run]) -> list[Picture]:
@@ -51,12 +57,17 @@ def _draw(figure: Any, runs: Sequence[Run]) -> None:
             values = [record.status.get(name, nan) for record in run.records]
             if any(map(isfinite, values)):
                 steps, kept = corners([r.report.step for r in run.records], values)
+                if len(kept) > _CROWDED:
+                    continue
                 cfs.update(filter(isfinite, kept))
                 lines[name] = axes.step(
                     steps, kept, where="post", color=colour, linestyle=style, linewidth=1.2
                 )[0]
-        lines["sent"] = _draw_sent(axes, run)
         switches = run.history[1:]
+        crowded = len(switches) > _CROWDED
+        lines["sent, crowded" if crowded else "sent"] = _draw_sent(axes, run, crowded)
+        if crowded:
+            lines["mean of log CF"] = _draw_mean(axes, run)
         if 0 < len(switches) <= _MARKED:
             lines["switch"] = axes.plot(
                 [part.first for part in switches],
@@ -72,12 +83,20 @@ def _draw(figure: Any, runs: Sequence[Run]) -> None:
         labelled(axes, y="CF")
     cf_axis(panels[0].yaxis, cfs)
     labelled(panels[-1], "step", "CF")
-    order = [name for name in ("sent", "switch", "candidate", "floor") if name in lines]
-    legend(figure, [lines[name] for name in order], order, columns=4)
+    order = [name for name in _ORDER if name in lines]
+    legend(figure, [lines[name] for name in order], order, columns=len(_ORDER))
 
 
-def _draw_sent(axes: Any, run: Run) -> Any:
+def _draw_sent(axes: Any, run: Run, crowded: bool) -> Any:
     """From the CF history: as many points as switches, however many steps."""
     steps = [part.first for part in run.history] + [run.history[-1].last + 1]
     cfs = [part.cf for part in run.history] + [run.history[-1].cf]
-    return axes.step(steps, cfs, where="post", color=_SENT, linewidth=1.8)[0]
+    width, alpha = (0.3, 0.25) if crowded else (1.8, 1.0)
+    return axes.step(steps, cfs, where="post", color=_SENT, linewidth=width, alpha=alpha)[0]
+
+
+def _draw_mean(axes: Any, run: Run) -> Any:
+    logs = [log(record.report.cf) for record in run.records]
+    steps = [record.report.step for record in run.records]
+    thinned = buckets(steps, logs, steps[0], steps[-1], _MEANS)
+    return axes.plot(thinned.steps, np.exp(thinned.mean), color=_MEAN, linewidth=1.5)[0]
