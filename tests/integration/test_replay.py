@@ -97,9 +97,10 @@ def test_another_policy_is_modelled_and_says_so(folders: dict[str, Path], capfd:
     assert any("this is a model" in note for note in result["notes"])
 
     fixed = _result(capfd, folder, "--policy", "fixed", "--cf", 100)
-    sent = read_records(folder / "timeline.jsonl").bytes_sent
-    assert fixed["modelled_bytes"] == pytest.approx(sent / 5)  # bytes in proportion to 1 / CF
-    assert fixed["recorded_bytes"] == sent
+    recorded = read_records(folder / "timeline.jsonl")
+    assert recorded.header is not None
+    assert fixed["modelled_bytes"] == STEPS * recorded.header.wire_bytes[100]  # never sent
+    assert fixed["recorded_bytes"] == recorded.bytes_sent
     assert fixed["same_cf_steps"] == 0
 
     schedule = ("--policy", "schedule", "--schedule", "0:1", "20:10", "50:100")
