@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 STEPS = 50  # of a real run
 PATIENCE = 60  # seconds for anything to appear
 
@@ -130,7 +131,8 @@ def serve(driver: Any) -> Iterator[Callable[[Path], Page]]:
 def train(folder: Path, policy: str, *options: str) -> None:
     """A real run on two workers."""
     command = [sys.executable, "-m", "runs", "train", "--log-dir", str(folder), "--policy", policy]
-    shape = ["--workers", "2", "--steps", str(STEPS), "--batch-size", "2", "--eval-every", "10"]
+    shape = ["--workers", "2", "--steps", str(STEPS), "--batch-size", "1", "--eval-every", "10"]
+    shape += ["--data", str(ROOT / "runs")]
     done = subprocess.run(
         [*command, *shape, *options],
         capture_output=True,
@@ -143,14 +145,14 @@ def train(folder: Path, policy: str, *options: str) -> None:
 @pytest.fixture(scope="session")
 def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
-    link = ("--link", "200mbit")
-    train(folder / "gravac", "gravac", "--window", "6", *link)
-    train(folder / "goodput", "goodput", *link)
+    clock = ("--fixed-clock", "0.1")  # decides alike on idle and on busy machines
+    train(folder / "gravac", "gravac", "--window", "6", *clock)
+    train(folder / "accordion", "accordion", "--interval", "10", "--per-layer", "on", *clock)
     train(folder / "no hook", "off")
     return folder
 
 
 @pytest.fixture(scope="session")
 def page(serve: Callable[[Path], Page], real_runs: Path) -> Page:
-    """Over two runs with a CF, and one without."""
+    """Over two runs with a CF, one of them layer by layer, and one without."""
     return serve(real_runs)
