@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adaptive.tensorboard.summaries import scalar_summary
+from adaptive.timeline import Header
 
 METRICS = (
     "eval/quality",
@@ -19,6 +20,19 @@ METRICS = (
     "final/wire_factor",
 )
 """Tags of scalars whose last value the page shows; one that a run does not have stays empty."""
+
+
+def header_settings(header: Header) -> dict[str, Any]:
+    """What a timeline's header says of the run's settings, by name."""
+    return {
+        **header.settings,
+        "policy": header.policy,
+        "base": header.base,
+        "memory": header.memory,
+        "cf_range": "{:g} to {:g}".format(*header.cf_range),
+        "world_size": header.world_size,
+        "numel": header.numel,
+    }
 
 
 def start_session(writer: Any, settings: Mapping[str, Any]) -> None:

@@ -10,12 +10,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from adaptive.tensorboard.hparams import end_session, start_session
+from adaptive.tensorboard.hparams import end_session, header_settings, start_session
 from adaptive.tensorboard.layout import layout_summary
 from adaptive.tensorboard.scalars import LayerScalars, scalars
 from adaptive.tensorboard.summaries import scalar_summary, switch_summary
 from adaptive.tensorboard.used import UsedCFs
-from adaptive.timeline import Event, StepRecord, Timeline
+from adaptive.timeline import Event, Header, StepRecord, Timeline
 
 SHORTEST = 0.1
 """Seconds between two records by default: one takes 0.1 to 0.3 ms to make and write, so that steps
@@ -31,7 +31,7 @@ class TensorBoardTimeline(Timeline):
         which stays open.
     interval: write every this many steps; None: every step, but no more than 10 a second. A step
         with another CF than the one before is always written, and so is the one before it.
-    hparams: settings of the run by name, for the HParams page.
+    hparams: settings of the run by name, for the HParams page, beside those of the compressor.
     layout: write the "CF timeline" layout of the custom scalars page.
     ImportError, naming the extra to install, without the tensorboard package.
     """
@@ -63,7 +63,7 @@ class TensorBoardTimeline(Timeline):
         )
         self._writer: Any = None
         self._interval = interval
-        self._hparams = hparams
+        self._hparams = dict(hparams or {})
         self._layout = layout
         self._layers = LayerScalars()
         self._used = UsedCFs()
@@ -71,6 +71,11 @@ class TensorBoardTimeline(Timeline):
         self._last_cf: float | None = None
         self._due = 0.0
         self._skipped: tuple[StepRecord, float] | None = None
+
+    def start(self, header: Header) -> None:
+        known = header_settings(header)
+        given = {name: v for name, v in self._hparams.items() if v is not None or name not in known}
+        self._hparams = {**known, **given}
 
     def step(self, record: StepRecord) -> None:
         now = time.time()
@@ -131,7 +136,7 @@ class TensorBoardTimeline(Timeline):
             atexit.register(self._at_exit)
             if self._layout:
                 self._add(layout_summary(), 0)
-            if self._hparams is not None:
+            if self._hparams:
                 start_session(self._writer, self._hparams)
         self._writer._get_file_writer().add_summary(summary, step, at)
 

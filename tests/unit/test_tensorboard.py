@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch.utils.tensorboard import SummaryWriter
 
-from adaptive import Event, StepRecord, StepReport, TensorBoardTimeline
+from adaptive import Event, Header, StepRecord, StepReport, TensorBoardTimeline
 from adaptive.tensorboard import end_session, sink, start_session
 from policies import Measurement
 
@@ -184,6 +184,26 @@ def test_settings_and_final_metrics_are_in_the_run_itself(tmp_path: Path) -> Non
     assert "_hparams_/session_end_info" in events.Tags()["tensors"]
     assert _values(events, "final/bytes_sent") == [(4, 500)]
     assert _values(events, "final/steps_per_second") == [(4, 10)]
+
+
+def test_the_header_gives_settings_and_what_the_user_says_goes_before(tmp_path: Path) -> None:
+    settings = {"epsilon": 0.3, "omega": 0.1}
+    header = Header("gravac", settings, (10, 1000), 2, "topk", "residual", 99, 4.0, {}, {})
+    timeline = TensorBoardTimeline(tmp_path, hparams={"omega": None, "memory": "mine", "lr": 0.1})
+    timeline.start(header)
+    timeline.step(_record(0))
+    timeline.close()
+    content = _read(tmp_path).SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    written = hparams_metadata.parse_session_start_info_plugin_data(content).hparams
+    numbers = {name: value.number_value for name, value in written.items() if value.number_value}
+    assert numbers == {"epsilon": 0.3, "omega": 0.1, "lr": 0.1, "world_size": 2, "numel": 99}
+    texts = {name: value.string_value for name, value in written.items() if value.string_value}
+    assert texts == {
+        "policy": "gravac",
+        "base": "topk",
+        "memory": "mine",
+        "cf_range": "10 to 1000",
+    }
 
 
 def test_a_run_without_compression_has_settings_too(tmp_path: Path) -> None:
