@@ -21,6 +21,7 @@ from adaptive.exchange import Exchange, PendingSum, Traffic, reduce_wire_bytes
 from adaptive.gradient_sum import GradientSum
 from adaptive.layer_statistics import LayerStatistics
 from adaptive.modelled import ModelledClock
+from adaptive.peers import Peers
 from adaptive.step_cfs import StepCFs
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Agreed, Tally
@@ -81,6 +82,7 @@ class Controller:
         self.forced_dense = False
         self.by_energy = False
         self.ladder: tuple[float, ...] = ()
+        self.peers: Callable[[], Peers | None] = lambda: None  # of signal gain, if it is wanted
         self.carrying = False  # the residual may hold something
         self.owing = False  # and nothing is to be compressed before it is sent
         self._energies: tuple[float, ...] = ()
@@ -139,12 +141,16 @@ class Controller:
         compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
         exchange = self._exchange
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
+        peers = None if self.forced_dense else self.peers()
         self.tally = Tally(
             cfs=self.cfs.measured,
             ladder=() if self.forced_dense else self.ladder,
+            products=peers is not None,
             ranks=exchange.world_size if self.by_energy else 0,
             rank=exchange.rank,
         )
+        if peers is not None:
+            peers.settle(self.tally)
         self.tally.lr = self.lr()
         if timed is not None:
             parts = timed.split(now, forward)
@@ -201,6 +207,9 @@ class Controller:
 
         Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
         time until the step is over: then it starts with the next step."""
+        peers = self.peers() if self.tally.products else None
+        if peers is not None:
+            self.tally.sketch = peers.sketch()
         vector = self._exchange.sum_later(self.tally.vector().to(device))
         if self.cf not in self._hooks:
             vector.start()
@@ -248,7 +257,7 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         self.flush()
-        timing = self._timing
+        timing, peers = self._timing, self.peers()
         return {
             "layers": self.layers.state_dict() if self.layers else {},
             "step": self.step,
@@ -256,6 +265,7 @@ class Controller:
             "carrying": self.carrying,
             "owing": self.owing,
             "energies": list(self._energies),
+            "peers": {} if peers is None else peers.state_dict(),
             "policy": self.policy.state_dict(),
             "totals": self._totals.state_dict(),
             "times": [(cf, list(times)) for cf, times in self._times.items()],
@@ -280,6 +290,9 @@ class Controller:
         self.cf = float(state["cf"])
         self.carrying, self.owing = bool(state["carrying"]), bool(state["owing"])
         self._energies = tuple(state["energies"])
+        peers = self.peers()
+        if peers is not None and state["peers"]:
+            peers.load_state_dict(state["peers"])
         self._totals = Totals.from_state(state["totals"])
         self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
         saved = state["timing"]
@@ -310,6 +323,9 @@ class Controller:
         agreed = Agreed.read(pending.vector.wait(), pending.tally, n)
         layers = self.layers.reports(agreed.layers, n) if self.layers and agreed.layers else {}
         self._energies = agreed.energies
+        peers = self.peers() if pending.tally.products else None
+        if peers is not None:
+            peers.receive(agreed.sketch)
         if pending.cf == DENSE and not agreed.spoiled:
             self.carrying = self.owing = False
         report = StepReport(
@@ -331,6 +347,10 @@ class Controller:
             lr=agreed.lr,
             steady=agreed.steady,
             layers=layers,
+            signal=agreed.signal,
+            signal_total=agreed.signal_total,
+            peers=agreed.peers,
+            peers_total=agreed.peers_total,
         )
         if pending.cf in report.measurements:
             self._totals.add_gain(pending.cf, report.measurements[pending.cf])
@@ -351,8 +371,7 @@ class Controller:
         status = dict(self.policy.status())
         seconds = report.median_seconds
         t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
-        measured = report.measurements.get(report.timed_cf)
-        gain = measured.gain(self.policy.gain) if measured else nan
+        gain = report.gain(report.timed_cf, self.policy.gain)
         t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
         self._timeline.step(
             StepRecord(

@@ -32,6 +32,7 @@ from adaptive.layer_statistics import LayerStatistics
 from adaptive.link import EmulatedLink, LinkSpec
 from adaptive.memory import MemoryChoice
 from adaptive.options import check_layerwise
+from adaptive.peers import Peers
 from adaptive.reduce import BucketReducer
 from adaptive.residual import NoMemory, Residual, Slot
 from adaptive.shadow import ShadowLadder
@@ -129,6 +130,7 @@ class Session:
         self._forward = ForwardMark(settings.clock)
         self.controller.forward_began = self._forward.take
         self._watch_forward()
+        self.controller.peers = self._peers
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -360,13 +362,18 @@ class Session:
             return None
         if not ShadowLadder.suits(base):
             raise ValueError(
-                f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
-                f"redsync, sidco, threshold, adacomp), got base={base.name!r}"
+                f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
+                f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
+                f"base={base.name!r}"
             )
         cfs = sorted(
             {*map(self._sizes.supported, policy.candidates())} - {DENSE, *self.settings.hooks}
         )
-        return ShadowLadder(base, cfs, memory)
+        return ShadowLadder(base, cfs, memory, signal=policy.gain == "signal")
+
+    def _peers(self) -> Peers | None:
+        signal = None if self._shadow is None else self._shadow.signal
+        return None if signal is None else signal.peers
 
     def _make_layers(self) -> LayerStatistics | None:
         """For a policy that asks for them."""

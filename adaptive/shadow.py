@@ -20,6 +20,7 @@ from adaptive.bucket import Bucket, Part
 from adaptive.layer_statistics import LayerStatistics
 from adaptive.momentum import MomentumRule
 from adaptive.residual import NoMemory, Slot
+from adaptive.signal import Signal, Trace, largest
 from adaptive.tally import Tally
 from compressors import Compressor, Sparsifier
 from compressors.base import kept
@@ -44,11 +45,19 @@ class Shadow:
 class ShadowLadder:
     """compressor: a sparsifier; whatever its rule, its shadow keeps the largest. cfs: ascending.
 
-    memory: the one in use, whose momentum and masking the shadow follows.
+    memory: the one in use, whose momentum and masking the shadow follows. signal: also find the
+    products that signal gain is made of (adaptive/signal.py).
     """
 
-    def __init__(self, compressor: Compressor, cfs: Sequence[float], memory: NoMemory) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        cfs: Sequence[float],
+        memory: NoMemory,
+        signal: bool = False,
+    ) -> None:
         self.cfs = tuple(cfs)
+        self.signal = Signal(len(self.cfs)) if signal else None
         self._memory = memory
         self.layers: LayerStatistics | None = None  # told of each layer, if somebody asks
         self._shadows: dict[Slot, Shadow] = {}
@@ -68,20 +77,20 @@ class ShadowLadder:
                     self._step(part, tally)
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name: residual and velocity of the samples."""
-        return {
-            slot.name: {
-                k: torch.from_numpy(v.copy()) for k, v in vars(held).items() if v is not None
-            }
-            for slot, held in self._shadows.items()
-        }
+        """By parameter name: residual and velocity of the sample, and the trace of signal gain."""
+        return {slot.name: self._state(slot, held) for slot, held in self._shadows.items()}
+
+    def _state(self, slot: Slot, held: Shadow) -> dict[str, Any]:
+        trace = None if self.signal is None else self.signal.traces.get(slot)
+        return {"shadow": _tensors(held)} | ({} if trace is None else {"trace": _tensors(trace)})
 
     def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
         """Go on from a `state_dict()`."""
-        self._shadows = {
-            by_name[name]: Shadow(**{k: v.numpy().copy() for k, v in held.items()})
-            for name, held in state.items()
-        }
+        slots = {by_name[name]: held for name, held in state.items()}
+        self._shadows = {s: Shadow(**_arrays(held["shadow"])) for s, held in slots.items()}
+        if self.signal is not None:
+            traced = {s: held["trace"] for s, held in slots.items() if "trace" in held}
+            self.signal.traces = {s: Trace(**_arrays(trace)) for s, trace in traced.items()}
 
     def _step(self, part: Part, tally: Tally) -> None:
         numel = part.grad.numel()
@@ -92,21 +101,25 @@ class ShadowLadder:
         if shadow is None:
             shadow = self._shadows[part.slot] = self._begin(part.slot, sample, stride)
             fresh = shadow.velocity is None
-        _accumulate(shadow, sample, self._memory.rule(part.slot), fresh)
+        rule = self._memory.rule(part.slot)
+        _accumulate(shadow, sample, rule, fresh)
         a = shadow.residual
-        magnitude = np.abs(a)
         wanted = [max(1, round(kept(numel, cf) * sample.size / numel)) for cf in self.cfs]
-        smallest = [
-            np.partition(row, row.size - k)[row.size - k]
-            for row, k in zip(magnitude, wanted, strict=True)
-        ]
-        sent = magnitude >= np.array(smallest, a.dtype)[:, None]
+        sent = largest(a, wanted)
         total = _energies(a)
+        weight = numel / sample.size  # large tensors are sampled more thinly
+        if self.signal is not None:
+            self.signal.multiply(part.slot, sample, weight, tally)
+            if rule is None:  # the shadow is plain error feedback itself
+                self.signal.keep(part.slot, sample, np.where(sent, a, 0))
+            else:
+                self.signal.feed_back(part.slot, sample, wanted)
+            trace = self.signal.traces[part.slot]
+            self.signal.peers.add(part.slot, part.key.step, sample, trace.kept, weight)
         a[sent] = 0
         lost = _energies(a)
         if shadow.velocity is not None and self._masked.any():
             shadow.velocity[sent & self._masked[:, None]] = 0
-        weight = numel / sample.size  # large tensors are sampled more thinly
         totals, errors = (weight * total).tolist(), (weight * lost).tolist()
         for i in range(len(self.cfs)):
             tally.shadow_total[i] += totals[i]
@@ -119,6 +132,14 @@ class ShadowLadder:
         if slot.velocity is not None and self._memory.rule(slot) is not None:  # taken over
             shadow.velocity = shadow.residual + _sampled(slot.velocity, stride)
         return shadow
+
+
+def _tensors(kept: Shadow | Trace) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(v.copy()) for k, v in vars(kept).items() if v is not None}
+
+
+def _arrays(state: Mapping[str, Tensor]) -> dict[str, Array]:
+    return {k: v.numpy().copy() for k, v in state.items()}
 
 
 def _sampled(grad: Tensor, stride: int) -> Array:

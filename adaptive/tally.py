@@ -34,7 +34,9 @@ class Tally:
     kept, error, sample_error: a number for each of `cfs`.
     spoiled: buckets whose gradients are not finite.
     ladder: the CFs of the shadow ladder, if there is one; shadow_error, shadow_total: a number for
-        each of them.
+        each of them. products: signal gain is wanted; signal, signal_total: <c_t, g_{t+1}> for each
+        CF of the ladder, <g_t, g_{t+1}>, t + 1 being this step; peers, peers_total: <c_t, g_t>,
+        <g_t, g_t> between different ranks; sketch: of this rank's gradient (adaptive/peers.py).
     layers: numbers of each layer, if they are read in this step.
     ranks: of the energies to be agreed rank by rank, 0 for none; rank: this one's.
     """
@@ -58,6 +60,12 @@ class Tally:
     ladder: tuple[float, ...] = ()
     shadow_error: list[float] = field(default_factory=list)
     shadow_total: list[float] = field(default_factory=list)
+    products: bool = False
+    signal: list[float] = field(default_factory=list)
+    signal_total: float = 0.0
+    peers: list[float] = field(default_factory=list)
+    peers_total: float = 0.0
+    sketch: list[float] = field(default_factory=list)
     layers: list[float] = field(default_factory=list)
     ranks: int = 0
     rank: int = 0
@@ -68,6 +76,8 @@ class Tally:
         self.sample_error = [0.0] * len(self.cfs)
         self.shadow_error = [0.0] * len(self.ladder)
         self.shadow_total = [0.0] * len(self.ladder)
+        self.signal = [0.0] * len(self.ladder)
+        self.peers = [0.0] * len(self.ladder)
 
     def copy(self) -> Tally:
         """Its sums as they are now."""
@@ -93,14 +103,16 @@ class Tally:
             self.sample_error[i] += share * sample
 
     def vector(self) -> Tensor:
-        """float64, flat, 12 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements: to
-        be summed over the ranks."""
+        """float64, flat, 12 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements, and
+        with `products` 2 * len(ladder) + 2 and the sketch: to be summed over the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
         head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
         head += [self.decode_seconds, self.compute_seconds]
         energies = [self.total if rank == self.rank else 0.0 for rank in range(self.ranks)]
         rest = self.kept + self.error + self.sample_error + self.shadow_error + self.shadow_total
         rest += energies + self.layers
+        if self.products:
+            rest += [self.signal_total, self.peers_total, *self.signal, *self.peers, *self.sketch]
         return torch.tensor(head + rest, dtype=torch.float64)
 
 
@@ -109,7 +121,8 @@ class Agreed:
     """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged.
 
     steady: gains of the shadow ladder. energies: ||a||^2 rank by rank, if that was wanted. layers:
-    sums of the numbers of each layer, if they were read."""
+    sums of the numbers of each layer, if they were read. signal, peers, their totals and sketch:
+    see `Tally`, if they were wanted."""
 
     measurements: dict[float, Measurement]
     grad_norm: float
@@ -125,6 +138,11 @@ class Agreed:
     layers: tuple[float, ...] = ()
     decode_seconds: float = nan
     compute_seconds: float = nan
+    signal_total: float = nan
+    peers_total: float = nan
+    signal: dict[float, float] = field(default_factory=dict)
+    peers: dict[float, float] = field(default_factory=dict)
+    sketch: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, vector: Tensor, mine: Tally, world_size: int) -> Agreed:
@@ -146,10 +164,12 @@ class Agreed:
             )
             for i, cf in enumerate(cfs)
         }
-        shadow = values[_HEAD + 3 * n :]
-        pairs = zip(ladder, shadow, shadow[len(ladder) :], strict=False)
+        shadow, n_ladder = values[_HEAD + 3 * n :], len(ladder)
+        pairs = zip(ladder, shadow, shadow[n_ladder:], strict=False)
         steady = {cf: 1 - error / total for cf, error, total in pairs if total > 0}
-        more = shadow[2 * len(ladder) :]
+        more = shadow[2 * n_ladder :]
+        energies, more = tuple(more[: mine.ranks]), more[mine.ranks :]
+        layers, more = tuple(more[: len(mine.layers)]), more[len(mine.layers) :]
         norm = sqrt(grad / world_size) if grad >= 0 else nan
         seconds, median, compress, exchange, lr, sum_norm, spoiled, decode, compute = rest
         return cls(
@@ -163,8 +183,18 @@ class Agreed:
             sum_norm,
             spoiled,
             steady,
-            tuple(more[: mine.ranks]),
-            tuple(more[mine.ranks :]),
+            energies,
+            layers,
             decode,
             compute,
+            *(_products(more, ladder) if mine.products else ()),
         )
+
+
+def _products(
+    values: list[float], ladder: tuple[float, ...]
+) -> tuple[float, float, dict[float, float], dict[float, float], tuple[float, ...]]:
+    """Of signal gain: two totals, two numbers for each CF, and the sketch."""
+    signal, peers, rest = values[2:], values[2 + len(ladder) :], values[2 + 2 * len(ladder) :]
+    by_cf = [dict(zip(ladder, part, strict=False)) for part in (signal, peers)]
+    return values[0], values[1], by_cf[0], by_cf[1], tuple(rest)

@@ -72,7 +72,8 @@ class Accordion(Policy):
             raise ValueError(f"interval_epochs={interval_epochs!r}: needs steps_per_epoch too")
         nested = [side for side in (self.high, self.low) if isinstance(side, Policy)]
         self.shadow = any(side.shadow for side in nested)
-        self.gain = nested[0].gain if nested else Policy.gain
+        kinds = [side.gain for side in nested] or [Policy.gain]
+        self.gain = "signal" if "signal" in kinds else kinds[0]  # it needs products of its own
         names = ("eta", "interval", "per_layer", "lr_drop")
         self._settings = {name: getattr(self, name) for name in names}
         self._sides: tuple[Policy, Policy] | None = None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 DENSE = 1.0
 """The CF that means "not compressed"."""
 
-GainKind = Literal["gradient", "error_fed", "raw"]
+GainKind = Literal["gradient", "error_fed", "raw", "signal"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,10 @@ class Measurement:
     sample_total: float = nan
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
-        """Numerator and denominator of a gain, to be averaged apart (ratio of means)."""
+        """Numerator and denominator of a gain, to be averaged apart (ratio of means); nan for
+        "signal", which is not told by one step's energies (see `StepReport.signal`)."""
+        if kind == "signal":
+            return nan, nan
         if kind == "error_fed":
             return _surviving(self.total, self.error), self.total
         if kind == "raw":
@@ -140,6 +143,11 @@ class StepReport:
     lr: learning rate of the first parameter group; nan if no optimizer was handed over.
     steady: steady-state gain of each CF of the shadow ladder, for a policy that asks for it.
     layers: by name, in the steps whose plan reads them.
+    signal: <c, g> of each CF of that ladder, for a policy whose gain is "signal": c what plain
+        error feedback would have sent in the step before this one, g this step's gradient.
+    signal_total: <g of the step before, g>; both are noisy, and may be negative.
+    peers, peers_total: <c, g> and <g, g> of the step before, of different ranks: as noisy, but with
+        expectations that are never negative for <g, g>.
     """
 
     step: int
@@ -160,6 +168,19 @@ class StepReport:
     layers: Mapping[str, LayerReport] = field(default_factory=dict)
     decode_seconds: float = nan
     compute_seconds: float = nan
+    signal: Mapping[float, float] = field(default_factory=dict)
+    signal_total: float = nan
+    peers: Mapping[float, float] = field(default_factory=dict)
+    peers_total: float = nan
+
+    def gain(self, cf: float, kind: GainKind) -> float:
+        """This step's gain of a CF in [0, 1]; nan if it was not measured or has no meaning."""
+        if kind != "signal":
+            measured = self.measurements.get(cf)
+            return nan if measured is None else measured.gain(kind)
+        top, bottom = self.peers.get(cf, nan), self.peers_total
+        known = isfinite(top) and isfinite(bottom) and bottom > 0
+        return min(1.0, max(0.0, top / bottom)) if known else nan
 
     @property
     def coding_seconds(self) -> float:

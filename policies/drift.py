@@ -116,8 +116,10 @@ class Watch:
         self._waits: list[float] = []
         self._window_gain = Average(1 / self.steps)
 
-    def observe(self, report: StepReport) -> Drift | None:
-        """One step on; the drift, if a window ends that proves one."""
+    def observe(self, report: StepReport, gain: float | None = None) -> Drift | None:
+        """One step on; the drift, if a window ends that proves one.
+
+        gain: of the chosen CF, where a window is too short to measure it ("signal")."""
         if report.cf != self._cf:
             self._start_window(report.cf)
         if report.timed_cf == report.cf:
@@ -131,11 +133,11 @@ class Watch:
         self._count += 1
         if self._count < self.steps:
             return None
-        drift = self._judge(report.cf)
+        drift = self._judge(report.cf, self._window_gain.value if gain is None else gain)
         self._start_window(report.cf)
         return drift
 
-    def _judge(self, cf: float) -> Drift | None:
+    def _judge(self, cf: float, gain: float) -> Drift | None:
         """The window is over: compare what it shows."""
         if self._times:
             now = median(self._times)
@@ -146,9 +148,8 @@ class Watch:
                 why = self._compare("exchange", cf, median(self._waits), EXCHANGE_SHARE * now)
                 if why:
                     return Drift("time", f"the wait for the network at CF {cf:g} {why}")
-        gain = min(1.0, self._window_gain.value)
         if cf == self._chosen and isfinite(gain):
-            why = self._compare("gain", cf, gain)
+            why = self._compare("gain", cf, min(1.0, gain))
             if why:
                 return Drift("gain", f"the gain of CF {cf:g} {why}")
         return None

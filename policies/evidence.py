@@ -8,6 +8,7 @@ from typing import Any
 from policies.average import Average
 from policies.base import DENSE, GainKind, StepReport
 from policies.cost import CostModel
+from policies.signal import SignalGain
 
 
 class Evidence:
@@ -32,14 +33,19 @@ class Evidence:
         self._judged: dict[float, float] = {}
         self._remembered: dict[float, float] = {}
         self._cost = CostModel()
+        self.signal = SignalGain() if kind == "signal" else None
 
-    def observe(self, report: StepReport, measured: Collection[float]) -> None:
-        """Take in one step: all times, and the gains of the CFs in `measured`."""
+    def observe(self, report: StepReport, measured: Collection[float]) -> str:
+        """Take in one step: all times, and the gains of the CFs in `measured` (signal gains are
+        those of the whole ladder at any time). In words, a change of what decides, else ""."""
         self._cost.observe(report)
+        if self.signal is not None:
+            return self.signal.observe(report)
         for cf, measurement in report.measurements.items():
             if cf in measured:
                 average = self._averages.setdefault(cf, Average(self._weight))
                 average.add(*measurement.terms(self._kind))
+        return ""
 
     def forget_all_but(self, measured: Collection[float]) -> None:
         """An average that is not fed any more is stale: measured again, a CF starts afresh."""
@@ -54,6 +60,8 @@ class Evidence:
             return 1.0
         if cf in self._assumed:
             return self._assumed[cf]
+        if self.signal is not None:
+            return None if cf is None else self.signal.gain(cf)
         average = None if cf is None else self._averages.get(cf)
         if average is None or average.count < self._believed_after:
             return None if cf is None else self._remembered.get(cf)
@@ -140,6 +148,7 @@ class Evidence:
             "judged": [list(item) for item in self._judged.items()],
             "remembered": [list(item) for item in self._remembered.items()],
             "cost": self._cost.state_dict(),
+            "signal": None if self.signal is None else self.signal.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,3 +160,5 @@ class Evidence:
         self._judged = {float(cf): float(gain) for cf, gain in state["judged"]}
         self._remembered = {float(cf): float(gain) for cf, gain in state["remembered"]}
         self._cost.load_state_dict(state["cost"])
+        if self.signal is not None:
+            self.signal.load_state_dict(state["signal"])

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from policies import checks
-from policies.base import Context, Plan, Policy
+from policies.base import Context, GainKind, Plan, Policy
 
 
 class Fixed(Policy):
     """Sends the same CF in every step.
 
     cf: 1 (dense) or inside cf_range; None: the smallest of cf_range. probe: other CFs > 1, measured
-    without being sent, for the record.
+    without being sent, for the record. gain: which is recorded with them; "signal" needs a shadow
+    ladder.
     """
 
     name = "fixed"
 
-    def __init__(self, cf: float | None = None, probe: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        cf: float | None = None,
+        probe: Sequence[float] = (),
+        gain: GainKind = "gradient",
+    ) -> None:
         self.cf = None if cf is None else checks.real("cf", cf, least=1)
         self.probe = tuple(sorted({checks.real("probe", other, above=1) for other in probe}))
+        checks.one_of("gain", gain, get_args(GainKind))
+        self.gain = gain
+        self.shadow = self.shadow or gain == "signal"
         self._plan: Plan | None = None
 
     def start(self, context: Context) -> None:

@@ -1,8 +1,9 @@
 """Goodput: straight to the CF with the largest compression throughput, without trying the others.
 
 GraVAC's measure (section 3.1), T_comp = T_sys x gain, with both factors known for the whole ladder
-at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`), the step time from
-a cost model. Nothing is sent just to look, and a changed network moves the CF as soon as it shows.
+at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`), or its signal gain
+(policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
+network moves the CF as soon as it shows.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 from policies import checks
 from policies.average import Average
-from policies.base import DENSE, Context, Plan, Policy, StepReport
+from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.forecast import Forecast
 from policies.ladder import SCALINGS, make_ladder
 from policies.reasons import change
+from policies.signal import SignalGain
 
 GAIN_WEIGHT = 0.1
 """Of a new step: gains move slowly, and one step's is noisy."""
@@ -27,12 +29,13 @@ class Goodput(Policy):
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
     margin: how much more than the CF in use another must promise, in (0, 1]. cooldown: steps
-    between switches. epsilon: smallest steady-state gain worth sending, in [0, 1).
+    between switches. epsilon: smallest gain worth sending, in [0, 1). gain: "error_fed" (in steady
+    state) or "signal".
     ValueError or TypeError names what is wrong.
     """
 
     name = "goodput"
-    gain = "error_fed"
+    gain: GainKind = "error_fed"
     shadow = True
 
     def __init__(
@@ -44,6 +47,7 @@ class Goodput(Policy):
         margin: float = 0.05,
         cooldown: int = 10,
         epsilon: float = 0.0,
+        gain: GainKind = "error_fed",
     ) -> None:
         self.scaling = checks.one_of("scaling", scaling, SCALINGS)
         self.step_size = checks.real("step_size", step_size, above=1)
@@ -53,6 +57,8 @@ class Goodput(Policy):
         self.epsilon = checks.real("epsilon", epsilon, least=0)
         if self.epsilon >= 1:
             raise ValueError(f"epsilon={epsilon!r}: must be in [0, 1)")
+        checks.one_of("gain", gain, ("error_fed", "signal"))
+        self.gain = gain
         self._settings = dict(vars(self))
         self._ladder: tuple[float, ...] = ()
 
@@ -62,6 +68,7 @@ class Goodput(Policy):
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
         self._time = Forecast(context.wire_bytes)
         self._gains = {cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE}
+        self._signal = SignalGain() if self.gain == "signal" else None
         self._send = DENSE
         self._since = 0  # steps at the present CF
         self._reason = ""
@@ -76,7 +83,7 @@ class Goodput(Policy):
         for cf, average in self._gains.items():
             average.add(report.steady.get(cf, nan))
         self._since += 1
-        self._reason = ""
+        self._reason = "" if self._signal is None else self._signal.observe(report)
         if self._since >= (self.dense_window if self._opening else self.cooldown):
             self._consider()
 
@@ -102,12 +109,13 @@ class Goodput(Policy):
         exploring: 1 until it first considers to leave dense, then 0."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan
-        return {
+        numbers = {
             "candidate": best,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
             "exploring": float(self._opening and self._since < self.dense_window),
         }
+        return numbers if self._signal is None else {**numbers, **self._signal.status()}
 
     def outlook(self) -> str:
         promised = self.t_comp()
@@ -129,6 +137,7 @@ class Goodput(Policy):
             "reason": self._reason,
             "gains": [[cf, average.state_dict()] for cf, average in self._gains.items()],
             "time": self._time.state_dict(),
+            "signal": None if self._signal is None else self._signal.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,10 +150,14 @@ class Goodput(Policy):
         for cf, saved in state["gains"]:
             self._gains[float(cf)].load_state_dict(saved)
         self._time.load_state_dict(state["time"])
+        if self._signal is not None:
+            self._signal.load_state_dict(state["signal"])
 
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:
             return 1.0
+        if self._signal is not None:
+            return self._signal.gain(cf)
         average = self._gains[cf]
         return min(1.0, max(0.0, average.value)) if average.count else None
 
@@ -159,5 +172,5 @@ class Goodput(Policy):
             return
         told = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({told})"
-        self._reason = change(self._send, best, why)
+        self._reason = "; ".join(filter(None, (change(self._send, best, why), self._reason)))
         self._send, self._since = best, 0

@@ -41,7 +41,8 @@ class GraVAC(Policy):
     omega: relative change that counts as none, of gains (floor promotion) and of T_comp (choice).
     window: steps that a candidate is judged on; those sent dense for want of gain do not count.
     scaling, step_size: how the candidates grow (policies/ladder.py); step_size > 1.
-    gain: which gain decides: "gradient", "error_fed" (the paper) or "raw" (its released code).
+    gain: which gain decides: "gradient", "error_fed" (the paper), "raw" (its released code) or
+        "signal" (policies/signal.py; needs a shadow ladder, so a base that keeps the largest).
     allow_dense: measure dense first, and keep it if no CF beats it. False: send dense only where
         no gain reaches epsilon.
     dense_window: steps of that measurement; 0: no measurement.
@@ -89,6 +90,7 @@ class GraVAC(Policy):
         self.patience = checks.whole("patience", patience, least=1)
         self.retry = None if retry is None else checks.whole("retry", retry, least=1)
         self._settings = dict(vars(self))
+        self.shadow = self.shadow or gain == "signal"
         self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
@@ -172,6 +174,8 @@ class GraVAC(Policy):
     @property
     def _probe(self) -> tuple[float, ...]:
         """What the send rule must know and sending does not show; nothing once all is well."""
+        if self.shadow:  # knows the gains of the whole ladder
+            return ()
         send = self._send
         if send == self._chosen:
             return self._vigil.probe(send)
@@ -180,8 +184,8 @@ class GraVAC(Policy):
 
     def observe(self, report: StepReport) -> None:
         sent = self._send
-        self._seen.observe(report, {sent, *self._probe})
-        why = self._advance(report)
+        basis = self._seen.observe(report, {sent, *self._probe})
+        why = "; ".join(filter(None, (self._advance(report), basis)))
         self._reason = change(sent, self._send, why)
         self._seen.forget_all_but({self._send, *self._probe})
 
@@ -201,7 +205,9 @@ class GraVAC(Policy):
         if found is not None and found.what != "look":
             return self._open_again(*found)
         moved = "" if self._phase == "stay dense" else self._follow_rule()
-        return moved or ("" if found is None else found.why)
+        if found is None or self.shadow:  # a look changes no probe where all gains are known
+            return moved
+        return moved or found.why
 
     def _follow_rule(self) -> str:
         candidate = None if self._phase == "floor" else self._candidate
@@ -284,7 +290,8 @@ class GraVAC(Policy):
 
     def status(self) -> Mapping[str, float]:
         """By name, nan where there is none; throughputs (steps/s) are those of the CF sent.
-        exploring: 1 until a choice is made, then 0."""
+        exploring: 1 until a choice is made, then 0. With gain="signal" also the numbers of
+        policies/signal.py."""
         gain, t_sys = self._seen.gain(self._send), self._seen.t_sys(self._send)
         numbers = {
             "candidate": None if self._phase == "stay dense" else self._candidate,
@@ -296,7 +303,9 @@ class GraVAC(Policy):
             "epsilon": self.epsilon,
             "exploring": float(self._chosen is None),
         }
-        return {name: nan if number is None else number for name, number in numbers.items()}
+        known = {k: nan if number is None else float(number) for k, number in numbers.items()}
+        signal = self._seen.signal
+        return known if signal is None else {"signal": 0.0, **known, **signal.status()}
 
     def verdict(self) -> str:
         wanting = self._rule.level == Level.DENSE and self._phase in ("floor", "explore")
@@ -305,6 +314,11 @@ class GraVAC(Policy):
         return self._verdict
 
     def outlook(self) -> str:
+        if self._seen.signal is not None and not self._seen.signal.clear:
+            return f"{self._next()} (no signal gain now: {self._seen.signal.numbers()})"
+        return self._next()
+
+    def _next(self) -> str:
         if self._chosen is not None:
             watched = "nothing but epsilon" if self._chosen != DENSE else "nothing"
             return self._vigil.outlook() or f"{watched} changes it any more"

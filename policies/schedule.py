@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from policies import checks
-from policies.base import DENSE, Context, Plan, Policy, StepReport
+from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.reasons import change
 
 
@@ -15,13 +15,17 @@ class Schedule(Policy):
 
     pieces: {first step: CF}, e.g. {0: 10, 1000: 100}. Steps are counted from 0, from where this
     policy begins (after another one in `Warmup`); dense before the first. CFs are 1 (dense) or
-    inside cf_range, and what is sent is the nearest that the compressor can do.
+    inside cf_range, and what is sent is the nearest that the compressor can do. gain: which is
+    recorded; "signal" needs a shadow ladder.
     TypeError or ValueError names what is wrong.
     """
 
     name = "schedule"
 
-    def __init__(self, pieces: Mapping[int, float]) -> None:
+    def __init__(self, pieces: Mapping[int, float], gain: GainKind = "gradient") -> None:
+        checks.one_of("gain", gain, get_args(GainKind))
+        self.gain = gain
+        self.shadow = self.shadow or gain == "signal"
         if not isinstance(pieces, Mapping):
             kind = type(pieces).__name__
             raise TypeError(f"pieces={pieces!r}: must be a mapping {{step: CF}}, got {kind}")

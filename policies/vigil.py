@@ -73,7 +73,8 @@ class Vigil:
 
     def observe(self, report: StepReport, seen: Evidence) -> Finding | None:
         """One step on with the choice; what was found, if anything."""
-        drift = None if self._watch is None else self._watch.observe(report)
+        gain = None if seen.signal is None else seen.gain(self._chosen)
+        drift = None if self._watch is None else self._watch.observe(report, gain)
         ripe = self._cooldown.step()
         drift = drift or self._wants(report.cf, seen)
         if drift is not None and ripe:

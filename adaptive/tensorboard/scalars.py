@@ -41,6 +41,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     if report.cf in report.measurements:
         sent = report.measurements[report.cf]
         values |= {f"gain/{kind}": sent.gain(kind) for kind in KINDS}
+    values["gain/signal"] = report.gain(report.cf, "signal")
     values |= {_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()}
     return {tag: value for tag, value in values.items() if isfinite(value)}
 

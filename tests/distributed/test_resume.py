@@ -19,7 +19,10 @@ POLICIES = {
     "error_fed": lambda: GraVAC(epsilon=0.4, omega=0.2, window=4, gain="error_fed"),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
 }
-SHADOWED = {"goodput": lambda: Goodput(dense_window=3, cooldown=3)}
+SHADOWED = {
+    "goodput": lambda: Goodput(dense_window=3, cooldown=3),
+    "signal": lambda: GraVAC(omega=0.2, window=4, dense_window=3, gain="signal"),
+}
 
 
 class _Run:
@@ -97,9 +100,11 @@ def test_resuming_equals_never_having_stopped(
         assert same(*result["states"])
 
 
-@pytest.mark.parametrize("base", ["topk", "dgc+int8"])
-def test_the_shadow_ladder_resumes_too(base: str, tmp_path: Any) -> None:
-    for result in run_ranks(2, _straight_and_resumed, "goodput", base, "auto", str(tmp_path)):
+@pytest.mark.parametrize(
+    ("policy", "base"), [("goodput", "topk"), ("goodput", "dgc+int8"), ("signal", "topk")]
+)
+def test_the_shadow_ladder_resumes_too(policy: str, base: str, tmp_path: Any) -> None:
+    for result in run_ranks(2, _straight_and_resumed, policy, base, "auto", str(tmp_path)):
         assert torch.equal(*result["parameters"])
         assert same(*result["states"])
 

@@ -15,6 +15,7 @@ from policies import (
     Accordion,
     Context,
     Fixed,
+    Goodput,
     GraVAC,
     LayerReport,
     Layerwise,
@@ -40,6 +41,7 @@ steps = st.fixed_dictionaries(
         "sum_norm": st.one_of(st.floats(0, 10), wild),
         "lr": st.one_of(st.sampled_from([0.1, 0.05, 0.01]), wild),
         "energies": st.tuples(times, times, times),
+        "total": st.one_of(st.floats(0.5, 1.5), st.floats(-1, 1), wild),  # of signal gain
     }
 )
 ranges = st.sampled_from(
@@ -53,7 +55,7 @@ gravacs = st.fixed_dictionaries(
         "window": st.integers(1, 8),
         "scaling": st.sampled_from(["exponential", "geometric"]),
         "step_size": st.sampled_from([1.5, 2, 30]),
-        "gain": st.sampled_from(["gradient", "error_fed", "raw"]),
+        "gain": st.sampled_from(["gradient", "error_fed", "raw", "signal"]),
         "allow_dense": st.booleans(),
         "dense_window": st.integers(0, 4),
         "hysteresis": st.sampled_from([0.0, 0.1, 2.0]),
@@ -74,6 +76,14 @@ budgets = st.one_of(
             "step_size": st.sampled_from([1.25, 3]),
         }
     ),
+)
+goodputs = st.fixed_dictionaries(
+    {
+        "gain": st.sampled_from(["error_fed", "signal"]),
+        "dense_window": st.integers(1, 4),
+        "cooldown": st.integers(1, 5),
+        "epsilon": st.sampled_from([0.0, 0.3]),
+    }
 )
 accordions = st.fixed_dictionaries(
     {
@@ -130,6 +140,9 @@ def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
         sent, probed = move["gains"]
         measured = {cf: measurement(probed, move["norms"], move["wild"]) for cf in plan.probe}
         measured[plan.send] = measurement(sent, move["norms"], move["wild"])
+        shadowed = dict(zip(policy.candidates(), (sent, probed), strict=False))
+        if move["wild"]:
+            shadowed = dict(zip(shadowed, move["norms"], strict=False))
         policy.observe(
             StepReport(
                 step=step,
@@ -146,6 +159,11 @@ def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
                 sum_norm=move["sum_norm"] if plan.read_sum else nan,
                 lr=move["lr"],
                 layers=layer_reports(policy, plan, move),
+                steady=shadowed if policy.shadow else {},
+                signal={cf: gain * move["total"] for cf, gain in shadowed.items()},
+                signal_total=move["norms"][0] if move["wild"] else move["total"],
+                peers=shadowed,
+                peers_total=move["norms"][0] if move["wild"] else move["sum_norm"],
             )
         )
         last = plan.send
@@ -165,6 +183,7 @@ policy_makers = st.one_of(
     st.builds(makers, st.just(Budget), budgets),
     st.builds(lambda make, given: lambda: Layerwise(make(), **given), whole_models, layerwises),
     st.builds(makers, st.just(Accordion), accordions),
+    st.builds(makers, st.just(Goodput), goodputs),
 )
 histories = st.lists(steps, min_size=1, max_size=25).map(lambda moves: moves * 4)
 """Four times the same: long enough to get through every phase, small enough to shrink."""

@@ -50,6 +50,9 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
         tally.compress_seconds, tally.exchange_seconds = 0.01, 0.02
         tally.lr, tally.sum_norm = 0.5, nan
         tally.layers = [1.0, 2.0 * rank]
+        tally.products, tally.sketch = True, [1.0, 2.0, 3.0, 4.0]
+        tally.signal, tally.signal_total = [0.5, -0.5], -1.0
+        tally.peers, tally.peers_total = [2.0, 1.0], 3.0
         vectors.append(tally.vector())
     agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 3)
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
@@ -59,6 +62,9 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert agreed.steady == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
     assert agreed.energies == (8.0, 8.0, 8.0)  # each rank's own
     assert agreed.layers == (3.0, 6.0)
+    assert agreed.sketch == (3.0, 6.0, 9.0, 12.0)
+    assert (agreed.signal, agreed.signal_total) == ({10.0: 1.5, 40.0: -1.5}, -3.0)
+    assert (agreed.peers, agreed.peers_total) == ({10.0: 6.0, 40.0: 3.0}, 9.0)
     assert agreed.measurements[20.0].gain("error_fed") == pytest.approx(0.5)
     assert agreed.measurements[10.0].gain("gradient") == pytest.approx(0.5)
     assert agreed.measurements[20.0].gain("raw") == 1.0  # 12 / 12

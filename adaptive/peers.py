@@ -1,0 +1,97 @@
+"""<c_t, g_t> between different ranks, for the price of a small sketch in the statistics.
+
+A rank's noise is independent of every other rank's in the same step, so E<c_t of rank i, g_t of
+rank j> is the product of what i keeps with the true gradient *here*. Unlike the next step's
+gradient, that of a peer has not moved along this step's own noise. A rank knows its own c; of the
+others' gradients it learns the sum of a sketch: signs drawn alike on every rank and fresh in every
+step, elements added up in WIDTH places. Products of sketches are unbiased, with a relative standard
+deviation of 1 / sqrt(WIDTH) of the product of the norms (Charikar and others, 2002), below the
+noise that a step's product has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from adaptive.residual import Slot
+from adaptive.tally import Tally
+from compressors.norms import Array
+
+WIDTH = 256
+"""Numbers in a sketch: 2 kB in the all-reduce of the statistics."""
+
+SHIFTS = 1009
+"""Different sets of signs, taken in turn; a prime, as is STRIDE."""
+
+STRIDE = 389
+
+
+class Peers:
+    """The sketches of one step, until the ranks' sum of them is there."""
+
+    def __init__(self, cfs: int) -> None:
+        self._cfs = cfs
+        self._signs: dict[Slot, Array] = {}
+        self._sum: Array | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._grad = np.zeros(WIDTH)
+        self._kept = np.zeros((self._cfs, WIDTH))
+
+    def add(self, slot: Slot, step: int, g: Array, kept: Array, weight: float) -> None:
+        """Take in a parameter's sample, (elements,), and what each CF keeps, (CFs, elements)."""
+        signs = self._signs.get(slot)
+        if signs is None:
+            draw = np.random.default_rng(crc32(slot.name.encode()))
+            signs = draw.integers(0, 2, g.size + SHIFTS, dtype=np.int8) * 2 - 1
+            self._signs[slot] = signs
+        shift = step * STRIDE % SHIFTS
+        now = signs[shift : shift + g.size].astype(g.dtype)
+        now *= weight**0.5  # both factors of a product have it
+        self._grad += np.roll(_fold(g * now), shift)
+        self._kept += np.roll(_fold(kept * now), shift, axis=1)
+
+    def sketch(self) -> list[float]:
+        """Of this rank's gradient: to be summed over ranks."""
+        return self._grad.tolist()
+
+    def receive(self, total: Sequence[float]) -> None:
+        """The sum over ranks of the last step's sketches."""
+        self._sum = np.array(total)
+
+    def settle(self, tally: Tally) -> None:
+        """Add this rank's products of the last step to the tally, and begin a new step."""
+        if self._sum is not None:
+            others = self._sum - self._grad
+            tally.peers = (self._kept @ others).tolist()
+            tally.peers_total = float(self._grad @ others)
+        self._sum = None
+        self._restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors."""
+        state = {"grad": self._grad, "kept": self._kept}
+        if self._sum is not None:
+            state["sum"] = self._sum
+        return {name: torch.from_numpy(each.copy()) for name, each in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        arrays = {name: each.numpy().copy() for name, each in state.items()}
+        self._grad, self._kept, self._sum = arrays["grad"], arrays["kept"], arrays.get("sum")
+
+
+def _fold(rows: Array) -> Array:
+    """Elements WIDTH apart added up, along the last axis, in double."""
+    whole = rows.shape[-1] // WIDTH * WIDTH
+    shape = (*rows.shape[:-1], -1, WIDTH)
+    folded = rows[..., :whole].reshape(shape).sum(axis=-2, dtype=np.float64)
+    tail = rows[..., whole:]
+    folded[..., : tail.shape[-1]] += tail
+    return np.asarray(folded)

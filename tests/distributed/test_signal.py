@@ -1,0 +1,135 @@
+"""The products behind signal gain: against plain error feedback done by hand, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Goodput, GraVAC
+from adaptive.peers import Peers
+from adaptive.residual import Slot
+from adaptive.tally import Tally
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, local_gradients, loss_of, same, small_net
+
+LADDER = (10.0, 30.0, 100.0)
+STEPS = 8
+
+
+class Watching(Scripted):
+    """Sends what it is told and asks for signal gains."""
+
+    shadow = True
+    gain = "signal"
+
+    def candidates(self) -> tuple[float, ...]:
+        return LADDER
+
+
+def _run(rank: int, cf: float, momentum: float, spoiled: int) -> dict[str, Any]:
+    """spoiled: the step in which rank 1's gradients are not finite."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    policy = Watching([cf])
+    compressor = AdaptiveCompressor("topk", (1, 100), policy=policy)
+    compressor.attach(model, optimizer=optimizer)
+    gradients = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradients.append(local_gradients(model, step, rank))
+        loss = loss_of(model, step, rank)
+        (loss * float("nan") if step == spoiled and rank == 1 else loss).backward()
+        if step != spoiled:
+            optimizer.step()
+    compressor.flush()
+    reports = [
+        (dict(r.signal), r.signal_total, dict(r.peers), r.peers_total) for r in policy.reports
+    ]
+    return {"gradients": gradients, "reports": reports}
+
+
+def _kept(a: Tensor, cf: float) -> Tensor:
+    indices = a.abs().topk(max(1, int(a.numel() / cf))).indices
+    return torch.zeros_like(a).scatter_(0, indices, a[indices])
+
+
+def _products(everyone: list[dict[str, Any]], cf: float, spoiled: int) -> list[tuple]:
+    """(<c, g>, <g before, g>) of each step, summed over parameters and ranks."""
+    sums = [(0.0, 0.0)] * STEPS
+    for rank, one in enumerate(everyone):
+        for name in one["gradients"][0]:
+            residual = c = before = torch.zeros_like(one["gradients"][0][name])
+            for step, gradients in enumerate(one["gradients"]):
+                if step == spoiled and rank == 1:
+                    continue
+                g = gradients[name]
+                top, total = sums[step]
+                sums[step] = (top + float(c @ g), total + float(before @ g))
+                a = residual + g
+                c, before = _kept(a, cf), g
+                residual = a - c
+    return sums
+
+
+def _peer_products(everyone: list[dict[str, Any]], cf: float) -> list[tuple[float, float]]:
+    """(<c, g>, <g, g>) of the step before, of different ranks, by sketches made here."""
+    residuals = [
+        {n: torch.zeros_like(g) for n, g in one["gradients"][0].items()} for one in everyone
+    ]
+    found = [(0.0, 0.0)]
+    for step in range(STEPS - 1):
+        ranks = [Peers(1) for _ in everyone]
+        for peers, one, residual in zip(ranks, everyone, residuals, strict=True):
+            for name, g in one["gradients"][step].items():
+                a = residual[name] + g
+                kept = _kept(a, cf)
+                residual[name] = a - kept
+                slot = Slot(name, torch.nn.Parameter(g))
+                peers.add(slot, step, g.numpy(), kept.numpy()[None], 1.0)
+        total = sum(torch.tensor(peers.sketch(), dtype=torch.float64) for peers in ranks)
+        tallies = [Tally(ladder=(cf,), products=True) for _ in ranks]
+        for peers, tally in zip(ranks, tallies, strict=True):
+            peers.receive(total.tolist())
+            peers.settle(tally)
+        found.append((sum(t.peers[0] for t in tallies), sum(t.peers_total for t in tallies)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cf", "momentum", "spoiled"), [(1.0, 0.9, -1), (30.0, 0.0, -1), (100.0, 0.9, 4)]
+)
+def test_where_the_sample_is_the_whole_they_are_those_of_plain_error_feedback(
+    cf: float, momentum: float, spoiled: int
+) -> None:
+    everyone = run_ranks(2, _run, cf, momentum, spoiled)
+    assert same(*(one["reports"] for one in everyone))
+    assert len(everyone[0]["reports"]) == STEPS
+    for each in LADDER:
+        wanted = _products(everyone, each, spoiled)
+        found = [(signal[each], total) for signal, total, _, _ in everyone[0]["reports"]]
+        assert found[0] == (0.0, 0.0)  # nothing came before
+        for pair, expected in zip(found, wanted, strict=True):
+            assert pair == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        if spoiled < 0:
+            crossed = [(peers[each], total) for _, _, peers, total in everyone[0]["reports"]]
+            for pair, expected in zip(crossed, _peer_products(everyone, each), strict=True):
+                assert pair == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def _refused(rank: int, policy: str) -> str:
+    model = DDP(small_net())
+    chosen = {"gravac": GraVAC, "goodput": Goodput}[policy](gain="signal")
+    with pytest.raises(ValueError, match="base") as caught:
+        AdaptiveCompressor("powersgd", (2, 8), policy=chosen).attach(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["gravac", "goodput"])
+def test_a_base_that_does_not_keep_the_largest_is_refused_on_every_rank(policy: str) -> None:
+    for message in run_ranks(2, _refused, policy):
+        assert f"policy '{policy}' with gain 'signal' needs a base" in message
+        assert "base='powersgd'" in message

@@ -1,0 +1,224 @@
+"""Signal gain: a ratio of means where there is one, the error-fed gain where there is none."""
+
+from __future__ import annotations
+
+from math import inf, isnan, nan, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import DENSE, Context, Goodput, GraVAC, Measurement, StepReport
+from policies.mean_ratio import CLEAR, LEAST, LOST, WEIGHT, MeanRatio
+from policies.signal import SignalGain
+
+SIGNAL = {10.0: 0.8, 100.0: 0.5, 1000.0: 0.2}
+STEADY = {10.0: 0.4, 100.0: 0.05, 1000.0: 0.01}
+few = settings(max_examples=60, deadline=None)
+
+
+def report(total, step=0, cf=DENSE, **changes):
+    values = {"steady": STEADY, "signal": {c: gain * total for c, gain in SIGNAL.items()}}
+    return StepReport(step, cf, **{**values, "signal_total": total, **changes})
+
+
+def fed(*totals, **changes):
+    signal = SignalGain()
+    said = [signal.observe(report(total, **changes)) for total in totals]
+    return signal, [words for words in said if words]
+
+
+products = st.lists(st.floats(-2, 3).filter(lambda x: abs(x) > 1e-3), min_size=1, max_size=60)
+
+
+@few
+@given(totals=products, seed=st.integers(0, 9))
+def test_it_is_the_ratio_of_weighted_means_and_knows_its_standard_error(totals, seed):
+    kept = np.random.default_rng(seed).normal(size=len(totals))
+    signal = MeanRatio()
+    for total, product in zip(totals, kept, strict=True):
+        signal.add({100.0: product}, total)
+    n = len(totals)
+    weights = np.array([WEIGHT * (1 - WEIGHT) ** (n - 1 - i) for i in range(n)])
+    weights /= weights.sum()
+    mean = float(weights @ totals)
+    error = sqrt(float(weights @ (np.array(totals) - mean) ** 2) * float(weights @ weights))
+    assert signal.value(100.0) == pytest.approx(float(weights @ kept) / mean, rel=1e-6, abs=1e-6)
+    if error > 1e-6:
+        assert signal.errors == pytest.approx(mean / error, rel=1e-4, abs=1e-6)
+        if n >= LEAST and abs(mean / error - CLEAR) > 1e-3 and abs(mean / error - LOST) > 1e-3:
+            if mean / error > CLEAR:
+                assert signal.clear
+            if mean / error < LOST:
+                assert not signal.clear
+
+
+@few
+@given(
+    totals=st.lists(st.one_of(st.floats(), st.floats(0.5, 1)), max_size=40),
+    kept=st.one_of(st.floats(), st.floats(-1, 2)),
+)
+def test_whatever_comes_a_gain_is_in_0_1_or_not_known(totals, kept):
+    signal = SignalGain()
+    for total in totals:
+        changes = {"signal": {10.0: kept}, "steady": {10.0: kept}}
+        signal.observe(report(total, **changes))
+        gain = signal.gain(10.0)
+        assert gain is None or 0 <= gain <= 1
+    assert signal.gain(77.0) is None
+
+
+def test_a_clear_signal_decides_after_some_steps_and_says_so():
+    signal, said = fed(*([1.0, 2.0] * (LEAST // 2 - 1)), 1.0)
+    assert not signal.clear
+    assert not said
+    assert signal.gain(100.0) == pytest.approx(0.05)
+    words = signal.observe(report(2.0))
+    assert signal.clear
+    assert words.startswith("<g, g of the next step> decides, ")
+    assert "standard errors" in words
+    assert {cf: signal.gain(cf) for cf in SIGNAL} == {
+        cf: pytest.approx(gain) for cf, gain in SIGNAL.items()
+    }
+
+
+@pytest.mark.parametrize("totals", [(-1.0, 0.5), (1.0, -1.0), (-1.0,)], ids=str)
+def test_overshoot_and_noise_have_no_signal_gain(totals):
+    signal, said = fed(*(totals * 50))
+    assert not signal.clear
+    assert not said
+    assert signal.gain(100.0) == pytest.approx(0.05)
+
+
+def test_it_is_lost_later_than_it_was_found():
+    signal, said = fed(*([1.0, 2.0] * 20))
+    assert len(said) == 1
+    errors = []
+    while signal.clear:
+        words = signal.observe(report(-1.0))
+        errors.append(signal.next.errors)
+    assert errors[-2] >= LOST > errors[-1]
+    assert any(LOST < each < CLEAR for each in errors)
+    assert words.startswith("the error-fed gain decides")
+    assert "lost below 1.5" in words
+    assert signal.gain(10.0) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("total", [nan, inf, 0.0, 1e200])
+def test_a_step_that_tells_nothing_is_passed_over(total):
+    signal, _ = fed(*([1.0, 2.0] * 10))
+    before = signal.state_dict()
+    signal.observe(report(total, steady={}))
+    assert signal.state_dict() == before
+
+
+def test_the_ranks_own_products_come_first_while_they_are_clear():
+    def peers(total):
+        return {"peers": dict.fromkeys(SIGNAL, 0.9 * total), "peers_total": total}
+
+    signal, said = fed(*([-1.0, -2.0] * 10), **peers(1.0))  # overshooting, and yet a signal
+    assert signal.gain(100.0) == pytest.approx(0.9)
+    assert said[0].startswith("<g, g of a peer> decides")
+    assert signal.status()["signal"] == 2.0
+    words = ""
+    for _ in range(200):
+        words = signal.observe(report(1.0, **peers(-1.0))) or words
+    assert words.startswith("<g, g of the next step> decides")
+    assert signal.status()["signal"] == 1.0
+    assert signal.gain(100.0) == pytest.approx(0.5)
+
+
+def test_one_report_has_a_gain_too():
+    def gain(cf, total):
+        return report(1.0, peers={100.0: total / 2}, peers_total=total).gain(cf, "signal")
+
+    assert gain(100.0, 2.0) == pytest.approx(0.5)
+    assert isnan(gain(100.0, -2.0))
+    assert isnan(gain(77.0, 2.0))
+    assert all(map(isnan, Measurement(1, 1, 2, 2, 1, 2).terms("signal")))
+
+
+@pytest.mark.parametrize(
+    ("total", "decides", "floor"), [(1.0, "<g, g of the next step> decides", 0.8), (-1.0, "", 0.4)]
+)
+def test_gravac_decides_on_it_while_it_means_something(total, decides, floor):
+    policy = GraVAC(gain="signal", window=20, allow_dense=False, scaling="geometric", step_size=10)
+    assert policy.shadow
+    assert not GraVAC().shadow
+    policy.start(Context((10.0, 1000.0), 2))
+    reasons, probed = [], []
+    for step in range(30):
+        plan = policy.plan()
+        reasons.append(plan.reason)
+        probed += plan.probe
+        policy.observe(report(total * (1 + step % 2), step, plan.send))
+    assert policy.status()["gain_floor"] == pytest.approx(floor)
+    assert policy.status()["signal"] == bool(decides)
+    assert (policy.status()["next_errors"] > 0) == bool(decides)
+    assert ("no signal gain now" in policy.outlook()) == (not decides)
+    assert any(decides in reason for reason in reasons)
+    assert not probed  # the shadow ladder knows them all
+
+
+def test_gravac_climbs_by_signal_gain_where_the_error_fed_gain_would_not():
+    sent = {}
+    for gain in ("signal", "error_fed"):
+        policy = GraVAC(gain=gain, epsilon=0.3, window=20, allow_dense=False, cooldown=1)
+        policy.start(Context((10.0, 100.0), 2))
+        sent[gain] = set()
+        for step in range(200):
+            plan = policy.plan()
+            sent[gain].add(plan.send)
+            ladder = policy.candidates()
+            measured = {
+                cf: Measurement(error=1 - 4 / cf, total=1.0) for cf in {plan.send, *plan.probe}
+            }
+            total = 1.0 + step % 2
+            policy.observe(
+                report(
+                    total,
+                    step,
+                    plan.send,
+                    measurements=measured,
+                    steady={cf: 4 / cf for cf in ladder},
+                    signal={cf: total * (1 - cf / 250) for cf in ladder},
+                )
+            )
+    assert 100.0 in sent["signal"]
+    assert max(sent["error_fed"]) == 10.0
+
+
+def test_goodput_promises_by_it():
+    def promised(gain, total):
+        policy = Goodput(gain=gain, step_size=10)
+        policy.start(Context((10.0, 1000.0), 2, wire_bytes=lambda cf: 1e6 / cf))
+        for step in range(12):
+            policy.observe(
+                report(
+                    total * (1 + step % 2),
+                    step,
+                    timed_cf=DENSE,
+                    seconds=1.0,
+                    median_seconds=1.0,
+                    compress_seconds=0.0,
+                    exchange_seconds=0.9,
+                )
+            )
+        t_comp, status = policy.t_comp(), policy.status()
+        dense = (0.1 + 0.9, 0.1 + 0.09)  # seconds at CF 1 and 10
+        return t_comp[10.0] * dense[1] / (t_comp[DENSE] * dense[0]), status
+
+    assert promised("error_fed", 1.0)[0] == pytest.approx(0.4)
+    assert "signal" not in promised("error_fed", 1.0)[1]
+    gain, status = promised("signal", 1.0)
+    assert gain == pytest.approx(0.8)
+    assert status["signal"] == 1.0
+    gain, status = promised("signal", -1.0)
+    assert gain == pytest.approx(0.4)
+    assert status["signal"] == 0.0
+
+
+def test_goodput_knows_the_gains_that_have_a_steady_state():
+    with pytest.raises(ValueError, match=r"gain='raw'.*'error_fed', 'signal'"):
+        Goodput(gain="raw")
