@@ -14,6 +14,7 @@ COMMANDS = {
     "tune": ("runs.tune", "search for the best settings with Optuna, or on a recorded timeline"),
     "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
     "report": ("runs.report", "make one page of runs that are done: table, pictures, reasons"),
+    "study": ("runs.study", "repeat an experiment behind the notes in docs/"),
     "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),
 }
 

@@ -35,7 +35,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "warmup": Warmup,
     "goodput": Goodput,
     "budget": Budget,
-    "schedule": lambda schedule: Schedule(schedule_pieces(schedule)),
+    "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
 _OPTIONAL = ("exchange", "granularity", "dense_below", "memory", "masking", "clip_norm", "link")

@@ -17,6 +17,7 @@ class TrainConfig:
     """The options of `python -m runs train`; None takes the default of the task or library.
 
     batch_size: items a worker a step. policy: "off" is plain DDP without a hook.
+    lr_drop: step from which on the learning rate is a tenth.
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
@@ -32,6 +33,8 @@ class TrainConfig:
     steps: int = 300
     batch_size: int | None = None
     lr: float | None = None
+    lr_drop: int | None = None
+    momentum: float | None = None
     seed: int = 0
     policy: str = "gravac"
     epsilon: float | None = None

@@ -24,11 +24,11 @@ from runs.parser import (
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
     "accordion": ("eta", "interval", "per_layer"),
-    "fixed": ("cf", "probe"),
+    "fixed": ("cf", "probe", "gain"),
     "warmup": ("warmup_steps",),
-    "goodput": ("margin",),
+    "goodput": ("margin", "gain"),
     "budget": ("share",),
-    "schedule": ("schedule",),
+    "schedule": ("schedule", "gain"),
     "off": (),
 }
 HOOK_OPTIONS = (
@@ -94,6 +94,10 @@ def add_task_arguments(parser: argparse.ArgumentParser, seed: bool = True) -> No
     what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")
     what.add_argument("--batch-size", type=whole(1), metavar="N", help="items a worker a step")
     what.add_argument("--lr", type=positive, help="learning rate of SGD (the task's own)")
+    what.add_argument(
+        "--lr-drop", type=whole(1), metavar="STEP", help="a tenth of it from this step on (never)"
+    )
+    what.add_argument("--momentum", type=_below_one, help="of SGD, in [0, 1) (0.9)")
     if seed:
         what.add_argument("--seed", type=whole(0), help="of weights, order, augmentation (0)")
     what.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads a worker (1)")
@@ -172,7 +176,11 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     gravac.add_argument("--omega", type=number, help="relative change that counts as none, (0, 1]")
     gravac.add_argument("--window", type=whole(1), metavar="N", help="steps to judge a CF on")
     gravac.add_argument("--scaling", help="how candidate CFs grow: exponential or geometric")
-    gravac.add_argument("--gain", help="what decides: gradient, error_fed or raw")
+    gravac.add_argument(
+        "--gain",
+        help="what decides: gradient, error_fed, raw or signal (goodput: error_fed or signal; "
+        "fixed, schedule: what is recorded)",
+    )
     fixed = parser.add_argument_group("with --policy fixed")
     fixed.add_argument("--cf", type=number, help=f"the CF; 1 is dense ({DEFAULT_CF:g})")
     fixed.add_argument(
@@ -310,10 +318,18 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _below_one(text: str) -> float:
+    """An argument type: a number in [0, 1)."""
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
+    return value
+
+
 def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
     for owner, names in POLICY_OPTIONS.items():
         for name in names:
-            if name in given and owner != policy:
+            if name in given and name not in POLICY_OPTIONS[policy]:
                 own = ", ".join(map(option, POLICY_OPTIONS[policy])) or "no such option"
                 raise UsageError(
                     f"{option(name)} {_shown(given[name])} is for --policy {owner}, got --policy "

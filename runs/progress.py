@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from math import isfinite, nan
+from math import isfinite
 from typing import Any, TextIO
 
 from adaptive import StepRecord
@@ -76,8 +76,7 @@ def gain_of(record: StepRecord, kind: GainKind) -> float:
     """The gain of what was sent in that step: 1 when dense, nan if it was not measured."""
     if record.report.cf == DENSE:
         return 1.0
-    measured = record.report.measurements.get(record.report.cf)
-    return measured.gain(kind) if measured is not None else nan
+    return record.report.gain(record.report.cf, kind)
 
 
 def cf_name(cf: float) -> str:

@@ -34,6 +34,10 @@ class Trainer:
         torch.manual_seed(config.seed * self.world_size + self.rank)
         self.model = DDP(self.task.build_model())
         self.optimizer = self.task.optimizer(self.model)
+        if config.momentum is not None:
+            for group in self.optimizer.param_groups:
+                group["momentum"] = config.momentum
+        self._lr_drop = config.lr_drop
         self.compressor = None
         if config.policy != "off":
             self.compressor = build_compressor(
@@ -49,6 +53,9 @@ class Trainer:
 
     def descend(self, loss: torch.Tensor) -> None:
         """Backward, with the exchange in it, and the optimizer's step."""
+        if self._lr_drop is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.task.lr * (0.1 if self.step >= self._lr_drop else 1.0)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

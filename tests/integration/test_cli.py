@@ -321,6 +321,11 @@ BAD = {
     "--masking 0.5": ["--masking", "0.5", "CF >= 1"],
     "--link slow": ["--link", "'slow'", "100mbit,5ms"],
     "--cf 10": ["--cf", "10", "--policy fixed"],
+    "--policy accordion --gain raw": ["--gain", "raw", "--policy gravac"],
+    "--policy goodput --gain raw": ["--gain", "'raw'", "'signal'"],
+    "--base powersgd --policy gravac --gain x": ["--gain", "'x'", "'signal'"],
+    "--momentum 1": ["--momentum", "'1'", "[0, 1)"],
+    "--lr-drop 0": ["--lr-drop", "'0'", ">= 1"],
     "--policy fixed --cf 0.5": ["--cf", "0.5", ">= 1"],
     "--policy fixed --cf-range 10 20": ["--cf-range", "10 20", "--cf"],
     "--policy accordion --epsilon 0.5": ["--epsilon", "0.5", "--policy gravac"],
@@ -334,6 +339,24 @@ BAD = {
     "--resume /nowhere --lr 1": ["--lr", "1", "--steps"],
     "--log-dir /dev/null/x": ["--log-dir", "/dev/null", "folder"],
 }
+
+
+def test_a_schedule_with_a_learning_rate_that_drops_and_no_momentum(
+    text: Path, start: Callable[..., Command], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    words = "--policy schedule --schedule 0:10 2:20 --gain signal --lr-drop 3 --momentum 0"
+    options = (*words.split(), "--lr", "0.5", "--steps", "5", "--data", text, "--log-dir", log)
+    command = start(*TRAIN, *options)
+    assert command.end() == 0, command.err
+    reports = [record.report for record in read_records(log / "timeline.jsonl").steps]
+    assert [report.cf for report in reports] == [10, 10, 20, 20, 20]
+    assert [report.lr for report in reports] == [0.5, 0.5, 0.5, 0.05, 0.05]
+    assert all(set(report.signal) == {10.0, 20.0} for report in reports)
+    assert reports[0].peers_total == 0 != reports[1].peers_total
+    saved = json.loads((log / "config.json").read_text())
+    assert TrainConfig.from_json(saved).schedule == ("0:10", "2:20")
+    assert "--momentum 0" in saved["command"]
 
 
 @pytest.mark.parametrize("options", BAD)

@@ -1,0 +1,158 @@
+"""The options of `python -m runs study`, and the runs that they make."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from policies.base import GainKind
+from runs.config import TrainConfig
+from runs.options import add_clock_argument, add_link_argument, add_task_arguments, make_config
+from runs.parser import UsageError, number, whole
+
+DROP = 0.6
+"""Share of the steps after which the learning rate is a tenth."""
+
+LINK = "2mbit"
+EPSILONS = (0.3,)
+CFS = (10.0, 100.0, 1000.0)
+
+HELP = f"""\
+Experiments behind the notes in docs/. There is one, signal: which part of the true gradient gets
+through at each CF (docs/signal-gain.md).
+
+examples:
+  python -m runs study signal
+      on the text task
+  python -m runs study signal --task cifar10 --model resnet8 --data DIR --steps 400 --seeds 0 1
+
+It trains, with each seed, (a) dense and at each of --cfs all along, with plain error feedback and
+with momentum correction, recording every gain of every CF; (b) with momentum correction, the two
+largest CFs in one run, each first, changing where the learning rate drops; (c) GraVAC with each of
+the gains, and each of --epsilons, over an emulated link ({LINK}), so that compression pays. The
+learning rate drops to a tenth after {DROP:.0%} of the steps (--lr-drop).
+
+Ctrl-C saves what was done (exit code 130); the same command with the same --log-dir goes on from
+there and repeats no run that is finished.
+
+files in the log folder: study.json, table.txt, signal.png, and each run's own in runs/."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """part: "fixed", "moved" or "chosen". label: of the runs that differ in the seed alone."""
+
+    part: str
+    label: str
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
+class Study:
+    """drop: step from which on the learning rate is a tenth."""
+
+    runs: tuple[Run, ...]
+    cfs: tuple[float, ...]
+    drop: int
+    folder: Path
+    json: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options; what is not given is not in the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("experiment", choices=["signal"], help="which experiment")
+    parser.add_argument("--seeds", type=whole(0), nargs="+", metavar="N", help="seeds (0)")
+    parser.add_argument(
+        "--cfs", type=number, nargs="+", metavar="CF", help="at least two, > 1 (10 100 1000)"
+    )
+    parser.add_argument(
+        "--epsilons", type=number, nargs="+", metavar="E", help="of GraVAC, in (0, 1] (0.3)"
+    )
+    parser.add_argument(
+        "--window", type=whole(1), metavar="N", help="of GraVAC (a twentieth of the steps)"
+    )
+    add_task_arguments(parser, seed=False)
+    add_link_argument(parser.add_argument_group("the network of the GraVAC runs"))
+    output = parser.add_argument_group("what is kept")
+    output.add_argument("--log-dir", metavar="DIR", help="where the files go (logs/study-TASK)")
+    output.add_argument(
+        "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
+    )
+    add_clock_argument(output)
+
+
+def make_study(given: dict[str, Any]) -> Study:
+    """UsageError names the option, its value and what is accepted."""
+    given = dict(given)
+    del given["experiment"]
+    cfs = tuple(sorted(set(given.pop("cfs", CFS))))
+    if len(cfs) < 2 or cfs[0] <= 1:
+        listed = " ".join(f"{cf:g}" for cf in cfs)
+        raise UsageError(f"--cfs {listed}: must be at least two different CFs > 1")
+    seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
+    epsilons = tuple(dict.fromkeys(given.pop("epsilons", EPSILONS)))
+    steps = given.setdefault("steps", TrainConfig.steps)
+    drop = given.setdefault("lr_drop", max(1, round(DROP * steps)))
+    link, window = given.pop("link", LINK), given.pop("window", max(5, steps // 20))
+    folder = Path(given.pop("log_dir", None) or Path("logs", f"study-{given.get('task', 'text')}"))
+    as_json = given.pop("json", False)
+    named = {
+        **_fixed(cfs),
+        **_moved(cfs, drop),
+        **_chosen(cfs, epsilons, {"link": link, "window": window}),
+    }
+    runs = [
+        Run(part, label, _config(given, options, folder, label, seed))
+        for seed in seeds
+        for (part, label), options in named.items()
+    ]
+    return Study(tuple(runs), cfs, drop, folder, as_json)
+
+
+_Named = dict[tuple[str, str], dict[str, Any]]
+
+
+def _fixed(cfs: tuple[float, ...]) -> _Named:
+    common = {"policy": "fixed", "gain": "signal", "probe": cfs}
+    named: _Named = {("fixed", "dense"): {**common, "cf": 1.0, "memory": "momentum"}}
+    for memory in ("residual", "momentum"):
+        for cf in cfs:
+            named["fixed", f"{memory} {cf:g}"] = {**common, "cf": cf, "memory": memory}
+    return named
+
+
+def _moved(cfs: tuple[float, ...], drop: int) -> _Named:
+    named: _Named = {}
+    for first, then in (cfs[-2:], cfs[:-3:-1]):
+        named["moved", f"{first:g} then {then:g}"] = {
+            "policy": "schedule",
+            "schedule": (f"0:{first:g}", f"{drop}:{then:g}"),
+            "gain": "signal",
+            "memory": "momentum",
+            "cf_range": (cfs[0], cfs[-1]),
+        }
+    return named
+
+
+def _chosen(cfs: tuple[float, ...], epsilons: tuple[float, ...], how: dict[str, Any]) -> _Named:
+    return {
+        ("chosen", f"{gain} {epsilon:g}"): {
+            "policy": "gravac",
+            "gain": gain,
+            "epsilon": epsilon,
+            "cf_range": (cfs[0], cfs[-1]),
+            **how,
+        }
+        for gain in get_args(GainKind)
+        for epsilon in epsilons
+    }
+
+
+def _config(
+    common: dict[str, Any], options: dict[str, Any], folder: Path, label: str, seed: int
+) -> TrainConfig:
+    name = f"{options['policy']} {label} seed{seed}".replace(" ", "-")
+    return make_config({**common, **options, "seed": seed, "log_dir": str(folder / "runs" / name)})
