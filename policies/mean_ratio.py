@@ -30,8 +30,15 @@ class MeanRatio:
         self._total = self._square = 0.0
         self._kept: dict[float, float] = {}
 
-    def add(self, products: Mapping[float, float], total: float) -> None:
-        """Take in one step; one that is not finite, or had none before it (0), is passed over."""
+    def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
+        """Take in one step; one that is not finite, or had none before it (0), is passed over.
+
+        energy: of the step's gradient, by which all is divided: the first gradients may be a
+        hundred times as large as later ones, and would hide them."""
+        if not energy > 0:
+            return
+        products = {cf: product / energy for cf, product in products.items()}
+        total /= energy
         if not (isfinite(total * total) and all(map(isfinite, products.values()))) or total == 0:
             return
         self.count += 1

@@ -10,11 +10,15 @@ which is always defined (and smaller, so that a CF goes down sooner than up).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import nan
 from typing import Any
 
 from policies.average import Average
 from policies.base import StepReport
 from policies.mean_ratio import WEIGHT, MeanRatio
+
+HUGE = 1e150
+"""Norms from here on have no square."""
 
 PEERS, NEXT, ERROR_FED = "<g, g of a peer>", "<g, g of the next step>", "the error-fed gain"
 
@@ -29,8 +33,9 @@ class SignalGain:
     def observe(self, report: StepReport) -> str:
         """Take in one step; in words, what decides from now on if that has changed, else ""."""
         before = self.basis
-        self.peers.add(report.peers, report.peers_total)
-        self.next.add(report.signal, report.signal_total)
+        energy = report.grad_norm**2 if abs(report.grad_norm) < HUGE else nan
+        self.peers.add(report.peers, report.peers_total, energy)
+        self.next.add(report.signal, report.signal_total, energy)
         for cf, steady in report.steady.items():
             self._steady.setdefault(cf, Average(WEIGHT)).add(steady)
         return "" if self.basis == before else f"{self.basis} decides, {self.numbers()}"

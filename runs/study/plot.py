@@ -33,9 +33,9 @@ def draw_signal(study: Study, path: Path) -> None:
         for record in records:
             report = record.report
             if name == "peers":
-                ratio.add(report.peers, report.peers_total)
+                ratio.add(report.peers, report.peers_total, report.grad_norm**2)
             else:
-                ratio.add(report.signal, report.signal_total)
+                ratio.add(report.signal, report.signal_total, report.grad_norm**2)
             for cf in study.cfs:
                 value = ratio.value(cf)
                 lines[cf].append(value if ratio.clear and isfinite(value) else nan)

@@ -159,6 +159,7 @@ def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
                 sum_norm=move["sum_norm"] if plan.read_sum else nan,
                 lr=move["lr"],
                 layers=layer_reports(policy, plan, move),
+                grad_norm=move["norms"][1] if move["wild"] else 1.0,
                 steady=shadowed if policy.shadow else {},
                 signal={cf: gain * move["total"] for cf, gain in shadowed.items()},
                 signal_total=move["norms"][0] if move["wild"] else move["total"],

@@ -20,7 +20,7 @@ few = settings(max_examples=60, deadline=None)
 
 def report(total, step=0, cf=DENSE, **changes):
     values = {"steady": STEADY, "signal": {c: gain * total for c, gain in SIGNAL.items()}}
-    return StepReport(step, cf, **{**values, "signal_total": total, **changes})
+    return StepReport(step, cf, **{**values, "signal_total": total, "grad_norm": 1.0, **changes})
 
 
 def fed(*totals, **changes):
@@ -127,6 +127,19 @@ def test_the_ranks_own_products_come_first_while_they_are_clear():
     assert words.startswith("<g, g of the next step> decides")
     assert signal.status()["signal"] == 1.0
     assert signal.gain(100.0) == pytest.approx(0.5)
+
+
+def test_steps_count_alike_however_large_their_gradients():
+    signal = SignalGain()
+    for step in range(40):
+        large = 100.0 if step < 20 else 1.0
+        products = dict.fromkeys(SIGNAL, (0.9 if step < 20 else 0.1) * large**2)
+        signal.observe(report(large**2, grad_norm=large, signal=products))
+    assert 0.1 < signal.gain(100.0) < 0.5  # the later half counts more
+    before = signal.state_dict()
+    for norm in (nan, 0.0, inf):  # not finite on some rank
+        signal.observe(report(1.0, steady={}, grad_norm=norm))
+    assert signal.state_dict() == before
 
 
 def test_one_report_has_a_gain_too():
