@@ -12,6 +12,7 @@ from typing import Any
 from runs.compare.digest import rate
 from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, json_lines, read_records
 from runs.report.run import Ending, Run
@@ -147,7 +148,7 @@ def _config(path: Path) -> TrainConfig | None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         config = TrainConfig.from_json({**saved, "log_dir": str(path.parent)})
-        title(config)  # knows the task and the link
+        title(config), gain_kind(config)  # they know the task, the link and the policy
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return config

@@ -91,8 +91,10 @@ def _draw_sent(axes: Any, run: Run, crowded: bool) -> Any:
     """From the CF history: as many points as switches, however many steps."""
     steps = [part.first for part in run.history] + [run.history[-1].last + 1]
     cfs = [part.cf for part in run.history] + [run.history[-1].cf]
-    width, alpha = (0.3, 0.25) if crowded else (1.8, 1.0)
-    return axes.step(steps, cfs, where="post", color=_SENT, linewidth=width, alpha=alpha)[0]
+    if not crowded:
+        return axes.step(steps, cfs, where="post", color=_SENT, linewidth=1.8)[0]
+    axes.step(steps, cfs, where="post", color=_SENT, linewidth=0.3, alpha=0.25)
+    return axes.fill_between([], [], color=_SENT, alpha=0.25, linewidth=0)  # for the legend
 
 
 def _draw_mean(axes: Any, run: Run) -> Any:
