@@ -112,7 +112,7 @@ class Controller:
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
         if isinstance(self._clock, ModelledClock) and self._timing is not None:
-            self._clock.end_step(self._timing.wire)
+            self._clock.end_step(self._timing.wire, self._timing.statistics)
         now, forward = self._clock(), self.forward_began()
         self._observe_pending(now)
         timed = self._time_last_step(now)
@@ -155,9 +155,8 @@ class Controller:
         if timed is not None:
             parts = timed.split(now, forward)
             if isinstance(self._clock, ModelledClock):
-                parts = parts._replace(
-                    compute=self._clock.compute, exchange=self._clock.exchange(timed.wire)
-                )
+                exchange_seconds = self._clock.exchange(timed.wire, timed.statistics)
+                parts = parts._replace(compute=self._clock.compute, exchange=exchange_seconds)
             self.tally.seconds = parts.seconds
             self.tally.median_seconds = median(self._times[timed.cf])
             self.tally.compress_seconds = parts.compress
@@ -215,7 +214,7 @@ class Controller:
             vector.start()
         traffic = self._exchange.take_traffic()
         assert self._timing is not None
-        self._timing.wire = traffic.wire
+        self._timing.wire, self._timing.statistics = traffic.wire, traffic.statistics
         self._pending = _Pending(
             self.step,
             self.cf,
@@ -340,6 +339,7 @@ class Controller:
             decode_seconds=agreed.decode_seconds,
             compute_seconds=agreed.compute_seconds,
             wire_bytes=pending.traffic.wire,
+            statistics_bytes=pending.traffic.statistics,
             dense_wire_bytes=self.dense_wire_bytes,
             timed_bytes=pending.timed_bytes,
             grad_norm=agreed.grad_norm,

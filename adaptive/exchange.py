@@ -29,10 +29,12 @@ def _let_threads_finish() -> None:
 @dataclass
 class Traffic:
     """payload: bytes handed to collectives. wire: bytes a rank put on the wire (ring algorithms:
-    (N-1) x payload for an all-gather, 2(N-1)/N x payload for an all-reduce)."""
+    (N-1) x payload for an all-gather, 2(N-1)/N x payload for an all-reduce). statistics: of wire,
+    what is no gradient and so does not grow with the model."""
 
     payload: int = 0
     wire: float = 0.0
+    statistics: float = 0.0
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
@@ -102,7 +104,8 @@ class Exchange:
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over the ranks, in place, to be started and, a step later,
         read. An emulated link does not hold it back."""
-        self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
+        wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
+        self.traffic.statistics += wire
         return PendingSum(tensor, self.group)
 
     def all_gather(self, payload: Tensor) -> Future[Tensor]:

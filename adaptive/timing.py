@@ -31,15 +31,17 @@ class Parts(NamedTuple):
 
 @dataclass
 class StepTiming:
-    """began: the first hook call. cf, wire: what was sent. compress: seconds in hook calls but for
-    those that they waited. backward_left: when the last hook call was over. exchanged: when the
-    last mean was there. decoded: when a thread of the process group was decoding."""
+    """began: the first hook call. cf, wire, statistics: what was sent. compress: seconds in hook
+    calls but for those that they waited. backward_left: when the last hook call was over.
+    exchanged: when the last mean was there. decoded: when a thread of the process group was
+    decoding."""
 
     began: float
     cf: float
     backward_left: float
     exchanged: float
     wire: float = 0.0
+    statistics: float = 0.0
     compress: float = 0.0
     waited: float = 0.0
     decoded: list[Span] = field(default_factory=list)

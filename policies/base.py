@@ -136,6 +136,7 @@ class StepReport:
         over ranks: in compression; waiting, after backward, for the network; and for what it
         brought to be decoded; in forward and backward (nan if the model is not known).
     wire_bytes: bytes a rank put on the wire in this step.
+    statistics_bytes: of these, what is no gradient and does not grow with the model.
     dense_wire_bytes: what dense fp32 all-reduce would have put there.
     timed_bytes: wire bytes of the step that `seconds` belongs to.
     grad_norm: root of the mean over ranks of ||g||^2.
@@ -172,6 +173,7 @@ class StepReport:
     signal_total: float = nan
     peers: Mapping[float, float] = field(default_factory=dict)
     peers_total: float = nan
+    statistics_bytes: float = 0.0
 
     def gain(self, cf: float, kind: GainKind) -> float:
         """This step's gain of a CF in [0, 1]; nan if it was not measured or has no meaning."""

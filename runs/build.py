@@ -70,14 +70,20 @@ def build_compressor(
     config: TrainConfig,
     samples_per_step: int,
     timeline: Sequence[Timeline] = (),
+    numel: int = 1,
 ) -> AdaptiveCompressor:
-    """The compressor, not attached yet. ValueError or TypeError for settings out of range."""
+    """The compressor, not attached yet. numel: elements of the model's gradients.
+
+    ValueError or TypeError for settings out of range.
+    """
     assert config.base is not None, "policy off has no compressor"
     settings = compressor_settings(config)
     if config.fixed_clock is not None:  # the link's time is modelled too, not waited for
         link = settings.pop("link", None)
         settings["clock"] = ModelledClock(
-            config.fixed_clock, None if link is None else LinkSpec.parse(link)
+            config.fixed_clock,
+            None if link is None else LinkSpec.parse(link),
+            1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel),
         )
     return AdaptiveCompressor(
         config.base,

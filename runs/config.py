@@ -22,7 +22,7 @@ class TrainConfig:
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
     fixed_clock: nothing waits; a step is taken to last so many seconds, and what its bytes take
-    over the link. json: result on stdout.
+    over the link. model_mb: and as if the gradients were so large. json: result on stdout.
     """
 
     log_dir: str
@@ -65,6 +65,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     threads: int = 1
     fixed_clock: float | None = None
+    model_mb: float | None = None
     json: bool = False
 
     @property

@@ -43,6 +43,7 @@ HOOK_OPTIONS = (
     "clip_norm",
     "link",
     "fixed_clock",
+    "model_mb",
 )
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
 DEFAULT_CF = 10.0
@@ -248,6 +249,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
     )
     add_clock_argument(output)
+    add_size_argument(output, "with --fixed-clock, step times")
 
 
 def add_eval_argument(group: argparse._ArgumentGroup, default: str) -> None:
@@ -267,6 +269,17 @@ def add_clock_argument(group: argparse._ArgumentGroup) -> None:
         type=positive,
         metavar="SECONDS",
         help="nothing waits: step times are modelled, so much and what --link takes for the bytes",
+    )
+
+
+def add_size_argument(group: argparse._ArgumentGroup, what: str) -> None:
+    """What a small model stands for."""
+    group.add_argument(
+        "--model-mb",
+        type=positive,
+        metavar="MB",
+        help=f"{what} as if the gradients were so large (ResNet-101 170, VGG-16 528, a large LSTM "
+        f"252)",
     )
 
 
@@ -352,10 +365,23 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
             f"--base none compresses nothing, so it goes with --policy fixed and no --cf; got "
             f"--policy {policy}" + (f" --cf {given['cf']:g}" if "cf" in given else "")
         )
+    if "model_mb" in given:
+        _check_size(given)
     if "masking" in given and given.get("memory", "auto") not in ("auto", "momentum"):
         raise UsageError(
             f"--masking {_shown(given['masking'])} is for --memory momentum (or auto), got "
             f"--memory {given['memory']}"
+        )
+
+
+def _check_size(given: dict[str, Any]) -> None:
+    if given.get("workers", TrainConfig.workers) < 2:
+        raise UsageError(
+            f"--model-mb {given['model_mb']:g}: needs --workers 2 or more, one sends nothing"
+        )
+    if "fixed_clock" not in given:
+        raise UsageError(
+            f"--model-mb {given['model_mb']:g} is for modelled step times; it needs --fixed-clock"
         )
 
 

@@ -44,6 +44,7 @@ class Trainer:
                 config,
                 samples_per_step=self.task.batch_size * self.world_size,
                 timeline=[timeline] if timeline is not None else [],
+                numel=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             ).attach(self.model, optimizer=self.optimizer)
 
     def loss(self) -> torch.Tensor:

@@ -30,7 +30,7 @@ The keys are train's options without the dashes: epsilon, omega, base, cf_range,
 from step 100 on."""
 
 _SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
-_ELSEWHERE = ("link", "fixed_clock")  # the same for all contenders
+_ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ the run's median, since single steps have pauses in them. Compression, which inc
 each step's own. Nothing overlaps, so a run whose exchange hides behind backward is
 taken to be slower than it would be.
 
-A small model can stand for a large one: bytes and compression then count so many times, compute
-once.
+A small model can stand for a large one: bytes of gradients and compression then count so many
+times, compute and statistics once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from math import isfinite, nan
 from statistics import median
 
 from adaptive import LinkSpec, StepRecord
+from policies import StepReport
 
 
 def compute_seconds(records: Sequence[StepRecord]) -> float:
@@ -66,10 +67,14 @@ def modelled_seconds(
             compute
             + times * spent
             + network.latency
-            + 8 * times * record.report.wire_bytes / network.bits_per_second
+            + 8 * _imagined_bytes(record.report, times) / network.bits_per_second
             for record, spent in zip(records, compress, strict=True)
         )
     )
+
+
+def _imagined_bytes(report: StepReport, times: float) -> float:
+    return times * (report.wire_bytes - report.statistics_bytes) + report.statistics_bytes
 
 
 def model_bytes(records: Sequence[StepRecord], workers: int) -> float:

@@ -17,9 +17,10 @@ from runs.options import (
     add_clock_argument,
     add_eval_argument,
     add_link_argument,
+    add_size_argument,
     add_task_arguments,
 )
-from runs.parser import UsageError, positive, whole
+from runs.parser import UsageError, whole
 
 CONTENDERS = ("dense", "topk@100", "gravac", "accordion")
 BANDWIDTHS = ("100mbit", "1gbit")
@@ -112,13 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"networks of the modelled seconds ({' '.join(BANDWIDTHS)})",
     )
     who.add_argument(
-        "--model-mb",
-        type=positive,
-        metavar="MB",
-        help="modelled seconds as if the gradients were so large (ResNet-101 170, VGG-16 528): "
-        "bytes and compression in proportion, compute as measured (the model's own size)",
-    )
-    who.add_argument(
         "--goal-step",
         type=whole(1),
         metavar="N",
@@ -135,6 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_link_argument(how)
     add_eval_argument(how, f"a {EVALUATIONS}th of the steps")
     add_clock_argument(how)
+    add_size_argument(how, "modelled seconds, and with --fixed-clock what policies see of them,")
     output = parser.add_argument_group("what is kept")
     output.add_argument(
         "--log-dir", metavar="DIR", help="where the files go (logs/compare-TASK-OPTIONS)"
@@ -157,6 +152,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     model_mb = given.pop("model_mb", None)
     if model_mb is not None and given.get("workers", TrainConfig.workers) < 2:
         raise UsageError(f"--model-mb {model_mb:g}: needs --workers 2 or more, one sends nothing")
+    if model_mb is not None and "fixed_clock" in given:
+        given["model_mb"] = model_mb
     wanted = given.pop("slice", None)
     as_json = given.pop("json", False)
     folder = given.pop("log_dir", None)

@@ -56,8 +56,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
     ]
     if comparison.model_mb is not None:
         notes.append(
-            f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: bytes and "
-            f"compression in proportion, compute as measured"
+            f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: their bytes "
+            f"and compression in proportion, compute and statistics as they were"
         )
     if missing:
         notes.append(f"{missing} runs are not finished and not in the table")

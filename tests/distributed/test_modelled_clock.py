@@ -17,9 +17,11 @@ COMPUTE = 0.1
 LINK = LinkSpec(8e5, 0.01)  # 100 kB a second
 
 
-def _run(rank: int, policy: Any, steps: int, stop: int | None = None) -> list[Any]:
-    model, clock, timeline = DDP(small_net()), ModelledClock(COMPUTE, LINK), MemoryTimeline()
-
+def _run(
+    rank: int, policy: Any, steps: int, stop: int | None = None, scale: float = 1.0
+) -> list[Any]:
+    model, clock = DDP(small_net()), ModelledClock(COMPUTE, LINK, scale)
+    timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
         "topk", (2, 100), policy=policy, clock=clock, timeline=timeline
     ).attach(model)
@@ -45,6 +47,16 @@ def test_a_step_takes_compute_and_what_the_link_takes_for_its_bytes() -> None:
         assert report["compute_seconds"] == COMPUTE
 
 
+def test_a_small_model_stands_for_a_large_one() -> None:
+    """Its gradients are as many times as large, and statistics no larger."""
+    reports = run_ranks(2, _run, Scripted([1.0, 10.0]), 6, None, 50.0)[0]
+    for before, report in pairwise(reports[1:]):
+        statistics = before["statistics_bytes"]
+        assert 0 < statistics < 500
+        imagined = 50 * (report["timed_bytes"] - statistics) + statistics
+        assert report["exchange_seconds"] == pytest.approx(0.01 + imagined / 1e5)
+
+
 def test_the_same_run_goes_the_same_way_also_when_it_was_saved_in_the_middle() -> None:
     policy = GraVAC(window=6, dense_window=3, epsilon=0.05)
     first, again = run_ranks(2, _run, policy, 40)[0], run_ranks(2, _run, policy, 40)[0]
@@ -57,3 +69,5 @@ def test_the_same_run_goes_the_same_way_also_when_it_was_saved_in_the_middle() -
 def test_a_step_must_take_time(compute: float) -> None:
     with pytest.raises(ValueError, match="compute"):
         ModelledClock(compute)
+    with pytest.raises(ValueError, match="scale"):
+        ModelledClock(COMPUTE, LINK, scale=compute)

@@ -333,6 +333,7 @@ BAD = {
     "--policy off --link 1gbit": ["--link", "1gbit", "--policy off"],
     "--base none --policy gravac": ["--base none", "--policy gravac"],
     "--memory residual --masking on": ["--masking", "on", "--memory momentum"],
+    "--model-mb 170": ["--model-mb 170", "--fixed-clock"],
     "--batch-size 99999999": ["--batch", "99999999", "smaller"],
     "--resume /nowhere": ["--resume", "/nowhere", "--checkpoint-every"],
     "--resume": ["--resume", "logs/", "LOGDIR"],

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,10 @@ def test_modelled_seconds_are_compute_compression_latency_and_bytes() -> None:
     assert isnan(modelled_seconds(records[:2], LinkSpec.parse("8mbit"))[-1])
     larger = modelled_seconds(records, LinkSpec.parse("8mbit"), times=3)
     assert larger[0] == pytest.approx(0.1 + 3 * 0.02 + 3 * 0.1)
+    few = [replace(r, report=replace(r.report, statistics_bytes=1e4)) for r in records]
+    assert modelled_seconds(few, LinkSpec.parse("8mbit"), times=3)[0] == pytest.approx(
+        0.1 + 3 * 0.02 + 3 * 0.09 + 0.01
+    )
     assert model_bytes(records, 2) == 1e6  # all-reduce of two ranks sends as many
     assert model_bytes(records, 4) == pytest.approx(1e6 / 1.5)
     assert model_bytes(records, 1) == 0
