@@ -2,7 +2,7 @@
 
 A step is work + compress(cf) + exposed(bytes): the exposed part is what backward waits for the
 network. Work and compression do not depend on the network, so a change of the network shows in the
-exposed time of the CF in use, and is taken to have changed that of every other CF alike.
+exposed time of the CF in use; what was known of the others' is then of another network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAUSE = 3.0
 """One step this many times its median is a pause (evaluation, a checkpoint), not a step; a second
 one in a row is not: the median lags behind a network that has become slow."""
 
-FLOOR = 0.002
+FLOOR = 0.01
 """Exposed times below this share of the work are lost in noise: smaller ones count as this much."""
 
 
@@ -74,8 +74,7 @@ class Forecast:
         change = (now + least) / (old + least) if old + least > 0 else 1.0
         if 1 / CHANGED <= change <= CHANGED:
             return  # not to be told from noise
-        self._exposed = {other: value * change for other, value in self._exposed.items()}
-        self._exposed[cf] = now
+        self._exposed = {cf: now}
 
     def seconds(self, cf: float) -> float | None:
         """Of a step at `cf`, run or not; None before the first step."""
@@ -83,9 +82,9 @@ class Forecast:
             return None
         return self._work.value + self._compression(cf) + self._exposure(cf)
 
-    def runs(self, cf: float) -> bool:
-        """Whether it was ever run."""
-        return cf in self._exposed
+    def timed(self) -> tuple[float, ...]:
+        """The CFs that were run on the network as it is now."""
+        return tuple(self._exposed)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in JSON-like values."""
@@ -122,14 +121,18 @@ class Forecast:
         return sum(others) / len(others) if others else 0.0
 
     def _exposure(self, cf: float) -> float:
-        """Of a CF not run yet: in proportion to the bytes of the nearest that was run."""
+        """Of a CF not run yet: on the line through the two that were run and have the nearest
+        numbers of bytes (latency and bandwidth); with one, in proportion to its bytes."""
         known = self._exposed.get(cf)
         if known is not None:
             return known
         if not self._exposed:
             return 0.0
         wanted = self._nbytes(cf)
-        nearest = min(self._exposed, key=lambda other: (abs(self._nbytes(other) - wanted), other))
-        nbytes = self._nbytes(nearest)
-        value = self._exposed[nearest]
+        near = sorted(self._exposed, key=lambda other: (abs(self._nbytes(other) - wanted), other))
+        nbytes, value = self._nbytes(near[0]), self._exposed[near[0]]
+        if len(near) > 1 and (apart := self._nbytes(near[1]) - nbytes):
+            slope = max(0.0, (self._exposed[near[1]] - value) / apart)
+            predicted = value + slope * (wanted - nbytes)
+            return max(0.0, predicted) if isfinite(predicted) else value
         return value * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else value

@@ -4,12 +4,16 @@ GraVAC's measure (section 3.1), T_comp = T_sys x gain, with both factors known f
 at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`), or its signal gain
 (policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
 network moves the CF as soon as it shows.
+
+A dense step over a slow network can take as long as a hundred compressed ones, so not even the
+first is dense: a run begins in the middle of the ladder, and where fewer steps with more bytes are
+promised to be better it comes down by a few at a time, the network measured anew with each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 from policies import checks
@@ -23,19 +27,28 @@ from policies.signal import SignalGain
 GAIN_WEIGHT = 0.1
 """Of a new step: gains move slowly, and one step's is noisy."""
 
+STRIDE = 8.0
+"""A step may send so many times the bytes of the largest that this network has carried yet."""
+
+UNCLEAR = 50
+"""Steps after which a signal gain that is not clear yet is waited for no longer."""
+
+_STATE = ("send", "since", "steps", "arriving", "reason")
+
 
 class Goodput(Policy):
-    """Sends dense for `dense_window` steps, then whichever CF promises most.
+    """Sends the ladder's middle CF for `opening` steps, then whichever CF promises most.
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
     margin: how much more than the CF in use another must promise, in (0, 1]. cooldown: steps
-    between switches. epsilon: smallest gain worth sending, in [0, 1). gain: "error_fed" (in steady
-    state) or "signal".
+    between switches; on the way to a CF that sends many more bytes, `opening`. epsilon: smallest
+    gain worth sending, once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady
+    state).
     ValueError or TypeError names what is wrong.
     """
 
     name = "goodput"
-    gain: GainKind = "error_fed"
+    gain: GainKind = "signal"
     shadow = True
 
     def __init__(
@@ -43,15 +56,15 @@ class Goodput(Policy):
         *,
         scaling: str = "geometric",
         step_size: float = 2.0,
-        dense_window: int = 10,
+        opening: int = 5,
         margin: float = 0.05,
         cooldown: int = 10,
         epsilon: float = 0.0,
-        gain: GainKind = "error_fed",
+        gain: GainKind = "signal",
     ) -> None:
         self.scaling = checks.one_of("scaling", scaling, SCALINGS)
         self.step_size = checks.real("step_size", step_size, above=1)
-        self.dense_window = checks.whole("dense_window", dense_window, least=1)
+        self.opening = checks.whole("opening", opening, least=1)
         self.margin = checks.fraction("margin", margin)
         self.cooldown = checks.whole("cooldown", cooldown, least=1)
         self.epsilon = checks.real("epsilon", epsilon, least=0)
@@ -66,11 +79,14 @@ class Goodput(Policy):
         """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
         rungs = make_ladder(checks.cf_range(context.cf_range), self.scaling, self.step_size)
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
+        self._bytes = context.wire_bytes
         self._time = Forecast(context.wire_bytes)
         self._gains = {cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE}
         self._signal = SignalGain() if self.gain == "signal" else None
-        self._send = DENSE
+        self._send = self._ladder[(len(self._ladder) - 1) // 2]
         self._since = 0  # steps at the present CF
+        self._steps = 0  # in all
+        self._arriving = False  # on the way to a CF that is out of reach yet
         self._reason = ""
 
     def plan(self) -> Plan:
@@ -83,14 +99,25 @@ class Goodput(Policy):
         for cf, average in self._gains.items():
             average.add(report.steady.get(cf, nan))
         self._since += 1
+        self._steps += 1
         self._reason = "" if self._signal is None else self._signal.observe(report)
-        if self._since >= (self.dense_window if self._opening else self.cooldown):
+        if self._since >= self._wait and self._knows:
             self._consider()
 
     @property
-    def _opening(self) -> bool:
-        """Dense, and nothing else was ever sent."""
-        return self._send == DENSE and not any(map(self._time.runs, self._gains))
+    def _opens(self) -> bool:
+        """Nothing but the first CF was sent yet."""
+        return self._since == self._steps
+
+    @property
+    def _wait(self) -> int:
+        return self.opening if self._opens or self._arriving else self.cooldown
+
+    @property
+    def _knows(self) -> bool:
+        """What decides is known, or has been waited for long enough."""
+        waits = self._opens and self._signal is not None and not self._signal.clear
+        return not waits or self._steps >= UNCLEAR
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
@@ -106,14 +133,14 @@ class Goodput(Policy):
 
     def status(self) -> Mapping[str, float]:
         """By name, nan where there is none; throughputs (steps/s) are those of the CF sent.
-        exploring: 1 until it first considers to leave dense, then 0."""
+        exploring: 1 until it first considers to leave the first CF, then 0."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan
         numbers = {
             "candidate": best,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
-            "exploring": float(self._opening and self._since < self.dense_window),
+            "exploring": float(self._opens and not (self._since >= self._wait and self._knows)),
         }
         return numbers if self._signal is None else {**numbers, **self._signal.status()}
 
@@ -132,9 +159,7 @@ class Goodput(Policy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": {**self._settings, "ladder": list(self._ladder)},
-            "send": self._send,
-            "since": self._since,
-            "reason": self._reason,
+            **{name: getattr(self, f"_{name}") for name in _STATE},
             "gains": [[cf, average.state_dict()] for cf, average in self._gains.items()],
             "time": self._time.state_dict(),
             "signal": None if self._signal is None else self._signal.state_dict(),
@@ -145,8 +170,8 @@ class Goodput(Policy):
         if not self._ladder:
             raise RuntimeError("Goodput needs start(context) before load_state_dict()")
         checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, state["settings"])
-        self._send, self._since = float(state["send"]), int(state["since"])
-        self._reason = state["reason"]
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
         for cf, saved in state["gains"]:
             self._gains[float(cf)].load_state_dict(saved)
         self._time.load_state_dict(state["time"])
@@ -168,9 +193,27 @@ class Goodput(Policy):
         if not promised:
             return
         best = max(promised, key=lambda cf: (promised[cf], -cf))
+        self._arriving = False
         if best == self._send or promised[best] <= (1 + self.margin) * here:
             return
         told = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({told})"
-        self._reason = "; ".join(filter(None, (change(self._send, best, why), self._reason)))
-        self._send, self._since = best, 0
+        goal = self._within_reach(best)
+        self._arriving = goal != best
+        if self._arriving:
+            why = f"on the way to {best:g}, {why}"
+        self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
+        self._send, self._since = goal, 0
+
+    def _within_reach(self, best: float) -> float:
+        """The CF itself, or on the way there the one with the most bytes that may be tried."""
+        between = [cf for cf in (DENSE, *self._ladder) if best <= cf < self._send]
+        if not between:
+            return best
+        most = min(self._send, *self._time.timed())
+        return next((cf for cf in between if self._times(cf, most) <= STRIDE), between[-1])
+
+    def _times(self, cf: float, most: float) -> float:
+        """Bytes at a CF in those at another."""
+        times = self._bytes(cf) / (self._bytes(most) or nan)
+        return times if isfinite(times) else most / cf

@@ -33,7 +33,7 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
         (Warmup(steps=3), ["CF 16 since step 3: ", "the next stage begins in "]),
         (Accordion(interval=4), ["since step", "accumulated gradient has then changed by"]),
         (GraVAC(window=4, dense_window=2), ["since step", "gain"]),
-        (Goodput(dense_window=2), ["since step", "T_comp"]),
+        (Goodput(opening=2), ["since step", "T_comp"]),
     ],
     ids=lambda v: v.name if isinstance(v, Policy) else "",
 )

@@ -80,7 +80,7 @@ budgets = st.one_of(
 goodputs = st.fixed_dictionaries(
     {
         "gain": st.sampled_from(["error_fed", "signal"]),
-        "dense_window": st.integers(1, 4),
+        "opening": st.integers(1, 4),
         "cooldown": st.integers(1, 5),
         "epsilon": st.sampled_from([0.0, 0.3]),
     }
