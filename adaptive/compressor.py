@@ -28,6 +28,7 @@ from adaptive.options import (
     check_optimizer,
     check_positive,
     check_scaler,
+    default_policy,
 )
 from adaptive.session import Session, Settings
 from adaptive.summary import Summary
@@ -65,7 +66,9 @@ class AdaptiveCompressor:
     base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. One that cannot
         compress ("none") sends dense, whatever the policy.
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
-    policy: "gravac", "accordion", "fixed" (which stays at cf_range[0]), or a `Policy`.
+    policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
+        `Policy`. None (default): "goodput" for a base that keeps the largest elements (topk and
+        the threshold sparsifiers) without hooks, "gravac" otherwise.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one.
     dense_below: tensors of fewer elements than this are sent uncompressed.
@@ -103,7 +106,7 @@ class AdaptiveCompressor:
         base: str | Compressor = "topk",
         cf_range: tuple[float, float] = (10, 1000),
         *,
-        policy: str | Policy = "gravac",
+        policy: str | Policy | None = None,
         granularity: str = "layer",
         dense_below: int = 0,
         exchange: str = "auto",
@@ -126,7 +129,7 @@ class AdaptiveCompressor:
             exchange=check_exchange(exchange, compressor),
             hooks=check_hooks(hooks),
             cf_range=check_cf_range(cf_range),
-            policy=make_policy(policy),
+            policy=make_policy(default_policy(compressor, hooks) if policy is None else policy),
             memory=MemoryChoice(compressor, memory, momentum, masking),
             clip_norm=check_positive("clip_norm", clip_norm),
             samples_per_step=check_positive("samples_per_step", samples_per_step),

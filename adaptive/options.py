@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from adaptive.link import LinkSpec
+from adaptive.shadow import ShadowLadder
 from compressors import Compressor
 from policies import Policy
 
@@ -61,6 +62,12 @@ def check_dense_below(value: Any, base: Compressor) -> int:
             f"precision; got {value!r}"
         )
     return int(value)
+
+
+def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
+    """The policy that nobody has chosen: "goodput" where a shadow ladder tells all gains, else
+    "gravac". docs/results.md has the comparison."""
+    return "goodput" if ShadowLadder.suits(base) and not hooks else "gravac"
 
 
 def check_layerwise(

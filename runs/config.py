@@ -36,7 +36,7 @@ class TrainConfig:
     lr_drop: int | None = None
     momentum: float | None = None
     seed: int = 0
-    policy: str = "gravac"
+    policy: str = "goodput"
     epsilon: float | None = None
     omega: float | None = None
     window: int | None = None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.exchanges import EXCHANGES
-from compressors import compressor_names
+from adaptive.options import default_policy
+from compressors import compressor_names, make_compressor
 from runs.config import TrainConfig
 from runs.parser import (
     UsageError,
@@ -110,7 +111,8 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--policy",
         choices=list(POLICY_OPTIONS),
-        help="what chooses the compression factor, CF (gravac); off: plain DDP, no hook",
+        help="what chooses the compression factor, CF (goodput; gravac if its settings are given, "
+        "and for a base that does not keep the largest elements); off: plain DDP, no hook",
     )
     how.add_argument(
         "--layerwise",
@@ -179,7 +181,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     gravac.add_argument("--scaling", help="how candidate CFs grow: exponential or geometric")
     gravac.add_argument(
         "--gain",
-        help="what decides: gradient, error_fed, raw or signal (goodput: error_fed or signal; "
+        help="what decides: gradient, error_fed, raw or signal (goodput: signal or error_fed; "
         "fixed, schedule: what is recorded)",
     )
     fixed = parser.add_argument_group("with --policy fixed")
@@ -286,7 +288,7 @@ def add_size_argument(group: argparse._ArgumentGroup, what: str) -> None:
 def make_config(given: dict[str, Any]) -> TrainConfig:
     """The configuration of a new run. UsageError for options that do not go together."""
     given = dict(given)
-    policy = given.setdefault("policy", "fixed" if given.get("base") == "none" else "gravac")
+    policy = given.setdefault("policy", _policy_for(given))
     _check_policy_options(policy, given)
     if policy == "off":
         given["base"] = None
@@ -298,6 +300,21 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         _set_schedule(given)
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
     return TrainConfig(**given)
+
+
+def _policy_for(given: dict[str, Any]) -> str:
+    """That whose settings were given, else the library's choice; a base that sends everything
+    leaves none."""
+    base = given.get("base") or "topk"
+    if base == "none":
+        return "fixed"
+    try:
+        chosen = default_policy(make_compressor(base))
+    except ValueError:  # is told of where the base is used
+        chosen = "goodput"
+    own = [n for names in POLICY_OPTIONS.values() for n in names if n in given]
+    fits = all(name in POLICY_OPTIONS[chosen] for name in own)
+    return chosen if fits else "gravac"
 
 
 def schedule_pieces(schedule: Iterable[str]) -> dict[int, float]:

@@ -33,6 +33,8 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
     harris = plan == "random"
     if harris and wanted is None:
         given.setdefault("policy", "fixed")
+    elif given.get("base") != "none":
+        given.setdefault("policy", "gravac")  # that has settings to search
     objective = _objective(given, quality_alone=harris)
     pruner = given.pop("pruner", None)
     if pruner not in (None, "none") and len(objective.names) > 1:

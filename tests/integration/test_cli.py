@@ -125,7 +125,19 @@ def test_a_run_ends_with_consistent_files(
     text: Path, tmp_path: Path, start: Callable[..., Command]
 ) -> None:
     folder = tmp_path / "log"
-    options = ("--steps", 16, "--batch-size", 1, "--eval-every", 8, "--link", "100mbit", "--json")
+    options = (
+        "--policy",
+        "gravac",
+        "--steps",
+        16,
+        "--batch-size",
+        1,
+        "--eval-every",
+        8,
+        "--link",
+        "100mbit",
+        "--json",
+    )
     command = start(*TRAIN, "--data", text, "--log-dir", folder, *options)
     assert command.end() == 0, command.err
 
