@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": ("runs.compare", "train with several contenders in turn, and compare them"),
     "tune": ("runs.tune", "search for the best settings with Optuna, or on a recorded timeline"),
     "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
+    "simulate": ("runs.simulate", "train on n simulated workers in one process, modelled network"),
     "report": ("runs.report", "make one page of runs that are done: table, pictures, reasons"),
     "study": ("runs.study", "repeat an experiment behind the notes in docs/"),
     "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),

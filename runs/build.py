@@ -78,13 +78,10 @@ def build_compressor(
     """
     assert config.base is not None, "policy off has no compressor"
     settings = compressor_settings(config)
-    if config.fixed_clock is not None:  # the link's time is modelled too, not waited for
-        link = settings.pop("link", None)
-        settings["clock"] = ModelledClock(
-            config.fixed_clock,
-            None if link is None else LinkSpec.parse(link),
-            1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel),
-        )
+    clock = modelled_clock(config, numel)
+    if clock is not None:  # the link's time is modelled too, not waited for
+        settings.pop("link", None)
+        settings["clock"] = clock
     return AdaptiveCompressor(
         config.base,
         policy=build_policy(config),
@@ -92,6 +89,16 @@ def build_compressor(
         timeline=list(timeline),
         **settings,
     )
+
+
+def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
+    """A new clock for step times that are modelled; None if they are measured. numel: elements of
+    the model's gradients."""
+    if config.fixed_clock is None:
+        return None
+    link = None if config.link is None else LinkSpec.parse(config.link)
+    scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
+    return ModelledClock(config.fixed_clock, link, scale)
 
 
 def compressor_settings(config: TrainConfig) -> dict[str, Any]:

@@ -14,7 +14,8 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of `python -m runs train`; None takes the default of the task or library.
+    """The options of `python -m runs train` and `simulate`; None takes the default of the task or
+    library.
 
     batch_size: items a worker a step. policy: "off" is plain DDP without a hook.
     lr_drop: step from which on the learning rate is a tenth.
@@ -23,6 +24,7 @@ class TrainConfig:
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
     fixed_clock: nothing waits; a step is taken to last so many seconds, and what its bytes take
     over the link. model_mb: and as if the gradients were so large. json: result on stdout.
+    simulated: by `simulate`, all workers in one process.
     """
 
     log_dir: str
@@ -67,6 +69,7 @@ class TrainConfig:
     fixed_clock: float | None = None
     model_mb: float | None = None
     json: bool = False
+    simulated: bool = False
 
     @property
     def folder(self) -> Path:
@@ -74,14 +77,24 @@ class TrainConfig:
         return Path(self.log_dir)
 
     @property
+    def program(self) -> str:
+        """The command of `python -m runs` that trains."""
+        return "simulate" if self.simulated else "train"
+
+    @property
     def command(self) -> str:
         """The command line that starts this run again (in another folder)."""
-        words = ["python", "-m", "runs", "train"]
+        words = ["python", "-m", "runs", self.program]
+        renamed = {"fixed_clock": "step_seconds"} if self.simulated else {}
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name in ("log_dir", "json") or value in (None, option.default):
+            usual = value in (None, option.default) and not (
+                self.simulated and option.name == "workers"
+            )
+            if usual or option.name in ("log_dir", "json", "simulated"):
                 continue
-            words += [f"--{option.name.replace('_', '-')}", *_words(value)]
+            name = renamed.get(option.name, option.name)
+            words += [f"--{name.replace('_', '-')}", *_words(value)]
         return shlex.join(words)
 
     def save(self) -> None:

@@ -11,6 +11,9 @@ from typing import Protocol
 INTERRUPTED = 130
 """The exit code of an interrupted run, as shells have it."""
 
+STOPPING = "\nstopping after this step; once more ends at once\n"
+"""What the first Ctrl-C is answered with."""
+
 SAME_SIGNAL = 1.0
 """Seconds: the terminal and torchrun both deliver one Ctrl-C; what comes this soon is the same."""
 
@@ -34,9 +37,18 @@ class Interrupt:
         self.requested = False
         self._own_parent = own_parent
         self._first = 0.0
-        signal.signal(signal.SIGTERM, self._caught)
-        signal.signal(signal.SIGINT, signal.SIG_IGN if own_parent else self._caught)
+        self._before = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, self._caught),
+            signal.SIGINT: signal.signal(
+                signal.SIGINT, signal.SIG_IGN if own_parent else self._caught
+            ),
+        }
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def restore(self) -> None:
+        """Leave signals to whoever had them before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -23,8 +23,9 @@ class Job:
     checkpoint: Checkpoint | None = None
 
 
-def make_job(given: Mapping[str, Any], world_size: int | None) -> Job:
+def make_job(given: Mapping[str, Any], world_size: int | None, simulated: bool = False) -> Job:
     """The checked job. world_size: that of torchrun, None if we start the workers ourselves.
+    simulated: they are to be simulated in one process.
 
     UsageError names the option, its value and what is accepted.
     """
@@ -37,17 +38,17 @@ def make_job(given: Mapping[str, Any], world_size: int | None) -> Job:
             f"leave it out"
         )
     if resume is not None:
-        job = _resumed(resume, options, workers)
+        job = _resumed(resume, options, workers, simulated)
     else:
         if workers is not None:
             options["workers"] = workers
-        job = Job(make_config(options))
+        job = Job(make_config({**options, "simulated": simulated}))
         _check_folder(job.config)
     check(job.config)
     return job
 
 
-def _resumed(resume: str, options: dict[str, Any], workers: int | None) -> Job:
+def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulated: bool) -> Job:
     folder = options.pop("log_dir", None)
     if resume != NEWEST and folder not in (None, resume):
         raise UsageError(f"--log-dir {folder}: --resume {resume} goes on in its own folder")
@@ -59,6 +60,12 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None) -> Job:
                 f"options of the run; accepted: {accepted}"
             )
     checkpoint = find_checkpoint(Path(resume or folder or newest_run()))
+    if checkpoint.config.simulated != simulated:
+        program = f"python -m runs {checkpoint.config.program}"
+        raise UsageError(
+            f"--resume {checkpoint.config.log_dir}: is a run of {program}; accepted: {program} "
+            f"--resume {checkpoint.config.log_dir}"
+        )
     if workers not in (None, checkpoint.world_size):
         raise UsageError(
             f"--workers {workers}: the checkpoint in {checkpoint.config.log_dir} is of "

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import INTERRUPTED, STOPPING
 from runs.parser import UsageError
 
 GRACE = 2.0
@@ -91,7 +91,7 @@ class _Stopper:
                 os.kill(process.pid, signal.SIGKILL if self.at_once else signal.SIGTERM)
         if not self._asked:
             # not print: a handler may interrupt one
-            os.write(2, b"\nstopping after this step; once more ends at once\n")
+            os.write(2, STOPPING.encode())
         self._asked = True
 
     def restore(self) -> None:

@@ -178,7 +178,15 @@ def _hparams(config: TrainConfig) -> dict[str, Any]:
     return {name: v for name, v in asdict(config).items() if name not in _NO_SETTINGS}
 
 
-_NO_SETTINGS = ("log_dir", "data", "eval_every", "checkpoint_every", "fixed_clock", "json")
+_NO_SETTINGS = (
+    "log_dir",
+    "data",
+    "eval_every",
+    "checkpoint_every",
+    "fixed_clock",
+    "json",
+    "simulated",
+)
 
 
 def emulated(config: TrainConfig) -> str:

@@ -48,6 +48,7 @@ HOOK_OPTIONS = (
 )
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
 DEFAULT_CF = 10.0
+EMULATED = "emulate a slow network"
 NEWEST = ""
 
 HELP = """\
@@ -77,11 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(parser)
     add_hook_arguments(parser)
     add_policy_arguments(parser)
-    _add_output_arguments(parser)
+    output = add_output_arguments(parser)
+    add_clock_argument(output)
+    add_size_argument(output, "with --fixed-clock, step times")
 
 
-def add_task_arguments(parser: argparse.ArgumentParser, seed: bool = True) -> None:
-    """What to train and for how long. seed: with the option for one seed."""
+def add_task_arguments(
+    parser: argparse.ArgumentParser, seed: bool = True, workers: str = "processes (2)"
+) -> None:
+    """What to train and for how long. seed: with the option for one seed. workers: what they
+    are."""
     what = parser.add_argument_group("what to train")
     what.add_argument("--task", metavar="TASK", help=_TASK_HELP)
     what.add_argument(
@@ -92,7 +98,7 @@ def add_task_arguments(parser: argparse.ArgumentParser, seed: bool = True) -> No
         metavar="DIR",
         help="text file or folder, or the folder of the image data set in its standard format",
     )
-    what.add_argument("--workers", type=whole(1), metavar="N", help="processes (2)")
+    what.add_argument("--workers", type=whole(1), metavar="N", help=workers)
     what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")
     what.add_argument("--batch-size", type=whole(1), metavar="N", help="items a worker a step")
     what.add_argument("--lr", type=positive, help="learning rate of SGD (the task's own)")
@@ -105,8 +111,8 @@ def add_task_arguments(parser: argparse.ArgumentParser, seed: bool = True) -> No
     what.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads a worker (1)")
 
 
-def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to compress."""
+def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) -> None:
+    """How to compress. link: what that option does."""
     how = parser.add_argument_group("how to compress")
     how.add_argument(
         "--policy",
@@ -160,15 +166,15 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help="clip local gradients, each parameter's at NORM / sqrt(workers)",
     )
-    add_link_argument(how)
+    add_link_argument(how, link)
 
 
-def add_link_argument(group: argparse._ArgumentGroup) -> None:
-    """The emulated network."""
+def add_link_argument(group: argparse._ArgumentGroup, what: str = EMULATED) -> None:
+    """The network, and what is done about it."""
     group.add_argument(
         "--link",
         metavar="RATE[,LATENCY]",
-        help="emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms",
+        help=f"{what} between the workers, e.g. 100mbit or 1gbit,5ms",
     )
 
 
@@ -226,7 +232,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What is kept; the group of these options."""
     output = parser.add_argument_group("what is kept")
     output.add_argument(
         "--log-dir", metavar="DIR", help="where the files of this run go (logs/TASK-POLICY-TIME)"
@@ -250,8 +257,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
     )
-    add_clock_argument(output)
-    add_size_argument(output, "with --fixed-clock, step times")
+    return output
 
 
 def add_eval_argument(group: argparse._ArgumentGroup, default: str) -> None:

@@ -10,14 +10,14 @@ from typing import Any, TextIO
 
 import torch
 
-from adaptive import Summary
+from adaptive import LinkSpec, Summary
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import cf_name
 from runs.records import TIMELINE_FILE, Recorded, read_records, stretches
 from runs.tasks import TASKS
-from runs.times import where_time_went
+from runs.times import modelled_seconds, where_time_went
 from runs.train import Outcome
 
 RESULT_FILE = "result.json"
@@ -31,7 +31,8 @@ def title(config: TrainConfig) -> str:
     model = config.model or TASKS[config.task].models[0]
     how = "plain DDP, no hook" if config.policy == "off" else f"{config.policy} over {config.base}"
     link = f", {emulated(config)}" if config.link else ""
-    workers = f"{config.workers} worker{'s' if config.workers > 1 else ''}"
+    kind = "simulated worker" if config.simulated else "worker"
+    workers = f"{config.workers} {kind}{'s' if config.workers > 1 else ''}"
     return f"{config.task} ({model}), {workers}, {how}{link}"
 
 
@@ -40,7 +41,18 @@ def header(config: TrainConfig, first_step: int) -> str:
     steps = f"resumed after step {first_step}" if first_step else f"{config.steps} steps"
     if first_step:
         steps += f", to step {config.steps}"
-    return f"{title(config)}\n{steps}, files in {config.log_dir}"
+    lines = [title(config), f"{steps}, files in {config.log_dir}"]
+    if config.simulated:
+        lines.append(f"step times are modelled: {_modelled(config)}; how fast this process is says")
+        lines.append("nothing of a cluster")
+    return "\n".join(lines)
+
+
+def _modelled(config: TrainConfig) -> str:
+    """What step times are made of, where they are not measured."""
+    link = f" and what {LinkSpec.parse(config.link)} take for its bytes" if config.link else ""
+    size = f", as if the gradients were {config.model_mb:g} MB" if config.model_mb else ""
+    return f"{config.fixed_clock:g} s a step{link}{size}"
 
 
 def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> None:
@@ -91,6 +103,7 @@ def make_result(
         "train_loss": _known(outcome.loss),
         "seconds": outcome.seconds,
         "steps_per_second": made / outcome.seconds if outcome.seconds > 0 else None,
+        "modelled_seconds": modelled_seconds(config, recorded),
         "emulated_link": emulated(config) or None,
         "summary": _summary(outcome.summary),
         "cf_history": [asdict(stretch) for stretch in stretches(recorded)],
@@ -116,8 +129,14 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
         (title(config), ""),
         (f"  held-out {result['quality_name']}", f"{quality} ({better})"),
         ("  steps", f"{outcome.steps_done} of {config.steps}"),
-        ("  steps/s", f"{rate:.3g}" if rate else "not known"),
+        (
+            "  steps/s of this process" if config.simulated else "  steps/s",
+            f"{rate:.3g}" if rate else "not known",
+        ),
     ]
+    if result["modelled_seconds"]:
+        modelled = result["steps"] / result["modelled_seconds"]
+        rows.append(("  steps/s, modelled", f"{modelled:.3g} ({_modelled(config)})"))
     summary = outcome.summary
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     spent = result["step_milliseconds"]
@@ -135,7 +154,7 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     if outcome.interrupted:
         lines += [
             f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "
-            f"with: python -m runs train --resume {config.log_dir}"
+            f"with: python -m runs {config.program} --resume {config.log_dir}"
         ]
     return "\n".join(lines)
 

@@ -7,6 +7,9 @@ from math import isfinite
 from statistics import median
 
 from adaptive import StepRecord
+from runs.build import modelled_clock
+from runs.config import TrainConfig
+from runs.records import Recorded
 
 
 def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -31,3 +34,14 @@ def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
             if isfinite(seconds):
                 parts.setdefault(name, []).append(1e3 * seconds)
     return {name: median(values) for name, values in parts.items()}
+
+
+def modelled_seconds(config: TrainConfig, recorded: Recorded) -> float | None:
+    """Seconds that the steps took by the clock of `config`; None if they were measured."""
+    numel = recorded.header.numel if recorded.header is not None else 0
+    clock = modelled_clock(config, numel) if numel else None
+    if clock is None:
+        return None
+    for record in recorded.steps:
+        clock.end_step(record.report.wire_bytes, record.report.statistics_bytes)
+    return clock.now

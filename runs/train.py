@@ -18,6 +18,7 @@ from runs.checkpoint import Checkpoint, save_checkpoint
 from runs.config import TrainConfig
 from runs.interrupt import Stop
 from runs.logbook import Logbook
+from runs.tasks import Task
 from runs.vote import Vote
 
 
@@ -25,12 +26,15 @@ class Trainer:
     """A model, its optimizer and compressor on one rank; `step` counts the steps done.
 
     With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
+    task: what to train, if it is there already; ranks of one process may share it.
     """
 
-    def __init__(self, config: TrainConfig, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, timeline: Timeline | None = None, task: Task | None = None
+    ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.step = 0
-        self.task = build_task(config)
+        self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
         self.model = DDP(self.task.build_model())
         self.optimizer = self.task.optimizer(self.model)
@@ -135,17 +139,20 @@ def train(
     logbook: Logbook | None = None,
     pause_at: int | None = None,
     keep: bool = True,
+    task: Task | None = None,
+    voters: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Train to `config.steps`, in an initialised process group; all ranks call this alike.
 
     checkpoint: where to go on from. interrupt: asks to stop after a step. logbook: rank 0's.
     pause_at: stop after so many steps, with a checkpoint, to go on later; quality is then
-    measured only where `config` says so. keep: save a checkpoint when it stops early.
+    measured only where `config` says so. keep: save a checkpoint when it stops early. task: see
+    `Trainer`. voters: see `Vote`.
     """
-    trainer = Trainer(config, logbook)
+    trainer = Trainer(config, logbook, task)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
-    vote = Vote()
+    vote = Vote(voters)
     first, loss, stop = trainer.step, float("nan"), False
     saved_at = first if checkpoint is not None else 0
     timer = _Timer()

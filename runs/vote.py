@@ -10,10 +10,12 @@ class Vote:
     """A tiny all-reduce that is under way while backward runs.
 
     All ranks see the same, so all of them stop after the same step.
+    group: to vote in; None: one of its own, so that no exchange stands in the way.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._own = group is None
+        self._group = group or dist.new_group(backend="gloo")
         self._ballot = torch.zeros(2, dtype=torch.float64)
         self._work: dist.Work | None = None
 
@@ -30,5 +32,6 @@ class Vote:
         return loss / dist.get_world_size(), wishes > 0
 
     def close(self) -> None:
-        """Give the group's threads and sockets back; on all ranks."""
-        dist.destroy_process_group(self._group)
+        """Give its own group's threads and sockets back; on all ranks."""
+        if self._own:
+            dist.destroy_process_group(self._group)

@@ -15,13 +15,28 @@ from runs.interrupt import INTERRUPTED, Interrupt
 from runs.job import Job
 from runs.logbook import Logbook
 from runs.result import header, make_report
-from runs.train import train
+from runs.tasks import Task
+from runs.train import Outcome, train
 
 
 def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
     """Train as one of `world_size` ranks; returns the exit code (130 if interrupted)."""
     interrupt = join(job.config.threads, rank, world_size, init_method)
-    job = _rank_0s(job)
+    outcome = run_rank(_rank_0s(job), rank, interrupt)
+    dist.destroy_process_group()
+    return INTERRUPTED if outcome.interrupted else 0
+
+
+def run_rank(
+    job: Job,
+    rank: int,
+    interrupt: Interrupt,
+    task: Task | None = None,
+    voters: dist.ProcessGroup | None = None,
+) -> Outcome:
+    """Train as that rank of the default group, and if it is 0 keep the run's files and report.
+
+    task, voters: see `train`."""
     config, checkpoint = job.config, job.checkpoint
     logbook = None
     if rank == 0:
@@ -30,14 +45,20 @@ def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
         config.save()
         logbook = Logbook(config, first)
     try:
-        outcome = train(config, checkpoint=checkpoint, interrupt=interrupt, logbook=logbook)
+        outcome = train(
+            config,
+            checkpoint=checkpoint,
+            interrupt=interrupt,
+            logbook=logbook,
+            task=task,
+            voters=voters,
+        )
     finally:
         if logbook is not None:
             logbook.close()
     if logbook is not None:
         make_report(config, outcome, logbook, output(config))
-    dist.destroy_process_group()
-    return INTERRUPTED if outcome.interrupted else 0
+    return outcome
 
 
 def join(threads: int, rank: int, world_size: int, init_method: str) -> Interrupt:

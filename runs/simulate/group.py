@@ -1,0 +1,154 @@
+"""A process group whose ranks are threads of one process, and its collectives in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from runs.simulate.ring import ring_sum
+from runs.simulate.turns import Turns
+
+BACKEND = "simulated"
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """One object for all ranks: which of them calls is known by its thread.
+
+    A collective returns when it is done, so all that comes after it in its rank's thread, the
+    callbacks of its future too, finds it done. (Of torch's overloads those are here that
+    `torch.distributed` and DDP call.)
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__(0, turns.ranks)  # type: ignore[call-arg]  # torch's stub is wrong
+        self.turns = turns
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.turns.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.turns.ranks
+
+    def rank(self) -> int:
+        return self.turns.rank
+
+    def size(self) -> int:
+        return self.turns.ranks
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
+            raise ValueError(f"op must be SUM in a simulated group, got {opts.reduceOp}")
+        for tensor in tensors:
+            self.turns.meet(f"an all-reduce of {_described(tensor)}", tensor, ring_sum)
+        return _Done(tensors)
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any
+    ) -> dist.Work:
+        source, which = opts.rootRank, opts.rootTensor
+
+        def copy(ranks: list[list[Tensor]]) -> None:
+            sent = ranks[source][which]
+            for received in ranks:
+                for tensor in received:
+                    if tensor is not sent:
+                        tensor.copy_(sent)
+
+        what = f"a broadcast of {_described(*tensors)} from {source}"
+        self.turns.meet(what, tensors, copy)
+        return _Done(tensors)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        def copy(ranks: list[tuple[list[Tensor], Tensor]]) -> None:
+            for received, _ in ranks:
+                for place, (_, sent) in zip(received, ranks, strict=True):
+                    place.copy_(sent)
+
+        for received, sent in zip(outputs, inputs, strict=True):
+            self.turns.meet(f"an all-gather of {_described(sent)}", (received, sent), copy)
+        return _Done(outputs[0])
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        places = output.view(self.turns.ranks, input.numel()).unbind()
+        self.allgather([list(places)], [input.view(-1)], opts)
+        return _Done([output])
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Sizes: elements of the first dimension from and to each rank; empty: all alike."""
+
+        def parts(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+            return list(tensor.split(sizes) if sizes else tensor.chunk(self.turns.ranks))
+
+        def copy(ranks: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for i, (received, _) in enumerate(ranks):
+                for place, (_, sent) in zip(received, ranks, strict=True):
+                    place.copy_(sent[i])
+
+        mine = (parts(output, output_sizes), parts(input, input_sizes))
+        self.turns.meet(f"an all-to-all of {_described(input)}", mine, copy)
+        return _Done([output])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        self.turns.meet("a barrier", None, lambda _: None)
+        return _Done([])
+
+    # Their names in older versions of torch.
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+class _Done(dist.Work):
+    """A collective that is over."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        super().__init__()
+        self._future: Future[list[Tensor]] = Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._future
+
+
+@contextmanager
+def simulated_group(ranks: int) -> Iterator[SimulatedGroup]:
+    """As long as it lasts, the default process group is a simulated one."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        group = dist.group.WORLD
+        assert isinstance(group, SimulatedGroup)
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    return SimulatedGroup(Turns(size))
+
+
+def _described(*tensors: Tensor) -> str:
+    return " and ".join(f"{tensor.numel()} {tensor.dtype}" for tensor in tensors)
