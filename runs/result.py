@@ -43,8 +43,10 @@ def header(config: TrainConfig, first_step: int) -> str:
         steps += f", to step {config.steps}"
     lines = [title(config), f"{steps}, files in {config.log_dir}"]
     if config.simulated:
-        lines.append(f"step times are modelled: {_modelled(config)}; how fast this process is says")
-        lines.append("nothing of a cluster")
+        lines.append(
+            f"step times are modelled: {_modelled(config)}; this process's own say nothing of a "
+            f"cluster"
+        )
     return "\n".join(lines)
 
 

@@ -87,8 +87,9 @@ def run_notes(run: Run) -> list[str]:
     elif not run.records:
         notes.append("no timeline: CFs, gains and step times are not known")
     if run.config is not None and run.config.fixed_clock is not None:
+        option = "step-seconds" if run.config.simulated else "fixed-clock"
         notes.append(
-            f"--fixed-clock {run.config.fixed_clock:g}: its step times are modelled, not measured"
+            f"--{option} {run.config.fixed_clock:g}: its step times are modelled, not measured"
         )
     if run.config is not None and not run.evaluations:
         notes.append("never evaluated: quality is not known")

@@ -1,0 +1,170 @@
+"""`python -m runs simulate` as a user meets it: files, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runs.__main__ import main
+from runs.config import TrainConfig
+from runs.records import read_records
+from runs.tasks import TASKS, TextTask
+from tests.distributed.setting import same
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 90  # seconds that a command may take on a busy machine
+SHORT = ("--batch-size", "1", "--link", "100mbit", "--policy", "goodput")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text small enough that reading and evaluating it take no time."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
+    return path
+
+
+def _simulate(text: Path, folder: Path, *words: str) -> int:
+    """In this process; the exit code."""
+    given = ("--data", str(text), *SHORT, "--log-dir", str(folder), *words)
+    return main(["simulate", *given])
+
+
+def _states(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("checkpoint/step-*/rank*.pt"))
+    return [torch.load(path, weights_only=True) for path in files]
+
+
+def test_it_does_what_train_does_to_the_bit(text: Path, tmp_path: Path, capsys: Any) -> None:
+    ours, theirs = tmp_path / "simulated", tmp_path / "real"
+    common = ("--workers", "2", "--steps", "16", "--checkpoint-every", "16", "--eval-every", "8")
+    train = ("--data", str(text), *SHORT, *common, "--fixed-clock", "0.02")
+    assert main(["train", *train, "--log-dir", str(theirs)]) == 0
+    capsys.readouterr()
+    assert _simulate(text, ours, *common, "--step-seconds", "0.02") == 0
+    said = capsys.readouterr()
+    for name in ("timeline.jsonl", "metrics.jsonl"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert len(_states(ours)) == 2
+    assert same(_states(ours), _states(theirs))
+    results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
+    for key in ("summary", "quality", "cf_history", "evaluations", "modelled_seconds"):
+        assert results[0][key] == results[1][key]
+    assert len(results[0]["cf_history"]) > 1
+    assert "2 simulated workers" in said.out
+    assert "modelled: 0.02 s a step and what 100 Mbit/s take for its bytes" in said.out
+    assert any(ours.glob("events.out.tfevents.*"))
+    reports = [record.report for record in read_records(ours / "timeline.jsonl").steps]
+    seconds = sum(0.02 + report.wire_bytes * 8 / 1e8 for report in reports)
+    assert results[0]["modelled_seconds"] == pytest.approx(seconds)
+
+
+def test_what_is_read_and_run_again(text: Path, tmp_path: Path, capsys: Any) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert _simulate(text, first, "--workers", "3", "--steps", "12", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    command = shlex.split(result["command"])
+    assert command[:4] == ["python", "-m", "runs", "simulate"]
+    assert TrainConfig.from_json(json.loads((first / "config.json").read_text())).simulated
+    assert main([*command[3:], "--log-dir", str(again)]) == 0
+    assert (first / "timeline.jsonl").read_bytes() == (again / "timeline.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(["replay", str(first), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "goodput"
+    assert main(["report", str(first), "--out", str(tmp_path / "page"), "--json"]) == 0
+    notes = json.dumps(json.loads(capsys.readouterr().out))
+    assert "--step-seconds 0.1: its step times are modelled" in notes
+
+
+class _Broken(TextTask):
+    """Has no batch for one rank in one step."""
+
+    def batch(self, step: int, rank: int, world_size: int) -> Any:
+        if (step, rank) == (3, 2):
+            raise OSError("the disk\nis gone")
+        return super().batch(step, rank, world_size)
+
+
+def test_a_failed_worker_ends_the_run_in_one_line(
+    text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "text", _Broken)
+    handler = signal.getsignal(signal.SIGINT)
+    assert _simulate(text, tmp_path / "run", "--workers", "4", "--steps", "9") == 1
+    lines = capsys.readouterr().err.splitlines()
+    trace = tmp_path / "run" / "error.txt"
+    assert lines[-1] == (
+        f"error: worker 2 failed: OSError: the disk is gone; all ended (traceback in {trace})"
+    )
+    assert "in batch" in trace.read_text()
+    assert "Traceback" not in "\n".join(lines)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--policy off", "--policy off leaves out"),
+        ("--workers 0", "--workers: must be an integer >= 1"),
+        ("--step-seconds 0", "--step-seconds: must be a finite number > 0"),
+        ("--fixed-clock 1", "--fixed-clock"),
+        ("--exchange postal", "--exchange"),
+        ("--workers 100000", "--batch-size"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    text: Path, tmp_path: Path, capsys: Any, words: str, what: str
+) -> None:
+    given = ["simulate", "--data", str(text), "--log-dir", str(tmp_path / "run"), *words.split()]
+    try:
+        code = main(given)
+    except SystemExit as end:  # the parser's own
+        code = end.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert error.count("\n") == 1
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
+    text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    steps = ("--workers", "3", "--steps", "400")
+    words = ("--data", str(text), *SHORT, *steps, "--log-dir", str(run))
+    process = subprocess.Popen(
+        (sys.executable, "-m", "runs", "simulate", *words),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("step"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 130, err
+    assert "stopping after this step" in err
+    assert f"python -m runs simulate --resume {run}" in out
+    done = json.loads((run / "result.json").read_text())["steps"]
+    assert 0 < done < 400
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "accepted: python -m runs simulate --resume" in capsys.readouterr().err
+    last = str(done + 4)
+    assert main(["simulate", "--resume", str(run), "--steps", last]) == 0
+    assert _simulate(text, whole, "--workers", "3", "--steps", last) == 0
+    ours, theirs = (
+        [record.report for record in read_records(folder / "timeline.jsonl").steps]
+        for folder in (run, whole)
+    )
+    assert repr(ours) == repr(theirs)
+    assert len(ours) == done + 4
