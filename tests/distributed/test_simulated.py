@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "policy": lambda: GraVAC(window=3, dense_window=2, epsilon=0.05),
         "memory": "residual",
     },
-    "momentum, sketches": {"policy": lambda: Goodput(dense_window=4, gain="signal")},
+    "momentum, sketches": {"policy": lambda: Goodput(gain="signal")},
     "sharded": {"exchange": "sharded", "cfs": [4.0, 1.0, 9.0]},
     "a leader": {"exchange": "shared_indices_by_energy", "cfs": [6.0]},
     "powersgd": {"base": "powersgd", "cfs": [1.0, 3.0, 6.0], "memory": "residual"},
