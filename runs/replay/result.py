@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from runs.config import TrainConfig
+from runs.logbook import gain_kind
 from runs.options import POLICY_OPTIONS
 from runs.progress import cf_name
 from runs.records import Recorded
@@ -39,7 +40,7 @@ def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict
         "recorded_modelled_seconds": _known(sum(map(costs.seconds, theirs))),
         "modelled_bytes": _known(sum(map(costs.nbytes, ours))),
         "recorded_bytes": _known(recorded.bytes_sent),
-        "notes": _notes(source, replayed),
+        "notes": [*_notes(source, replayed), *_signal_notes(config, recorded)],
     }
 
 
@@ -111,6 +112,16 @@ def _notes(source: Source, replayed: Replayed) -> list[str]:
     if source.config is None:
         notes.append("no config.json beside the timeline: CF range, workers and base as given")
     return notes
+
+
+def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
+    totals = ((r.report.peers_total, r.report.signal_total) for r in recorded.steps)
+    if gain_kind(config) != "signal" or any(isfinite(one) for pair in totals for one in pair):
+        return []
+    return [
+        "signal gain was not recorded: the error-fed gain stands in for it, on another scale "
+        "(train --gain signal records it)"
+    ]
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:

@@ -96,6 +96,9 @@ def test_another_policy_is_modelled_and_says_so(folders: dict[str, Path], capfd:
     assert result["modelled_seconds"] > 0
     assert any("this is a model" in note for note in result["notes"])
 
+    goodput = _result(capfd, folder, "--policy", "goodput")
+    assert any("signal gain was not recorded" in note for note in goodput["notes"])
+
     fixed = _result(capfd, folder, "--policy", "fixed", "--cf", 100)
     recorded = read_records(folder / "timeline.jsonl")
     assert recorded.header is not None
