@@ -134,7 +134,7 @@ class Evidence:
         gain = max(self._judged.values())
         seconds = self._cost.predict(0, min(self._cost.compress(cf) for cf in sent))
         # A step that was faster than the model's limit says that the model is wrong.
-        if seconds is None or gain > dense * seconds or gain * max(sent.values()) > dense:
+        if not seconds or gain > dense * seconds or gain * max(sent.values()) > dense:
             return ""
         return (
             f"even with nothing on the wire a step would take {seconds:.4g} s and T_comp be "

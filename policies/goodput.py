@@ -6,8 +6,10 @@ at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`)
 network moves the CF as soon as it shows.
 
 A dense step over a slow network can take as long as a hundred compressed ones, so not even the
-first is dense: a run begins in the middle of the ladder, and where fewer steps with more bytes are
-promised to be better it comes down by a few at a time, the network measured anew with each.
+first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
+them that a later, smaller CF lets go all at once sets training back. A run begins at the smallest
+CF, and as long as signal gain has nothing to say the steady-state error-fed gain decides, which
+moves up less far. From a large CF it comes down by strides, the network measured anew with each.
 """
 
 from __future__ import annotations
@@ -30,14 +32,11 @@ GAIN_WEIGHT = 0.1
 STRIDE = 8.0
 """A step may send so many times the bytes of the largest that this network has carried yet."""
 
-UNCLEAR = 50
-"""Steps after which a signal gain that is not clear yet is waited for no longer."""
-
 _STATE = ("send", "since", "steps", "arriving", "reason")
 
 
 class Goodput(Policy):
-    """Sends the ladder's middle CF for `opening` steps, then whichever CF promises most.
+    """Sends the smallest CF for `opening` steps, then whichever CF promises most.
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
     margin: how much more than the CF in use another must promise, in (0, 1]. cooldown: steps
@@ -83,7 +82,7 @@ class Goodput(Policy):
         self._time = Forecast(context.wire_bytes)
         self._gains = {cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE}
         self._signal = SignalGain() if self.gain == "signal" else None
-        self._send = self._ladder[(len(self._ladder) - 1) // 2]
+        self._send = self._ladder[0]
         self._since = 0  # steps at the present CF
         self._steps = 0  # in all
         self._arriving = False  # on the way to a CF that is out of reach yet
@@ -101,7 +100,7 @@ class Goodput(Policy):
         self._since += 1
         self._steps += 1
         self._reason = "" if self._signal is None else self._signal.observe(report)
-        if self._since >= self._wait and self._knows:
+        if self._since >= self._wait:
             self._consider()
 
     @property
@@ -112,12 +111,6 @@ class Goodput(Policy):
     @property
     def _wait(self) -> int:
         return self.opening if self._opens or self._arriving else self.cooldown
-
-    @property
-    def _knows(self) -> bool:
-        """What decides is known, or has been waited for long enough."""
-        waits = self._opens and self._signal is not None and not self._signal.clear
-        return not waits or self._steps >= UNCLEAR
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
@@ -140,7 +133,7 @@ class Goodput(Policy):
             "candidate": best,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
-            "exploring": float(self._opens and not (self._since >= self._wait and self._knows)),
+            "exploring": float(self._opens and self._since < self._wait),
         }
         return numbers if self._signal is None else {**numbers, **self._signal.status()}
 
