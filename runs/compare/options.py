@@ -22,7 +22,7 @@ from runs.options import (
 )
 from runs.parser import UsageError, whole
 
-CONTENDERS = ("dense", "topk@100", "gravac", "accordion")
+CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
 BANDWIDTHS = ("100mbit", "1gbit")
 EVALUATIONS = 10
 """In a run, unless --eval-every says otherwise: the time to a quality is known no finer."""
