@@ -137,6 +137,10 @@ class Goodput(Policy):
         }
         return numbers if self._signal is None else {**numbers, **self._signal.status()}
 
+    def verdict(self) -> str:
+        sends_dense = self._send == DENSE and self._since >= self.cooldown
+        return "Goodput sends dense: no CF promises a larger T_comp" if sends_dense else ""
+
     def outlook(self) -> str:
         promised = self.t_comp()
         others = {cf: value for cf, value in promised.items() if cf != self._send}

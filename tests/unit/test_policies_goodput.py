@@ -101,6 +101,14 @@ def test_a_median_that_lags_behind_does_not_hold_it_up(before, after):
     assert t_comp(sent[70], after) >= t_comp(best(after), after) / 1.05
 
 
+@pytest.mark.parametrize(("rate", "says"), [(1e9, "Goodput sends dense"), (1e6, "")])
+def test_it_says_when_dense_is_right(rate, says):
+    policy = started()
+    run(policy, [rate] * 40)
+    assert policy.verdict().startswith(says)
+    assert bool(policy.verdict()) == bool(says)
+
+
 def test_reasons_carry_the_numbers():
     policy = started()
     reasons = []
