@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.options import NEWEST, RESUME_OPTIONS, make_config, option
-from runs.parser import UsageError
+from runs.parser import UsageError, check_writable
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,4 @@ def _check_folder(config: TrainConfig) -> None:
             f"--log-dir {config.log_dir}: holds a run already; accepted: another folder, or "
             f"--resume {config.log_dir} to go on with it"
         )
-    above = config.folder
-    while not above.exists():
-        above = above.parent
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UsageError(
-            f"--log-dir {config.log_dir}: {above} is not a folder that can be written to"
-        )
+    check_writable(config.folder)

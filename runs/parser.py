@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -34,6 +36,15 @@ def fail(prog: str, error: Exception) -> int:
     """Print `error` as one line on stderr; returns the exit code 2."""
     print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
+
+
+def check_writable(folder: Path) -> None:
+    """UsageError unless --log-dir `folder` can be made, or is there and can be written to."""
+    above = folder
+    while not above.exists():
+        above = above.parent
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UsageError(f"--log-dir {folder}: {above} is not a folder that can be written to")
 
 
 def whole(least: int) -> Callable[[str], int]:

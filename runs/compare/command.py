@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from pathlib import Path
 
 from runs.compare.options import HELP, Comparison, add_arguments, make_comparison
 from runs.interrupt import INTERRUPTED
-from runs.parser import UsageError, fail
+from runs.parser import UsageError, check_writable, fail
 
 __all__ = ["HELP", "add_arguments", "main"]
 
@@ -43,7 +41,7 @@ def _check(comparison: Comparison) -> None:
             raise UsageError(f"--contender {contender.label}: {error}") from error
         if i == 0:
             check(config)  # reads the data, the same for all
-    _check_folder(comparison.folder)
+    check_writable(comparison.folder)
     for contender in comparison.contenders:
         for seed in comparison.seeds:
             steps_done(comparison.config(contender, seed))
@@ -80,11 +78,3 @@ def _compare(comparison: Comparison) -> int:
     if comparison.json:
         print(json.dumps(result, allow_nan=False), flush=True)
     return code
-
-
-def _check_folder(folder: Path) -> None:
-    above = folder
-    while not above.exists():
-        above = above.parent
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UsageError(f"--log-dir {folder}: {above} is not a folder that can be written to")

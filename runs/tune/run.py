@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import optuna
@@ -15,7 +13,7 @@ from optuna.trial import TrialState
 from runs.build import check
 from runs.interrupt import INTERRUPTED, Interrupt
 from runs.launch import launch
-from runs.parser import UsageError
+from runs.parser import UsageError, check_writable
 from runs.result import title
 from runs.tune import study as book
 from runs.tune.screen import read, screen
@@ -60,7 +58,7 @@ def check_all(tunings: list[Tuning]) -> None:
     """Have all errors before the first worker starts."""
     for tuning in tunings:
         check(tuning.config())
-        _check_folder(tuning.folder)
+        check_writable(tuning.folder)
         if tuning.screen is not None:
             read(tuning)
 
@@ -128,11 +126,3 @@ def _heading(tuning: Tuning, study: optuna.Study) -> str:
         f"for {' and '.join(tuning.objective.labels)}: {tuning.trials} trials{begun}, "
         f"files in {tuning.folder}"
     )
-
-
-def _check_folder(folder: Path) -> None:
-    above = folder
-    while not above.exists():
-        above = above.parent
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UsageError(f"--log-dir {folder}: {above} is not a folder that can be written to")
