@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = "\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())
     text = dedent(
         """\
         usage: python -m runs COMMAND [OPTIONS]

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -21,6 +22,7 @@ from runs.bench.shadow import bench_shadow
 from runs.bench.timeline import bench_timeline
 from runs.bench.timing import Row
 from runs.bench.wire import bench_wire
+from runs.parser import UsageError, fail, whole
 
 BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "compressors": lambda args: bench_compressors(args.numel, args.rounds, args.seed),
@@ -34,19 +36,40 @@ BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "memory": lambda args: bench_memory(args.workers, args.layers),
 }
 
+HELP = f"""\
+Measure speed and memory of the library, as ratios against a peer in the same run.
+
+benches: {", ".join(BENCHES)}
+
+examples:
+  python -m runs bench
+      all of them, some minutes
+  python -m runs bench compressors levels --numel 1000000 --rounds 21
+  python -m runs bench shadow timeline --json
+
+A row is a ratio, the goal it is held to, and what was divided by what. Ratios are medians of rounds
+in which both take turns; a busy machine widens them all the same."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m runs bench`."""
     parser.add_argument(
         "benches", nargs="*", metavar="BENCH", help=f"which: {', '.join(BENCHES)} (default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
+    parser.add_argument("--rounds", type=whole(1), default=7, help="timed rounds (default 7)")
     parser.add_argument(
-        "--numel", type=int, default=25_600_000, help="elements of the compressed tensor (25.6 M)"
+        "--numel",
+        type=whole(1000),
+        default=25_600_000,
+        help="elements of the compressed tensor (25.6 M)",
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes of the DDP benches (2)")
-    parser.add_argument("--layers", type=int, default=24, help="layers of 1.05 M parameters (24)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--workers", type=whole(2), default=2, help="processes of the DDP benches (2)"
+    )
+    parser.add_argument(
+        "--layers", type=whole(1), default=24, help="layers of 1.05 M parameters (24)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of what is measured (0)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -55,19 +78,26 @@ def main(args: argparse.Namespace) -> int:
     wanted = args.benches or list(BENCHES)
     unknown = [name for name in wanted if name not in BENCHES]
     if unknown:
-        print(f"error: BENCH must be one of {', '.join(BENCHES)}; got {unknown[0]!r}")
-        return 2
-    rows = [row for name in wanted for row in BENCHES[name](args)]
+        accepted = f"BENCH must be one of {', '.join(BENCHES)}; got {unknown[0]!r}"
+        return fail("python -m runs bench", UsageError(accepted))
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, numpy {np.__version__}, seed {args.seed}"
     )
+    if not args.json:
+        print(f"{machine}\n{'ratio':>8}  {'goal':<8} what", flush=True)
+    rows: list[Row] = []
+    for name in wanted:
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        found = BENCHES[name](args)
+        rows += found
+        if not args.json:
+            print("\n".join(map(_line, found)), flush=True)
     if args.json:
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
-        return 0
-    print(machine)
-    print(f"{'ratio':>8}  {'goal':<8} what")
-    for row in rows:
-        detail = f"  ({row.detail})" if row.detail else ""
-        print(f"{row.ratio:8.2f}  {row.goal:<8} {row.what}{detail}")
     return 0
+
+
+def _line(row: Row) -> str:
+    detail = f"  ({row.detail})" if row.detail else ""
+    return f"{row.ratio:8.2f}  {row.goal:<8} {row.what}{detail}"
