@@ -13,7 +13,8 @@ demo: $(STAMP)
 	@echo "See it: $(BIN)/tensorboard --logdir logs/demo"
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 tests/unit
+	$(BIN)/python -m pytest tests/distributed tests/integration
 
 browser-test: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
