@@ -45,8 +45,9 @@ class Shadow:
 class ShadowLadder:
     """compressor: a sparsifier; whatever its rule, its shadow keeps the largest. cfs: ascending.
 
-    memory: the one in use, whose momentum and masking the shadow follows. signal: also find the
-    products that signal gain is made of (adaptive/signal.py).
+    memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
+    that signal gain is made of as well (adaptive/signal.py); they are of plain error feedback, so
+    that the shadow then leaves momentum out.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ShadowLadder:
         if shadow is None:
             shadow = self._shadows[part.slot] = self._begin(part.slot, sample, stride)
             fresh = shadow.velocity is None
-        rule = self._memory.rule(part.slot)
+        rule = self._rule(part.slot)
         _accumulate(shadow, sample, rule, fresh)
         a = shadow.residual
         wanted = [max(1, round(kept(numel, cf) * sample.size / numel)) for cf in self.cfs]
@@ -110,12 +111,9 @@ class ShadowLadder:
         weight = numel / sample.size  # large tensors are sampled more thinly
         if self.signal is not None:
             self.signal.multiply(part.slot, sample, weight, tally)
-            if rule is None:  # the shadow is plain error feedback itself
-                self.signal.keep(part.slot, sample, np.where(sent, a, 0))
-            else:
-                self.signal.feed_back(part.slot, sample, wanted)
-            trace = self.signal.traces[part.slot]
-            self.signal.peers.add(part.slot, part.key.step, sample, trace.kept, weight)
+            kept_now = np.where(sent, a, 0)
+            self.signal.keep(part.slot, sample, kept_now)
+            self.signal.peers.add(part.slot, part.key.step, sample, kept_now, weight)
         a[sent] = 0
         lost = _energies(a)
         if shadow.velocity is not None and self._masked.any():
@@ -127,9 +125,13 @@ class ShadowLadder:
         if self.layers is not None:
             self.layers.add_levels(part.slot, errors, totals)
 
+    def _rule(self, slot: Slot) -> MomentumRule | None:
+        """How the shadow accumulates; None: by plain error feedback."""
+        return None if self.signal is not None else self._memory.rule(slot)
+
     def _begin(self, slot: Slot, sample: Array, stride: int) -> Shadow:
         shadow = Shadow(np.zeros((len(self.cfs), sample.size), sample.dtype))
-        if slot.velocity is not None and self._memory.rule(slot) is not None:  # taken over
+        if slot.velocity is not None and self._rule(slot) is not None:  # taken over
             shadow.velocity = shadow.residual + _sampled(slot.velocity, stride)
         return shadow
 

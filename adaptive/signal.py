@@ -22,14 +22,10 @@ from compressors.norms import Array
 
 @dataclass(eq=False)
 class Trace:
-    """Of one parameter's sample in the last step. grad: (elements,). kept: (CFs, elements).
-
-    residual: (CFs, elements), of plain error feedback; None where the shadow keeps the same one.
-    """
+    """Of one parameter's sample in the last step. grad: (elements,). kept: (CFs, elements)."""
 
     grad: Array
     kept: Array
-    residual: Array | None = None
 
 
 class Signal:
@@ -51,18 +47,6 @@ class Signal:
     def keep(self, slot: Slot, g: Array, kept: Array) -> None:
         """What plain error feedback sends of this step, as the shadow has found it."""
         self.traces[slot] = Trace(g.copy(), kept)
-
-    def feed_back(self, slot: Slot, g: Array, wanted: list[int]) -> None:
-        """The same with a residual of its own, where that of the shadow holds velocities.
-
-        wanted: elements to keep, for each CF."""
-        last = self.traces.get(slot)
-        a = np.zeros((len(wanted), g.size), g.dtype) if last is None else last.residual
-        assert a is not None
-        a += g
-        kept = np.where(largest(a, wanted), a, 0)
-        a -= kept
-        self.traces[slot] = Trace(g.copy(), kept, a)
 
 
 def largest(a: Array, wanted: list[int]) -> Array:
