@@ -1,11 +1,11 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
-# make browser-test: the TensorBoard page in a real browser.
+# make long-test: what takes long. make browser-test: the TensorBoard page in a real browser.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test browser-test lint bench clean
+.PHONY: demo test long-test browser-test lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -15,6 +15,9 @@ demo: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 tests/unit
 	$(BIN)/python -m pytest tests/distributed tests/integration
+
+long-test: $(STAMP)
+	$(BIN)/python -m pytest -m long tests/distributed tests/integration
 
 browser-test: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \

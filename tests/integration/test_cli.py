@@ -209,6 +209,7 @@ def _scalar_steps(folder: Path, tag: str) -> list[int]:
     return [event.step for event in events.Scalars(tag)]
 
 
+@pytest.mark.long
 def test_interrupted_and_resumed_equals_straight_under_torchrun(
     text: Path, tmp_path: Path, start: Callable[..., Command]
 ) -> None:

@@ -330,6 +330,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command.process.wait()
 
 
+@pytest.mark.long
 def test_interrupted_and_continued(
     text: Path,
     tmp_path: Path,

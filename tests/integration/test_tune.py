@@ -169,6 +169,7 @@ def test_its_trials_are_in_tensorboards_hparams(shared: tuple[Case, list[Command
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.long
 def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: Begin) -> None:
     """A learning rate that learns nothing never comes to the target, and so never ends."""
     given = {**SHORT, "steps": 100_000, "eval_every": 2}
