@@ -7,6 +7,11 @@ from math import isfinite
 from adaptive.link import LinkSpec
 
 
+def imagined_bytes(wire_bytes: float, statistics: float, scale: float) -> float:
+    """Bytes of a step if its gradients were `scale` times as many; its statistics stay as they are."""
+    return scale * (wire_bytes - statistics) + statistics
+
+
 class ModelledClock:
     """A clock, for `AdaptiveCompressor(clock=...)`, by which a step takes `compute` seconds and
     what a link takes for the bytes that the step sends. Nothing waits, compression is free, and
@@ -35,7 +40,7 @@ class ModelledClock:
         """Seconds that a step's bytes take; statistics: how many of them are."""
         if self.link is None or not wire_bytes:
             return 0.0
-        counted = self.scale * (wire_bytes - statistics) + statistics
+        counted = imagined_bytes(wire_bytes, statistics, self.scale)
         return self.link.latency + counted * 8 / self.link.bits_per_second
 
     def end_step(self, wire_bytes: float, statistics: float = 0.0) -> None:

@@ -56,7 +56,7 @@ Train a model with adaptive gradient compression, on several workers.
 
 examples:
   python -m runs train
-      a byte-level LSTM on Python's own sources, two workers, GraVAC over top-k
+      a byte-level LSTM on Python's own sources, two workers, goodput over top-k
   python -m runs train --link 100mbit --steps 500
       the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
   python -m runs train --policy fixed --cf 100
@@ -397,11 +397,16 @@ def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
         )
 
 
-def _check_size(given: dict[str, Any]) -> None:
-    if given.get("workers", TrainConfig.workers) < 2:
+def check_sends(given: dict[str, Any]) -> None:
+    """UsageError if a size was given for gradients that nobody sends."""
+    if "model_mb" in given and given.get("workers", TrainConfig.workers) < 2:
         raise UsageError(
             f"--model-mb {given['model_mb']:g}: needs --workers 2 or more, one sends nothing"
         )
+
+
+def _check_size(given: dict[str, Any]) -> None:
+    check_sends(given)
     if "fixed_clock" not in given:
         raise UsageError(
             f"--model-mb {given['model_mb']:g} is for modelled step times; it needs --fixed-clock"

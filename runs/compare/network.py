@@ -18,7 +18,7 @@ from math import isfinite, nan
 from statistics import median
 
 from adaptive import LinkSpec, StepRecord
-from policies import StepReport
+from adaptive.modelled import imagined_bytes
 
 
 def compute_seconds(records: Sequence[StepRecord]) -> float:
@@ -61,20 +61,16 @@ def modelled_seconds(
     times: the size of the model that is imagined, in sizes of the one that was trained.
     """
     compute = compute_seconds(records)
-    compress = compress_seconds(records)
+    compress, rate = compress_seconds(records), network.bits_per_second
     return list(
         accumulate(
             compute
             + times * spent
             + network.latency
-            + 8 * _imagined_bytes(record.report, times) / network.bits_per_second
-            for record, spent in zip(records, compress, strict=True)
+            + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
+            for sent, spent in zip((record.report for record in records), compress, strict=True)
         )
     )
-
-
-def _imagined_bytes(report: StepReport, times: float) -> float:
-    return times * (report.wire_bytes - report.statistics_bytes) + report.statistics_bytes
 
 
 def model_bytes(records: Sequence[StepRecord], workers: int) -> float:

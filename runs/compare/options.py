@@ -19,6 +19,7 @@ from runs.options import (
     add_link_argument,
     add_size_argument,
     add_task_arguments,
+    check_sends,
 )
 from runs.parser import UsageError, whole
 
@@ -149,11 +150,10 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
     networks = tuple(map(parse_network, given.pop("bandwidths", BANDWIDTHS)))
-    model_mb = given.pop("model_mb", None)
-    if model_mb is not None and given.get("workers", TrainConfig.workers) < 2:
-        raise UsageError(f"--model-mb {model_mb:g}: needs --workers 2 or more, one sends nothing")
-    if model_mb is not None and "fixed_clock" in given:
-        given["model_mb"] = model_mb
+    check_sends(given)
+    model_mb = given.get("model_mb")
+    if "fixed_clock" not in given:  # it then is for the table alone, not for the runs
+        given.pop("model_mb", None)
     wanted = given.pop("slice", None)
     as_json = given.pop("json", False)
     folder = given.pop("log_dir", None)

@@ -148,7 +148,8 @@ def _config(path: Path) -> TrainConfig | None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         config = TrainConfig.from_json({**saved, "log_dir": str(path.parent)})
-        title(config), gain_kind(config)  # they know the task, the link and the policy
+        title(config)  # knows the task and the link
+        gain_kind(config)  # and this the policy
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return config
