@@ -8,7 +8,7 @@ from adaptive.link import LinkSpec
 
 
 def imagined_bytes(wire_bytes: float, statistics: float, scale: float) -> float:
-    """Bytes of a step if its gradients were `scale` times as many; its statistics stay as they are."""
+    """Bytes of a step if its gradients were `scale` times as many, its statistics as they are."""
     return scale * (wire_bytes - statistics) + statistics
 
 
