@@ -17,7 +17,7 @@ from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import cf_name
 from runs.records import TIMELINE_FILE, Recorded, read_records, stretches
 from runs.tasks import TASKS
-from runs.times import modelled_seconds, where_time_went
+from runs.times import seconds_by_clock, where_time_went
 from runs.train import Outcome
 
 RESULT_FILE = "result.json"
@@ -105,7 +105,7 @@ def make_result(
         "train_loss": _known(outcome.loss),
         "seconds": outcome.seconds,
         "steps_per_second": made / outcome.seconds if outcome.seconds > 0 else None,
-        "modelled_seconds": modelled_seconds(config, recorded),
+        "modelled_seconds": seconds_by_clock(config, recorded),
         "emulated_link": emulated(config) or None,
         "summary": _summary(outcome.summary),
         "cf_history": [asdict(stretch) for stretch in stretches(recorded)],

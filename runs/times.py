@@ -36,7 +36,7 @@ def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
     return {name: median(values) for name, values in parts.items()}
 
 
-def modelled_seconds(config: TrainConfig, recorded: Recorded) -> float | None:
+def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     """Seconds that the steps took by the clock of `config`; None if they were measured."""
     numel = recorded.header.numel if recorded.header is not None else 0
     clock = modelled_clock(config, numel) if numel else None
