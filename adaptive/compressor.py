@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import check_model
+from adaptive.attachment import Attachment
 from adaptive.exchanges import check_exchange
 from adaptive.foreign import DDPHook, HookRung, check_hooks
 from adaptive.hook import adaptive_hook
@@ -30,7 +31,8 @@ from adaptive.options import (
     check_scaler,
     default_policy,
 )
-from adaptive.session import Session, Settings
+from adaptive.session import Session
+from adaptive.settings import Settings
 from adaptive.summary import Summary
 from adaptive.timeline import Timeline, make_timeline
 from compressors import Compressor, make_compressor
@@ -40,22 +42,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 _STATE_VERSION = 1
-
-
-class _Attachment:
-    """The hook's state on one DDP model. A hook can never be unregistered, so what is attached
-    changes here. Copies and pickles of the model leave the compressor behind."""
-
-    def __init__(self, compressor: AdaptiveCompressor | None = None) -> None:
-        self.compressor = compressor
-
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        if self.compressor is None:
-            raise RuntimeError("this copy of the model has no compressor: attach one")
-        return self.compressor.reduce(bucket)
-
-    def __reduce__(self) -> tuple[type[_Attachment], tuple[()]]:
-        return _Attachment, ()
 
 
 class AdaptiveCompressor:
@@ -159,22 +145,13 @@ class AdaptiveCompressor:
         another hook, or the ranks disagree.
         """
         check_model(model)
-        attachment = getattr(model, "_adaptive_attachment", None)
-        before = attachment.compressor if attachment else None
-        if before is not None and not before.detached:
-            raise RuntimeError("model is attached already; detach() its compressor first")
-        if attachment is None and model._comm_hooks:
-            name = getattr(model._comm_hooks[0][0], "__name__", "?")
-            raise RuntimeError(f"model has a communication hook already ({name}); DDP takes one")
+        attachment = Attachment.of(model)
         self.bind(model, optimizer=optimizer, scaler=scaler)
-        assert self._session is not None
         if attachment is None:
-            attachment = _Attachment(self)
-            object.__setattr__(model, "_adaptive_attachment", attachment)  # past nn.Module's own
-            model.register_comm_hook(attachment, adaptive_hook)
-        elif before is not self:
+            Attachment(self).register(model)
+        elif (before := attachment.compressor) is not self:
             if before is not None and before._session is not None:
-                self._session.adopt(before._session)
+                self._running().adopt(before._session)
             attachment.compressor = self
         return self
 

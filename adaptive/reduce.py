@@ -25,12 +25,11 @@ from adaptive.exchange import Exchange
 from adaptive.exchanges import Strategy
 from adaptive.exchanges.pipeline import Pipeline
 from adaptive.foreign import only
-from adaptive.layer_statistics import LayerStatistics
+from adaptive.instruments import Instruments
 from adaptive.multilevel import measure_levels
 from adaptive.residual import NoMemory, Slot
 from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
-from adaptive.shadow import ShadowLadder
 from adaptive.step_cfs import StepCFs
 from adaptive.tally import Tally
 from compressors import Compressor
@@ -52,16 +51,16 @@ class BucketReducer:
         memory: NoMemory,
         exchange: Exchange,
         pipeline: Pipeline,
+        instruments: Instruments,
         clip_norm: float | None = None,
     ) -> None:
         self._grain = grain
         self._memory = memory
         self._exchange = exchange
         self._pipeline = pipeline
+        self._instruments = instruments
         self._clip_norm = clip_norm
         self._scratch = Scratch()
-        self.shadow: ShadowLadder | None = None
-        self.layers: LayerStatistics | None = None
 
     def plain(
         self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
@@ -173,11 +172,7 @@ class BucketReducer:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm)
-        if self.shadow is not None and tally.ladder:
-            self.shadow.step(bucket, tally)
-        if self.layers is not None and bucket.finite:
-            for part in bucket.parts:
-                self.layers.add_energy(part.slot, part.energy)
+        self._instruments.observe(bucket, tally)
         return bucket
 
 

@@ -43,24 +43,24 @@ class Shadow:
 
 
 class ShadowLadder:
-    """compressor: a sparsifier; whatever its rule, its shadow keeps the largest. cfs: ascending.
+    """Keeps the largest, whatever the rule of the sparsifier that it stands for. cfs: ascending.
 
     memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
     that signal gain is made of as well (adaptive/signal.py); they are of plain error feedback, so
-    that the shadow then leaves momentum out.
+    that the shadow then leaves momentum out. layers: told of each layer, if somebody asks.
     """
 
     def __init__(
         self,
-        compressor: Compressor,
         cfs: Sequence[float],
         memory: NoMemory,
         signal: bool = False,
+        layers: LayerStatistics | None = None,
     ) -> None:
         self.cfs = tuple(cfs)
         self.signal = Signal(len(self.cfs)) if signal else None
         self._memory = memory
-        self.layers: LayerStatistics | None = None  # told of each layer, if somebody asks
+        self._layers = layers
         self._shadows: dict[Slot, Shadow] = {}
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
@@ -122,8 +122,8 @@ class ShadowLadder:
         for i in range(len(self.cfs)):
             tally.shadow_total[i] += totals[i]
             tally.shadow_error[i] += errors[i]
-        if self.layers is not None:
-            self.layers.add_levels(part.slot, errors, totals)
+        if self._layers is not None:
+            self._layers.add_levels(part.slot, errors, totals)
 
     def _rule(self, slot: Slot) -> MomentumRule | None:
         """How the shadow accumulates; None: by plain error feedback."""

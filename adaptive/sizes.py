@@ -67,6 +67,11 @@ class Sizes:
         numels = {slot.name: slot.param.numel() for slot in slots}
         return {name: numel for name, numel in numels.items() if numel >= max(1, self._dense_below)}
 
+    def shapes(self, layers: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Of the parameters with these names."""
+        slots = self._slots.values()
+        return {slot.name: tuple(slot.param.shape) for slot in slots if slot.name in layers}
+
     def layer_nbytes(self, layer: str, cf: float) -> float:
         """Payload bytes of one parameter at `cf`."""
         if layer not in self._by_name:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any
 
+from adaptive.exchange import Traffic
 from policies import Measurement
 
 
@@ -65,6 +66,15 @@ class Totals:
     dense: float = 0.0
     steps_at_cf: dict[float, int] = field(default_factory=dict)
     gain_terms: dict[float, list[float]] = field(default_factory=dict)
+
+    def count(self, cf: float, traffic: Traffic, floats: float, dense: float) -> None:
+        """Take in one more step."""
+        self.steps += 1
+        self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
+        self.wire += traffic.wire
+        self.payload += traffic.payload
+        self.floats += floats
+        self.dense += dense
 
     def add_gain(self, cf: float, measurement: Measurement) -> None:
         """Take in the error-fed gain of the CF that was sent; skips what is not finite."""

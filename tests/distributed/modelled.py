@@ -74,16 +74,16 @@ class ModelledRun:
         self.cfs: list[float] = []
         session = self.compressor._session
         assert session is not None
-        controller = session.controller
-        self.dense_bytes = controller.dense_wire_bytes
+        self.dense_bytes = session.controller.dense_wire_bytes
+        stopwatch = session.controller.stopwatch
         self.link = session.exchange._link = ModelledLink(self.clock)
-        left = controller.hook_left
+        left = stopwatch.hook_left
 
         def hook_left(entered: float, waited: float) -> None:
             left(entered, waited)
             self.link.hook_over.release()
 
-        controller.hook_left = hook_left  # type: ignore[method-assign]
+        stopwatch.hook_left = hook_left  # type: ignore[method-assign]
 
     def step(self) -> float:
         """One step; the CF that it sent."""

@@ -1,0 +1,74 @@
+"""One model's memory from attaching to detaching: what it is, and where its momentum lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from adaptive.exchange import Exchange
+from adaptive.handover import MomentumHandover
+from adaptive.memory import MemoryChoice
+from adaptive.residual import NoMemory, Residual
+from adaptive.slots import Slots
+
+
+class ModelMemory:
+    """now: the memory in use."""
+
+    def __init__(self, choice: MemoryChoice, slots: Slots) -> None:
+        self.now = NoMemory(slots.maybe_unused)
+        self._choice = choice
+        self._slots = slots
+        self._handover: MomentumHandover | None = None
+
+    def choose(self, optimizer: Optimizer | None) -> None:
+        """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
+        with what was asked for."""
+        if self._choice.takes_over(optimizer):
+            self._handover = MomentumHandover(optimizer, self._slots, self._slots.own())
+            for slot in self._slots.values():
+                self._handover.to_velocity(slot)
+        self.now = self._choice.make(self._handover, self._slots.maybe_unused)
+
+    def adopt(self, other: ModelMemory) -> None:
+        """Take over what another, detached compressor on the same model still holds."""
+        for p, slot in self._slots.items():
+            theirs = other._slots.get(p)
+            if theirs is not None and theirs.filled:
+                slot.residual, slot.filled = theirs.residual, True
+                theirs.residual, theirs.filled = None, False
+                if self._handover is not None:
+                    self._handover.to_velocity(slot)
+
+    def release(self, exchange: Exchange) -> None:
+        """Velocities go back to the optimizer, which is let go (a collective with momentum); the
+        residual stays."""
+        if self._handover is not None:
+            self._handover.give_back(exchange)
+            self.unhook()
+        for slot in self._slots.values():
+            slot.velocity, slot.started, slot.fresh = None, False, False
+        keeps = Residual if self.now.keeps_residual else NoMemory
+        self.now = keeps(self._slots.maybe_unused)
+
+    def unhook(self) -> None:
+        """The optimizer applies its own momentum again."""
+        if self._handover is not None:
+            self._handover.unhook()
+            self._handover = None
+
+    def expect_step(self) -> None:
+        """A synchronised backward begins: the optimizer should step after it."""
+        if self._handover is not None:
+            self._handover.expect_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name, of those that have something."""
+        states = {slot.name: self.now.state_dict(slot) for slot in self._slots.values()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for slot in self._slots.values():
+            self.now.load_state_dict(slot, state.get(slot.name, {}))

@@ -1,0 +1,91 @@
+"""Puts steps and switches on record: the timeline's, on the one rank that writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from math import nan
+from typing import Any
+
+from adaptive.timeline import Event, Header, SafeTimeline, StepRecord, Timeline
+from policies import DENSE, Policy, StepReport
+
+log = logging.getLogger("adaptive")
+
+
+class Recorder:
+    """writes: on this rank. header: asked for at the first record. samples: in a step, of all
+    workers; 1 if throughput is to be steps/s."""
+
+    def __init__(
+        self, timeline: Timeline, writes: bool, header: Callable[[], Header], samples: float
+    ) -> None:
+        self._timeline = SafeTimeline(timeline)
+        self._writes = writes
+        self._header = header
+        self._samples = samples
+        self._started = False
+        self._started_at: float | None = None  # the first step's time
+        self._told: list[str] = []
+
+    def event(self, event: Event) -> None:
+        if self._writes:
+            self._start()
+            self._timeline.event(event)
+
+    def step(
+        self,
+        report: StepReport,
+        policy: Policy,
+        now: float,
+        layer_cfs: Mapping[str, float],
+        read_sum: bool,
+    ) -> None:
+        """A step that was agreed on, at the time `now`; and in the log, what the policy has
+        concluded."""
+        if not self._writes:
+            return
+        self._start()
+        if self._started_at is None:
+            self._started_at = now
+        status = dict(policy.status())
+        seconds = report.median_seconds
+        t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
+        gain = report.gain(report.timed_cf, policy.gain)
+        t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
+        self._timeline.step(
+            StepRecord(
+                report,
+                now - self._started_at,
+                t_sys * self._samples,
+                t_comp * self._samples,
+                status,
+                layer_cfs,
+                read_sum,
+            )
+        )
+        verdict = policy.verdict()
+        if verdict and verdict not in self._told:
+            log.warning("%s", verdict)
+            self._told.append(verdict)
+
+    def close(self) -> None:
+        """Nothing is recorded any more."""
+        self._timeline.close()
+        self._timeline = SafeTimeline(Timeline())
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._timeline.start(self._header())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": list(self._told), "started_at": self._started_at}
+
+    def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
+        """Go on after a pause of so many seconds, which do not count."""
+        self._told = list(state["told"])
+        self._started_at = state["started_at"]
+        self._started = self._started_at is not None
+        if self._started_at is not None:
+            self._started_at += pause

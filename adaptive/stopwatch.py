@@ -1,0 +1,112 @@
+"""Times the steps of one rank: what the last one took, part by part, and medians at each CF."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from math import nan
+from statistics import median
+from typing import Any
+
+from adaptive.exchange import Traffic
+from adaptive.modelled import ModelledClock
+from adaptive.tally import Tally
+from adaptive.timing import ForwardMark, Span, StepTiming
+
+TIMED_STEPS = 32
+"""A rank's step time at a CF is its median over this many of the last steps sent at that CF."""
+
+
+class Stopwatch:
+    """clock: seconds, monotonic. forward: a hook for the model, that sees when its forward begins.
+
+    A step lasts from its first hook call to that of the next.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.forward = ForwardMark(clock)
+        self._times: dict[float, deque[float]] = {}
+        self._running: StepTiming | None = None
+        self._timed: StepTiming | None = None
+        self._now = nan
+        self._forward: float | None = None
+
+    def stop(self, counts: bool) -> float:
+        """The last step is over; returns the time. counts: not the first step of all, which builds
+        DDP's buckets."""
+        running = self._running
+        if isinstance(self.clock, ModelledClock) and running is not None:
+            self.clock.end_step(running.wire, running.statistics)
+        self._now, self._forward = self.clock(), self.forward.take()
+        self._timed = running if counts else None
+        if self._timed is not None:
+            times = self._times.setdefault(self._timed.cf, deque(maxlen=TIMED_STEPS))
+            times.append(self._now - self._timed.began)
+        return self._now
+
+    def start(self, cf: float) -> None:
+        """A step begins, where the last one stopped, that is sent at `cf`."""
+        self._running = StepTiming(self._now, cf, backward_left=self._now, exchanged=self._now)
+
+    def tell(self, tally: Tally) -> None:
+        """Enter what the step that was stopped took; it is told of with the next one's
+        statistics."""
+        timed = self._timed
+        if timed is None:
+            tally.compress_seconds = nan
+            return
+        parts = timed.split(self._now, self._forward)
+        if isinstance(self.clock, ModelledClock):
+            exchange = self.clock.exchange(timed.wire, timed.statistics)
+            parts = parts._replace(compute=self.clock.compute, exchange=exchange)
+        tally.seconds = parts.seconds
+        tally.median_seconds = median(self._times[timed.cf])
+        tally.compress_seconds = parts.compress
+        tally.exchange_seconds = parts.exchange
+        tally.decode_seconds = parts.decode
+        tally.compute_seconds = parts.compute
+
+    @property
+    def timed(self) -> tuple[float, float]:
+        """CF and wire bytes of the step that was told of; nan if there was none."""
+        return (self._timed.cf, self._timed.wire) if self._timed else (nan, nan)
+
+    def hook_left(self, entered: float, waited: float) -> None:
+        """A hook call that began at `entered` (by this clock) is over; it `waited` so many seconds
+        for the network."""
+        running = self._running
+        assert running is not None
+        running.backward_left = self.clock()
+        running.compress += running.backward_left - entered - waited
+        running.waited += waited
+
+    def bucket_done(self, decoded: Iterable[Span]) -> None:
+        """A bucket's mean is there; when it was `decoded` (called on a thread of the process
+        group)."""
+        if self._running is not None:
+            self._running.decoded += decoded
+            self._running.exchanged = self.clock()
+
+    def sent(self, traffic: Traffic) -> None:
+        """What the running step has put on the wire."""
+        assert self._running is not None
+        self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "times": [(cf, list(times)) for cf, times in self._times.items()],
+            "timing": None if self._running is None else vars(self._running).copy(),
+            "saved_at": self.clock(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> float:
+        """same_clock: the clock goes on from where it stood when the state was taken; otherwise
+        the interval between is a pause and is not timed. Returns the seconds of that pause."""
+        if isinstance(self.clock, ModelledClock):
+            self.clock.now = state["saved_at"]
+        self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
+        saved = state["timing"]
+        self._running = StepTiming(**saved) if saved and same_clock else None
+        self.forward.take()  # of a step that was not part of the run
+        return 0.0 if same_clock else self.clock() - state["saved_at"]
