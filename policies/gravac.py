@@ -1,15 +1,12 @@
 """GraVAC (Tyagi, Swany, 2023): move the CF by gain and compression throughput (DESIGN section 5).
 
-A run goes through phases:
-1. "measure": dense for a few steps, for dense's own step time; gains are probed meanwhile.
-2. "floor": one window at the smallest CF, for its step time.
-3. "explore": one window for each candidate of the ladder; the floor follows where nothing is lost.
-4. "settled": the CF where compression throughput saturates, left and found again through epsilon;
-   or "stay dense", where no CF beats dense.
+A run explores the ladder (policies/exploration.py), and then is "settled" on the CF where
+compression throughput saturates, left and found again through epsilon; or will "stay dense", where
+no CF beats dense.
 
-The fourth lasts until something has drifted (policies/vigil.py); then it goes through the others
-again. What has not drifted stays known: after a change of the network the gains, so that a few
-steps a candidate are enough, for its step time; after one of gains the step times, dense's too.
+That lasts until something has drifted (policies/vigil.py); then it explores again. What has not
+drifted stays known: after a change of the network the gains, so that a few steps a candidate are
+enough, for its step time; after one of gains the step times, dense's too.
 """
 
 from __future__ import annotations
@@ -21,8 +18,9 @@ from typing import Any, get_args
 from policies import checks
 from policies.average import weight_for
 from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
-from policies.choice import choose, nothing_lost
+from policies.choice import choose
 from policies.evidence import Evidence
+from policies.exploration import Exploration
 from policies.ladder import SCALINGS, make_ladder
 from policies.reasons import change
 from policies.send_rule import MIN_OBSERVATIONS, Level, SendRule
@@ -31,7 +29,7 @@ from policies.vigil import Vigil
 TIMED_STEPS = 3
 """Steps, beyond those for its gain, that the shortest window leaves for a candidate's time."""
 
-_STATE = ("phase", "floor", "rung", "chosen", "window_step", "quick", "reason", "verdict")
+_STATE = ("chosen", "reason", "verdict")
 
 
 class GraVAC(Policy):
@@ -110,7 +108,7 @@ class GraVAC(Policy):
         weight = weight_for(context.world_size)
         self._seen = Evidence(self.gain, weight, believed_after, context.assumed)
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
-        self._short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
+        short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
         self._vigil = Vigil(
             self.gain,
             epsilon=self.epsilon,
@@ -118,39 +116,37 @@ class GraVAC(Policy):
             omega=self.omega,
             drift=self.drift,
             patience=self.patience,
-            steps=self._short_window,
+            steps=short_window,
             retry=None if self.retry is None else self.retry * self.window,
             cooldown=self.cooldown,
         )
-        self._quick = False  # a time drifted, so that each CF gets a short window
+        self._walk = Exploration(
+            self._ladder,
+            self._seen,
+            self._rule,
+            window=self.window,
+            short_window=short_window,
+            dense_window=self.dense_window if self.allow_dense else 0,
+            omega=self.omega,
+            may_stop=self.allow_dense,
+        )
         self._reason = ""
-        self._open()
+        self._open(quick=False)
 
-    def _open(self) -> None:
-        """Begin to explore, from the bottom of the ladder."""
-        self._floor = self._ladder[0]
-        self._rung = 1  # of the candidate
+    def _open(self, quick: bool) -> None:
+        """Begin to explore."""
         self._chosen: float | None = None  # until settled
-        self._window_step = 0
         self._verdict = ""
-        known = self._seen.t_sys(DENSE) is not None
-        wanted = self.allow_dense and self.dense_window > 0 and not known
-        if wanted and self._floor != DENSE:
-            self._phase = "measure"
-            self._rule.enter(Level.DENSE)
-        else:
-            self._phase = "floor"
-            self._rule.enter(Level.FLOOR)
+        self._walk.open(quick)
 
     def _open_again(self, what: str, why: str) -> str:
         """What has drifted is forgotten and found out anew; returns why the plan changes."""
         self._seen.judge(self._chosen)
-        self._quick = what == "time"
-        if self._quick:
+        if what == "time":
             self._seen.forget_times()
         else:
             self._seen.forget_gains()
-        self._open()
+        self._open(quick=what == "time")
         return f"explores again, {why}"
 
     def plan(self) -> Plan:
@@ -161,15 +157,15 @@ class GraVAC(Policy):
     @property
     def _candidate(self) -> float | None:
         """The CF above the floor: the one explored, or the one chosen."""
-        if self._phase == "settled":
-            return None if self._chosen == self._floor else self._chosen
-        return self._ladder[self._rung] if self._rung < len(self._ladder) else None
+        if self._walk.phase == "settled":
+            return None if self._chosen == self._walk.floor else self._chosen
+        return self._walk.candidate
 
     @property
     def _send(self) -> float:
         if self._rule.level == Level.CANDIDATE and self._candidate is not None:
             return self._candidate
-        return self._floor if self._rule.level == Level.FLOOR else DENSE
+        return self._walk.floor if self._rule.level == Level.FLOOR else DENSE
 
     @property
     def _probe(self) -> tuple[float, ...]:
@@ -179,7 +175,7 @@ class GraVAC(Policy):
         send = self._send
         if send == self._chosen:
             return self._vigil.probe(send)
-        wanted = (self._floor, self._candidate)
+        wanted = (self._walk.floor, self._candidate)
         return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, send))
 
     def observe(self, report: StepReport) -> None:
@@ -193,70 +189,19 @@ class GraVAC(Policy):
         """One step on; returns why the plan changes, "" if it does not."""
         if self._chosen is not None:
             return self._go_on_with_choice(report)
-        if self._window_ends():
-            steps, self._window_step = self._window_step, 0
-            return self._end_window(steps)
-        if self._phase == "measure":
-            return ""
-        return self._follow_rule()
+        ended, why = self._walk.step()
+        if not ended:
+            return why
+        return self._stay_dense(why) if why else self._settle()
 
     def _go_on_with_choice(self, report: StepReport) -> str:
         found = self._vigil.observe(report, self._seen)
         if found is not None and found.what != "look":
             return self._open_again(*found)
-        moved = "" if self._phase == "stay dense" else self._follow_rule()
+        moved = "" if self._walk.phase == "stay dense" else self._walk.follow_rule(self._candidate)
         if found is None or self.shadow:  # a look changes no probe where all gains are known
             return moved
         return moved or found.why
-
-    def _follow_rule(self) -> str:
-        candidate = None if self._phase == "floor" else self._candidate
-        return self._rule.step(self._seen.gain(self._floor), self._seen.gain(candidate))
-
-    def _window_ends(self) -> bool:
-        window = self._short_window if self._quick else self.window
-        if self._phase == "measure":
-            window = min(self.dense_window, window) if self._quick else self.dense_window
-        elif self._rule.level == Level.DENSE:
-            return False
-        self._window_step += 1
-        return self._window_step >= window
-
-    def _end_window(self, steps: int) -> str:
-        """Go on to the next window or phase; returns why the plan changes."""
-        if self._phase == "measure":
-            self._phase = "floor"
-            gain = self._seen.gain(self._floor)
-            if gain is not None and gain < self.epsilon:
-                # Dense goes on, from now on for want of gain.
-                return f"gain {gain:.4g} at CF {self._floor:g} < epsilon {self.epsilon:g}"
-            self._rule.enter(Level.FLOOR)
-            known = "not known yet" if gain is None else f"{gain:.4g}"
-            return f"{steps} dense steps done, gain {known}"
-        self._seen.judge(self._floor)
-        why = ""
-        if self._phase == "floor":
-            self._phase = "explore"
-        elif self._candidate is not None:
-            self._seen.judge(self._candidate)
-            if self.allow_dense and (hopeless := self._seen.hopeless()):
-                return self._stay_dense(hopeless)
-            why = self._promote(self._candidate)
-            self._rung += 1
-        if self._candidate is None:
-            return self._settle()
-        self._rule.enter(Level.FLOOR)  # free to move up once the candidate's gain is believed
-        return why and f"{why}, next candidate {self._candidate:g}"
-
-    def _promote(self, candidate: float) -> str:
-        """Move the floor up to the candidate if that loses nothing; returns why (not)."""
-        gains = self._seen.gain(self._floor), self._seen.gain(candidate)
-        may, why = nothing_lost(*gains, omega=self.omega, epsilon=self.epsilon)
-        if not may:
-            return f"{why}, floor stays {self._floor:g}"
-        why += f", floor {self._floor:g} -> {candidate:g}"
-        self._floor = candidate
-        return why
 
     def _settle(self) -> str:
         """The ladder is used up: choose; returns why."""
@@ -265,12 +210,11 @@ class GraVAC(Policy):
         if t_comp:
             self._chosen, why = choose(t_comp, dense, self.omega)
         else:
-            self._chosen = self._floor
+            self._chosen = self._walk.floor
             why = f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
         if t_comp and self._chosen == DENSE:
             return self._stay_dense(why)
-        self._phase = "settled"
-        self._floor = self._ladder[0]
+        self._walk.close("settled")
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
         self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
         self._vigil.begin(self._chosen, self._ladder, self._seen)
@@ -278,11 +222,11 @@ class GraVAC(Policy):
 
     def _stay_dense(self, why: str) -> str:
         """No CF beats dense: nothing is compressed, and probed only in looks; returns why."""
-        self._phase = "stay dense"
+        self._walk.close("stay dense")
         self._chosen = DENSE
         self._rule.enter(Level.DENSE)
         self._verdict = f"GraVAC stays dense: {why}"
-        self._vigil.begin(DENSE, self._ladder[: self._rung + 1], self._seen)
+        self._vigil.begin(DENSE, self._walk.tried, self._seen)
         return why
 
     def candidates(self) -> tuple[float, ...]:
@@ -294,9 +238,9 @@ class GraVAC(Policy):
         policies/signal.py."""
         gain, t_sys = self._seen.gain(self._send), self._seen.t_sys(self._send)
         numbers = {
-            "candidate": None if self._phase == "stay dense" else self._candidate,
-            "floor": self._floor,
-            "gain_floor": self._seen.gain(self._floor),
+            "candidate": None if self._walk.phase == "stay dense" else self._candidate,
+            "floor": self._walk.floor,
+            "gain_floor": self._seen.gain(self._walk.floor),
             "gain_candidate": self._seen.gain(self._candidate),
             "t_sys": t_sys,
             "t_comp": None if gain is None or t_sys is None else gain * t_sys,
@@ -308,7 +252,7 @@ class GraVAC(Policy):
         return known if signal is None else {"signal": 0.0, **known, **signal.status()}
 
     def verdict(self) -> str:
-        wanting = self._rule.level == Level.DENSE and self._phase in ("floor", "explore")
+        wanting = self._rule.level == Level.DENSE and self._walk.phase in ("floor", "explore")
         if wanting:
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
@@ -322,15 +266,13 @@ class GraVAC(Policy):
         if self._chosen is not None:
             watched = "nothing but epsilon" if self._chosen != DENSE else "nothing"
             return self._vigil.outlook() or f"{watched} changes it any more"
-        if self._phase == "measure":
-            return f"dense is measured, {self._window_step} steps so far; then CF {self._floor:g}"
-        what = f"CF {self._floor if self._candidate is None else self._candidate:g}"
-        return f"{what} is judged, {self._window_step} steps of its window so far"
+        return self._walk.outlook()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": {**self._settings, "ladder": list(self._ladder)},
             **{name: getattr(self, f"_{name}") for name in _STATE},
+            **self._walk.state_dict(),
             "seen": self._seen.state_dict(),
             "rule": self._rule.state_dict(),
             "vigil": self._vigil.state_dict(),
@@ -343,6 +285,7 @@ class GraVAC(Policy):
         checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, state["settings"])
         for name in _STATE:
             setattr(self, f"_{name}", state[name])
+        self._walk.load_state_dict(state)
         self._seen.load_state_dict(state["seen"])
         self._rule.load_state_dict(state["rule"])
         self._vigil.load_state_dict(state["vigil"])
