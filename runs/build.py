@@ -24,8 +24,8 @@ from adaptive import (
     Warmup,
 )
 from runs.config import TrainConfig
-from runs.options import DEFAULT_CF, POLICY_OPTIONS, option, schedule_pieces
-from runs.parser import UsageError
+from runs.parser import UsageError, option
+from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, schedule_pieces
 from runs.tasks import Task, make_task
 
 _POLICIES: dict[str, Callable[..., Policy]] = {

@@ -10,8 +10,8 @@ from typing import Any
 from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.config import CONFIG_FILE, TrainConfig
-from runs.options import NEWEST, RESUME_OPTIONS, make_config, option
-from runs.parser import UsageError, check_writable
+from runs.options import NEWEST, RESUME_OPTIONS, make_config
+from runs.parser import UsageError, check_writable, option
 
 
 @dataclass(frozen=True)

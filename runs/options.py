@@ -4,50 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from adaptive.exchanges import EXCHANGES
-from adaptive.options import default_policy
-from compressors import compressor_names, make_compressor
+from compressors import compressor_names
 from runs.config import TrainConfig
+from runs.option_rules import check_together
 from runs.parser import (
-    UsageError,
     number,
-    piece,
     positive,
     switch,
     switch_or_number,
     whole,
 )
+from runs.policy_options import POLICY_OPTIONS, add_policy_arguments, policy_for, set_schedule
 
-POLICY_OPTIONS = {
-    "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
-    "accordion": ("eta", "interval", "per_layer"),
-    "fixed": ("cf", "probe", "gain"),
-    "warmup": ("warmup_steps",),
-    "goodput": ("margin", "gain"),
-    "budget": ("share",),
-    "schedule": ("schedule", "gain"),
-    "off": (),
-}
-HOOK_OPTIONS = (
-    "layerwise",
-    "base",
-    "cf_range",
-    "exchange",
-    "granularity",
-    "dense_below",
-    "memory",
-    "masking",
-    "clip_norm",
-    "link",
-    "fixed_clock",
-    "model_mb",
-)
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
-DEFAULT_CF = 10.0
 EMULATED = "emulate a slow network"
 NEWEST = ""
 
@@ -178,60 +151,6 @@ def add_link_argument(group: argparse._ArgumentGroup, what: str = EMULATED) -> N
     )
 
 
-def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """The settings of each policy."""
-    gravac = parser.add_argument_group("with --policy gravac")
-    gravac.add_argument("--epsilon", type=number, help="smallest gain worth sending, in (0, 1]")
-    gravac.add_argument("--omega", type=number, help="relative change that counts as none, (0, 1]")
-    gravac.add_argument("--window", type=whole(1), metavar="N", help="steps to judge a CF on")
-    gravac.add_argument("--scaling", help="how candidate CFs grow: exponential or geometric")
-    gravac.add_argument(
-        "--gain",
-        help="what decides: gradient, error_fed, raw or signal (goodput: signal or error_fed; "
-        "fixed, schedule: what is recorded)",
-    )
-    fixed = parser.add_argument_group("with --policy fixed")
-    fixed.add_argument("--cf", type=number, help=f"the CF; 1 is dense ({DEFAULT_CF:g})")
-    fixed.add_argument(
-        "--probe",
-        type=number,
-        nargs="+",
-        metavar="CF",
-        help="measure the gains of these CFs too, without sending them",
-    )
-    goodput = parser.add_argument_group("with --policy goodput")
-    goodput.add_argument(
-        "--margin", type=number, help="how much more another CF must promise to be sent (0.05)"
-    )
-    budget = parser.add_argument_group("with --policy budget")
-    budget.add_argument(
-        "--share", type=number, help="of the step time that may go to communication (0.2)"
-    )
-    schedule = parser.add_argument_group("with --policy schedule")
-    schedule.add_argument(
-        "--schedule",
-        type=piece,
-        nargs="+",
-        metavar="STEP:CF",
-        help="the CF from each step on, dense before the first, e.g. 0:1 100:10 300:100",
-    )
-    warmup = parser.add_argument_group("with --policy warmup")
-    warmup.add_argument(
-        "--warmup-steps",
-        type=whole(1),
-        metavar="N",
-        help="steps at each of CF 4, 16, 64, 256 (100); then the largest of --cf-range",
-    )
-    accordion = parser.add_argument_group("with --policy accordion")
-    accordion.add_argument(
-        "--eta", type=number, help="change of the gradient norm that makes a regime critical"
-    )
-    accordion.add_argument("--interval", type=whole(1), metavar="N", help="steps to a detection")
-    accordion.add_argument(
-        "--per-layer", type=switch, metavar="on|off", help="a regime for each layer (off)"
-    )
-
-
 def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What is kept; the group of these options."""
     output = parser.add_argument_group("what is kept")
@@ -294,8 +213,8 @@ def add_size_argument(group: argparse._ArgumentGroup, what: str) -> None:
 def make_config(given: dict[str, Any]) -> TrainConfig:
     """The configuration of a new run. UsageError for options that do not go together."""
     given = dict(given)
-    policy = given.setdefault("policy", _policy_for(given))
-    _check_policy_options(policy, given)
+    policy = given.setdefault("policy", policy_for(given))
+    check_together(policy, given)
     if policy == "off":
         given["base"] = None
     if "cf_range" in given:
@@ -303,55 +222,9 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     if "probe" in given:
         given["probe"] = tuple(given["probe"])
     if policy == "schedule":
-        _set_schedule(given)
+        set_schedule(given)
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
     return TrainConfig(**given)
-
-
-def _policy_for(given: dict[str, Any]) -> str:
-    """That whose settings were given, else the library's choice; a base that sends everything
-    leaves none."""
-    base = given.get("base") or "topk"
-    if base == "none":
-        return "fixed"
-    try:
-        chosen = default_policy(make_compressor(base))
-    except ValueError:  # is told of where the base is used
-        chosen = "goodput"
-    own = [n for names in POLICY_OPTIONS.values() for n in names if n in given]
-    fits = all(name in POLICY_OPTIONS[chosen] for name in own)
-    return chosen if fits else "gravac"
-
-
-def schedule_pieces(schedule: Iterable[str]) -> dict[int, float]:
-    """From pieces "STEP:CF". UsageError for two of the same step."""
-    pieces: dict[int, float] = {}
-    for text in schedule:
-        step, cf = text.split(":")
-        if int(step) in pieces:
-            raise UsageError(f"--schedule {_shown(tuple(schedule))}: has step {int(step)} twice")
-        pieces[int(step)] = float(cf)
-    return pieces
-
-
-def _set_schedule(given: dict[str, Any]) -> None:
-    """The CF range is that of the schedule, unless it was given."""
-    if "schedule" not in given:
-        raise UsageError("--policy schedule needs --schedule STEP:CF ..., e.g. 0:1 100:10 300:100")
-    schedule = given["schedule"] = tuple(given["schedule"])
-    cfs = [cf for cf in schedule_pieces(schedule).values() if cf != 1] or [1.0]
-    low, high = given.setdefault("cf_range", (min(cfs), max(cfs)))
-    outside = [cf for cf in cfs if not low <= cf <= high]
-    if outside:
-        raise UsageError(
-            f"--schedule {_shown(schedule)}: CF {outside[0]:g} must be 1 or inside --cf-range "
-            f"{_shown(given['cf_range'])}"
-        )
-
-
-def option(name: str) -> str:
-    """The option for an argument: cf_range is --cf-range."""
-    return "--" + name.replace("_", "-")
 
 
 def _below_one(text: str) -> float:
@@ -360,63 +233,6 @@ def _below_one(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
     return value
-
-
-def _check_policy_options(policy: str, given: dict[str, Any]) -> None:
-    for owner, names in POLICY_OPTIONS.items():
-        for name in names:
-            if name in given and name not in POLICY_OPTIONS[policy]:
-                own = ", ".join(map(option, POLICY_OPTIONS[policy])) or "no such option"
-                raise UsageError(
-                    f"{option(name)} {_shown(given[name])} is for --policy {owner}, got --policy "
-                    f"{policy}, which takes {own}"
-                )
-    for name in HOOK_OPTIONS:
-        if name in given and policy == "off":
-            raise UsageError(
-                f"{option(name)} {_shown(given[name])} needs the library's hook, which --policy "
-                f"off leaves out; accepted: any other --policy (fixed with "
-                f"--cf 1 for a dense run)"
-            )
-    if policy == "fixed" and "cf_range" in given and not given.get("layerwise"):
-        raise UsageError(
-            f"--cf-range {_shown(given['cf_range'])} is for the other policies; "
-            f"--policy fixed takes --cf (and both with --layerwise on)"
-        )
-    if given.get("base") == "none" and (policy != "fixed" or given.get("cf", 1) != 1):
-        raise UsageError(
-            f"--base none compresses nothing, so it goes with --policy fixed and no --cf; got "
-            f"--policy {policy}" + (f" --cf {given['cf']:g}" if "cf" in given else "")
-        )
-    if "model_mb" in given:
-        _check_size(given)
-    if "masking" in given and given.get("memory", "auto") not in ("auto", "momentum"):
-        raise UsageError(
-            f"--masking {_shown(given['masking'])} is for --memory momentum (or auto), got "
-            f"--memory {given['memory']}"
-        )
-
-
-def check_sends(given: dict[str, Any]) -> None:
-    """UsageError if a size was given for gradients that nobody sends."""
-    if "model_mb" in given and given.get("workers", TrainConfig.workers) < 2:
-        raise UsageError(
-            f"--model-mb {given['model_mb']:g}: needs --workers 2 or more, one sends nothing"
-        )
-
-
-def _check_size(given: dict[str, Any]) -> None:
-    check_sends(given)
-    if "fixed_clock" not in given:
-        raise UsageError(
-            f"--model-mb {given['model_mb']:g} is for modelled step times; it needs --fixed-clock"
-        )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def _new_folder(name: str) -> str:

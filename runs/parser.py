@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UsageError(Exception):
@@ -112,3 +112,15 @@ def switch_or_number(text: str) -> bool | float:
         return number(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be on, off or a CF >= 1, got {text!r}") from None
+
+
+def option(name: str) -> str:
+    """The option for an argument: cf_range is --cf-range."""
+    return "--" + name.replace("_", "-")
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)

@@ -9,15 +9,13 @@ from typing import Any, NoReturn
 
 from compressors import compressor_names
 from runs.config import TrainConfig
+from runs.option_rules import HOOK_OPTIONS
 from runs.options import (
-    HOOK_OPTIONS,
-    POLICY_OPTIONS,
     add_hook_arguments,
-    add_policy_arguments,
     make_config,
-    option,
 )
-from runs.parser import OneLineParser, UsageError, number
+from runs.parser import OneLineParser, UsageError, number, option
+from runs.policy_options import POLICY_OPTIONS, add_policy_arguments
 
 GRAMMAR = """\
 A contender is NAME[@CF][:key=value,...]. NAME is

@@ -13,13 +13,13 @@ from typing import Any
 from adaptive import LinkSpec
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.config import TrainConfig
+from runs.option_rules import check_sends
 from runs.options import (
     add_clock_argument,
     add_eval_argument,
     add_link_argument,
     add_size_argument,
     add_task_arguments,
-    check_sends,
 )
 from runs.parser import UsageError, whole
 

@@ -12,8 +12,9 @@ from policies import Policy
 from policies.base import Context
 from runs.build import build_policy, build_task, check_compression
 from runs.config import TrainConfig
-from runs.options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments, make_config
+from runs.options import make_config
 from runs.parser import UsageError, number, whole
+from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments
 from runs.replay.costs import RecordedCosts
 from runs.replay.layers import recorded_layers
 from runs.replay.source import Source

@@ -9,7 +9,7 @@ from typing import Any
 
 from runs.config import TrainConfig
 from runs.logbook import gain_kind
-from runs.options import POLICY_OPTIONS
+from runs.policy_options import POLICY_OPTIONS
 from runs.progress import cf_name
 from runs.records import Recorded
 from runs.replay.replay import Replayed

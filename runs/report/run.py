@@ -18,7 +18,8 @@ from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
 from runs.logbook import emulated, gain_kind
-from runs.options import HOOK_OPTIONS, POLICY_OPTIONS
+from runs.option_rules import HOOK_OPTIONS
+from runs.policy_options import POLICY_OPTIONS
 from runs.records import Recorded, Stretch, stretches
 from runs.result import title
 from runs.tasks import TASKS

@@ -8,11 +8,11 @@ from typing import Any
 from runs.options import (
     add_hook_arguments,
     add_output_arguments,
-    add_policy_arguments,
     add_size_argument,
     add_task_arguments,
 )
 from runs.parser import UsageError, positive
+from runs.policy_options import add_policy_arguments
 
 WORKERS = 8
 STEP_SECONDS = 0.1

@@ -11,8 +11,8 @@ from typing import Any
 
 from adaptive import LinkSpec
 from runs.config import TrainConfig
-from runs.options import make_config, option
-from runs.parser import UsageError
+from runs.options import make_config
+from runs.parser import UsageError, option
 from runs.tasks import TASKS
 from runs.tune.objective import ACCEPTED, Objective
 from runs.tune.options import EVALUATIONS, KEPT, REPLAYS, TRIALS, accepted

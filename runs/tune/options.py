@@ -8,10 +8,10 @@ from runs.options import (
     add_clock_argument,
     add_eval_argument,
     add_hook_arguments,
-    add_policy_arguments,
     add_task_arguments,
 )
 from runs.parser import number, whole
+from runs.policy_options import add_policy_arguments
 from runs.tune.objective import ACCEPTED
 from runs.tune.space import GRAMMAR
 from runs.tune.tuning import STUDY_FILE

@@ -8,7 +8,7 @@ from typing import Any
 
 from runs.build import build_policy, compressor_settings, policy_settings
 from runs.config import TrainConfig
-from runs.options import schedule_pieces
+from runs.policy_options import schedule_pieces
 
 NOT_PASTED = ("link", "cf_range")
 """Settings of the emulation; and what comes first anyway."""

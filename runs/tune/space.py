@@ -7,8 +7,8 @@ from typing import get_args
 
 from policies.base import GainKind
 from policies.ladder import SCALINGS
-from runs.options import POLICY_OPTIONS
 from runs.parser import UsageError
+from runs.policy_options import POLICY_OPTIONS
 from runs.tune.parameter import Choice, Parameter, Range, Value
 
 BY_POLICY = {

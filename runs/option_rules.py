@@ -1,0 +1,76 @@
+"""Which options go together; the others would be passed over in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runs.config import TrainConfig
+from runs.parser import UsageError, option, shown
+from runs.policy_options import POLICY_OPTIONS
+
+HOOK_OPTIONS = (
+    "layerwise",
+    "base",
+    "cf_range",
+    "exchange",
+    "granularity",
+    "dense_below",
+    "memory",
+    "masking",
+    "clip_norm",
+    "link",
+    "fixed_clock",
+    "model_mb",
+)
+
+
+def check_together(policy: str, given: dict[str, Any]) -> None:
+    """UsageError if an option was given that has no meaning with this policy or the others."""
+    for owner, names in POLICY_OPTIONS.items():
+        for name in names:
+            if name in given and name not in POLICY_OPTIONS[policy]:
+                own = ", ".join(map(option, POLICY_OPTIONS[policy])) or "no such option"
+                raise UsageError(
+                    f"{option(name)} {shown(given[name])} is for --policy {owner}, got --policy "
+                    f"{policy}, which takes {own}"
+                )
+    for name in HOOK_OPTIONS:
+        if name in given and policy == "off":
+            raise UsageError(
+                f"{option(name)} {shown(given[name])} needs the library's hook, which --policy "
+                f"off leaves out; accepted: any other --policy (fixed with "
+                f"--cf 1 for a dense run)"
+            )
+    if policy == "fixed" and "cf_range" in given and not given.get("layerwise"):
+        raise UsageError(
+            f"--cf-range {shown(given['cf_range'])} is for the other policies; "
+            f"--policy fixed takes --cf (and both with --layerwise on)"
+        )
+    if given.get("base") == "none" and (policy != "fixed" or given.get("cf", 1) != 1):
+        raise UsageError(
+            f"--base none compresses nothing, so it goes with --policy fixed and no --cf; got "
+            f"--policy {policy}" + (f" --cf {given['cf']:g}" if "cf" in given else "")
+        )
+    if "model_mb" in given:
+        _check_size(given)
+    if "masking" in given and given.get("memory", "auto") not in ("auto", "momentum"):
+        raise UsageError(
+            f"--masking {shown(given['masking'])} is for --memory momentum (or auto), got "
+            f"--memory {given['memory']}"
+        )
+
+
+def check_sends(given: dict[str, Any]) -> None:
+    """UsageError if a size was given for gradients that nobody sends."""
+    if "model_mb" in given and given.get("workers", TrainConfig.workers) < 2:
+        raise UsageError(
+            f"--model-mb {given['model_mb']:g}: needs --workers 2 or more, one sends nothing"
+        )
+
+
+def _check_size(given: dict[str, Any]) -> None:
+    check_sends(given)
+    if "fixed_clock" not in given:
+        raise UsageError(
+            f"--model-mb {given['model_mb']:g} is for modelled step times; it needs --fixed-clock"
+        )

@@ -1,0 +1,118 @@
+"""The options that belong to one policy each: what they are, and which policy they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from adaptive.options import default_policy
+from compressors import make_compressor
+from runs.parser import UsageError, number, piece, shown, switch, whole
+
+POLICY_OPTIONS = {
+    "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
+    "accordion": ("eta", "interval", "per_layer"),
+    "fixed": ("cf", "probe", "gain"),
+    "warmup": ("warmup_steps",),
+    "goodput": ("margin", "gain"),
+    "budget": ("share",),
+    "schedule": ("schedule", "gain"),
+    "off": (),
+}
+DEFAULT_CF = 10.0
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """The settings of each policy."""
+    gravac = parser.add_argument_group("with --policy gravac")
+    gravac.add_argument("--epsilon", type=number, help="smallest gain worth sending, in (0, 1]")
+    gravac.add_argument("--omega", type=number, help="relative change that counts as none, (0, 1]")
+    gravac.add_argument("--window", type=whole(1), metavar="N", help="steps to judge a CF on")
+    gravac.add_argument("--scaling", help="how candidate CFs grow: exponential or geometric")
+    gravac.add_argument(
+        "--gain",
+        help="what decides: gradient, error_fed, raw or signal (goodput: signal or error_fed; "
+        "fixed, schedule: what is recorded)",
+    )
+    fixed = parser.add_argument_group("with --policy fixed")
+    fixed.add_argument("--cf", type=number, help=f"the CF; 1 is dense ({DEFAULT_CF:g})")
+    fixed.add_argument(
+        "--probe",
+        type=number,
+        nargs="+",
+        metavar="CF",
+        help="measure the gains of these CFs too, without sending them",
+    )
+    goodput = parser.add_argument_group("with --policy goodput")
+    goodput.add_argument(
+        "--margin", type=number, help="how much more another CF must promise to be sent (0.05)"
+    )
+    budget = parser.add_argument_group("with --policy budget")
+    budget.add_argument(
+        "--share", type=number, help="of the step time that may go to communication (0.2)"
+    )
+    schedule = parser.add_argument_group("with --policy schedule")
+    schedule.add_argument(
+        "--schedule",
+        type=piece,
+        nargs="+",
+        metavar="STEP:CF",
+        help="the CF from each step on, dense before the first, e.g. 0:1 100:10 300:100",
+    )
+    warmup = parser.add_argument_group("with --policy warmup")
+    warmup.add_argument(
+        "--warmup-steps",
+        type=whole(1),
+        metavar="N",
+        help="steps at each of CF 4, 16, 64, 256 (100); then the largest of --cf-range",
+    )
+    accordion = parser.add_argument_group("with --policy accordion")
+    accordion.add_argument(
+        "--eta", type=number, help="change of the gradient norm that makes a regime critical"
+    )
+    accordion.add_argument("--interval", type=whole(1), metavar="N", help="steps to a detection")
+    accordion.add_argument(
+        "--per-layer", type=switch, metavar="on|off", help="a regime for each layer (off)"
+    )
+
+
+def policy_for(given: dict[str, Any]) -> str:
+    """That whose settings were given, else the library's choice; a base that sends everything
+    leaves none."""
+    base = given.get("base") or "topk"
+    if base == "none":
+        return "fixed"
+    try:
+        chosen = default_policy(make_compressor(base))
+    except ValueError:  # is told of where the base is used
+        chosen = "goodput"
+    own = [n for names in POLICY_OPTIONS.values() for n in names if n in given]
+    fits = all(name in POLICY_OPTIONS[chosen] for name in own)
+    return chosen if fits else "gravac"
+
+
+def schedule_pieces(schedule: Iterable[str]) -> dict[int, float]:
+    """From pieces "STEP:CF". UsageError for two of the same step."""
+    pieces: dict[int, float] = {}
+    for text in schedule:
+        step, cf = text.split(":")
+        if int(step) in pieces:
+            raise UsageError(f"--schedule {shown(tuple(schedule))}: has step {int(step)} twice")
+        pieces[int(step)] = float(cf)
+    return pieces
+
+
+def set_schedule(given: dict[str, Any]) -> None:
+    """The CF range is that of the schedule, unless it was given."""
+    if "schedule" not in given:
+        raise UsageError("--policy schedule needs --schedule STEP:CF ..., e.g. 0:1 100:10 300:100")
+    schedule = given["schedule"] = tuple(given["schedule"])
+    cfs = [cf for cf in schedule_pieces(schedule).values() if cf != 1] or [1.0]
+    low, high = given.setdefault("cf_range", (min(cfs), max(cfs)))
+    outside = [cf for cf in cfs if not low <= cf <= high]
+    if outside:
+        raise UsageError(
+            f"--schedule {shown(schedule)}: CF {outside[0]:g} must be 1 or inside --cf-range "
+            f"{shown(given['cf_range'])}"
+        )
