@@ -105,6 +105,26 @@ def _dense(rank: int) -> Any:
     return flat_parameters(model)
 
 
+def _reattached(rank: int) -> list[Any]:
+    """What was reported of the layers before and after a while without the compressor."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    policy = ByLayer(20.0, MIXED, 40.0)
+    compressor = AdaptiveCompressor("topk", (1, 100), policy=policy, memory="residual")
+    for _ in range(2):
+        compressor.attach(model)
+        for step in range(STEPS):
+            loss_of(model, step, rank).backward()
+        compressor.detach()
+        model.zero_grad()
+    return [report.layers for report in policy.reports if report.layers]
+
+
+def test_layers_are_measured_on_after_detach_and_attach() -> None:
+    reported = run_ranks(2, _reattached)[0]
+    assert len(reported) == 4
+    assert all(layer.energy > 0 for layers in reported for layer in layers.values())
+
+
 def _layer_reports(rank: int) -> tuple[list[Any], list[dict[str, float]]]:
     """What was reported of the layers, and each step's own energies, summed over the ranks."""
     model = DDP(small_net(), bucket_cap_mb=0.004)
