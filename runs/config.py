@@ -23,7 +23,8 @@ class TrainConfig:
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
     fixed_clock: nothing waits; a step is taken to last so many seconds, and what its bytes take
-    over the link. model_mb: and as if the gradients were so large. json: result on stdout.
+    over the link. model_mb: and as if the gradients were so large. one_worker_seconds: of a step of
+    one worker alone, for scaling efficiency. json: result on stdout.
     simulated: by `simulate`, all workers in one process.
     """
 
@@ -68,6 +69,7 @@ class TrainConfig:
     threads: int = 1
     fixed_clock: float | None = None
     model_mb: float | None = None
+    one_worker_seconds: float | None = None
     json: bool = False
     simulated: bool = False
 

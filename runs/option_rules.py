@@ -53,10 +53,20 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
         )
     if "model_mb" in given:
         _check_size(given)
+    check_one_worker(given)
     if "masking" in given and given.get("memory", "auto") not in ("auto", "momentum"):
         raise UsageError(
             f"--masking {shown(given['masking'])} is for --memory momentum (or auto), got "
             f"--memory {given['memory']}"
+        )
+
+
+def check_one_worker(given: dict[str, Any]) -> None:
+    """UsageError if a measured time of one worker was given where step times are modelled."""
+    if "one_worker_seconds" in given and "fixed_clock" in given:
+        raise UsageError(
+            f"--one-worker-seconds {given['one_worker_seconds']:g}: is {given['fixed_clock']:g} by "
+            f"--fixed-clock; accepted: one of the two"
         )
 
 

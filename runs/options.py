@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = add_output_arguments(parser)
     add_clock_argument(output)
     add_size_argument(output, "with --fixed-clock, step times")
+    add_one_worker_argument(output)
 
 
 def add_task_arguments(
@@ -207,6 +208,17 @@ def add_size_argument(group: argparse._ArgumentGroup, what: str) -> None:
         metavar="MB",
         help=f"{what} as if the gradients were so large (ResNet-101 170, VGG-16 528, a large LSTM "
         f"252)",
+    )
+
+
+def add_one_worker_argument(group: argparse._ArgumentGroup) -> None:
+    """What scaling efficiency is measured by."""
+    group.add_argument(
+        "--one-worker-seconds",
+        type=positive,
+        metavar="SECONDS",
+        help="of a step with --workers 1 and the same batch a worker (1 / its steps/s): tells "
+        "scaling efficiency",
     )
 
 

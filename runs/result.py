@@ -16,6 +16,7 @@ from runs.logbook import Logbook, emulated, gain_kind
 from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import cf_name
 from runs.records import TIMELINE_FILE, Recorded, read_records, stretches
+from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
 from runs.times import seconds_by_clock, where_time_went
 from runs.train import Outcome
@@ -93,6 +94,9 @@ def make_result(
     """Everything about the run, as JSON-like values; null for numbers that are not known."""
     task = TASKS[config.task]
     made = outcome.steps_done - outcome.first_step
+    rate = made / outcome.seconds if outcome.seconds > 0 else None
+    modelled = seconds_by_clock(config, recorded)
+    by_clock = outcome.steps_done / modelled if modelled else rate
     return {
         "title": title(config),
         "steps": outcome.steps_done,
@@ -104,8 +108,9 @@ def make_result(
         "evaluations": [{"step": step, "quality": _known(value)} for step, value in evaluations],
         "train_loss": _known(outcome.loss),
         "seconds": outcome.seconds,
-        "steps_per_second": made / outcome.seconds if outcome.seconds > 0 else None,
-        "modelled_seconds": seconds_by_clock(config, recorded),
+        "steps_per_second": rate,
+        "modelled_seconds": modelled,
+        "scaling_efficiency": scaling_efficiency(one_worker_seconds(config), by_clock),
         "emulated_link": emulated(config) or None,
         "summary": _summary(outcome.summary),
         "cf_history": [asdict(stretch) for stretch in stretches(recorded)],
@@ -139,6 +144,9 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     if result["modelled_seconds"]:
         modelled = result["steps"] / result["modelled_seconds"]
         rows.append(("  steps/s, modelled", f"{modelled:.3g} ({_modelled(config)})"))
+    if result["scaling_efficiency"] is not None:
+        alone = f"a step of one worker: {one_worker_seconds(config):g} s"
+        rows.append(("  scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
     summary = outcome.summary
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     spent = result["step_milliseconds"]

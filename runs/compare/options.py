@@ -13,11 +13,12 @@ from typing import Any
 from adaptive import LinkSpec
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.config import TrainConfig
-from runs.option_rules import check_sends
+from runs.option_rules import check_one_worker, check_sends
 from runs.options import (
     add_clock_argument,
     add_eval_argument,
     add_link_argument,
+    add_one_worker_argument,
     add_size_argument,
     add_task_arguments,
 )
@@ -65,7 +66,7 @@ class Comparison:
 
     common: train's options for all runs. model_mb: for the modelled seconds, the size of the
     model; None: its own. goal_step: the quality to reach is dense's after so many steps; None: at
-    its end.
+    its end. one_worker_seconds: of a step of one worker alone, for scaling efficiency.
     """
 
     contenders: tuple[Contender, ...]
@@ -78,6 +79,7 @@ class Comparison:
     folder: Path
     common: dict[str, Any]
     json: bool
+    one_worker_seconds: float | None = None
 
     def config(self, contender: Contender, seed: int) -> TrainConfig:
         """The run of one contender with one seed. UsageError if its options do not fit."""
@@ -130,6 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_link_argument(how)
     add_eval_argument(how, f"a {EVALUATIONS}th of the steps")
     add_clock_argument(how)
+    add_one_worker_argument(how)
     add_size_argument(how, "modelled seconds, and with --fixed-clock what policies see of them,")
     output = parser.add_argument_group("what is kept")
     output.add_argument(
@@ -151,6 +154,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
     networks = tuple(map(parse_network, given.pop("bandwidths", BANDWIDTHS)))
     check_sends(given)
+    check_one_worker(given)
+    alone = given.pop("one_worker_seconds", None)  # for the table alone, not for the runs
     model_mb = given.get("model_mb")
     if "fixed_clock" not in given:  # it then is for the table alone, not for the runs
         given.pop("model_mb", None)
@@ -168,7 +173,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
         )
     path = Path(folder) if folder is not None else _folder(given)
     size = networks, model_mb
-    return Comparison(contenders, seeds, *size, goal, turn, steps, path, given, as_json)
+    return Comparison(contenders, seeds, *size, goal, turn, steps, path, given, as_json, alone)
 
 
 def parse_network(text: str) -> LinkSpec:

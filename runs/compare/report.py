@@ -59,6 +59,11 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
             f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: their bytes "
             f"and compression in proportion, compute and statistics as they were"
         )
+    if comparison.one_worker_seconds is not None:
+        notes.append(
+            f"scaling eff.: T_N / (N T_1), of the steps/s; a step of one worker takes "
+            f"{comparison.one_worker_seconds:g} s"
+        )
     if missing:
         notes.append(f"{missing} runs are not finished and not in the table")
     try:
@@ -67,7 +72,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
             draw_quality(standings, path, heading, task.quality_name, task.higher_is_better)
     except ImportError:
         notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
-    rows = make_table(standings, task.quality_name, networks)
+    alone = comparison.one_worker_seconds
+    rows = make_table(standings, task.quality_name, networks, alone)
     text = "\n".join([heading, "", rows, "", *(f"note: {note}" for note in notes)])
     result = {
         "title": heading,
@@ -83,7 +89,13 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "interleaving": comparison.interleaving,
         "emulated_link": emulated(first) or None,
         "notes": notes,
-        "contenders": [standing.as_json(networks) for standing in standings],
+        "contenders": [
+            {
+                **standing.as_json(networks),
+                "scaling_efficiency": standing.scaling_efficiency(alone).as_json(),
+            }
+            for standing in standings
+        ],
         "log_dir": str(comparison.folder),
         "machine": {
             "python": platform.python_version(),

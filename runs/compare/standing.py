@@ -63,6 +63,11 @@ class Standing:
     def steps_per_second(self) -> Spread:
         return Spread.of(run.steps_per_second for run in self.runs)
 
+    def scaling_efficiency(self, one_worker: float | None) -> Spread:
+        """one_worker: seconds of its step, alone."""
+        alone = nan if one_worker is None else one_worker
+        return Spread.of(alone * rate for rate in self.steps_per_second.values)
+
     @property
     def explored_steps(self) -> Spread:
         return Spread.of(run.explored.steps for run in self.runs)

@@ -6,6 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
+from math import isfinite
 from pathlib import Path
 
 from adaptive import LinkSpec
@@ -91,6 +92,11 @@ def _reading(
     lines.append(
         "steps/s and measured seconds: without evaluations, checkpoints and the first step"
     )
+    if any(isfinite(row.run.scaling_efficiency) for row in rows):
+        lines.append(
+            "scaling eff.: T_N / (N T_1), T in samples/s, by the time of one worker that was given "
+            "(--one-worker-seconds) or is modelled"
+        )
     if networks:
         lines.append(
             "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, "

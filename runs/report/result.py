@@ -47,6 +47,7 @@ def _run(row: Row, networks: Sequence[LinkSpec]) -> dict[str, Any]:
         "bytes_sent": _known(run.bytes_sent),
         "wire_factor": _known(run.wire_factor),
         "steps_per_second": _known(run.steps_per_second),
+        "scaling_efficiency": _known(run.scaling_efficiency),
         "emulated_link": run.link or None,
         "seconds": _known(run.seconds_by(run.trained)),
         "modelled_seconds": {

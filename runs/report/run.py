@@ -22,6 +22,7 @@ from runs.option_rules import HOOK_OPTIONS
 from runs.policy_options import POLICY_OPTIONS
 from runs.records import Recorded, Stretch, stretches
 from runs.result import title
+from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
 
 _IN_TITLE = ("base", "link")
@@ -161,6 +162,13 @@ class Run:
         if isfinite(self.rate):
             return self.rate
         return self.ending.steps_per_second if self.ending is not None else nan
+
+    @property
+    def scaling_efficiency(self) -> float:
+        """Of what as many lone workers would do; nan without the time of one."""
+        alone = None if self.config is None else one_worker_seconds(self.config)
+        efficiency = scaling_efficiency(alone, self.steps_per_second)
+        return nan if efficiency is None else efficiency
 
     def sent_by(self, done: int) -> float:
         """Bytes that a worker had sent after so many steps; nan if it is not known."""

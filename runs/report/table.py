@@ -70,7 +70,7 @@ def head(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> list[tuple[str, s
     names = {run.quality_name for run in runs if run.task} or {"quality"}
     quality = names.pop() if len(names) == 1 else "quality"
     columns = [("", "run"), ("", quality), ("", "steps"), ("", "MB sent"), ("", "wire factor")]
-    columns += [("", "steps/s"), ("to target", "steps"), ("to target", "MB")]
+    columns += [("", "steps/s"), ("", "scaling eff."), ("to target", "steps"), ("to target", "MB")]
     for group in ("measured s", *(f"{network}: modelled s" for network in networks)):
         columns += [(group, "all"), (group, "to target")]
     return columns
@@ -89,6 +89,7 @@ def cells(row: Row) -> list[str]:
         _text(run.bytes_sent / 1e6, 4),
         _text(run.wire_factor, 3),
         _text(run.steps_per_second, 3),
+        _text(run.scaling_efficiency, 3),
         str(reached.steps) if reached else _target(row, nan, 4),
         _target(row, reached.bytes_sent / 1e6 if reached else nan, 4),
         _text(run.seconds_by(run.trained), 4),

@@ -170,6 +170,7 @@ def test_a_row_holds_what_the_run_took_to_the_target() -> None:
     by_name = dict(zip(head([run], NETWORKS), cells(row), strict=True))
     assert by_name["", "perplexity"] == "5.000"
     assert by_name["", "wire factor"] == "5.00"
+    assert by_name["", "scaling eff."] == "-"
     assert by_name["to target", "steps"] == "4"
     assert by_name["measured s", "all"] == "5.000"
     text = make_text([row], NETWORKS).splitlines()
