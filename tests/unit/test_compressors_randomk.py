@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import gcd
 
 import numpy as np
@@ -10,10 +11,9 @@ import torch
 
 from compressors import Key, RandomK, kept
 from compressors.randomk import shared_indices
+from tests.unit import samples
 
-
-def normal(numel: int) -> torch.Tensor:
-    return torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+normal = partial(samples.normal, dtype=torch.float64, seed=1)
 
 
 @pytest.mark.parametrize("numel", [1, 2, 3, 64, 97, 1024, 1025, 5000, 30_030])

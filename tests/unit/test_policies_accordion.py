@@ -12,6 +12,7 @@ from policies.accordion import Accordion
 from policies.base import Context, LayerReport, Measurement, Plan, StepReport
 from policies.gravac import GraVAC
 from policies.layerwise import Layerwise
+from tests.unit.plans import reasons
 
 RANGE = (10.0, 1000.0)
 
@@ -46,10 +47,6 @@ def by_interval(plans, interval=5):
     blocks = [plans[i : i + interval] for i in range(0, len(plans), interval)]
     assert all(len({plan.send for plan in block}) == 1 for block in blocks)
     return [block[0].send for block in blocks]
-
-
-def reasons(plans):
-    return [plan.reason for plan in plans if plan.reason]
 
 
 def test_it_sums_always_and_reads_at_each_intervals_end():

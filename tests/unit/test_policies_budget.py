@@ -13,6 +13,7 @@ from policies.base import DENSE, Context, StepReport
 from policies.budget import LOOK, OPENING, Budget
 from policies.step_line import StepLine
 from policies.wire_guess import WireBytes
+from tests.unit.plans import reasons, sends, switches
 
 RANGE = (10.0, 1000.0)
 DENSE_BYTES = 1e6
@@ -58,18 +59,6 @@ class Network:
 
     def run(self, steps):
         return [self.step() for _ in range(steps)]
-
-
-def sends(plans):
-    return [plans[0].send, *(b.send for a, b in pairwise(plans) if a.send != b.send)]
-
-
-def switches(plans):
-    return sum(a.send != b.send for a, b in pairwise(plans))
-
-
-def reasons(plans):
-    return [plan.reason for plan in plans if plan.reason]
 
 
 def grid():

@@ -1,0 +1,211 @@
+"""GraVAC's exploration, branch by branch, from hand-made gains and step times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isnan, nan
+
+import pytest
+
+from policies.base import DENSE, Context, Measurement, Plan, StepReport
+from policies.gravac import GraVAC
+from tests.unit.gravac_world import FALLING, GOOD, RANGE, bare, world
+from tests.unit.plans import reasons, sends
+
+# Opening
+
+
+def test_opening_dense_then_floor_then_first_candidate():
+    plans = world(FALLING).run(10 + 20 + 20)
+    assert {bare(plan) for plan in plans[:10]} == {(DENSE, (10.0, 20.0))}
+    assert plans[10].reason == "scale up 1 -> 10: 10 dense steps done, gain 0.9"
+    assert {bare(plan) for plan in plans[10:31]} == {(10.0, (20.0,))}  # 31: the rule's turn
+    assert plans[31].reason.startswith("scale up 10 -> 20: gain 0.75 >= 0.33")
+    assert {bare(plan) for plan in plans[31:]} == {(20.0, (10.0,))}
+    assert len(reasons(plans)) == 2
+
+
+def test_opening_with_a_floor_that_loses_too_much_stays_dense_for_now():
+    run = world({**FALLING, 10.0: 0.29})
+    plans = run.run(300)
+    assert {bare(plan) for plan in plans} == {(DENSE, (10.0, 20.0))}
+    assert reasons(plans) == ["gain 0.29 at CF 10 < epsilon 0.3"]
+    assert run.policy.verdict() == "GraVAC sends dense: no gain reaches epsilon 0.3"
+    run.gain[10.0] = 0.34
+    plans = run.run(40)
+    assert sends(plans)[:2] == [DENSE, 10.0]
+    assert "scale up 1 -> 10: gain 0.33" in reasons(plans)[0]
+    run.gain[10.0] = 0.9
+    assert "settled" in run.settle().reason  # dense steps did not use up the windows
+
+
+def test_opening_shorter_than_a_gain_takes_to_be_believed():
+    plans = world(FALLING, dense_window=2).run(10)
+    assert sends(plans) == [DENSE, 10.0]
+    assert plans[2].reason == "scale up 1 -> 10: 2 dense steps done, gain not known yet"
+
+
+@pytest.mark.parametrize("settings", [{"dense_window": 0}, {"allow_dense": False}])
+def test_opening_without_dense(settings):
+    plans = world(FALLING, **settings).run(30)
+    assert plans[0] == Plan(send=10.0, probe=(20.0,))
+    assert sends(plans) == [10.0, 20.0]
+
+
+def test_a_floor_without_gain_is_left_as_soon_as_that_is_known():
+    run = world({**FALLING, 10.0: 0.2}, allow_dense=False)
+    plans = run.run(8)
+    assert [plan.send for plan in plans] == [10.0] * 5 + [DENSE] * 3
+    assert reasons(plans) == ["dense: 10 -> 1, gain 0.2 < epsilon 0.3"]
+    assert plans[-1].probe == (10.0, 20.0)
+
+
+# Exploring
+
+
+@pytest.mark.parametrize(
+    ("scaling", "candidates"),
+    [
+        ("exponential", [20.0, 40.0, 160.0, 1000.0]),
+        ("geometric", [20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1000.0]),
+    ],
+)
+def test_the_candidates_are_the_ladder(scaling, candidates):
+    gain = {10.0: 0.9} | dict.fromkeys(candidates, 0.5)
+    run = world(gain, dict.fromkeys(gain, 1.0), scaling=scaling, allow_dense=False)
+    seen = []
+    while not run.policy.verdict():
+        run.step()
+        seen.append(run.policy.status()["candidate"])
+    windows = Counter(seen[:-1])  # the last one is the choice
+    assert list(windows) == candidates
+    assert windows[candidates[1]] == 20
+
+
+def test_a_candidate_below_epsilon_is_only_probed():
+    run = world({**FALLING, 20.0: 0.29})
+    plans = run.run(10 + 20 + 20)
+    assert {bare(plan) for plan in plans[10:]} == {(10.0, (20.0,))}
+    assert run.policy.plan().reason == (
+        "|0.9 - 0.29| / 0.9 = 0.678 > omega 0.1, floor stays 10, next candidate 40"
+    )
+
+
+def test_a_candidate_that_loses_its_gain_is_left_at_once():
+    run = world(FALLING, ranks=50)
+    run.run(40)
+    assert run.last.send == 20.0
+    run.gain[20.0] = 0.0
+    plans = run.run(4)
+    assert sends(plans) == [20.0, 10.0]
+    assert "scale down 20 -> 10: gain 0.18" in reasons(plans)[0]
+    assert plans[-1].probe == (20.0,)
+    run.gain[10.0] = 0.0
+    run.gain[20.0] = 0.9
+    plans = run.run(6)
+    assert sends(plans)[-2:] == [10.0, DENSE]
+    assert plans[-1].probe == (10.0, 20.0)
+
+
+@pytest.mark.parametrize(("window", "believed_after"), [(4, 1), (8, 2), (12, 3), (100, 5)])
+def test_short_windows_leave_steps_for_the_candidate(window, believed_after):
+    run = world(FALLING, window=window, dense_window=1)
+    plans = run.run(1 + 3 * window)
+    last_window = [plan.send for plan in plans[-window:]]  # 40's, never probed before
+    assert last_window == [10.0] * believed_after + [40.0] * (window - believed_after)
+
+
+def test_no_promotion_goes_back_to_the_floor_until_the_next_gain_is_known():
+    plans = world(FALLING).run(10 + 20 + 20 + 8)
+    assert plans[50].reason == (
+        "scale down 20 -> 10: |0.9 - 0.75| / 0.9 = 0.167 > omega 0.1, floor stays 10, "
+        "next candidate 40"
+    )
+    assert [bare(plan) for plan in plans[50:]] == [(10.0, (40.0,))] * 5 + [(40.0, (10.0,))] * 3
+
+
+def test_promotion_of_the_candidate_that_is_sent():
+    run = world({**GOOD, 10.0: 0.912, 20.0: 0.906}, omega=0.01)
+    plans = run.run(10 + 20 + 20 + 8)
+    assert plans[50].reason == (
+        "|0.912 - 0.906| / 0.912 = 0.007 <= omega 0.01, floor 10 -> 20, next candidate 40"
+    )
+    assert [bare(plan) for plan in plans[49:]] == (
+        [(20.0, (10.0,))] + [(20.0, (40.0,))] * 5 + [(40.0, (20.0,))] * 3
+    )
+    assert run.policy.status()["floor"] == 20.0
+
+
+def test_promotion_of_a_candidate_that_was_only_probed():
+    # good enough to send, not good enough to move up to (hysteresis)
+    run = world({**FALLING, 10.0: 0.32, 20.0: 0.31})
+    run.run(10 + 20 + 20)
+    assert run.last.send == 10.0
+    assert run.policy.plan().reason == (
+        "scale up 10 -> 20: |0.32 - 0.31| / 0.32 = 0.031 <= omega 0.1, floor 10 -> 20, "
+        "next candidate 40"
+    )
+
+
+def test_no_promotion_to_a_candidate_that_cannot_be_sent():
+    run = world({**FALLING, 10.0: 0.31, 20.0: 0.295})
+    run.run(10 + 20 + 20)
+    assert run.policy.plan().send == 10.0
+    assert "<= omega 0.1 but gain < epsilon 0.3, floor stays 10" in run.policy.plan().reason
+
+
+def test_no_promotion_without_gains():
+    run = world({**FALLING, 20.0: nan})
+    run.run(10 + 20 + 20)
+    assert run.policy.plan().reason == "gains not known, floor stays 10, next candidate 40"
+
+
+def test_averages_start_afresh_for_a_candidate_and_go_on_for_the_floor():
+    run = world(FALLING, ranks=2)
+    run.run(10 + 20 + 20)
+    assert isnan(run.policy.status()["gain_candidate"])  # 40 was never measured
+    run.gain.update({10.0: 0.8, 40.0: 0.5})
+    run.run(5)
+    status = run.policy.status()
+    assert status["gain_candidate"] == pytest.approx(0.5)
+    # 50 steps of 0.9 and 5 of 0.8, weight 0.02
+    old, new = (1 - 0.98**50) * 0.98**5, 1 - 0.98**5
+    assert status["gain_floor"] == pytest.approx((0.9 * old + 0.8 * new) / (old + new))
+
+
+def test_a_promoted_candidates_average_goes_on_as_the_floors():
+    run = world({**GOOD, 20.0: 0.85}, ranks=2)
+    run.run(10 + 20 + 20)
+    assert run.policy.status()["floor"] == 20.0
+    run.gain[20.0] = 0.4
+    run.run(1)
+    assert 0.8 < run.policy.status()["gain_floor"] < 0.85
+
+
+@pytest.mark.parametrize(("gain", "known"), [("gradient", 0.7), ("error_fed", 0.5), ("raw", 0.4)])
+def test_the_gain_that_decides(gain, known):
+    policy = GraVAC(gain=gain)
+    policy.start(Context(RANGE, 2))
+    measured = Measurement(kept=4, grad=10, error=5, total=10, sample_error=3, sample_total=10)
+    for step in range(10):
+        assert policy.plan().send == DENSE
+        policy.observe(StepReport(step, DENSE, {10.0: measured, 20.0: measured}))
+    assert policy.status()["gain_floor"] == pytest.approx(known)
+    assert policy.plan().send == 10.0
+
+
+def test_a_raw_gain_above_1_counts_as_1():
+    policy = GraVAC(gain="raw")
+    policy.start(Context(RANGE, 2))
+    for step in range(10):
+        policy.observe(StepReport(step, DENSE, {10.0: Measurement(kept=26, grad=10)}))
+    assert policy.status()["gain_floor"] == 1.0
+
+
+def test_measurements_that_were_not_asked_for_do_not_count():
+    policy = GraVAC()
+    policy.start(Context(RANGE, 2))
+    one = Measurement(sample_error=0.1, sample_total=1)
+    for step in range(9):
+        policy.observe(StepReport(step, DENSE, dict.fromkeys((10.0, 20.0, 40.0, 999.0), one)))
+    assert [cf for cf, _ in policy.state_dict()["seen"]["averages"]] == [10.0, 20.0]
