@@ -12,9 +12,7 @@ from adaptive.exchange import Traffic
 from adaptive.modelled import ModelledClock
 from adaptive.tally import Tally
 from adaptive.timing import ForwardMark, Span, StepTiming
-
-TIMED_STEPS = 32
-"""A rank's step time at a CF is its median over this many of the last steps sent at that CF."""
+from policies.step_times import LAST
 
 
 class Stopwatch:
@@ -41,7 +39,7 @@ class Stopwatch:
         self._now, self._forward = self.clock(), self.forward.take()
         self._timed = running if counts else None
         if self._timed is not None:
-            times = self._times.setdefault(self._timed.cf, deque(maxlen=TIMED_STEPS))
+            times = self._times.setdefault(self._timed.cf, deque(maxlen=LAST))
             times.append(self._now - self._timed.began)
         return self._now
 
@@ -105,7 +103,7 @@ class Stopwatch:
         the interval between is a pause and is not timed. Returns the seconds of that pause."""
         if isinstance(self.clock, ModelledClock):
             self.clock.now = state["saved_at"]
-        self._times = {cf: deque(times, maxlen=TIMED_STEPS) for cf, times in state["times"]}
+        self._times = {cf: deque(times, maxlen=LAST) for cf, times in state["times"]}
         saved = state["timing"]
         self._running = StepTiming(**saved) if saved and same_clock else None
         self.forward.take()  # of a step that was not part of the run

@@ -1,4 +1,9 @@
-"""What a step costs: seconds(cf) = a + b * bytes(cf) + compress(cf) (DESIGN section 5)."""
+"""What a step costs: seconds(cf) = a + b * bytes(cf) + compress(cf) (DESIGN section 5).
+
+For whoever looks back on all CFs of an exploration (GraVAC, replays): one line through them all,
+where policies/step_line.py follows a changing network from one CF, without knowing what of a step
+is exchange, and policies/forecast.py is told that and keeps it apart.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,7 @@ from typing import Any
 
 from policies.average import Average
 from policies.base import DENSE, StepReport
-from policies.step_times import LAST, median, single
-
-COMPRESS_WEIGHT = 0.1
-"""Weight of a new compression time: a few tens of steps, enough to smooth a busy machine."""
+from policies.step_times import COMPRESS_WEIGHT, LAST, median, single
 
 
 class CostModel:

@@ -1,8 +1,9 @@
 """What a step takes apart from the network, and what a byte costs: seconds = a + b * bytes.
 
-Unlike the cost model (policies/cost.py), which looks back on a whole exploration, this one follows
-a network that changes. Compute changes rarely: a is found from two CFs sent in close succession
-and then held, so that b = (seconds - a) / bytes follows from the CF in use alone.
+For `Budget`, which stays at one CF while the network changes: unlike the cost model
+(policies/cost.py), which looks back on a whole exploration, a is found from two CFs sent in close
+succession and then held, since compute changes rarely, so that b = (seconds - a) / bytes follows
+from the CF in use alone; unlike policies/forecast.py it needs no more than step times.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ from typing import Any
 from policies.average import Average
 from policies.base import DENSE, StepReport
 from policies.drift import apart
-from policies.step_times import median, without_compression
-
-COMPRESS_WEIGHT = 0.1
-"""Weight of a new compression time, as in the cost model."""
+from policies.step_times import COMPRESS_WEIGHT, median, without_compression
 
 SNAP = 0.5
 """An a that changed by this ratio is believed at once; a smaller change may be noise: halfway."""

@@ -8,7 +8,10 @@ from math import isfinite
 from policies.base import StepReport
 
 LAST = 32
-"""A median is over this many of the last steps, as in the controller."""
+"""A step time at a CF is the median over this many of the last steps sent at that CF."""
+
+COMPRESS_WEIGHT = 0.1
+"""Weight of a new compression time: a few tens of steps, enough to smooth a busy machine."""
 
 
 def median(values: Sequence[float]) -> float:
