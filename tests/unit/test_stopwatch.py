@@ -1,0 +1,61 @@
+"""A rank's step times, by a clock that moves when told to."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import pytest
+
+from adaptive import LinkSpec, ModelledClock
+from adaptive.exchange import Traffic
+from adaptive.stopwatch import Stopwatch
+from adaptive.tally import Tally
+from tests.distributed.setting import Clock
+
+
+def _step(watch: Stopwatch, cf: float, seconds: float, counts: bool = True) -> Tally:
+    """A step at `cf` that takes so long; the statistics that tell of the step before."""
+    watch.stop(counts)
+    watch.start(cf)
+    tally = Tally()
+    watch.tell(tally)
+    watch.sent(Traffic(wire=100 * cf))
+    assert isinstance(watch.clock, Clock)
+    watch.clock.now += seconds
+    return tally
+
+
+def test_a_step_is_told_of_with_the_next_and_its_median_is_of_its_own_cf() -> None:
+    watch = Stopwatch(Clock())
+    first = _step(watch, 1.0, 9.0, counts=False)
+    second = _step(watch, 10.0, 0.5, counts=False)  # the first of all is not counted
+    assert isnan(first.seconds)
+    assert isnan(second.seconds)
+    assert all(map(isnan, watch.timed))
+    told = [_step(watch, cf, seconds) for cf, seconds in ((10, 0.7), (20, 4.0), (10, 0.8), (1, 1))]
+    assert [tally.seconds for tally in told] == pytest.approx([0.5, 0.7, 4.0, 0.8])
+    assert [tally.median_seconds for tally in told] == pytest.approx([0.5, 0.6, 4.0, 0.7])
+    assert watch.timed == (10, 1000)
+
+
+def test_the_pause_before_a_resumed_step_is_not_timed() -> None:
+    clock = Clock()
+    watch, later = Stopwatch(Clock()), Stopwatch(clock)
+    for _ in range(3):
+        _step(watch, 10.0, 0.5)
+    clock.now = 100.0
+    pause = later.load_state_dict(watch.state_dict(), same_clock=False)
+    assert pause == pytest.approx(100 - 1.5)
+    assert isnan(_step(later, 10.0, 0.9).seconds)
+    assert _step(later, 10.0, 0.9).median_seconds == pytest.approx(0.5)  # of those before, too
+
+
+def test_by_a_modelled_clock_a_step_takes_what_its_bytes_do() -> None:
+    watch = Stopwatch(ModelledClock(0.1, LinkSpec.parse("8mbit")))
+    watch.stop(counts=False)
+    watch.start(10.0)
+    watch.sent(Traffic(wire=1e6))
+    assert watch.stop(counts=True) == pytest.approx(0.1 + 1.0)
+    tally = Tally()
+    watch.tell(tally)
+    assert (tally.compute_seconds, tally.exchange_seconds) == pytest.approx((0.1, 1.0))
