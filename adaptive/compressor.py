@@ -30,12 +30,13 @@ from adaptive.options import (
     check_positive,
     check_scaler,
     default_policy,
+    make_base,
 )
 from adaptive.session import Session
 from adaptive.settings import Settings
 from adaptive.summary import Summary
 from adaptive.timeline import Timeline, make_timeline
-from compressors import Compressor, make_compressor
+from compressors import Compressor
 from policies import DENSE, Policy, make_policy
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ class AdaptiveCompressor:
     All ranks must make it alike. Only `base` and `cf_range` are positional.
 
     base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. One that cannot
-        compress ("none") sends dense, whatever the policy.
+        compress ("none") sends dense, whatever the policy. A sparsifier's name may say how the kept
+        values travel ("topk+fp32" as they are); if it does not, and errors are fed back, they are
+        rounded to 4 bits ("topk+int4").
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None (default): "goodput" for a base that keeps the largest elements (topk and
@@ -107,7 +110,7 @@ class AdaptiveCompressor:
         clock: Callable[[], float] = time.perf_counter,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        compressor = make_compressor(base)
+        compressor = make_base(base, memory, exchange)
         self._settings = Settings(
             base=compressor,
             granularity=check_choice("granularity", granularity, GRANULARITIES),

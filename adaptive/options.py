@@ -12,11 +12,16 @@ from torch.optim import Optimizer
 
 from adaptive.link import LinkSpec
 from adaptive.shadow import ShadowLadder
-from compressors import Compressor
+from compressors import Compressor, make_compressor
+from compressors.sparsifier import Sparsifier
 from policies import Policy
 
 GRANULARITIES = ("layer", "bucket")
 MEMORIES = ("auto", "residual", "momentum", "none")
+
+VALUES = "int4"
+"""How a sparsifier's values travel if nobody says: as good as fp32 with error feedback, and 11
+bits for an element of 100 instead of 41 (docs/results.md)."""
 
 
 def is_number(value: Any) -> bool:
@@ -62,6 +67,20 @@ def check_dense_below(value: Any, base: Compressor) -> int:
             f"precision; got {value!r}"
         )
     return int(value)
+
+
+def make_base(base: str | Compressor, memory: Any, exchange: Any) -> Compressor:
+    """The compressor called `base`, or `base` itself if it is one. A sparsifier named without a "+"
+    sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none") or
+    the ranks' values are summed on the wire (shared indices). docs/results.md has the comparison.
+
+    ValueError for an unknown name, TypeError for anything else."""
+    compressor = make_compressor(base)
+    open_to_choice = isinstance(base, str) and "+" not in base
+    rounds = memory != "none" and not str(exchange).startswith("shared_indices")
+    if open_to_choice and rounds and isinstance(compressor, Sparsifier):
+        return compressor.coded(VALUES)
+    return compressor
 
 
 def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:

@@ -8,6 +8,7 @@ part of the error, and so stays in the residual.
 from __future__ import annotations
 
 from abc import abstractmethod
+from copy import copy
 from dataclasses import dataclass, replace
 from math import nan
 from typing import NamedTuple
@@ -65,15 +66,26 @@ class SparsePayload(Payload):
 class Sparsifier(Compressor):
     """Keeps at most k = max(1, floor(numel / cf)) elements; its payload has k slots.
 
-    values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "qsgd" or a
-        `ValueFormat`.
+    values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd"
+        or a `ValueFormat`.
     """
 
     exact_count = False
     """Always keeps exactly k: another count is a corrupt payload."""
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
-        self.values = make_values(values)
+        self._code(make_values(values))
+
+    def coded(self, values: str | ValueFormat) -> Sparsifier:
+        """The same rule, its kept values travelling as `values`."""
+        other = copy(self)
+        other._code(make_values(values))
+        return other
+
+    def _code(self, values: ValueFormat) -> None:
+        self.values = values
+        own = type(self).name
+        self.name = own if values.lossless else f"{own}+{values.name}"
 
     @abstractmethod
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:

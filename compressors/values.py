@@ -36,6 +36,7 @@ _formats: dict[str, ValueFormat] = {
         Half("fp16", torch.float16),
         Half("bf16", torch.bfloat16),
         Levels("int8", bits=8, bucket=256),
+        Levels("int4", bits=4, bucket=64),
         Levels("qsgd", bits=4, bucket=512, seed=0),
     )
 }

@@ -20,7 +20,7 @@ GOALS = {
     **dict.fromkeys(("topk", "dgc", "redsync", "sidco", "threshold", "adacomp"), "<= 5"),
     **dict.fromkeys(("qsgd", "fp16", "bf16", "int8"), "<= 8"),
 }
-CODED = ("topk+bf16", "topk+int8", "topk+qsgd")
+CODED = ("topk+bf16", "topk+int8", "topk+int4", "topk+qsgd")
 
 
 def bench_compressors(numel: int, rounds: int, seed: int) -> list[Row]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from compressors import make_compressor
+from adaptive.options import make_base
+from compressors import Compressor
 from policies import Policy
 from policies.base import Context
 from runs.build import build_policy, build_task, check_compression
@@ -111,7 +112,7 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
 
 def make_context(config: TrainConfig, source: Source) -> Context:
     """What the controller would have told the policy."""
-    supported, base = _supported(config, source), make_compressor(config.base or "topk")
+    supported, base = _supported(config, source), _base(config)
     layers, layer_bytes = recorded_layers(source.recorded.header, base)
     if config.policy == "fixed" and not config.layerwise:
         cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
@@ -134,7 +135,7 @@ def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
 
     The model is built only for a base whose CFs depend on it.
     """
-    base = make_compressor(config.base or "topk")
+    base = _base(config)
     shape: tuple[int, ...] = (_numel(source),)
     probes = (2.0, 10.0, 40.0, 1000.0)
     if any(base.supported_for(cf, shape) != cf for cf in probes) and source.config is not None:
@@ -146,6 +147,10 @@ def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
             ) from error
         shape = max((tuple(p.shape) for p in model.parameters()), key=prod)
     return lambda cf: base.supported_for(cf, shape) if cf != 1 else 1.0
+
+
+def _base(config: TrainConfig) -> Compressor:
+    return make_base(config.base or "topk", config.memory, config.exchange)
 
 
 def _numel(source: Source) -> int:

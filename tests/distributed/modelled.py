@@ -52,7 +52,7 @@ class ModelledRun:
         self,
         rank: int,
         policy: Policy,
-        base: str | Compressor = "topk",
+        base: str | Compressor = "topk+fp32",
         cf_range: tuple[float, float] = (4, 100),
     ) -> None:
         self.rank, self.policy = rank, policy

@@ -81,7 +81,7 @@ def test_auto_measures_the_link_and_all_ranks_choose_alike() -> None:
 def _bytes(rank: int, exchange: str) -> float:
     model = DDP(small_net(), bucket_cap_mb=0.004)
     policy = Scripted([10.0])
-    AdaptiveCompressor("topk", (10, 100), policy=policy, exchange=exchange).attach(model)
+    AdaptiveCompressor("topk+fp32", (10, 100), policy=policy, exchange=exchange).attach(model)
     for step in range(3):
         loss_of(model, step, rank).backward()
     return policy.reports[-1].wire_bytes

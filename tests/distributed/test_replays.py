@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, JSONLTimeline
-from compressors import TopK
+from compressors import make_compressor
 from policies import Accordion, Budget, Context, Goodput, GraVAC, Layerwise, Plan, Policy
 from runs.records import Recorded, read_records
 from runs.replay.costs import RecordedCosts
@@ -58,7 +58,7 @@ def _train(rank: int, policy: Policy, path: str) -> list[Plan]:
 def _context(recorded: Recorded) -> Context:
     header = recorded.header
     assert header is not None
-    layers, layer_bytes = recorded_layers(header, TopK())
+    layers, layer_bytes = recorded_layers(header, make_compressor(header.base))
     return Context(
         header.cf_range,
         header.world_size,
@@ -99,7 +99,7 @@ def test_the_header_tells_what_the_record_rests_on(
     header = recorded["accordion"][1].header
     assert header is not None
     numel = sum(p.numel() for p in small_net().parameters())
-    assert (header.policy, header.base, header.memory) == ("accordion", "topk", "momentum")
+    assert (header.policy, header.base, header.memory) == ("accordion", "topk+int4", "momentum")
     assert (header.cf_range, header.world_size, header.numel) == ((4, 100), 2, numel)
     assert header.dense_bytes == header.wire_bytes[1] == 4 * numel
     assert header.settings["eta"] == 0.2

@@ -32,7 +32,7 @@ def _reports(rank: int, cf: float, momentum: float, nesterov: bool) -> list[Step
         model.parameters(), lr=0.01, momentum=momentum, nesterov=nesterov, weight_decay=0.01
     )
     policy = Watching([cf])
-    AdaptiveCompressor("topk", (1, 100), policy=policy, masking=25).attach(
+    AdaptiveCompressor("topk+fp32", (1, 100), policy=policy, masking=25).attach(
         model, optimizer=optimizer
     )
     for step in range(10):

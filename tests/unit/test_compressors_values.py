@@ -17,7 +17,7 @@ from compressors.values import Full, ValueFormat, make_values, value_names
 from compressors.wire import split
 
 KEY = Key("w", 1)
-every_format = pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8", "qsgd"])
+every_format = pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8", "int4", "qsgd"])
 
 
 @every_format
@@ -35,7 +35,8 @@ def test_layout_encode_decode(name, dtype, count):
     assert count == 0 or any(p.is_floating_point() and p.numel() for p in parts)
     decoded = form.decode(parts, count, dtype)
     assert (decoded.shape, decoded.dtype) == (values.shape, dtype)
-    tolerance = {"fp32": 0, "bf16": 0.004, "fp16": 0.001, "int8": 0.02, "qsgd": 0.8}[name]
+    tolerances = {"fp32": 0, "bf16": 0.004, "fp16": 0.001, "int8": 0.02, "int4": 0.1, "qsgd": 0.8}
+    tolerance = tolerances[name]
     assert (decoded.double() - values.double()).abs().max().item() <= tolerance * 5 if count else 1
     assert not form.lossless or torch.equal(decoded, values)
     raw = torch.cat([torch.zeros(1, dtype=torch.uint8), *(p.view(torch.uint8) for p in parts)])
@@ -65,12 +66,12 @@ def test_full_does_not_copy():
 
 
 def test_names():
-    assert value_names() == ("bf16", "fp16", "fp32", "int8", "qsgd")
+    assert value_names() == ("bf16", "fp16", "fp32", "int4", "int8", "qsgd")
     form = make_values("int8")
     assert isinstance(form, ValueFormat)
     assert make_values(form) is form
     with pytest.raises(ValueError, match="values must be one of bf16, fp16"):
-        make_values("int4")
+        make_values("int3")
     with pytest.raises(TypeError, match="values must be"):
         make_values(8)  # type: ignore[arg-type]
 

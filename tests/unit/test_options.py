@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from adaptive import AdaptiveCompressor, GraVAC, RandomK
+from adaptive import AdaptiveCompressor, Compressor, GraVAC, RandomK, TopK
+from adaptive.options import make_base
 
 NAN = float("nan")
 
@@ -77,3 +78,22 @@ def test_only_a_ddp_model_can_be_attached() -> None:
 def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
     with pytest.raises(RuntimeError, match="attach"):
         getattr(AdaptiveCompressor(), call)()
+
+
+@pytest.mark.parametrize(
+    ("base", "memory", "exchange", "name"),
+    [
+        ("topk", "auto", "auto", "topk+int4"),
+        ("dgc", "momentum", "sharded", "dgc+int4"),
+        ("topk+fp32", "auto", "auto", "topk"),
+        ("topk+bf16", "auto", "auto", "topk+bf16"),
+        (TopK(), "auto", "auto", "topk"),
+        ("topk", "none", "auto", "topk"),  # what rounding loses would be lost for good
+        ("topk", "auto", "shared_indices", "topk"),  # summed on the wire
+        ("randomk", "auto", "auto", "randomk"),
+    ],
+)
+def test_values_are_coded_where_nobody_says_and_errors_are_fed_back(
+    base: str | Compressor, memory: str, exchange: str, name: str
+) -> None:
+    assert make_base(base, memory, exchange).name == name
