@@ -27,8 +27,7 @@ class _Shares:
 
 
 class RecordedGains:
-    """The measurements of a record, at any step and CF. guessed: steps whose steady-state gains
-    had to be."""
+    """The measurements of a record, at any step and CF."""
 
     def __init__(self, records: Sequence[StepRecord]) -> None:
         self._records = records
@@ -36,7 +35,6 @@ class RecordedGains:
         self._shares: dict[float, list[_Shares]] = {}
         self._with_totals: list[int] = []
         self._shadowed = any(record.report.steady for record in records)
-        self.guessed = 0
         for i, record in enumerate(records):
             known = False
             for cf, measurement in record.report.measurements.items():
@@ -68,18 +66,18 @@ class RecordedGains:
             sample_total=totals.sample_total,
         )
 
-    def steady(self, i: int, ladder: Sequence[float]) -> Mapping[float, float]:
+    def steady(self, i: int, ladder: Sequence[float]) -> tuple[Mapping[float, float], bool]:
         """Steady-state gains of the CFs in `ladder`: recorded, if step `i` has them all, else what
-        an error-fed gain was when last measured (too much for a CF that was not being sent).
+        an error-fed gain was when last measured (too much for a CF that was not being sent); and
+        whether that was so.
 
         A step that was not finite has none, in a run that has them otherwise."""
         report = self._records[i].report
         recorded = report.steady
         nothing_to_see = self._shadowed and not (recorded or isfinite(report.grad_norm))
-        if all(cf in recorded for cf in ladder) or nothing_to_see:
-            return recorded
-        self.guessed += 1
-        return {cf: recorded.get(cf, self.at(i, cf).gain("error_fed")) for cf in ladder}
+        if nothing_to_see or all(cf in recorded for cf in ladder):
+            return recorded, False
+        return {cf: recorded.get(cf, self.at(i, cf).gain("error_fed")) for cf in ladder}, True
 
     def _totals(self, i: int) -> Measurement:
         """They are the same for all CFs of a step."""

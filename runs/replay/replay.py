@@ -1,21 +1,19 @@
 """Run a policy over a record: agreed statistics in, plans out.
 
 While the policy plans what was recorded, it sees the recorded reports, bit for bit. From the first
-step on where it plans otherwise, it sees what it would have seen by the model of gains.py and
-costs.py.
+step on where it plans otherwise, it sees what it would have seen by a model (reports.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import nan
 
 from adaptive import Event, StepRecord
-from policies import DENSE, Plan, Policy, StepReport
+from policies import DENSE, Plan, Policy
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
-from runs.replay.gains import RecordedGains
+from runs.replay.reports import Reports
 from runs.replay.sums import RecordedSums
 
 
@@ -41,36 +39,36 @@ class Replayed:
         return self.followed == len(self.plans)
 
 
-def replay(
-    policy: Policy,
-    recorded: Recorded,
-    gains: RecordedGains | None = None,
-    costs: RecordedCosts | None = None,
-) -> Replayed:
-    """The policy must have been started. gains, costs: of the same record, if there are any yet."""
+def replay(policy: Policy, recorded: Recorded, reports: Reports | None = None) -> Replayed:
+    """The policy must have been started. reports: of the same record, if there are any yet."""
     records = recorded.steps
-    gains = RecordedGains(records) if gains is None else gains
-    costs = RecordedCosts(records, recorded.header) if costs is None else costs
+    reports = Reports(recorded) if reports is None else reports
     sums = RecordedSums(records)
-    ladder = [cf for cf in policy.candidates() if cf != DENSE] if policy.shadow else []
+    ladder = tuple(cf for cf in policy.candidates() if cf != DENSE) if policy.shadow else ()
     plans: list[Plan] = []
-    followed = 0
+    followed = guessed = 0
+    before = DENSE
     for i, record in enumerate(records):
         plan = policy.plan()
         plans.append(plan)
         if followed == i and _same_plan(plan, record):
             followed += 1
-        report = record.report if followed > i else _modelled(i, plans, records, gains, costs)
-        sum_norm, steady = sums.read(i, plan.read_sum), gains.steady(i, ladder)
-        policy.observe(replace(report, sum_norm=sum_norm, steady=steady))
+        if followed > i:
+            report, modelled = reports.recorded_at(i, ladder)
+        else:
+            report, modelled = reports.modelled_at(i, plan, before, ladder)
+        guessed += modelled
+        sum_norm = sums.read(i, plan.read_sum)
+        policy.observe(replace(report, sum_norm=sum_norm) if plan.read_sum else report)
+        before = plan.send
     return Replayed(
         tuple(plans),
         tuple(_events(plans, records)),
         followed,
-        max(gains.cfs, default=DENSE),
+        max(reports.gains.cfs, default=DENSE),
         sums.modelled,
-        gains.guessed,
-        costs,
+        guessed,
+        reports.costs,
         policy.verdict(),
     )
 
@@ -84,34 +82,6 @@ def _same_plan(plan: Plan, record: StepRecord) -> bool:
         plan.send == report.cf
         and measured == set(report.measurements)
         and (layers == record.layer_cfs)
-    )
-
-
-def _modelled(
-    i: int,
-    plans: Sequence[Plan],
-    records: Sequence[StepRecord],
-    gains: RecordedGains,
-    costs: RecordedCosts,
-) -> StepReport:
-    """The report of step `i` had the plans been these."""
-    recorded, plan = records[i].report, plans[i]
-    timed = plans[i - 1].send if i >= 2 else nan  # the first step of all is never timed
-    compress = costs.compress(timed) if i >= 2 else nan
-    seconds = costs.seconds(timed) if i >= 2 else nan
-    cfs = sorted({plan.send, *plan.probe} - {DENSE})
-    return replace(
-        recorded,
-        cf=plan.send,
-        measurements={cf: gains.at(i, cf) for cf in cfs},
-        timed_cf=timed,
-        seconds=seconds,
-        median_seconds=seconds,
-        compress_seconds=compress,
-        decode_seconds=0.0,  # the model has it in compression
-        exchange_seconds=costs.exchange(timed) if i >= 2 else nan,
-        wire_bytes=costs.nbytes(plan.send),
-        timed_bytes=costs.nbytes(timed) if i >= 2 else nan,
     )
 
 

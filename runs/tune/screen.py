@@ -10,23 +10,21 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, TextIO
 
 import optuna
 
-from adaptive import Header, StepRecord
-from policies import DENSE, Measurement
+from policies import DENSE
 from policies.base import Context
 from runs.build import build_policy
 from runs.config import TrainConfig, write_text
 from runs.parser import UsageError
-from runs.replay.costs import RecordedCosts
-from runs.replay.gains import RecordedGains
 from runs.replay.options import make_context
 from runs.replay.replay import replay
+from runs.replay.reports import Reports
 from runs.replay.source import Source, read_source
 from runs.tune.bar import Bar
 from runs.tune.describe import settings_text
@@ -49,12 +47,11 @@ class Screened:
 
 
 class Record:
-    """A timeline to replay on, over and over: what its models have said is remembered."""
+    """A timeline to replay on, over and over."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.gains = _Gains(source.recorded.steps)
-        self.costs = _Costs(source.recorded.steps, source.recorded.header)
+        self.reports = Reports(source.recorded)
         self._contexts: dict[Any, Context] = {}
 
     def t_comp(self, config: TrainConfig) -> tuple[float, tuple[float, ...]]:
@@ -64,10 +61,10 @@ class Record:
             self._contexts[key] = make_context(config, self.source)
         policy = build_policy(config)
         policy.start(self._contexts[key])
-        plans = replay(policy, self.source.recorded, self.gains, self.costs).plans
+        plans = replay(policy, self.source.recorded, self.reports).plans
         cfs = tuple(plan.send for plan in plans)
-        kept = sum(self.gains.of(i, cf) for i, cf in enumerate(cfs))
-        return kept / sum(map(self.costs.seconds, cfs)), cfs
+        kept = sum(self.reports.steady(i, cf) for i, cf in enumerate(cfs))
+        return kept / sum(map(self.reports.seconds, cfs)), cfs
 
 
 def read(tuning: Tuning) -> Record:
@@ -85,9 +82,9 @@ def read(tuning: Tuning) -> Record:
         record = Record(read_source(given))
     except UsageError as error:
         raise UsageError(f"--timeline: {str(error).removeprefix('TIMELINE ')}") from error
-    if not record.gains.cfs:
+    if not record.reports.gains.cfs:
         raise UsageError(f"--timeline {given}: holds no gains; accepted: a run that compressed")
-    if not isfinite(record.costs.seconds(DENSE)):
+    if not isfinite(record.reports.costs.seconds(DENSE)):
         raise UsageError(f"--timeline {given}: holds no step times; accepted: a longer run")
     return record
 
@@ -153,8 +150,8 @@ def _screened_names(tuning: Tuning) -> set[str]:
 
 def _basis(tuning: Tuning, record: Record) -> list[str]:
     """What the proxy rests on."""
-    notes = [record.costs.basis]
-    if record.gains.guessed:
+    notes = [record.reports.costs.basis]
+    if record.reports.guessed:
         notes.append(
             "steady-state gains were not recorded for all CFs: error-fed gains stand in for them, "
             "too large for CFs that were not being sent (train --policy goodput records them)"
@@ -163,50 +160,6 @@ def _basis(tuning: Tuning, record: Record) -> list[str]:
     if others:
         notes.append(f"a replay tells nothing of {', '.join(others)}: left to the real runs")
     return notes
-
-
-class _Gains(RecordedGains):
-    """Remembers what it said of each step and CF."""
-
-    def __init__(self, records: Sequence[StepRecord]) -> None:
-        super().__init__(records)
-        self._said: dict[tuple[int, float], Measurement] = {}
-        self._of: dict[tuple[int, float], float] = {}
-
-    def at(self, i: int, cf: float) -> Measurement:
-        key = i, cf
-        if key not in self._said:
-            self._said[key] = super().at(i, cf)
-        return self._said[key]
-
-    def of(self, i: int, cf: float) -> float:
-        """The steady-state gain of a CF, 1 for dense; 0 where nothing tells."""
-        if cf == DENSE:
-            return 1.0
-        key = i, cf
-        if key not in self._of:
-            gain = self.steady(i, [cf])[cf]
-            self._of[key] = gain if isfinite(gain) else 0.0
-        return self._of[key]
-
-
-class _Costs(RecordedCosts):
-    """Remembers what it said of each CF."""
-
-    def __init__(self, records: Sequence[StepRecord], header: Header | None = None) -> None:
-        self._seconds: dict[float, float] = {}
-        self._spent: dict[float, float] = {}
-        super().__init__(records, header)
-
-    def seconds(self, cf: float) -> float:
-        if cf not in self._seconds:
-            self._seconds[cf] = super().seconds(cf)
-        return self._seconds[cf]
-
-    def compress(self, cf: float) -> float:
-        if cf not in self._spent:
-            self._spent[cf] = super().compress(cf)
-        return self._spent[cf]
 
 
 def promised(attrs: Mapping[str, Any]) -> float | None:
