@@ -48,9 +48,11 @@ class CostModel:
         self._seconds[cf] = seconds
         if isfinite(report.timed_bytes) and report.timed_bytes >= 0:
             self._bytes[cf] = report.timed_bytes
-        if report.coding_seconds >= 0:
-            average = self._compress.setdefault(cf, Average(COMPRESS_WEIGHT))
-            average.add(report.coding_seconds)
+        coding = report.coding_seconds
+        if coding >= 0:
+            if cf not in self._compress:
+                self._compress[cf] = Average(COMPRESS_WEIGHT)
+            self._compress[cf].add(coding)
 
     def compress(self, cf: float) -> float:
         """Seconds a step at `cf` spends in compression; 0 if that was never reported."""

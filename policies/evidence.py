@@ -43,8 +43,9 @@ class Evidence:
             return self.signal.observe(report)
         for cf, measurement in report.measurements.items():
             if cf in measured:
-                average = self._averages.setdefault(cf, Average(self._weight))
-                average.add(*measurement.terms(self._kind))
+                if cf not in self._averages:
+                    self._averages[cf] = Average(self._weight)
+                self._averages[cf].add(*measurement.terms(self._kind))
         return ""
 
     def forget_all_but(self, measured: Collection[float]) -> None:

@@ -152,7 +152,8 @@ class GraVAC(Policy):
     def plan(self) -> Plan:
         if not self._ladder:
             raise RuntimeError("GraVAC needs start(context) before plan()")
-        return Plan(send=self._send, probe=self._probe, reason=self._reason)
+        send = self._send
+        return Plan(send=send, probe=self._probe(send), reason=self._reason)
 
     @property
     def _candidate(self) -> float | None:
@@ -167,12 +168,10 @@ class GraVAC(Policy):
             return self._candidate
         return self._walk.floor if self._rule.level == Level.FLOOR else DENSE
 
-    @property
-    def _probe(self) -> tuple[float, ...]:
+    def _probe(self, send: float) -> tuple[float, ...]:
         """What the send rule must know and sending does not show; nothing once all is well."""
         if self.shadow:  # knows the gains of the whole ladder
             return ()
-        send = self._send
         if send == self._chosen:
             return self._vigil.probe(send)
         wanted = (self._walk.floor, self._candidate)
@@ -180,10 +179,11 @@ class GraVAC(Policy):
 
     def observe(self, report: StepReport) -> None:
         sent = self._send
-        basis = self._seen.observe(report, {sent, *self._probe})
+        basis = self._seen.observe(report, {sent, *self._probe(sent)})
         why = "; ".join(filter(None, (self._advance(report), basis)))
-        self._reason = change(sent, self._send, why)
-        self._seen.forget_all_but({self._send, *self._probe})
+        send = self._send
+        self._reason = change(sent, send, why)
+        self._seen.forget_all_but({send, *self._probe(send)})
 
     def _advance(self, report: StepReport) -> str:
         """One step on; returns why the plan changes, "" if it does not."""

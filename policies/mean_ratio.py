@@ -35,7 +35,7 @@ class MeanRatio:
 
         energy: of the step's gradient, by which all is divided: the first gradients may be a
         hundred times as large as later ones, and would hide them."""
-        if not energy > 0:
+        if not energy > 0 or not isfinite(total):
             return
         products = {cf: product / energy for cf, product in products.items()}
         total /= energy

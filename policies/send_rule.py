@@ -67,7 +67,8 @@ class SendRule:
             floor_serves = floor is None or floor >= self.epsilon
             below = Level.FLOOR if floor_serves else Level.DENSE
             return self._down(below, here)
-        if self._since_move is None or self._since_move >= self._cooldown:
+        may_move = self._since_move is None or self._since_move >= self._cooldown
+        if may_move and self.level < Level.CANDIDATE:
             for level in Level:
                 gain = gains[level]
                 if level > self.level and gain is not None and gain >= self.up_at:

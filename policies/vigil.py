@@ -99,15 +99,14 @@ class Vigil:
             self._glance.pause()
             return None
         was_looking = self._glance.looking
-        listed = ", ".join(f"{cf:g}" for cf in self._others)
         if self._glance.step():
             why = seen.promising(self._others, self._chosen, self._up_at, self._omega)
             if why and ripe:
                 return Finding("gain", why)
             self._glance.begin(changed=False)
-            return Finding("look", f"looked again at CF {listed}: none is better by omega")
+            return Finding("look", f"looked again at CF {self._listed()}: none is better by omega")
         if self._glance.looking and not was_looking:
-            return Finding("look", f"looks again at the gains of CF {listed}")
+            return Finding("look", f"looks again at the gains of CF {self._listed()}")
         return None
 
     def outlook(self) -> str:
@@ -119,9 +118,13 @@ class Vigil:
                 f"{self._watch.patience} x {self._watch.steps} steps"
             )
         if self._retry is not None and self._others:
-            listed = ", ".join(f"{cf:g}" for cf in self._others)
-            causes.append(f"in a look now and then CF {listed} shows a gain that promises more")
+            causes.append(
+                f"in a look now and then CF {self._listed()} shows a gain that promises more"
+            )
         return f"it explores again when {', or when '.join(causes)}" if causes else ""
+
+    def _listed(self) -> str:
+        return ", ".join(f"{cf:g}" for cf in self._others)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in JSON-like values."""

@@ -7,9 +7,11 @@ steps would have taken (the models of runs/replay).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -27,6 +29,7 @@ from runs.replay.replay import replay
 from runs.replay.reports import Reports
 from runs.replay.source import Source, read_source
 from runs.tune.bar import Bar
+from runs.tune.cores import in_order
 from runs.tune.describe import settings_text
 from runs.tune.parameter import Value
 from runs.tune.sampler import seed_of
@@ -54,17 +57,18 @@ class Record:
         self.reports = Reports(source.recorded)
         self._contexts: dict[Any, Context] = {}
 
-    def t_comp(self, config: TrainConfig) -> tuple[float, tuple[float, ...]]:
-        """Of a policy, and the CFs that it would have sent. ValueError if it cannot start."""
+    def t_comp(self, config: TrainConfig) -> tuple[float, bytes]:
+        """Of a policy, and a digest of the CFs that it would have sent. ValueError if it cannot
+        start."""
         key = config.cf if config.policy == "fixed" else None
         if key not in self._contexts:
             self._contexts[key] = make_context(config, self.source)
         policy = build_policy(config)
         policy.start(self._contexts[key])
         plans = replay(policy, self.source.recorded, self.reports).plans
-        cfs = tuple(plan.send for plan in plans)
+        cfs = array("d", (plan.send for plan in plans))
         kept = sum(self.reports.steady(i, cf) for i, cf in enumerate(cfs))
-        return kept / sum(map(self.reports.seconds, cfs)), cfs
+        return kept / sum(map(self.reports.seconds, cfs)), hashlib.sha256(cfs).digest()
 
 
 def read(tuning: Tuning) -> Record:
@@ -126,18 +130,23 @@ def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
     assert tuning.screen is not None
     names = _screened_names(tuning)
     parameters = [parameter for parameter in tuning.space if parameter.name in names]
-    best: dict[tuple[float, ...], Screened] = {}
+
+    def try_one(number: int) -> tuple[Screened, bytes] | None:
+        """None for settings that do not go together."""
+        rng = random.Random(seed_of(tuning.plan_seed, number))
+        values = {parameter.name: parameter.draw(rng) for parameter in parameters}
+        try:
+            t_comp, run = record.t_comp(tuning.config(values))
+        except (ValueError, TypeError, UsageError):
+            return None
+        return Screened(values, t_comp), run
+
+    best: dict[bytes, Screened] = {}
     with Bar(tuning.screen.settings, "screening", " settings") as bar:
-        for number in range(tuning.screen.settings):
-            rng = random.Random(seed_of(tuning.plan_seed, number))
-            values = {parameter.name: parameter.draw(rng) for parameter in parameters}
+        for tried in in_order(try_one, tuning.screen.settings):
             bar.step()
-            try:
-                t_comp, cfs = record.t_comp(tuning.config(values))
-            except (ValueError, TypeError, UsageError):  # settings that do not go together
-                continue
-            if isfinite(t_comp) and cfs not in best:  # the same run: the first settings stand
-                best[cfs] = Screened(values, t_comp)
+            if tried is not None and isfinite(tried[0].t_comp):
+                best.setdefault(tried[1], tried[0])  # the same run: the first settings stand
     if not best:
         raise UsageError("--proxy replay: none of the settings can be replayed on this record")
     return sorted(best.values(), key=lambda one: -one.t_comp), len(best)
