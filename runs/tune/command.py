@@ -39,6 +39,7 @@ def _tune(given: dict[str, Any]) -> int:
     from runs.tune.report import make_report
     from runs.tune.run import check_all, conduct, place
     from runs.tune.settings import make_tunings
+    from runs.tune.storage import LostStorageError, needed
     from runs.tune.summary import make_summary
 
     where = place(os.environ)
@@ -51,9 +52,15 @@ def _tune(given: dict[str, Any]) -> int:
     for label, tuning in tunings.items():
         if label and where.rank == 0:
             print(f"setting {label}", file=out, flush=True)
-        study, code = conduct(tuning, where, out)
+        try:
+            with needed(tuning.url):
+                study, code = conduct(tuning, where, out)
+                if study is not None:
+                    results[label], text = make_report(tuning, study)
+        except LostStorageError as error:
+            fail("python -m runs tune", error)
+            return 1
         if study is not None:
-            results[label], text = make_report(tuning, study)
             print(f"\n{text}\nfiles in {tuning.folder}\n", file=out, flush=True)
         if code:
             break

@@ -16,13 +16,12 @@ from runs.parser import UsageError
 from runs.tune.describe import line
 from runs.tune.objective import Metrics, values
 from runs.tune.parameter import Value
+from runs.tune.storage import BEAT, open_storage
 from runs.tune.study import (
-    BEAT,
     INTERRUPTED,
     OWNER,
     REASON,
     SURPLUS,
-    open_storage,
     open_study,
     queue_again,
     trials_that_count,

@@ -18,7 +18,8 @@ from runs.tune.objective import ACCEPTED, Objective
 from runs.tune.options import EVALUATIONS, KEPT, REPLAYS, TRIALS, accepted
 from runs.tune.parameter import Parameter
 from runs.tune.space import BY_POLICY, HARRIS, search
-from runs.tune.tuning import STUDY_FILE, Screen, Tuning, make_signature
+from runs.tune.storage import shown_url
+from runs.tune.tuning import Screen, Tuning, make_signature, study_url
 
 
 def make_tuning(given: dict[str, Any]) -> Tuning:
@@ -64,7 +65,7 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
         plan_seed=plan_seed,
         pruner=pruner,
         folder=path,
-        url=url or f"sqlite:///{path / STUDY_FILE}",
+        url=url or study_url(path),
         name=path.name or "tune",
         screen=screen,
         json=as_json,
@@ -131,13 +132,14 @@ def _screen(given: dict[str, Any]) -> Screen | None:
 
 
 def _command(given: dict[str, Any]) -> str:
-    """The command line that starts the same study again."""
+    """The command line that starts the same study again, but for a password."""
     words = ["python", "-m", "runs", "tune"]
     for name, value in given.items():
         if name == "json":
             continue
         if isinstance(value, bool):
             value = "on" if value else "off"
+        value = shown_url(value) if name == "storage" else value
         values = value if isinstance(value, list) else [value]
         words += [option(name), *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)]
     return shlex.join(words)

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--storage",
         metavar="URL",
-        help=f"Optuna's storage, e.g. mysql://... (sqlite:///LOGDIR/{STUDY_FILE})",
+        help=f"Optuna's storage, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/{STUDY_FILE})",
     )
     add_eval_argument(output, f"a {EVALUATIONS}th of the steps")
     output.add_argument(

@@ -20,6 +20,7 @@ from runs.tune.page import make_page
 from runs.tune.plots import draw_all
 from runs.tune.screen import promised
 from runs.tune.snippet import make_snippet
+from runs.tune.storage import shown_url
 from runs.tune.study import reason
 from runs.tune.tuning import Tuning
 
@@ -47,7 +48,7 @@ def make_report(tuning: Tuning, study: optuna.Study) -> tuple[dict[str, Any], st
     result = {
         "title": heading,
         "study": tuning.name,
-        "storage": tuning.url,
+        "storage": shown_url(tuning.url),
         "options": tuning.signature,
         "plan": tuning.plan,
         "pruner": tuning.pruner,

@@ -17,6 +17,7 @@ from runs.parser import UsageError, check_writable
 from runs.result import title
 from runs.tune import study as book
 from runs.tune.screen import read, screen
+from runs.tune.storage import open_storage
 from runs.tune.trial import Session, run_session, run_trials
 from runs.tune.tuning import Tuning
 from runs.worker import join
@@ -106,9 +107,11 @@ def _with_our_workers(tuning: Tuning, study: optuna.Study, out: TextIO) -> int:
 
 
 def _begin(tuning: Tuning, out: TextIO) -> optuna.Study:
-    """The study, dead trials given up, settings screened."""
+    """The study, dead trials given up, settings screened. No folder without a storage."""
+    if tuning.keeps_study:
+        tuning.folder.mkdir(parents=True, exist_ok=True)
+    study = book.open_study(tuning, open_storage(tuning.url))
     tuning.folder.mkdir(parents=True, exist_ok=True)
-    study = book.open_study(tuning, book.open_storage(tuning.url))
     book.give_up_dead(study)
     print(_heading(tuning, study), file=out, flush=True)
     if tuning.screen is not None:

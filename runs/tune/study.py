@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-import warnings
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from runs.parser import UsageError
 from runs.tune.sampler import SeededByTrial, make_pruner
+from runs.tune.storage import GRACE, shown_url
 from runs.tune.tuning import Tuning
 
 REASON, OWNER, AGAIN, SIGNATURE = "reason", "owner", "again", "signature"
@@ -27,33 +26,6 @@ REASON, OWNER, AGAIN, SIGNATURE = "reason", "owner", "again", "signature"
 the study."""
 
 INTERRUPTED, SURPLUS = "interrupted", "not needed any more"
-BEAT, GRACE = 20, 120
-"""Seconds between signs of life of a running trial, and without one until it is given up."""
-
-ATTEMPTS = 6
-"""To open the storage: processes that make its tables at the same time disturb each other."""
-
-
-def open_storage(url: str) -> RDBStorage:
-    """UsageError if there is none at `url`."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    # We ask and tell, and so give the signs of life ourselves (desk.py).
-    warnings.filterwarnings("ignore", message="Heartbeat of storage")
-    patient = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
-    for attempt in range(ATTEMPTS):
-        try:
-            return RDBStorage(
-                url, engine_kwargs=patient, heartbeat_interval=BEAT, grace_period=GRACE
-            )
-        except Exception as error:  # each database has its own
-            if attempt == ATTEMPTS - 1:
-                raise UsageError(
-                    f"--storage {url}: cannot be opened: {error}; accepted: a URL of Optuna, e.g. "
-                    f"sqlite:///study.db"
-                ) from error
-            time.sleep(0.1 * 2**attempt)
-    raise AssertionError("unreachable")
 
 
 def open_study(tuning: Tuning, storage: RDBStorage) -> optuna.Study:
@@ -80,9 +52,9 @@ def check_signature(tuning: Tuning, saved: Mapping[str, Any]) -> None:
     for name, value in tuning.signature.items():
         if saved.get(name) != value:
             raise UsageError(
-                f"--{name.replace('_', '-')}: study {tuning.name!r} in {tuning.url} was begun with "
-                f"{_shown(saved.get(name))}, not {_shown(value)}; accepted: the same options, or "
-                f"another --log-dir"
+                f"--{name.replace('_', '-')}: study {tuning.name!r} in {shown_url(tuning.url)} was "
+                f"begun with {_shown(saved.get(name))}, not {_shown(value)}; accepted: the same "
+                f"options, or another --log-dir"
             )
 
 

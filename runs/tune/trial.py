@@ -15,6 +15,7 @@ from runs.result import save_result
 from runs.train import train
 from runs.tune.desk import Desk, Order
 from runs.tune.objective import Metrics, measure
+from runs.tune.storage import needed
 from runs.tune.tuning import Tuning
 from runs.tune.watch import REACHED, StopFor, StudyProgress, TrialLogbook
 from runs.worker import join
@@ -34,7 +35,8 @@ class Session:
 def run_session(session: Session, rank: int, world_size: int, init_method: str) -> int:
     """Be one of `world_size` ranks for some trials; returns the exit code (130 if interrupted)."""
     interrupt = join(session.tuning.config().threads, rank, world_size, init_method)
-    code = run_trials(session, rank, interrupt)
+    with needed(session.tuning.url):
+        code = run_trials(session, rank, interrupt)
     dist.destroy_process_group()
     return code
 

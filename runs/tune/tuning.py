@@ -54,9 +54,19 @@ class Tuning:
         return make_config({**self.common, **(values or {}), "seed": seed, "log_dir": str(folder)})
 
     @property
+    def keeps_study(self) -> bool:
+        """Its storage is a file in its folder, as it is unless the command names another."""
+        return self.url == study_url(self.folder)
+
+    @property
     def signature(self) -> dict[str, Any]:
         """What two commands must have in common to add to the same study."""
         return make_signature(self.config(), self.seeds, self.objective, self.space)
+
+
+def study_url(folder: Path) -> str:
+    """Of the storage in a study's own folder."""
+    return f"sqlite:///{folder / STUDY_FILE}"
 
 
 def make_signature(

@@ -19,7 +19,8 @@ from runs.__main__ import main
 from runs.records import read_records
 from runs.tune.desk import SETTINGS
 from runs.tune.make import make_tuning
-from runs.tune.study import AGAIN, OWNER, REASON, open_storage, open_study
+from runs.tune.storage import open_storage
+from runs.tune.study import AGAIN, OWNER, REASON, open_study
 from runs.tune.tuning import Tuning
 from tests.integration.test_cli import Command
 
@@ -327,7 +328,7 @@ def test_bad_options_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("runs.tune.run.launch", lambda *_: pytest.fail("started workers"))
-    monkeypatch.setattr("runs.tune.study.ATTEMPTS", 1)
+    monkeypatch.setattr("runs.tune.storage.ATTEMPTS", 1)
     try:
         code = main(["tune", "--data", str(text), "--batch-size", "1", *options.split()])
     except SystemExit as error:  # argparse's way

@@ -38,6 +38,7 @@ from runs.tune.sampler import SeededByTrial, make_pruner
 from runs.tune.settings import make_tunings
 from runs.tune.snippet import make_snippet
 from runs.tune.space import BY_POLICY, ON_REQUEST, parse
+from runs.tune.storage import open_storage
 from runs.tune.study import (
     AGAIN,
     INTERRUPTED,
@@ -45,7 +46,6 @@ from runs.tune.study import (
     REASON,
     SURPLUS,
     give_up_dead,
-    open_storage,
     open_study,
     owner,
     trials_that_count,

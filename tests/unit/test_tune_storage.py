@@ -1,0 +1,124 @@
+"""Where a study is kept: what is said of a storage that is not there, or not any more."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from optuna.exceptions import StorageInternalError
+from sqlalchemy.exc import OperationalError
+
+from runs.parser import UsageError
+from runs.tune import command, storage
+from runs.tune.make import make_tuning
+from runs.tune.report import make_report
+from runs.tune.run import Place, conduct
+from runs.tune.storage import LostStorageError, needed, open_storage, shown_url
+from runs.tune.study import open_study
+
+SERVER = "postgresql+psycopg2://me:secret@host/studies"
+
+
+def _refused() -> OperationalError:
+    said = ConnectionError("connection to host failed: refused\n\tIs the server running?\n")
+    return OperationalError("SELECT 1", {}, said)
+
+
+class _Opening:
+    """Counts attempts; each fails."""
+
+    def __init__(self, error: Exception, seconds: float = 0.0) -> None:
+        self.attempts, self._error, self._seconds = 0, error, seconds
+        self._clock = 0.0
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        self.attempts += 1
+        self._clock += self._seconds
+        raise self._error
+
+    def monotonic(self) -> float:
+        return self._clock
+
+
+def _missing() -> ImportError:
+    error = ImportError("Failed to import DB access module. Please install appropriate one.")
+    error.__cause__ = ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("opening", "attempts", "said"),
+    [
+        (_Opening(_refused()), 6, "cannot be opened: connection to host failed: refused;"),
+        (_Opening(_refused(), seconds=30.0), 1, "cannot be opened"),
+        (_Opening(_missing()), 1, "needs the Python module psycopg2, which is not installed;"),
+        (_Opening(ValueError()), 6, "cannot be opened: ValueError;"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_without_the_password(
+    opening: _Opening, attempts: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "RDBStorage", opening)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "monotonic", opening.monotonic)
+    with pytest.raises(UsageError) as caught:
+        open_storage(SERVER)
+    message = str(caught.value)
+    assert opening.attempts == attempts
+    assert said in message
+    assert message.startswith("--storage postgresql+psycopg2://me:***@host/studies: ")
+    assert "accepted: a URL of Optuna" in message
+    assert "\n" not in message
+
+
+def test_urls_without_a_password_are_shown_as_they_are() -> None:
+    for url in ("sqlite:///logs/a@b/study.db", "postgresql://me@host/x", "nonsense"):
+        assert shown_url(url) == url
+
+
+def test_without_a_storage_no_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "RDBStorage", _Opening(_missing()))
+    tuning = make_tuning({"log_dir": str(tmp_path / "study"), "storage": SERVER})
+    with pytest.raises(UsageError, match="--storage"):
+        conduct(tuning, Place(0, None), out=io.StringIO())
+    assert not tuning.folder.exists()
+
+
+def test_the_report_has_no_password(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'other.db'}"
+    tuning = make_tuning({"log_dir": str(tmp_path), "storage": SERVER})
+    study = open_study(tuning, open_storage(url))
+    result, text = make_report(tuning, study)
+    assert "secret" not in text + json.dumps(result)
+    assert result["storage"] == shown_url(SERVER)
+    for file in tmp_path.rglob("*.*"):
+        assert b"secret" not in file.read_bytes(), file
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_lost_storage_is_one_line_and_exit_code_1(
+    wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    error: Exception = _refused()
+    if wrapped:
+        error = StorageInternalError("An exception is raised during the commit.")
+        error.__cause__ = _refused()
+
+    def lose(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("runs.tune.run.conduct", lose)
+    given = {"log_dir": str(tmp_path), "storage": SERVER, "steps": 5}
+    assert command.main(Namespace(**given)) == 1
+    _, err = capfd.readouterr()
+    assert err.count("\n") == 1
+    assert "--storage postgresql+psycopg2://me:***@host/studies: connection to host failed" in err
+    assert "the same command goes on from here" in err
+    with pytest.raises(LostStorageError), needed(SERVER):
+        lose()
