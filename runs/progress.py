@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from math import isfinite
-from typing import Any, TextIO
+from typing import TextIO
 
 from adaptive import StepRecord
 from policies import DENSE
 from policies.base import GainKind
+from runs.stages import make_bar
 
 SECONDS = 5.0
 """Between two plain lines."""
@@ -31,7 +32,14 @@ class Progress:
         self._total = total
         self._note = f"  ({emulated})" if emulated else ""
         self._gain: GainKind = gain
-        self._bar = _make_bar(first, total, emulated, self._stream)
+        self._bar = make_bar(
+            self._stream,
+            total=total,
+            initial=first,
+            desc=emulated or "train",
+            unit=" steps",
+            dynamic_ncols=True,
+        )
         self._began = self._said = time.monotonic()
         self._first = first
 
@@ -84,20 +92,3 @@ def cf_name(cf: float) -> str:
     if cf == DENSE:
         return "dense"
     return f"{cf:.4g}" if isfinite(cf) else "?"
-
-
-def _make_bar(first: int, total: int, emulated: str, stream: TextIO) -> Any:
-    if not stream.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(
-        total=total,
-        initial=first,
-        desc=emulated or "train",
-        unit=" steps",
-        file=stream,
-        dynamic_ncols=True,
-    )

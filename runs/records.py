@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from adaptive import Event, Header, StepRecord, StepReport
 from policies import LayerReport, Measurement
 from runs.config import write_text
+from runs.stages import counted
 
 TIMELINE_FILE = "timeline.jsonl"
 METRICS_FILE = "metrics.jsonl"
@@ -59,7 +60,7 @@ def read_records(path: Path) -> Recorded:
     """
     recorded, header = Recorded([], []), None
     with _no_collection():
-        for line, value in json_lines(path):
+        for line, value in json_lines(path, told=True):
             try:
                 if value["kind"] == "step":
                     recorded.steps.append(_step(value))
@@ -97,14 +98,16 @@ def stretches(recorded: Recorded) -> list[Stretch]:
     return found
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and values of a file of JSON lines. A last line cut short is left out.
+def json_lines(path: Path, told: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and values of a file of JSON lines. A last line cut short is left out. told: say
+    how far it is, in a long file.
 
     ValueError names the file and the line.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
+    shown = counted(lines, len(lines), f"reading {path}", "lines") if told else lines
+    for number, line in enumerate(shown, start=1):
         try:
             yield number, json.loads(line)
         except json.JSONDecodeError as error:

@@ -87,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{machine}\n{'ratio':>8}  {'goal':<8} what", flush=True)
     rows: list[Row] = []
-    for name in wanted:
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
+    for number, name in enumerate(wanted, start=1):
+        print(f"measuring {number} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
         found = BENCHES[name](args)
         rows += found
         if not args.json:

@@ -31,7 +31,7 @@ def _replay(timeline: str, given: dict[str, object]) -> int:
     source = read_source(timeline)
     config = make_config_for(source, given)
     policy = start_policy(config, source)
-    replayed = replay(policy, source.recorded)
+    replayed = replay(policy, source.recorded, told=True)
     result = make_result(source, config, replayed)
     path = source.path.parent / f"replay-{config.policy}.png" if plot is None else Path(str(plot))
     title = f"{config.policy} replayed over {source.path.parent.name or source.path.name} (a model)"

@@ -15,6 +15,7 @@ from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
 from runs.replay.reports import Reports
 from runs.replay.sums import RecordedSums
+from runs.stages import counted
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class Replayed:
         return self.followed == len(self.plans)
 
 
-def replay(policy: Policy, recorded: Recorded, reports: Reports | None = None) -> Replayed:
-    """The policy must have been started. reports: of the same record, if there are any yet."""
+def replay(
+    policy: Policy, recorded: Recorded, reports: Reports | None = None, told: bool = False
+) -> Replayed:
+    """The policy must have been started. reports: of the same record, if there are any yet. told:
+    say how far it is, if that takes long."""
     records = recorded.steps
     reports = Reports(recorded) if reports is None else reports
     sums = RecordedSums(records)
@@ -48,7 +52,8 @@ def replay(policy: Policy, recorded: Recorded, reports: Reports | None = None) -
     plans: list[Plan] = []
     followed = guessed = 0
     before = DENSE
-    for i, record in enumerate(records):
+    shown = counted(records, len(records), "replaying", "steps") if told else records
+    for i, record in enumerate(shown):
         plan = policy.plan()
         plans.append(plan)
         if followed == i and _same_plan(plan, record):

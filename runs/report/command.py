@@ -15,9 +15,9 @@ from runs.report.page import make_page
 from runs.report.result import make_result, run_notes
 from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
-from runs.report.stages import told
 from runs.report.table import make_rows, make_text
 from runs.report.target import choose_targets
+from runs.stages import told
 
 __all__ = ["HELP", "add_arguments", "main"]
 

@@ -28,7 +28,7 @@ from runs.replay.options import make_context
 from runs.replay.replay import replay
 from runs.replay.reports import Reports
 from runs.replay.source import Source, read_source
-from runs.tune.bar import Bar
+from runs.stages import counted
 from runs.tune.cores import in_order
 from runs.tune.describe import settings_text
 from runs.tune.parameter import Value
@@ -142,11 +142,10 @@ def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
         return Screened(values, t_comp), run
 
     best: dict[bytes, Screened] = {}
-    with Bar(tuning.screen.settings, "screening", " settings") as bar:
-        for tried in in_order(try_one, tuning.screen.settings):
-            bar.step()
-            if tried is not None and isfinite(tried[0].t_comp):
-                best.setdefault(tried[1], tried[0])  # the same run: the first settings stand
+    total = tuning.screen.settings
+    for tried in counted(in_order(try_one, total), total, "screening", "settings"):
+        if tried is not None and isfinite(tried[0].t_comp):
+            best.setdefault(tried[1], tried[0])  # the same run: the first settings stand
     if not best:
         raise UsageError("--proxy replay: none of the settings can be replayed on this record")
     return sorted(best.values(), key=lambda one: -one.t_comp), len(best)

@@ -21,7 +21,7 @@ def test_rows_as_json_and_to_be_read(capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 0
     told = capsys.readouterr()
     assert told.out.count("bytes / kept element") == len(rows)
-    assert told.err == "measuring: wire\n"
+    assert told.err == "measuring 1 of 1: wire\n"
 
 
 @pytest.mark.parametrize("words", [["time"], ["wire", "--numel", "ten"], ["wire", "--rounds", "0"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from itertools import pairwise
 from math import isnan, nan
@@ -24,7 +23,6 @@ from runs.report.figures.style import looks, short
 from runs.report.figures.throughput import by_cf
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
-from runs.report.stages import told
 from runs.report.table import cells, head, make_rows, make_text
 from runs.report.target import Target, choose_targets
 from runs.report.thin import buckets, corners
@@ -310,17 +308,3 @@ def test_damaged_files_are_named(name: str, tmp_path: Path) -> None:
         read_run(place)
     for part in (str(tmp_path), *parts):
         assert part in str(raised.value)
-
-
-# -- progress ----------------------------------------------------------------------------------
-
-
-def test_long_work_says_where_it_is_in_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("runs.report.stages.time.monotonic", lambda: now[0])
-    out = io.StringIO()
-    for seconds in told(
-        [("a", 1.0), ("b", 1.5), ("c", 1.0), ("d", 6.0), ("e", 9.0)], "reading", out
-    ):
-        now[0] += seconds
-    assert out.getvalue().splitlines() == ["reading 3 of 5: c", "reading 5 of 5: e"]
