@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
@@ -31,9 +27,9 @@ from runs.compare.standing import Spread, stand
 from runs.compare.table import compact, make_table
 from runs.compare.turns import count_turns, turns
 from runs.records import Stretch
-from tests.integration.test_cli import Command
+from tests.integration.commands import Start, assert_refused, python_m
 
-COMPARE = (sys.executable, "-m", "runs", "compare")
+COMPARE = python_m("compare")
 
 # -- the grammar -------------------------------------------------------------------------------
 
@@ -103,17 +99,7 @@ def test_bad_options_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("runs.launch.launch", lambda *_: pytest.fail("started workers"))
-    try:
-        code = main(["compare", *options.split()])
-    except SystemExit as error:  # argparse's way
-        code = int(str(error.code))
-    out, err = capfd.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("python -m runs compare: error: ")
-    for part in BAD[options]:
-        assert part in err
+    assert_refused(capfd, "compare", *options.split(), parts=BAD[options])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,39 +288,11 @@ def test_settings_that_differ_from_those_of_a_run_in_the_folder_are_refused(
 # -- real ones ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text small enough that reading and evaluating it take no time."""
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
-    return path
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """start(*words): a running `Command`; whatever is left of it afterwards is killed."""
-    started: list[Command] = []
-
-    def begin(*words: object) -> Command:
-        folder = tmp_path / f"command{len(started)}"
-        folder.mkdir()
-        started.append(Command((*COMPARE, *map(str, words)), folder))
-        return started[-1]
-
-    yield begin
-    for command in started:
-        try:
-            os.killpg(command.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        command.process.wait()
-
-
 @pytest.mark.long
 def test_interrupted_and_continued(
     text: Path,
     tmp_path: Path,
-    start: Callable[..., Command],
+    start: Start,
     capfd: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -342,15 +300,15 @@ def test_interrupted_and_continued(
     options += ("--contender", "dense", "--contender", "gravac:window=4", "--fixed-clock", 0.1)
     options += ("--bandwidths", "100mbit", "1gbit,1ms", "--json", "--log-dir", tmp_path / "log")
 
-    first = start(*options)
+    first = start(*COMPARE, *options)
     first.until(lambda: "turn 3 of 4" in first.err and len(first.workers()) == 2)
-    os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does it
+    first.interrupt()
     assert first.end() == 130, first.err
     assert "Traceback" not in first.err
     assert "the same command goes on" in first.err
     assert not json.loads((tmp_path / "log" / "compare.json").read_text())["finished"]
 
-    second = start(*options)
+    second = start(*COMPARE, *options)
     assert second.end() == 0, second.err
     assert "turn 1 of 4" not in second.err
     assert "turn 2 of 4" not in second.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,20 @@ from runs.records import read_records
 from runs.replay.options import start_policy
 from runs.replay.replay import replay
 from runs.replay.source import read_source
-from tests.integration.test_cli import LIMIT, ROOT
+from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
 
 STEPS = 60
 RUNS = ("gravac:window=6", "accordion:interval=7,cf_range=10/200", "topk@20:probe=100/500")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Log folders of real runs, by the contender that made them."""
     folder = tmp_path_factory.mktemp("replay")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
     given = {"data": str(text), "steps": STEPS, "batch_size": 1, "log_dir": str(folder / "log")}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     words += ["--slice=0", *(f"--contender={run}" for run in RUNS)]
-    command = [sys.executable, "-m", "runs", "compare", *words]
+    command = (*python_m("compare"), *words)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     comparison = make_comparison({**given, "contender": list(RUNS)})
@@ -145,17 +142,7 @@ def test_bad_options_are_one_line(
     words = options.split()
     first, slash, rest = words[0].partition("/")
     words[0] = f"{files[first]}{slash}{rest}" if first in files else words[0]
-    try:
-        code = main(["replay", *words])
-    except SystemExit as error:  # argparse's way
-        code = int(str(error.code))
-    out, err = capfd.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("python -m runs replay: error: ")
-    for part in BAD[options]:
-        assert part in err
+    assert_refused(capfd, "replay", *words, parts=BAD[options])
 
 
 def test_quantizers_are_asked_for_the_cfs_that_they_have(

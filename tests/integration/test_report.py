@@ -16,7 +16,7 @@ import pytest
 
 from runs.__main__ import main
 from runs.records import read_records
-from tests.integration.test_cli import LIMIT, ROOT
+from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
 
 STEPS = 14
 CONTENDERS = ("dense", "gravac:window=4")
@@ -32,15 +32,13 @@ PICTURES = {
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def comparison(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison of two real runs."""
     folder = tmp_path_factory.mktemp("report")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
     words = ["--data", text, "--steps", STEPS, "--batch-size", 1, "--eval-every", 4, "--slice", 0]
     words += ["--fixed-clock", 0.1, "--log-dir", folder / "log"]
     words += [word for contender in CONTENDERS for word in ("--contender", contender)]
-    command = [sys.executable, "-m", "runs", "compare", *map(str, words)]
+    command = (*python_m("compare"), *map(str, words))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return folder / "log"
@@ -265,14 +263,5 @@ def test_bad_options_are_one_line(
     damaged.mkdir()
     (damaged / "timeline.jsonl").write_text("what\n")
     files = {"RUN": comparison / "runs" / DENSE, "EMPTY": empty, "DAMAGED": damaged}
-    try:
-        code = main(["report", *(str(files.get(word, word)) for word in options.split())])
-    except SystemExit as error:  # argparse's way
-        code = int(str(error.code))
-    out, err = capfd.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("python -m runs report: error: ")
-    for part in BAD[options]:
-        assert part in err
+    words = [files.get(word, word) for word in options.split()]
+    assert_refused(capfd, "report", *words, parts=BAD[options])

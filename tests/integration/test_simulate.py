@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,9 @@ from runs.config import TrainConfig
 from runs.records import read_records
 from runs.tasks import TASKS, TextTask
 from tests.distributed.setting import same
+from tests.integration.commands import Start, assert_refused, python_m
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 90  # seconds that a command may take on a busy machine
 SHORT = ("--batch-size", "1", "--link", "100mbit", "--policy", "goodput")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text small enough that reading and evaluating it take no time."""
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
-    return path
 
 
 def _simulate(text: Path, folder: Path, *words: str) -> int:
@@ -127,40 +116,24 @@ def test_a_failed_worker_ends_the_run_in_one_line(
     ],
 )
 def test_wrong_options_are_one_line(
-    text: Path, tmp_path: Path, capsys: Any, words: str, what: str
+    text: Path, tmp_path: Path, capfd: Any, words: str, what: str
 ) -> None:
-    given = ["simulate", "--data", str(text), "--log-dir", str(tmp_path / "run"), *words.split()]
-    try:
-        code = main(given)
-    except SystemExit as end:  # the parser's own
-        code = end.code
-    assert code == 2
-    error = capsys.readouterr().err
-    assert what in error
-    assert error.count("\n") == 1
+    given = ("--data", text, "--log-dir", tmp_path / "run", *words.split())
+    assert_refused(capfd, "simulate", *given, parts=[what])
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
-    text: Path, tmp_path: Path, capsys: Any
+    text: Path, tmp_path: Path, start: Start, capsys: Any
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     steps = ("--workers", "3", "--steps", "400")
     words = ("--data", str(text), *SHORT, *steps, "--log-dir", str(run))
-    process = subprocess.Popen(
-        (sys.executable, "-m", "runs", "simulate", *words),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith("step"):
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130, err
-    assert "stopping after this step" in err
-    assert f"python -m runs simulate --resume {run}" in out
+    command = start(*python_m("simulate"), *words)
+    command.until(lambda: "\nstep" in f"\n{command.err}")
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 130, command.err
+    assert "stopping after this step" in command.err
+    assert f"python -m runs simulate --resume {run}" in command.out
     done = json.loads((run / "result.json").read_text())["steps"]
     assert 0 < done < 400
     assert main(["train", "--resume", str(run)]) == 2

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,11 @@ from runs.tune.make import make_tuning
 from runs.tune.storage import open_storage
 from runs.tune.study import AGAIN, OWNER, REASON, open_study
 from runs.tune.tuning import Tuning
-from tests.integration.test_cli import Command
+from tests.integration.commands import Command, Start, assert_refused, python_m, torchrun
 
-TUNE = (sys.executable, "-m", "runs", "tune")
-TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    *("-m", "runs", "tune"),
-)
+TUNE = python_m("tune")
+TORCHRUN = torchrun("tune")
 SHORT = {"batch_size": 1, "steps": 12, "eval_every": 6, "fixed_clock": 0.1}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text small enough that reading and evaluating it take no time."""
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500)))
-    return path
 
 
 class Case:
@@ -58,32 +46,12 @@ class Case:
         return words
 
 
-@pytest.fixture(scope="module")
-def begin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Command]]:
-    """begin(*words): a running `Command`; whatever is left of it afterwards is killed."""
-    started: list[Command] = []
-
-    def _begin(*words: str) -> Command:
-        started.append(Command(words, tmp_path_factory.mktemp("command")))
-        return started[-1]
-
-    yield _begin
-    for command in started:
-        try:
-            os.killpg(command.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        command.process.wait()
-
-
-Begin = Callable[..., Command]
-
 # -- two processes, two objectives, a trial that fails -------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def shared(
-    text: Path, tmp_path_factory: pytest.TempPathFactory, begin: Begin
+    text: Path, tmp_path_factory: pytest.TempPathFactory, begin: Start
 ) -> tuple[Case, list[Command]]:
     """A study of four trials that two commands have run at the same time."""
     space = ["lr=0.5,1,1e30", "epsilon=0.05..0.2", "window=2..3"]
@@ -171,7 +139,7 @@ def test_its_trials_are_in_tensorboards_hparams(shared: tuple[Case, list[Command
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.long
-def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: Begin) -> None:
+def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: Start) -> None:
     """A learning rate that learns nothing never comes to the target, and so never ends."""
     given = {**SHORT, "steps": 100_000, "eval_every": 2}
     space = ["lr=1e-9,1"]
@@ -220,7 +188,7 @@ def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: Be
 
 
 def test_a_pruned_trial_stops_on_all_ranks_and_the_same_processes_go_on(
-    text: Path, tmp_path: Path, begin: Begin
+    text: Path, tmp_path: Path, begin: Start
 ) -> None:
     case = Case(
         *(tmp_path / "study",),
@@ -329,17 +297,8 @@ def test_bad_options_are_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("runs.tune.run.launch", lambda *_: pytest.fail("started workers"))
     monkeypatch.setattr("runs.tune.storage.ATTEMPTS", 1)
-    try:
-        code = main(["tune", "--data", str(text), "--batch-size", "1", *options.split()])
-    except SystemExit as error:  # argparse's way
-        code = int(str(error.code))
-    out, err = capfd.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("python -m runs tune: error: ")
-    for part in BAD[options]:
-        assert part in err
+    words = ("--data", text, "--batch-size", 1, *options.split())
+    assert_refused(capfd, "tune", *words, parts=BAD[options])
 
 
 def test_a_study_of_something_else_in_the_folder_is_refused(

@@ -1,0 +1,135 @@
+"""The options of `python -m runs train`: what is refused, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.__main__ import main
+from runs.config import TrainConfig
+from runs.options import add_arguments, make_config
+from runs.parser import OneLineParser
+from tests.integration.commands import assert_refused
+
+BAD = {
+    "--task x": ["--task", "'x'", "text, cifar10"],
+    "--model x": ["--model", "'x'", "lstm, gpt"],
+    "--data /nowhere": ["--data", "/nowhere", "text file or a folder"],
+    "--workers 0": ["--workers", "'0'", "integer >= 1"],
+    "--steps many": ["--steps", "'many'", "integer >= 1"],
+    "--lr -1": ["--lr", "'-1'", "> 0"],
+    "--policy x": ["--policy", "'x'", "gravac"],
+    "--base x": ["--base", "'x'", "adacomp, bf16, dgc"],
+    "--base int8+bf16": ["--base", "'int8+bf16'", "sparsifier"],
+    "--base topk+x": ["--base", "'topk+x'", "bf16, fp16"],
+    "--exchange x": ["--exchange", "'x'", "all_gather, sharded"],
+    "--base qsgd --exchange all_reduce": ["--exchange", "'all_reduce'", "all_gather"],
+    "--granularity x": ["--granularity", "'x'", "layer, bucket"],
+    "--dense-below -1": ["--dense-below", "'-1'", ">= 0"],
+    "--base fp16 --dense-below 9": ["--dense-below", "9", "half"],
+    "--policy budget --share 1.5": ["--share", "1.5", "(0, 1"],
+    "--policy goodput --margin 0": ["--margin", "0", "(0, 1]"],
+    "--policy schedule": ["--policy schedule", "--schedule STEP:CF"],
+    "--policy schedule --schedule 0:1 9": ["--schedule", "STEP:CF", "'9'"],
+    "--policy schedule --schedule 0:0.5": ["--schedule", "CF >= 1", "'0:0.5'"],
+    "--policy schedule --schedule -1:2": ["--schedule"],
+    "--policy schedule --schedule 5:2 05:3": ["--schedule", "step 5 twice"],
+    "--policy schedule --schedule 5:2 --cf-range 10 20": ["CF 2", "--cf-range 10 20"],
+    "--schedule 0:1 5:2": ["--schedule 0:1 5:2", "--policy schedule"],
+    "--warmup-steps 5": ["--warmup-steps", "5", "--policy warmup"],
+    "--cf-range 1000 10": ["--cf-range", "1000", "low <= high"],
+    "--cf-range 0 10": ["--cf-range", "0.0", "1 <= low"],
+    "--cf-range 10": ["--cf-range", "expected 2"],
+    "--cf-range nan 10": ["--cf-range", "'nan'", "finite"],
+    "--epsilon 1.5": ["--epsilon", "1.5", "(0, 1]"],
+    "--omega 0": ["--omega", "0", "(0, 1]"],
+    "--scaling x": ["--scaling", "'x'", "'geometric'"],
+    "--gain x": ["--gain", "'x'", "'error_fed'"],
+    "--memory x": ["--memory", "'x'", "momentum"],
+    "--masking x": ["--masking", "'x'", "on, off"],
+    "--masking 0.5": ["--masking", "0.5", "CF >= 1"],
+    "--link slow": ["--link", "'slow'", "100mbit,5ms"],
+    "--cf 10": ["--cf", "10", "--policy fixed"],
+    "--policy accordion --gain raw": ["--gain", "raw", "--policy gravac"],
+    "--policy goodput --gain raw": ["--gain", "'raw'", "'signal'"],
+    "--base powersgd --policy gravac --gain x": ["--gain", "'x'", "'signal'"],
+    "--momentum 1": ["--momentum", "'1'", "[0, 1)"],
+    "--lr-drop 0": ["--lr-drop", "'0'", ">= 1"],
+    "--policy fixed --cf 0.5": ["--cf", "0.5", ">= 1"],
+    "--policy fixed --cf-range 10 20": ["--cf-range", "10 20", "--cf"],
+    "--policy accordion --epsilon 0.5": ["--epsilon", "0.5", "--policy gravac"],
+    "--policy accordion --eta 0": ["--eta", "0", "> 0"],
+    "--policy off --link 1gbit": ["--link", "1gbit", "--policy off"],
+    "--base none --policy gravac": ["--base none", "--policy gravac"],
+    "--memory residual --masking on": ["--masking", "on", "--memory momentum"],
+    "--model-mb 170": ["--model-mb 170", "--fixed-clock"],
+    "--batch-size 99999999": ["--batch", "99999999", "smaller"],
+    "--resume /nowhere": ["--resume", "/nowhere", "--checkpoint-every"],
+    "--resume": ["--resume", "logs/", "LOGDIR"],
+    "--resume /nowhere --lr 1": ["--lr", "1", "--steps"],
+    "--log-dir /dev/null/x": ["--log-dir", "/dev/null", "folder"],
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_options_are_one_line(
+    options: str, text: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runs.launch.launch", lambda *_: pytest.fail("started workers"))
+    words = options.split()
+    if "--data" not in options and "--resume" not in options:
+        words += ["--data", str(text)]
+    assert_refused(capfd, "train", *words, parts=BAD[options])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_with_other_workers(
+    text: Path, tmp_path: Path, capfd: Any
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint" / "step-5").mkdir(parents=True)
+    config = {"log_dir": str(run), "data": str(text), "steps": 5}
+    (run / "config.json").write_text(json.dumps(config))
+    assert main(["train", "--log-dir", str(run)]) == 2
+    assert f"--log-dir {run}: holds a run already" in capfd.readouterr().err
+
+    meta = {"step": 5, "world_size": 2, "config": config}
+    (run / "checkpoint" / "meta.json").write_text(json.dumps(meta))
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "rank0.pt is missing" in capfd.readouterr().err
+    for rank in range(2):
+        (run / "checkpoint" / "step-5" / f"rank{rank}.pt").touch()
+    assert main(["train", "--resume", str(run), "--workers", "3"]) == 2
+    assert "--workers 3: " in capfd.readouterr().err
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "--steps above 5" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--link 1gbit,5ms --steps 7 --lr 0.25 --epsilon 0.4 --cf-range 1.5 200 --seed 3",
+        "--policy fixed --cf 1 --masking off --clip-norm 2.5 --memory momentum",
+        "--policy accordion --eta 0.3 --interval 9 --masking 50 --eval-every 4",
+        "--policy off --task text --model gpt --batch-size 2 --checkpoint-every 5",
+        "--base none --threads 2",
+        "--policy goodput --margin 0.1 --cf-range 5 50",
+        "--policy budget --share 0.1",
+        "--policy schedule --schedule 0:1 100:10 300:12.5",
+        "--base dgc+bf16 --policy warmup --warmup-steps 3 --exchange sharded --dense-below 99",
+    ],
+)
+def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
+    def config(words: list[str]) -> TrainConfig:
+        parser = OneLineParser("train")
+        add_arguments(parser)
+        return make_config(vars(parser.parse_args([*words, "--log-dir", "logs/x"])))
+
+    made = config(options.split())
+    assert config(shlex.split(made.command)[4:]) == made
+    assert TrainConfig.from_json(json.loads(json.dumps(made.as_json()))) == made
