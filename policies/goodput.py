@@ -125,7 +125,7 @@ class Goodput(Policy):
         return promised
 
     def status(self) -> Mapping[str, float]:
-        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent.
+        """By name, nan where there is none; throughputs (steps/s) and gain are those of the CF sent.
         exploring: 1 until it first considers to leave the first CF, then 0."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan
@@ -133,6 +133,7 @@ class Goodput(Policy):
             "candidate": best,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
+            "gain": nan if (gain := self._gain(self._send)) is None else gain,
             "exploring": float(self._opens and self._since < self._wait),
         }
         return numbers if self._signal is None else {**numbers, **self._signal.status()}

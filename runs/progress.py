@@ -81,10 +81,12 @@ class Progress:
 
 
 def gain_of(record: StepRecord, kind: GainKind) -> float:
-    """The gain of what was sent in that step: 1 when dense, nan if it was not measured."""
+    """The gain of what was sent, as its policy averages it, else of that step alone: 1 when dense,
+    nan if it was not measured."""
     if record.report.cf == DENSE:
         return 1.0
-    return record.report.gain(record.report.cf, kind)
+    alone = record.report.gain(record.report.cf, kind)
+    return record.status.get("gain", alone)
 
 
 def cf_name(cf: float) -> str:
