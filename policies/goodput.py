@@ -125,7 +125,7 @@ class Goodput(Policy):
         return promised
 
     def status(self) -> Mapping[str, float]:
-        """By name, nan where there is none; throughputs (steps/s) and gain are those of the CF sent.
+        """By name, nan where there is none; gain and throughputs (steps/s) are of the CF sent.
         exploring: 1 until it first considers to leave the first CF, then 0."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan

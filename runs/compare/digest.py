@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite, nan
+from statistics import fmean as mean
 
 from adaptive import LinkSpec, StepRecord
 from runs.compare.exploration import Exploration, exploration
@@ -19,7 +20,8 @@ from runs.result import RESULT_FILE
 
 @dataclass(frozen=True)
 class Digest:
-    """One run. evaluations: (steps done, quality) in order; bytes_sent, dense_bytes: a worker's;
+    """One run. evaluations: (steps done, quality) in order, smoothed; quality: the last one;
+    bytes_sent, dense_bytes: a worker's;
     sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
     network (empty for a run without records); explored: what finding out has cost."""
 
@@ -47,21 +49,26 @@ class Digest:
 
 
 def read_digest(
-    config: TrainConfig, networks: Sequence[LinkSpec], model_mb: float | None = None
+    config: TrainConfig,
+    networks: Sequence[LinkSpec],
+    model_mb: float | None = None,
+    smooth: int = 1,
 ) -> Digest:
-    """The digest of a finished run. model_mb: for the modelled seconds, the size of its model."""
+    """The digest of a finished run. model_mb: for the modelled seconds, the size of its model.
+    smooth: evaluations whose mean is a quality."""
     folder = config.folder
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
     timeline = folder / TIMELINE_FILE
     recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     summary = result["summary"]
     seconds = [(part.last - part.first - 1, part.seconds) for part in read_slices(folder)]
+    evaluations, final = smoothed(_evaluations(config), smooth), _known(result["quality"])
     own = model_bytes(recorded.steps, config.workers)
     times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
     return Digest(
         seed=config.seed,
-        quality=_known(result["quality"]),
-        evaluations=tuple(_evaluations(config)),
+        quality=evaluations[-1][1] if evaluations and isfinite(final) else final,
+        evaluations=tuple(evaluations),
         bytes_sent=summary["bytes_sent"],
         dense_bytes=summary["dense_bytes"],
         steps_per_second=rate(seconds),
@@ -79,6 +86,14 @@ def rate(parts: Sequence[tuple[int, float]]) -> float:
     """Steps a second over parts of so many (steps, seconds)."""
     spent = sum(seconds for _, seconds in parts)
     return sum(steps for steps, _ in parts) / spent if spent > 0 else nan
+
+
+def smoothed(evaluations: Sequence[tuple[int, float]], count: int) -> list[tuple[int, float]]:
+    """Each quality as the mean of so many evaluations, itself the last of them; of as many as there
+    are at the beginning."""
+    values = [quality for _, quality in evaluations]
+    parts = (values[max(0, end - count) : end] for end in range(1, len(values) + 1))
+    return [(done, mean(part)) for (done, _), part in zip(evaluations, parts, strict=True)]
 
 
 def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[float, ...]:

@@ -66,7 +66,8 @@ class Comparison:
 
     common: train's options for all runs. model_mb: for the modelled seconds, the size of the
     model; None: its own. goal_step: the quality to reach is dense's after so many steps; None: at
-    its end. one_worker_seconds: of a step of one worker alone, for scaling efficiency.
+    its end. smooth: evaluations whose mean is a quality. one_worker_seconds: of a step of one
+    worker alone, for scaling efficiency.
     """
 
     contenders: tuple[Contender, ...]
@@ -79,6 +80,7 @@ class Comparison:
     folder: Path
     common: dict[str, Any]
     json: bool
+    smooth: int = 1
     one_worker_seconds: float | None = None
 
     def config(self, contender: Contender, seed: int) -> TrainConfig:
@@ -122,6 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the quality to reach is that of dense after N steps (at its end)",
     )
     who.add_argument(
+        "--smooth",
+        type=whole(1),
+        metavar="N",
+        help="take the mean of the last N evaluations for the quality, everywhere (1)",
+    )
+    who.add_argument(
         "--slice",
         type=whole(0),
         metavar="N",
@@ -160,6 +168,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     if "fixed_clock" not in given:  # it then is for the table alone, not for the runs
         given.pop("model_mb", None)
     wanted = given.pop("slice", None)
+    smooth = given.pop("smooth", 1)
     as_json = given.pop("json", False)
     folder = given.pop("log_dir", None)
     steps = given.setdefault("steps", TrainConfig.steps)
@@ -172,8 +181,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
             f"{steps}"
         )
     path = Path(folder) if folder is not None else _folder(given)
-    size = networks, model_mb
-    return Comparison(contenders, seeds, *size, goal, turn, steps, path, given, as_json, alone)
+    sizes = networks, model_mb, goal, turn, steps
+    return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone)
 
 
 def parse_network(text: str) -> LinkSpec:

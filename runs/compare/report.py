@@ -54,6 +54,10 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "explored: steps sent while the policy was finding out, at another CF than the one that it "
         "then stayed at; MB so: what a worker sent in them",
     ]
+    if comparison.smooth > 1:
+        notes.append(
+            f"{task.quality_name}, everywhere: the mean of the last {comparison.smooth} evaluations"
+        )
     if comparison.model_mb is not None:
         notes.append(
             f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: their bytes "
@@ -83,6 +87,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "dense": dense,
         "steps": comparison.steps,
         "goal_step": comparison.goal_step,
+        "smooth": comparison.smooth,
         "seeds": list(comparison.seeds),
         "networks": networks,
         "model_mb": comparison.model_mb,
@@ -115,8 +120,8 @@ def _read(comparison: Comparison) -> tuple[dict[str, list[Digest]], str | None]:
     dense = None
     for contender in comparison.contenders:
         configs = [comparison.config(contender, seed) for seed in comparison.seeds]
-        networks, size = comparison.networks, comparison.model_mb
-        runs = [read_digest(c, networks, size) for c in configs if is_finished(c)]
+        how = comparison.networks, comparison.model_mb, comparison.smooth
+        runs = [read_digest(c, *how) for c in configs if is_finished(c)]
         if runs:
             found[contender.label] = runs
         if dense is None and _is_dense(configs[0]):

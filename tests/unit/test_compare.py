@@ -1,0 +1,28 @@
+"""Comparisons: what is computed from the files of finished runs."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runs.compare.digest import smoothed
+
+
+def test_a_quality_is_the_mean_of_the_last_evaluations() -> None:
+    raw = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 4.0)]
+    assert smoothed(raw, 1) == raw
+    assert smoothed(raw, 2) == [(10, 1.0), (20, 1.5), (30, 4.0), (40, 5.0)]
+    assert smoothed([], 3) == []
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.integers(1, 25))
+def test_smoothing_keeps_the_steps_and_ends_at_the_mean_of_what_there_is(
+    values: list[float], count: int
+) -> None:
+    raw = list(enumerate(values))
+    smooth = smoothed(raw, count)
+    assert [done for done, _ in smooth] == [done for done, _ in raw]
+    assert smooth[-1][1] == pytest.approx(fmean(values[-count:]))
