@@ -36,7 +36,11 @@ def in_order(work: Callable[[int], Result], total: int) -> Iterator[Result]:
         return
     forked = multiprocessing.get_context("fork")
     with forked.Pool(processes, initializer=_begin, initargs=(work,)) as pool:
-        yield from pool.imap(_do, rest, chunksize=AT_A_TIME)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        try:
+            yield from pool.imap(_do, rest, chunksize=AT_A_TIME)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _processors() -> int:
@@ -45,10 +49,11 @@ def _processors() -> int:
 
 
 def _begin(work: Callable[[int], object]) -> None:
-    """In a new process. Ctrl-C goes to all; the first process ends the others."""
+    """In a new process. Ctrl-C goes to all; the first process ends the others, by SIGTERM."""
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _do(number: int) -> object:
