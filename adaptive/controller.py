@@ -169,7 +169,7 @@ class Controller:
 
     def flush(self) -> None:
         """Take in the last step's statistics now (the next step would have)."""
-        self._observe_pending(self.stopwatch.clock())
+        self._observe_pending(self.stopwatch.ends())
 
     def close(self) -> None:
         """Take in the last step and close the timeline; later steps are not recorded."""

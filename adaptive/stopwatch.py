@@ -43,6 +43,15 @@ class Stopwatch:
             times.append(self._now - self._timed.began)
         return self._now
 
+    def ends(self) -> float:
+        """When the running step is over, for whoever cannot wait for the next: now, or, by a
+        modelled clock, when its bytes are there."""
+        running = self._running
+        if not isinstance(self.clock, ModelledClock) or running is None:
+            return self.clock()
+        exchange = self.clock.exchange(running.wire, running.statistics)
+        return self.clock() + (self.clock.compute + exchange)  # rounded as end_step() does
+
     def start(self, cf: float) -> None:
         """A step begins, where the last one stopped, that is sent at `cf`."""
         self._running = StepTiming(self._now, cf, backward_left=self._now, exchanged=self._now)

@@ -141,9 +141,6 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     last = str(done + 4)
     assert main(["simulate", "--resume", str(run), "--steps", last]) == 0
     assert _simulate(text, whole, "--workers", "3", "--steps", last) == 0
-    ours, theirs = (
-        [record.report for record in read_records(folder / "timeline.jsonl").steps]
-        for folder in (run, whole)
-    )
+    ours, theirs = (read_records(folder / "timeline.jsonl").steps for folder in (run, whole))
     assert repr(ours) == repr(theirs)
     assert len(ours) == done + 4

@@ -59,3 +59,22 @@ def test_by_a_modelled_clock_a_step_takes_what_its_bytes_do() -> None:
     tally = Tally()
     watch.tell(tally)
     assert (tally.compute_seconds, tally.exchange_seconds) == pytest.approx((0.1, 1.0))
+
+
+@pytest.mark.parametrize("clock", [ModelledClock(0.1, LinkSpec.parse("8mbit")), Clock()])
+def test_when_a_step_ends_is_known_before_the_next_begins(clock: Clock | ModelledClock) -> None:
+    watch = Stopwatch(clock)
+    assert watch.ends() == clock()  # none is running
+    for step in range(5):
+        watch.stop(counts=step > 1)
+        watch.start(10.0)
+        watch.sent(Traffic(wire=1e5 * step, statistics=8.0))
+        if isinstance(clock, Clock):
+            clock.now += 0.3
+        assert watch.ends() == watch.ends()  # nothing moves by it
+        ends = watch.ends()
+        assert Stopwatch(clock).ends() == clock()
+        watch.stop(counts=step > 1)
+        assert clock() == ends
+        watch.start(10.0)
+        watch.sent(Traffic())
