@@ -16,6 +16,9 @@ DROP = 0.6
 """Share of the steps after which the learning rate is a tenth."""
 
 LINK = "2mbit"
+BASE = "topk+fp32"
+"""Nothing is rounded: what is lost is what was not kept."""
+
 EPSILONS = (0.3,)
 CFS = (10.0, 100.0, 1000.0)
 
@@ -155,4 +158,5 @@ def _config(
     common: dict[str, Any], options: dict[str, Any], folder: Path, label: str, seed: int
 ) -> TrainConfig:
     name = f"{options['policy']} {label} seed{seed}".replace(" ", "-")
-    return make_config({**common, **options, "seed": seed, "log_dir": str(folder / "runs" / name)})
+    own = {"base": BASE, "seed": seed, "log_dir": str(folder / "runs" / name)}
+    return make_config({**common, **options, **own})
