@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Bucket, Part
+from adaptive.largest import largest
 from adaptive.layer_statistics import LayerStatistics
 from adaptive.momentum import MomentumRule
 from adaptive.residual import NoMemory, Slot
-from adaptive.signal import Signal, Trace, largest
+from adaptive.signal import Signal, Trace
 from adaptive.tally import Tally
 from compressors import Compressor, Sparsifier
 from compressors.base import kept
@@ -62,6 +63,7 @@ class ShadowLadder:
         self._memory = memory
         self._layers = layers
         self._shadows: dict[Slot, Shadow] = {}
+        self._above: dict[Slot, Array] = {}  # where to look for the largest: speed, not state
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
     @staticmethod
@@ -106,7 +108,8 @@ class ShadowLadder:
         _accumulate(shadow, sample, rule, fresh)
         a = shadow.residual
         wanted = [max(1, round(kept(numel, cf) * sample.size / numel)) for cf in self.cfs]
-        sent = largest(a, wanted)
+        above = self._above.setdefault(part.slot, np.zeros(len(self.cfs), a.dtype))
+        sent = largest(a, wanted, above)
         total = _energies(a)
         weight = numel / sample.size  # large tensors are sampled more thinly
         if self.signal is not None:
@@ -114,7 +117,7 @@ class ShadowLadder:
             kept_now = np.where(sent, a, 0)
             self.signal.keep(part.slot, sample, kept_now)
             self.signal.peers.add(part.slot, part.key.step, sample, kept_now, weight)
-        a[sent] = 0
+        np.copyto(a, 0, where=sent)
         lost = _energies(a)
         if shadow.velocity is not None and self._masked.any():
             shadow.velocity[sent & self._masked[:, None]] = 0

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from adaptive.peers import Peers
 from adaptive.residual import Slot
 from adaptive.tally import Tally
@@ -47,14 +45,3 @@ class Signal:
     def keep(self, slot: Slot, g: Array, kept: Array) -> None:
         """What plain error feedback sends of this step, as the shadow has found it."""
         self.traces[slot] = Trace(g.copy(), kept)
-
-
-def largest(a: Array, wanted: list[int]) -> Array:
-    """Of each row the elements of largest magnitude, as a mask; as many as `wanted` for that row,
-    and all that equal the smallest of them."""
-    magnitude = np.abs(a)
-    smallest = [
-        np.partition(row, row.size - k)[row.size - k]
-        for row, k in zip(magnitude, wanted, strict=True)
-    ]
-    return np.asarray(magnitude >= np.array(smallest, a.dtype)[:, None])
