@@ -103,8 +103,8 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
     how.add_argument(
         "--base",
         metavar="NAME",
-        help=f"compressor (topk): {', '.join(compressor_names())}; a sparsifier's values may "
-        "be coded, as in topk+bf16",
+        help=f"compressor (topk): {', '.join(compressor_names())}; a sparsifier's values "
+        "travel in 4 bits, or as its name says: topk+fp32, topk+bf16, ...",
     )
     how.add_argument(
         "--cf-range",
