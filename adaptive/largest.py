@@ -22,7 +22,7 @@ def largest(a: Array, wanted: Sequence[int], above: Array) -> Array:
     magnitude = np.abs(a)
     smallest = np.empty(len(wanted), a.dtype)
     for i, (row, k) in enumerate(zip(magnitude, wanted, strict=True)):
-        few = row[row >= above[i]]
+        few = row[row >= float(above[i])]
         if few.size < k:
             few = row.copy()
         few.partition(few.size - k)

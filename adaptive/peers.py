@@ -54,8 +54,8 @@ class Peers:
         shift = step * STRIDE % SHIFTS
         now = signs[shift : shift + g.size].astype(g.dtype)
         now *= weight**0.5  # both factors of a product have it
-        self._grad += np.roll(_fold(g * now), shift)
-        self._kept += np.roll(_fold(kept * now), shift, axis=1)
+        self._grad += _rolled(_fold(g * now), shift)
+        self._kept += _rolled(_fold(kept * now), shift)
 
     def sketch(self) -> list[float]:
         """Of this rank's gradient: to be summed over ranks."""
@@ -85,6 +85,12 @@ class Peers:
         """Go on from a `state_dict()`."""
         arrays = {name: each.numpy().copy() for name, each in state.items()}
         self._grad, self._kept, self._sum = arrays["grad"], arrays["kept"], arrays.get("sum")
+
+
+def _rolled(rows: Array, shift: int) -> Array:
+    """As np.roll along the last axis, which takes several times as long for rows this short."""
+    cut = WIDTH - shift % WIDTH
+    return np.concatenate((rows[..., cut:], rows[..., :cut]), axis=-1)
 
 
 def _fold(rows: Array) -> Array:

@@ -43,6 +43,18 @@ class Shadow:
     velocity: Array | None = None
 
 
+class _Sample:
+    """How a parameter is sampled. weight: elements that a sampled one stands for. wanted: how many
+    of them each CF keeps. above: where to look for these first; speed, not state."""
+
+    def __init__(self, numel: int, cfs: Sequence[float]) -> None:
+        self.stride = max(1, numel // max(WHOLE, numel // SHARE))
+        size = -(-numel // self.stride)
+        self.weight = numel / size  # large tensors are sampled more thinly
+        self.wanted = [max(1, round(kept(numel, cf) * size / numel)) for cf in cfs]
+        self.above = np.zeros(len(cfs))
+
+
 class ShadowLadder:
     """Keeps the largest, whatever the rule of the sparsifier that it stands for. cfs: ascending.
 
@@ -63,7 +75,7 @@ class ShadowLadder:
         self._memory = memory
         self._layers = layers
         self._shadows: dict[Slot, Shadow] = {}
-        self._above: dict[Slot, Array] = {}  # where to look for the largest: speed, not state
+        self._samples: dict[Slot, _Sample] = {}
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
     @staticmethod
@@ -96,22 +108,20 @@ class ShadowLadder:
             self.signal.traces = {s: Trace(**_arrays(trace)) for s, trace in traced.items()}
 
     def _step(self, part: Part, tally: Tally) -> None:
-        numel = part.grad.numel()
-        stride = max(1, numel // max(WHOLE, numel // SHARE))
-        sample = _sampled(part.grad, stride)
+        how = self._samples.get(part.slot)
+        if how is None:
+            how = self._samples[part.slot] = _Sample(part.grad.numel(), self.cfs)
+        sample = _sampled(part.grad, how.stride)
         shadow = self._shadows.get(part.slot)
         fresh = shadow is None
         if shadow is None:
-            shadow = self._shadows[part.slot] = self._begin(part.slot, sample, stride)
+            shadow = self._shadows[part.slot] = self._begin(part.slot, sample, how.stride)
             fresh = shadow.velocity is None
         rule = self._rule(part.slot)
         _accumulate(shadow, sample, rule, fresh)
         a = shadow.residual
-        wanted = [max(1, round(kept(numel, cf) * sample.size / numel)) for cf in self.cfs]
-        above = self._above.setdefault(part.slot, np.zeros(len(self.cfs), a.dtype))
-        sent = largest(a, wanted, above)
-        total = _energies(a)
-        weight = numel / sample.size  # large tensors are sampled more thinly
+        sent = largest(a, how.wanted, how.above)
+        total, weight = _energies(a), how.weight
         if self.signal is not None:
             self.signal.multiply(part.slot, sample, weight, tally)
             kept_now = np.where(sent, a, 0)
