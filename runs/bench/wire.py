@@ -6,7 +6,12 @@ from compressors import kept, make_compressor
 from compressors.indices import bound_nbytes, choose_format
 from runs.bench.timing import Row
 
-VALUES = {"topk": (4, "<= 6.1"), "topk+bf16": (2, "<= 4.1"), "topk+int8": (1, "")}
+VALUES = {
+    "topk": (4, "<= 6.1"),
+    "topk+bf16": (2, "<= 4.1"),
+    "topk+int8": (1, ""),
+    "topk+int4": (0.5, "<= 2.3"),
+}
 
 
 def bench_wire(numel: int) -> list[Row]:
