@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 
 demo: $(STAMP)
 	rm -rf logs/demo
-	$(BIN)/python -m runs train --workers 2 --steps 500 --link 100mbit --checkpoint-every 100 --log-dir logs/demo
+	$(BIN)/python -m runs train --workers 2 --steps 500 --link 10mbit --checkpoint-every 100 --log-dir logs/demo
 	@echo "See it: $(BIN)/tensorboard --logdir logs/demo"
 
 test: $(STAMP) lint

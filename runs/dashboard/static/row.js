@@ -45,7 +45,8 @@ export class Row {
     if (!this.stale || !this.visible) return;
     this.stale = false;
     const asked = (this.asked = {});
-    const [from, to] = this.view.span ? this.view.span.map((x) => this.stepAt(x)) : [null, null];
+    const {span} = this.view;
+    const [from, to] = span ? [this.stepAt(span[0], 0), this.stepAt(span[1], 1)] : [null, null];
     let data;
     try {
       data = await ask('timeline', {run: this.name, quality: this.view.quality, from, to});
@@ -63,10 +64,12 @@ export class Row {
     this.on.loaded();
   }
 
-  // Steps are what the server knows: seconds are looked up in the whole run.
-  stepAt(x) {
+  // Steps are what the server knows: seconds are looked up in the whole run, of which not every step
+  // is there. after: 1 for the next one that is, so that what is shown reaches as far as x.
+  stepAt(x, after) {
     if (this.view.axis === 'step' || !this.whole) return Math.round(x);
-    return this.whole.step[Math.max(0, last(this.whole.second, x))];
+    const {step, second} = this.whole;
+    return step[Math.min(Math.max(0, last(second, x)) + after, step.length - 1)];
   }
 
   end(axis) {
