@@ -98,7 +98,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--layerwise",
         type=switch,
         metavar="on|off",
-        help="share the bytes of the policy's CF out among the layers, for the most gain (off)",
+        help="share the bytes of the policy's CF out among the layers, so that least waits (off)",
     )
     how.add_argument(
         "--base",

@@ -176,8 +176,8 @@ def _trained(rank: int, policy: Policy, steps: int, stop: int | None = None) -> 
 
 
 def test_layerwise_keeps_more_for_the_same_bytes_on_a_real_task() -> None:
-    alike = run_ranks(2, _trained, Fixed(cf=100), 60)[0]
-    everyone = run_ranks(2, _trained, Layerwise(Fixed(cf=100), window=15), 60)
+    alike = run_ranks(2, _trained, Fixed(cf=100), 120)[0]
+    everyone = run_ranks(2, _trained, Layerwise(Fixed(cf=100), window=15), 120)
     divided = everyone[0]
     assert same(everyone[0]["parameters"], everyone[1]["parameters"])
     assert everyone[0]["plans"] == everyone[1]["plans"]

@@ -1,4 +1,4 @@
-"""Bytes shared out among layers: within the budget, and as much kept as can be."""
+"""Bytes shared out among layers: within the budget, and worth as much as can be."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def options_of(points):
 
 def best(options, budget):
     """By trying everything; None if nothing fits."""
-    kept = [
-        sum(option.kept for option in chosen)
+    worth = [
+        sum(option.worth for option in chosen)
         for chosen in product(*options.values())
         if sum(option.nbytes for option in chosen) <= budget
     ]
-    return max(kept, default=None)
+    return max(worth, default=None)
 
 
 @settings(max_examples=200, deadline=None)
@@ -43,10 +43,10 @@ def test_never_more_than_the_budget_and_never_more_than_the_best(points, budget)
         next(each for each in of_layer if each.cf == found.cfs[name])
         for name, of_layer in options.items()
     ]
-    assert found.kept == sum(option.kept for option in chosen)
+    assert found.worth == sum(option.worth for option in chosen)
     most = best(options, budget)
     if most is not None:
-        assert found.kept <= most * (1 + 1e-9)
+        assert found.worth <= most * (1 + 1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,13 +58,13 @@ def test_never_more_than_the_budget_and_never_more_than_the_best(points, budget)
     ),
     spent=st.integers(0, 16),
 )
-def test_exact_where_every_further_byte_keeps_less(gains, spent):
+def test_exact_where_every_further_byte_adds_less(gains, spent):
     """Concave curves with steps of one byte: greedy is the best there is."""
     options = {
         f"layer{i}": [Option(5.0 - n, float(n), float(sum(steps[:n]))) for n in range(5)]
         for i, steps in enumerate(gains)
     }
-    assert allocate(options, spent).kept == best(options, spent)
+    assert allocate(options, spent).worth == best(options, spent)
 
 
 def test_the_bytes_go_where_the_energy_is():
@@ -78,6 +78,6 @@ def test_the_bytes_go_where_the_energy_is():
     assert allocate(options, 0).cfs == {"flat": 100, "steep": 100}  # the least there is
 
 
-def test_what_costs_more_and_keeps_less_is_never_taken():
+def test_what_costs_more_and_is_worth_less_is_never_taken():
     points = [Option(1, 10, 5), Option(2, 4, 6), Option(3, 4, 2), Option(4, 1, 1), Option(5, 2, 1)]
     assert [each.cf for each in hull(points)] == [4, 2]

@@ -33,7 +33,7 @@ def context(**other):
 
 
 def layers(energy=None):
-    energy = energy or {"big": 1.0, "small": 1.0}
+    energy = energy or {"big": 0.01, "small": 1.0}
     return {name: LayerReport(energy[name], steady=STEADY[name]) for name in NUMELS}
 
 
@@ -69,10 +69,18 @@ def test_alike_until_a_window_is_over_then_more_where_the_energy_is():
 def test_solved_again_when_the_energy_has_moved():
     policy = Layerwise(Fixed(cf=40), window=2)
     policy.start(context())
-    first = run(policy, 1, {"big": 1.0, "small": 1.0})[-1]
-    second = run(policy, 1, {"big": 1.0, "small": 0.0})[-1]
+    first = run(policy, 1, {"big": 0.01, "small": 1.0})[-1]
+    second = run(policy, 1, {"big": 0.01, "small": 0.0})[-1]
     assert first.layers[40.0]["small"] < 40
-    assert second.layers == {}  # nothing keeps more than all alike
+    assert second.layers == {}  # nothing leaves less waiting than all alike
+
+
+def test_a_layer_is_not_starved_for_the_energy_of_now():
+    """Equal energies: to keep most now, all bytes would go to the small layer, and ten times as
+    much would come to wait in the big one."""
+    policy = Layerwise(Fixed(cf=40), window=2)
+    policy.start(context())
+    assert run(policy, 1, {"big": 1.0, "small": 1.0})[-1].layers == {}
 
 
 def test_probed_cfs_are_divided_too_and_dense_is_not():

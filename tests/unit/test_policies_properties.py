@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import inf, isfinite, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from policies import (
@@ -299,17 +299,29 @@ def test_the_histories_do_reach_every_phase():
     phases = set()
     reopened = set()
 
-    @settings(max_examples=600, deadline=None, database=None, derandomize=True)
-    @given(setting=gravacs, cf_range=ranges, moves=histories)
-    def collect(setting, cf_range, moves):
-        state = json.loads(replay(GraVAC(**setting), cf_range, moves)[1])
-        phases.add((state["phase"], state["rule"]["level"]))
-        reopened.add((state["quick"], bool(state["seen"]["remembered"])))
+    def missing():
+        settled = {level for phase, level in phases if phase == "settled"}
+        return (
+            {"explore", "settled", "stay dense"} - {phase for phase, _ in phases}
+            | {0, 1, 2} - settled
+            | {(False, False), (True, True)} - reopened
+        )
 
-    collect()
-    assert {"explore", "settled", "stay dense"} <= {phase for phase, _ in phases}
-    assert {level for phase, level in phases if phase == "settled"} == {0, 1, 2}
-    assert {(False, False), (True, True)} <= reopened
+    # What is drawn also depends on the numbers in the code: what is rare may need a few rounds.
+    for number in range(10):
+
+        @seed(number)
+        @settings(max_examples=400, deadline=None, database=None)
+        @given(setting=gravacs, cf_range=ranges, moves=histories)
+        def collect(setting, cf_range, moves):
+            state = json.loads(replay(GraVAC(**setting), cf_range, moves)[1])
+            phases.add((state["phase"], state["rule"]["level"]))
+            reopened.add((state["quick"], bool(state["seen"]["remembered"])))
+
+        collect()
+        if not missing():
+            break
+    assert not missing()
 
 
 def test_a_state_is_of_one_set_of_settings():
