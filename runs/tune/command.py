@@ -44,17 +44,17 @@ def _tune(given: dict[str, Any]) -> int:
 
     where = place(os.environ)
     tunings = make_tunings(where.options(given))
-    check_all(list(tunings.values()))
+    records = check_all(list(tunings.values()))
     as_json = bool(given.get("json", False))
     out = sys.stderr if as_json else sys.stdout
     results: dict[str, dict[str, Any]] = {}
     code = 0
-    for label, tuning in tunings.items():
+    for (label, tuning), record in zip(tunings.items(), records, strict=True):
         if label and where.rank == 0:
             print(f"setting {label}", file=out, flush=True)
         try:
             with needed(tuning.url):
-                study, code = conduct(tuning, where, out)
+                study, code = conduct(tuning, record, where, out)
                 if study is not None:
                     results[label], text = make_report(tuning, study)
         except LostStorageError as error:

@@ -16,7 +16,7 @@ from runs.launch import launch
 from runs.parser import UsageError, check_writable
 from runs.result import title
 from runs.tune import study as book
-from runs.tune.screen import read, screen
+from runs.tune.screen import Record, read, screen
 from runs.tune.storage import open_storage
 from runs.tune.trial import Session, run_session, run_trials
 from runs.tune.tuning import Tuning
@@ -55,18 +55,22 @@ def place(environment: Mapping[str, str]) -> Place:
     return Place(0, None)
 
 
-def check_all(tunings: list[Tuning]) -> None:
-    """Have all errors before the first worker starts."""
+def check_all(tunings: list[Tuning]) -> list[Record | None]:
+    """Have all errors before the first worker starts; returns the records to screen on."""
+    records = []
     for tuning in tunings:
         check(tuning.config())
         check_writable(tuning.folder)
-        if tuning.screen is not None:
-            read(tuning)
+        records.append(None if tuning.screen is None else read(tuning))
+    return records
 
 
-def conduct(tuning: Tuning, where: Place, out: TextIO) -> tuple[optuna.Study | None, int]:
-    """Run the study until it is full; the study (None but on rank 0) and the exit code."""
-    study = _begin(tuning, out) if where.rank == 0 else None
+def conduct(
+    tuning: Tuning, record: Record | None, where: Place, out: TextIO
+) -> tuple[optuna.Study | None, int]:
+    """Run the study until it is full; the study (None but on rank 0) and the exit code. record: to
+    screen on, if that is wanted."""
+    study = _begin(tuning, record, out) if where.rank == 0 else None
     if where.world_size is not None:
         if where.interrupt is None:
             threads = tuning.config().threads
@@ -106,7 +110,7 @@ def _with_our_workers(tuning: Tuning, study: optuna.Study, out: TextIO) -> int:
     return code
 
 
-def _begin(tuning: Tuning, out: TextIO) -> optuna.Study:
+def _begin(tuning: Tuning, record: Record | None, out: TextIO) -> optuna.Study:
     """The study, dead trials given up, settings screened. No folder without a storage."""
     if tuning.keeps_study:
         tuning.folder.mkdir(parents=True, exist_ok=True)
@@ -114,8 +118,8 @@ def _begin(tuning: Tuning, out: TextIO) -> optuna.Study:
     tuning.folder.mkdir(parents=True, exist_ok=True)
     book.give_up_dead(study)
     print(_heading(tuning, study), file=out, flush=True)
-    if tuning.screen is not None:
-        screen(tuning, read(tuning), study, out)
+    if record is not None:
+        screen(tuning, record, study, out)
     return study
 
 

@@ -86,7 +86,7 @@ def test_without_a_storage_no_folder_is_made(
     monkeypatch.setattr(storage, "RDBStorage", _Opening(_missing()))
     tuning = make_tuning({"log_dir": str(tmp_path / "study"), "storage": SERVER})
     with pytest.raises(UsageError, match="--storage"):
-        conduct(tuning, Place(0, None), out=io.StringIO())
+        conduct(tuning, None, Place(0, None), out=io.StringIO())
     assert not tuning.folder.exists()
 
 
