@@ -77,11 +77,13 @@ class Unit:
 
 
 class Bucket:
-    """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there."""
+    """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
+    first: it is of the first backward, after which DDP cuts the buckets anew."""
 
-    def __init__(self, work: Tensor, parts: Sequence[Part]) -> None:
+    def __init__(self, work: Tensor, parts: Sequence[Part], first: bool = False) -> None:
         self.work = work
         self.parts = parts
+        self.first = first
         self.finite = all(isfinite(part.energy) for part in parts)
 
     @classmethod
@@ -93,6 +95,7 @@ class Bucket:
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
+        first: bool,
     ) -> Bucket:
         """Look at the local gradients, clip them, and add their norms to the tally."""
         parts, start = [], 0
@@ -110,7 +113,7 @@ class Bucket:
             start = stop
         if not isfinite(tally.grad):  # this step's statistics are to be skipped, by all ranks
             tally.total = tally.sample_total = nan
-        bucket = cls(work, parts)
+        bucket = cls(work, parts, first)
         tally.spoiled += not bucket.finite
         return bucket
 
@@ -125,7 +128,8 @@ class Grain:
 
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
     they are. joined: neighbouring parts are compressed as one ("bucket" granularity), not one by
-    one ("layer").
+    one ("layer"). Only in buckets that stay as they are: the first backward has a single one of the
+    whole model, for which neither the memory nor the room is laid out.
     """
 
     compressor: Compressor
@@ -136,13 +140,14 @@ class Grain:
         """The units of a bucket, in order; none crosses the border between two of `shards`
         equal shards."""
         borders = shard_borders(bucket.work.numel(), shards)
+        joined = self.joined and not bucket.first
         units: list[Unit] = []
         run: list[Range] = []
         for part in bucket.parts:
             for start, stop in _pieces(part.start, part.stop, borders):
                 piece = Range(part, start - part.start, stop - part.start)
                 small = part.grad.numel() < self.dense_below
-                if run and (small or not self.joined or start in borders):
+                if run and (small or not joined or start in borders):
                     units.append(self._unit(run, self.compressor, cfs))
                     run = []
                 if small:

@@ -59,7 +59,9 @@ class AdaptiveCompressor:
         `Policy`. None (default): "goodput" for a base that keeps the largest elements (topk and
         the threshold sparsifiers) without hooks, "gravac" otherwise.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
-        DDP bucket as one.
+        DDP bucket as one. "auto" (default): "bucket" for a base that keeps the largest elements
+        (topk, dgc, redsync, sidco, threshold), unless the policy gives layers CFs of their own,
+        else "layer".
     dense_below: tensors of fewer elements than this are sent uncompressed.
     exchange: how the ranks' payloads become the mean. "all_reduce" (compressors whose payloads
         can be summed), "all_gather", "sharded" (compressed twice; bytes do not grow with the
@@ -74,7 +76,7 @@ class AdaptiveCompressor:
         "none" for an unbiased compressor.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
-        (True: at every CF above 1; False: never; None: the compressor's own, else 32). Never at
+        (True: at every CF above 1; False: never; None: the compressor's own, else 100). Never at
         CF 1.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
         accumulated (DGC, section 3.2, per parameter, since buckets leave before the last is there).
@@ -96,7 +98,7 @@ class AdaptiveCompressor:
         cf_range: tuple[float, float] = (10, 1000),
         *,
         policy: str | Policy | None = None,
-        granularity: str = "layer",
+        granularity: str = "auto",
         dense_below: int = 0,
         exchange: str = "auto",
         hooks: Mapping[float, HookRung | DDPHook] | None = None,

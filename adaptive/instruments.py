@@ -17,11 +17,16 @@ from policies import Policy
 
 
 class Instruments:
-    """slots: of the parameters. cfs: of the shadow ladder, if there is to be one. ValueError if the
-    base has no steady state to show."""
+    """slots: of the parameters. cfs: of the shadow ladder, if there is to be one. joined: a bucket
+    is compressed as one. ValueError if the base has no steady state to show."""
 
     def __init__(
-        self, policy: Policy, base: Compressor, slots: Collection[Slot], cfs: Sequence[float]
+        self,
+        policy: Policy,
+        base: Compressor,
+        slots: Collection[Slot],
+        cfs: Sequence[float],
+        joined: bool,
     ) -> None:
         if policy.shadow and not ShadowLadder.suits(base):
             raise ValueError(
@@ -31,6 +36,7 @@ class Instruments:
             )
         self._cfs = tuple(cfs) if policy.shadow else None
         self._signal = policy.gain == "signal"
+        self._joined = joined
         self._shadow: ShadowLadder | None = None
         self.layers = LayerStatistics(slots, self._cfs or ()) if policy.layerwise else None
         self.sums = GradientSum()
@@ -38,7 +44,7 @@ class Instruments:
     def begin(self, memory: NoMemory) -> None:
         """From here on gradients are accumulated by this memory's rule."""
         if self._cfs is not None:
-            self._shadow = ShadowLadder(self._cfs, memory, self._signal, self.layers)
+            self._shadow = ShadowLadder(self._cfs, memory, self._signal, self.layers, self._joined)
 
     @property
     def ladder(self) -> tuple[float, ...]:

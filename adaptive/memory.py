@@ -13,8 +13,8 @@ from adaptive.options import MEMORIES, check_choice, check_masking, check_moment
 from adaptive.residual import NoMemory, Residual
 from compressors import Compressor
 
-MASKING = 32.0
-"""Momentum factor masking helps at CF 100 and hurts at CF 10 (docs/defaults.md)."""
+MASKING = 100.0
+"""Where momentum factor masking begins if nobody says; by measurement (docs/defaults.md)."""
 
 
 class MemoryChoice:

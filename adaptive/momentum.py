@@ -25,6 +25,7 @@ class MomentumMemory(Residual):
     """
 
     name = "momentum"
+    keeps_velocity = True
 
     def __init__(
         self,
@@ -127,11 +128,11 @@ class MomentumMemory(Residual):
         slot.started = saved is not None
         slot.velocity = None
         if saved is not None:
-            slot.velocity = slot.zeros().copy_(saved)
+            slot.velocity = slot.zeros("velocity").copy_(saved)
 
     def _step(self, slot: Slot, grad: Tensor, rule: MomentumRule) -> Tensor:
         if slot.velocity is None:
-            slot.velocity = slot.zeros()
+            slot.velocity = slot.zeros("velocity")
         slot.fresh = not slot.started and not self._has_buffer(slot)
         if slot.fresh:
             slot.velocity.copy_(grad)

@@ -16,7 +16,7 @@ from compressors import Compressor, make_compressor
 from compressors.sparsifier import Sparsifier
 from policies import Policy
 
-GRANULARITIES = ("layer", "bucket")
+GRANULARITIES = ("auto", "layer", "bucket")
 MEMORIES = ("auto", "residual", "momentum", "none")
 
 VALUES = "int4"
@@ -89,6 +89,15 @@ def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -
     return "goodput" if ShadowLadder.suits(base) and not hooks else "gravac"
 
 
+def joins(granularity: str, base: Compressor, policy: Policy) -> bool:
+    """Whether the tensors of a bucket are compressed as one. "auto": where the largest elements of
+    all can be told, since each layer then gets its share of them: at CF 20 and 100 that saves most
+    of what compression costs an image model (docs/results.md)."""
+    if granularity != "auto":
+        return granularity == "bucket"
+    return isinstance(base, Sparsifier) and base.comparable and not policy.layerwise
+
+
 def check_layerwise(
     policy: Policy, base: Compressor, layers: Mapping[str, int], hooks: Mapping[float, Any]
 ) -> None:
@@ -98,8 +107,8 @@ def check_layerwise(
         return
     if not layers:
         raise ValueError(
-            f"policy {policy.name!r} gives layers CFs of their own: it needs granularity='layer', "
-            f"attach(model), and layers that are not below dense_below"
+            f"policy {policy.name!r} gives layers CFs of their own: it needs granularity='layer' "
+            f"(or 'auto'), attach(model), and layers that are not below dense_below"
         )
     if hooks:
         raise ValueError(

@@ -45,9 +45,10 @@ class Peers:
         self._kept = np.zeros((self._cfs, WIDTH))
 
     def add(self, slot: Slot, step: int, g: Array, kept: Array, weight: float) -> None:
-        """Take in a parameter's sample, (elements,), and what each CF keeps, (CFs, elements)."""
+        """Take in the sample of one parameter or of several from `slot` on, (elements,), and what
+        each CF keeps, (CFs, elements)."""
         signs = self._signs.get(slot)
-        if signs is None:
+        if signs is None or signs.size != g.size + SHIFTS:
             draw = np.random.default_rng(crc32(slot.name.encode()))
             signs = draw.integers(0, 2, g.size + SHIFTS, dtype=np.int8) * 2 - 1
             self._signs[slot] = signs

@@ -30,7 +30,7 @@ class PolicyStart:
                 f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
             )
         assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
-        self._layers = sizes.layers() if settings.granularity == "layer" else {}
+        self._layers = sizes.layers()
         check_layerwise(settings.policy, settings.base, self._layers, hooks)
         self._cf_range = (min(low, *ends), max(high, *ends))
         settings.policy.start(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.adjoin import lay_out
 from adaptive.bucket import Bucket, Grain, Unit
 from adaptive.bucket_step import BucketStep, OnMean
 from adaptive.exchange import Exchange
@@ -61,6 +62,16 @@ class BucketReducer:
         self._instruments = instruments
         self._clip_norm = clip_norm
         self._scratch = Scratch()
+        self._first = True
+
+    @property
+    def joins(self) -> bool:
+        """The tensors of a bucket are compressed as one, in this backward."""
+        return self._grain.joined and not self._first
+
+    def end_backward(self) -> None:
+        """From the next one on buckets stay as they are."""
+        self._first = False
 
     def plain(
         self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
@@ -141,6 +152,8 @@ class BucketReducer:
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
         bucket = self._open(buffer, slots, step, tally)
+        if self._grain.joined and self._memory.keeps_residual:
+            lay_out(slots, self._memory.keeps_velocity)
         shards = self._exchange.world_size if strategy.sharded else 1
         work = BucketStep(
             index,
@@ -171,7 +184,7 @@ class BucketReducer:
     def _open(self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
-        bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm)
+        bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm, self._first)
         self._instruments.observe(bucket, tally)
         return bucket
 

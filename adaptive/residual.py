@@ -10,7 +10,8 @@ memory is as it was before the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ class Slot:
     residual: allocated at the first compressed step; meaningless unless `filled`.
     velocity: with momentum correction only. started: the velocity has had its first step.
     fresh: that first step was this one (SGD does not dampen it).
+    arrived: when its gradient was ready in the first backward, among all. places: where residual
+    and velocity go, if they are to lie next to others'.
     """
 
     name: str
@@ -33,18 +36,24 @@ class Slot:
     velocity: Tensor | None = None
     started: bool = False
     fresh: bool = False
+    arrived: float = inf
+    places: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
 
-    def zeros(self) -> Tensor:
+    def zeros(self, what: str = "") -> Tensor:
+        """what: "residual" or "velocity", if it is to be that."""
+        place = self.places.get(what)
+        if place is not None:
+            return place.zero_()
         return torch.zeros(self.param.numel(), dtype=self.dtype, device=self.param.device)
 
     def open_residual(self) -> Tensor:
         """The residual, zero if it was empty."""
         if self.residual is None:
-            self.residual = self.zeros()
+            self.residual = self.zeros("residual")
         elif not self.filled:
             self.residual.zero_()
         self.filled = True
@@ -77,6 +86,7 @@ class NoMemory:
 
     name = "none"
     keeps_residual = False
+    keeps_velocity = False
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         self._maybe_unused = maybe_unused

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import agree, describe_sizes
+from adaptive.arrival import Arrival
 from adaptive.bucket import Grain
 from adaptive.controller import Controller
 from adaptive.exchange import Exchange
@@ -28,6 +29,7 @@ from adaptive.foreign import send_through
 from adaptive.instruments import Instruments
 from adaptive.link import EmulatedLink
 from adaptive.model_memory import ModelMemory
+from adaptive.options import joins
 from adaptive.policy_start import PolicyStart
 from adaptive.recorder import Recorder
 from adaptive.reduce import BucketReducer
@@ -68,10 +70,12 @@ class Session:
         self._optimizer, self._scaler = optimizer, scaler
         self._pipeline = Pipeline(settings.clock)
         self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
-        self._grain = Grain(settings.base, settings.granularity == "bucket", settings.dense_below)
+        joined = joins(settings.granularity, settings.base, settings.policy)
+        self._grain = Grain(settings.base, joined, settings.dense_below)
         self._sizes = Sizes(
             self._slots,
             settings.base,
+            joined,
             settings.dense_below,
             settings.hooks.keys(),
             self._ways,
@@ -105,16 +109,19 @@ class Session:
             self._ways.by_energy,
         )
         self._watch_forward()
+        # With unused parameters buckets stay as they are from the first backward on.
+        fixed = model is None or model.find_unused_parameters
+        self._arrival = Arrival(self._slots) if self._grain.joined and not fixed else None
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, slots = self.settings, self.settings.base, self._slots
         self._start = PolicyStart(settings, self._sizes, self.exchange.world_size)
         self._instruments = Instruments(
-            settings.policy, base, slots.values(), self._start.candidates
+            settings.policy, base, slots.values(), self._start.candidates, self._grain.joined
         )
         self._choose_memory()
-        if settings.granularity == "bucket" and not base.keeps_zeros and slots.maybe_unused():
+        if self._grain.joined and not base.keeps_zeros and slots.maybe_unused():
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} on a model with parameters "
                 f"that a step may not use (find_unused_parameters, static_graph): it makes "
@@ -168,6 +175,7 @@ class Session:
         stopwatch, entered = controller.stopwatch, controller.stopwatch.clock()
         buffer = bucket.buffer()
         slots = [self._slots.find(p) for p in bucket.parameters()]
+        self._sizes.see(bucket.index(), slots, self._reducer.joins)
         rung = self.settings.hooks.get(controller.plan.send)
         scale = self._loss_scale(buffer.device)
         work = buffer
@@ -197,6 +205,9 @@ class Session:
             )
         if bucket.is_last():
             controller.end_step(buffer.device)
+            self._reducer.end_backward()
+            if self._arrival is not None:
+                self._arrival.end()
         stopwatch.hook_left(entered, self._pipeline.take_waited())
 
         def finish(future: Future[Tensor]) -> Tensor:

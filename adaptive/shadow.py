@@ -9,7 +9,6 @@ a small top-k a CF and a step, and a sample-sized residual a CF.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,40 +18,21 @@ from torch import Tensor
 from adaptive.bucket import Bucket, Part
 from adaptive.largest import largest
 from adaptive.layer_statistics import LayerStatistics
-from adaptive.momentum import MomentumRule
-from adaptive.residual import NoMemory, Slot
-from adaptive.signal import Signal, Trace
+from adaptive.residual import MomentumRule, NoMemory, Slot
+from adaptive.shadow_group import ShadowGroup
+from adaptive.signal import Signal
 from adaptive.tally import Tally
 from compressors import Compressor, Sparsifier
-from compressors.base import kept
 from compressors.norms import Array, on_numpy
 
 WHOLE = 1024
 """Elements up to which a tensor is its own sample."""
 
+WHOLE_BUCKET = 16384
+"""The same, of a bucket that is compressed as one."""
+
 SHARE = 64
-"""Of larger tensors, one element in this many (at least WHOLE)."""
-
-
-@dataclass(eq=False)
-class Shadow:
-    """One parameter's sample. residual: (CFs, sample elements). velocity: as much, with momentum
-    only, since masking makes it differ from CF to CF."""
-
-    residual: Array
-    velocity: Array | None = None
-
-
-class _Sample:
-    """How a parameter is sampled. weight: elements that a sampled one stands for. wanted: how many
-    of them each CF keeps. above: where to look for these first; speed, not state."""
-
-    def __init__(self, numel: int, cfs: Sequence[float]) -> None:
-        self.stride = max(1, numel // max(WHOLE, numel // SHARE))
-        size = -(-numel // self.stride)
-        self.weight = numel / size  # large tensors are sampled more thinly
-        self.wanted = [max(1, round(kept(numel, cf) * size / numel)) for cf in cfs]
-        self.above = np.zeros(len(cfs))
+"""Of what is larger, one element in this many (at least as many as of the above)."""
 
 
 class ShadowLadder:
@@ -60,7 +40,8 @@ class ShadowLadder:
 
     memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
     that signal gain is made of as well (adaptive/signal.py); they are of plain error feedback, so
-    that the shadow then leaves momentum out. layers: told of each layer, if somebody asks.
+    that the shadow then leaves momentum out. layers: told of each layer, if somebody asks. joined:
+    the parameters of a bucket are compressed as one.
     """
 
     def __init__(
@@ -69,13 +50,16 @@ class ShadowLadder:
         memory: NoMemory,
         signal: bool = False,
         layers: LayerStatistics | None = None,
+        joined: bool = False,
     ) -> None:
         self.cfs = tuple(cfs)
         self.signal = Signal(len(self.cfs)) if signal else None
         self._memory = memory
         self._layers = layers
-        self._shadows: dict[Slot, Shadow] = {}
-        self._samples: dict[Slot, _Sample] = {}
+        self._joined = joined
+        self._groups: dict[tuple[Slot, ...], ShadowGroup] = {}
+        self._group_of: dict[Slot, ShadowGroup] = {}
+        self._strides: dict[Slot, int] = {}
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
     @staticmethod
@@ -86,75 +70,106 @@ class ShadowLadder:
     def step(self, bucket: Bucket, tally: Tally) -> None:
         """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
         gradients are left as they are. A bucket that is not finite is passed over."""
-        if bucket.finite:
-            for part in bucket.parts:
-                if part.grad.numel() and not part.held:
-                    self._step(part, tally)
+        if not bucket.finite:
+            return
+        parts = [part for part in bucket.parts if part.grad.numel() and not part.held]
+        if not parts:
+            return
+        together = [parts] if self._joined else [[part] for part in parts]
+        for alike in together:
+            self._choose_stride([part.slot for part in alike])
+        if bucket.first:  # even those to be joined later on are compressed one by one
+            together = [[part] for part in parts]
+        for each in together:
+            self._step(each, tally)
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name: residual and velocity of the sample, and the trace of signal gain."""
-        return {slot.name: self._state(slot, held) for slot, held in self._shadows.items()}
-
-    def _state(self, slot: Slot, held: Shadow) -> dict[str, Any]:
-        trace = None if self.signal is None else self.signal.traces.get(slot)
-        return {"shadow": _tensors(held)} | ({} if trace is None else {"trace": _tensors(trace)})
+        """By parameter name: the distance of its sampled elements, and what is kept of them."""
+        return {
+            slot.name: {"stride": self._strides[slot], **_tensors(group.of(slot))}
+            for slot, group in self._group_of.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
         """Go on from a `state_dict()`."""
-        slots = {by_name[name]: held for name, held in state.items()}
-        self._shadows = {s: Shadow(**_arrays(held["shadow"])) for s, held in slots.items()}
-        if self.signal is not None:
-            traced = {s: held["trace"] for s, held in slots.items() if "trace" in held}
-            self.signal.traces = {s: Trace(**_arrays(trace)) for s, trace in traced.items()}
+        self._groups, self._group_of, self._strides = {}, {}, {}
+        for name, held in state.items():
+            slot, arrays = by_name[name], dict(held)
+            self._strides[slot] = int(arrays.pop("stride"))
+            group = self._group_of[slot] = ShadowGroup([slot], [self._strides[slot]], self.cfs)
+            group.take_over(slot, {k: v.numpy() for k, v in arrays.items()})
 
-    def _step(self, part: Part, tally: Tally) -> None:
-        how = self._samples.get(part.slot)
-        if how is None:
-            how = self._samples[part.slot] = _Sample(part.grad.numel(), self.cfs)
-        sample = _sampled(part.grad, how.stride)
-        shadow = self._shadows.get(part.slot)
-        fresh = shadow is None
-        if shadow is None:
-            shadow = self._shadows[part.slot] = self._begin(part.slot, sample, how.stride)
-            fresh = shadow.velocity is None
-        rule = self._rule(part.slot)
-        _accumulate(shadow, sample, rule, fresh)
-        a = shadow.residual
-        sent = largest(a, how.wanted, how.above)
-        total, weight = _energies(a), how.weight
+    def _step(self, parts: Sequence[Part], tally: Tally) -> None:
+        fresh = {part.slot for part in parts if part.slot not in self._group_of}
+        group = self._group([part.slot for part in parts])
+        samples = [_sampled(p.grad, n) for p, n in zip(parts, group.strides, strict=True)]
+        g = samples[0] if len(samples) == 1 else np.concatenate(samples)
+        a = self._accumulate(group, g, fresh)
+        sent = largest(a, group.wanted, group.above)
+        total, weight = _energies(a), group.weight
         if self.signal is not None:
-            self.signal.multiply(part.slot, sample, weight, tally)
-            kept_now = np.where(sent, a, 0)
-            self.signal.keep(part.slot, sample, kept_now)
-            self.signal.peers.add(part.slot, part.key.step, sample, kept_now, weight)
+            self.signal.step(group, parts[0].key.step, g, np.where(sent, a, 0), tally)
         np.copyto(a, 0, where=sent)
         lost = _energies(a)
-        if shadow.velocity is not None and self._masked.any():
-            shadow.velocity[sent & self._masked[:, None]] = 0
+        velocity = group.arrays.get("velocity")
+        if velocity is not None and self._masked.any():
+            velocity[sent & self._masked[:, None]] = 0
         totals, errors = (weight * total).tolist(), (weight * lost).tolist()
         for i in range(len(self.cfs)):
             tally.shadow_total[i] += totals[i]
             tally.shadow_error[i] += errors[i]
-        if self._layers is not None:
-            self._layers.add_levels(part.slot, errors, totals)
+        if self._layers is not None and not self._joined:
+            self._layers.add_levels(parts[0].slot, errors, totals)
+
+    def _choose_stride(self, slots: Sequence[Slot]) -> None:
+        """Of samples that are looked at together, the first time that they are."""
+        if any(slot not in self._strides for slot in slots):
+            numel = sum(slot.param.numel() for slot in slots)
+            least = WHOLE_BUCKET if self._joined else WHOLE
+            stride = max(1, numel // max(least, numel // SHARE))
+            self._strides = {**dict.fromkeys(slots, stride), **self._strides}
+
+    def _group(self, slots: Sequence[Slot]) -> ShadowGroup:
+        """Of these slots in this order; buckets are cut anew after the first step."""
+        group = self._groups.get(tuple(slots))
+        if group is None:
+            group = ShadowGroup(slots, [self._strides[slot] for slot in slots], self.cfs)
+            for slot in slots:
+                if slot in self._group_of:
+                    group.take_over(slot, self._group_of[slot].of(slot))
+                self._group_of[slot] = group
+            now = set(slots)
+            self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
+            self._groups[group.slots] = group
+        return group
+
+    def _accumulate(self, group: ShadowGroup, g: Array, fresh: set[Slot]) -> Array:
+        """The residuals become the error-fed gradients, by the memory's own rule."""
+        a = group.array("residual", len(self.cfs), g.dtype)
+        rules = {slot: self._rule(slot) for slot in group.slots}
+        if not any(rule and rule.momentum for rule in rules.values()):
+            a += g
+            return a
+        u = group.array("velocity", len(self.cfs), g.dtype)
+        for slot, rule in rules.items():
+            place = group.place(slot)
+            if rule is None or not rule.momentum:
+                a[:, place] += g[place]
+            else:
+                taken_over = slot.velocity if slot in fresh else None
+                if taken_over is not None:
+                    u[:, place] = _sampled(taken_over, self._strides[slot])
+                first = slot in fresh and taken_over is None
+                _add(a[:, place], u[:, place], g[place], rule, first)
+        return a
 
     def _rule(self, slot: Slot) -> MomentumRule | None:
         """How the shadow accumulates; None: by plain error feedback."""
         return None if self.signal is not None else self._memory.rule(slot)
 
-    def _begin(self, slot: Slot, sample: Array, stride: int) -> Shadow:
-        shadow = Shadow(np.zeros((len(self.cfs), sample.size), sample.dtype))
-        if slot.velocity is not None and self._rule(slot) is not None:  # taken over
-            shadow.velocity = shadow.residual + _sampled(slot.velocity, stride)
-        return shadow
 
-
-def _tensors(kept: Shadow | Trace) -> dict[str, Tensor]:
-    return {k: torch.from_numpy(v.copy()) for k, v in vars(kept).items() if v is not None}
-
-
-def _arrays(state: Mapping[str, Tensor]) -> dict[str, Array]:
-    return {k: v.numpy().copy() for k, v in state.items()}
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(v.copy()) for k, v in arrays.items()}
 
 
 def _sampled(grad: Tensor, stride: int) -> Array:
@@ -162,24 +177,15 @@ def _sampled(grad: Tensor, stride: int) -> Array:
     return sample.numpy() if on_numpy(sample) else sample.float().cpu().numpy()
 
 
-def _accumulate(shadow: Shadow, g: Array, rule: MomentumRule | None, fresh: bool) -> None:
-    """The residuals become the error-fed gradients, by the memory's own rule."""
-    if rule is None or not rule.momentum:
-        shadow.residual += g
-        return
-    if shadow.velocity is None:
-        shadow.velocity = np.zeros_like(shadow.residual)
-    u = shadow.velocity
-    if fresh:  # SGD does not dampen the first step
-        u += g
-    else:
-        u *= rule.momentum
-        u += (1 - rule.dampening) * g
+def _add(a: Array, u: Array, g: Array, rule: MomentumRule, first: bool) -> None:
+    """Residual and velocity of one slot, in place. first: SGD does not dampen its first step."""
+    u *= rule.momentum
+    u += g if first else (1 - rule.dampening) * g
     if rule.nesterov:
-        shadow.residual += rule.momentum * u
-        shadow.residual += g
+        a += rule.momentum * u
+        a += g
     else:
-        shadow.residual += u
+        a += u
 
 
 def _energies(rows: Array) -> Array:

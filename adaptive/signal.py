@@ -10,38 +10,24 @@ how much the ranks' own gradients differ from their mean).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from adaptive.peers import Peers
-from adaptive.residual import Slot
+from adaptive.shadow_group import ShadowGroup
 from adaptive.tally import Tally
 from compressors.norms import Array
 
 
-@dataclass(eq=False)
-class Trace:
-    """Of one parameter's sample in the last step. grad: (elements,). kept: (CFs, elements)."""
-
-    grad: Array
-    kept: Array
-
-
 class Signal:
-    """The traces of all parameters. cfs: how many."""
+    """The products of one step with the one before, and the sketches. cfs: how many."""
 
     def __init__(self, cfs: int) -> None:
-        self.traces: dict[Slot, Trace] = {}
         self.peers = Peers(cfs)
 
-    def multiply(self, slot: Slot, g: Array, weight: float, tally: Tally) -> None:
-        """Add the products of `g` with the last step's gradient and what was kept of it."""
-        trace = self.traces.get(slot)
-        if trace is None:
-            return
-        for i, product in enumerate((trace.kept @ g).tolist()):
-            tally.signal[i] += weight * product
-        tally.signal_total += weight * float(trace.grad @ g)
-
-    def keep(self, slot: Slot, g: Array, kept: Array) -> None:
-        """What plain error feedback sends of this step, as the shadow has found it."""
-        self.traces[slot] = Trace(g.copy(), kept)
+    def step(self, group: ShadowGroup, step: int, g: Array, sent: Array, tally: Tally) -> None:
+        """Take in a group's sample, and what each CF sends of it as the shadow has found it."""
+        before = group.arrays
+        if "grad" in before:
+            for i, product in enumerate((before["sent"] @ g).tolist()):
+                tally.signal[i] += group.weight * product
+            tally.signal_total += group.weight * float(before["grad"] @ g)
+        before["grad"], before["sent"] = g.copy(), sent
+        self.peers.add(group.slots[0], step, g, sent, group.weight)

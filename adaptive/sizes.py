@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,21 @@ BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
 
 
+_ONE = torch.Size([1])
+
+
+class _Unit(NamedTuple):
+    """A tensor at a CF. exact: it travels uncompressed in a step that compresses."""
+
+    shape: torch.Size
+    cf: float
+    exact: bool
+
+
 class Sizes:
-    """slots: of the parameters, which may still be found one by one. dense_below: elements.
+    """slots: of the parameters, which may still be found one by one. joined: those of a bucket are
+    compressed as one; policies are told the bytes of a model that is a single one, which is next to
+    the same and never changes. dense_below: elements.
 
     hooks: the CFs that foreign hooks send. named: all parameters are known.
     """
@@ -30,6 +44,7 @@ class Sizes:
         self,
         slots: Mapping[Tensor, Slot],
         base: Compressor,
+        joined: bool,
         dense_below: int,
         hooks: Collection[float],
         ways: ExchangeChoice,
@@ -38,6 +53,8 @@ class Sizes:
     ) -> None:
         self._slots = slots
         self._base = base
+        self._joined = joined
+        self._buckets: dict[int, Sequence[Slot]] = {}
         self._dense_below = dense_below
         self._hooks = hooks
         self._ways = ways
@@ -45,6 +62,12 @@ class Sizes:
         self._named = named
         self._payload_bytes: dict[float, float] = {}
         self._by_name: dict[str, Slot] = {}
+
+    def see(self, index: int, slots: Sequence[Slot], joined: bool) -> None:
+        """What a bucket of this step holds, and whether it is compressed as one."""
+        if index == 0:
+            self._buckets = {}
+        self._buckets.update({index: slots} if joined else {})
 
     def numel(self) -> int:
         """Elements of all gradients."""
@@ -55,15 +78,14 @@ class Sizes:
         if self._elsewhere(cfs.send):
             return self.numel() / cfs.send
         return sum(
-            float(slot.param.numel())
-            if self._exact(slot, cf := cfs.sent(slot.name))
-            else self._base.floats_for(tuple(slot.param.shape), cf)
-            for slot in self._slots.values()
+            float(unit.shape.numel()) if unit.exact else self._base.floats_for(unit.shape, unit.cf)
+            for unit in self._units(cfs, self._buckets.values())
         )
 
     def layers(self) -> dict[str, int]:
-        """Elements of each parameter that is compressed, by name; empty if they are not known."""
-        slots = self._slots.values() if self._named else ()
+        """Elements of each parameter that is compressed by itself, by name; empty if they are not
+        known."""
+        slots = self._slots.values() if self._named and not self._joined else ()
         numels = {slot.name: slot.param.numel() for slot in slots}
         return {name: numel for name, numel in numels.items() if numel >= max(1, self._dense_below)}
 
@@ -76,14 +98,14 @@ class Sizes:
         """Payload bytes of one parameter at `cf`."""
         if layer not in self._by_name:
             self._by_name = {slot.name: slot for slot in self._slots.values()}
-        return self._slot_nbytes(self._by_name[layer], cf)
+        return self._nbytes(self._unit(self._by_name[layer], cf))
 
     def payload_nbytes(self, cf: float) -> float:
         """Bytes handed to the collectives in a step that the base compresses by `cf`, all layers
         alike."""
         nbytes = self._payload_bytes.get(cf)
         if nbytes is None:
-            nbytes = sum(self._slot_nbytes(slot, cf) for slot in self._slots.values())
+            nbytes = sum(map(self._nbytes, self._units(StepCFs(cf), self._whole())))
             if self._named:
                 self._payload_bytes[cf] = nbytes
         return nbytes
@@ -104,22 +126,36 @@ class Sizes:
         return on_wire(self.payload_nbytes(cf), self._world_size)
 
     def supported(self, cf: float) -> float:
-        """The nearest CF that the base or a hook can really do; the base on its largest tensor,
-        where it matters most."""
+        """The nearest CF that the base or a hook can really do; the base on the largest that it
+        compresses, where it matters most."""
         if self._elsewhere(cf):
             return cf
-        largest = max(self._slots, key=Tensor.numel, default=torch.empty(1))
-        return self._base.supported_for(cf, tuple(largest.shape))
+        shapes = [unit.shape for unit in self._units(StepCFs(cf), self._whole()) if not unit.exact]
+        largest = max(shapes, key=lambda shape: shape.numel(), default=_ONE)
+        return self._base.supported_for(cf, largest)
 
     def _elsewhere(self, cf: float) -> bool:
         """The base has no part in a step at `cf`."""
         return cf == DENSE or cf in self._hooks
 
-    def _exact(self, slot: Slot, cf: float) -> bool:
-        """A parameter travels uncompressed in a step that compresses."""
-        return cf == DENSE or slot.param.numel() < self._dense_below
+    def _whole(self) -> Sequence[Collection[Slot]]:
+        return [self._slots.values()] if self._joined else []
 
-    def _slot_nbytes(self, slot: Slot, cf: float) -> float:
-        if self._exact(slot, cf):
-            return 4.0 * slot.param.numel()
-        return self._base.payload_nbytes_for(tuple(slot.param.shape), cf)
+    def _units(self, cfs: StepCFs, joined: Collection[Collection[Slot]]) -> Iterator[_Unit]:
+        """What a step compresses or sends as it is, one by one. joined: what is compressed as one;
+        if nothing is, all slots are by themselves."""
+        for slots in joined or [[slot] for slot in self._slots.values()]:
+            units = [self._unit(slot, cfs.sent(slot.name)) for slot in slots]
+            yield from (unit for unit in units if unit.exact or len(slots) == 1)
+            together = sum(u.shape.numel() for u in units if not u.exact and len(slots) > 1)
+            if together:
+                yield _Unit(torch.Size([together]), cfs.send, False)
+
+    def _unit(self, slot: Slot, cf: float) -> _Unit:
+        exact = cf == DENSE or slot.param.numel() < self._dense_below
+        return _Unit(slot.param.shape, cf, exact)
+
+    def _nbytes(self, unit: _Unit) -> float:
+        if unit.exact:
+            return 4.0 * unit.shape.numel()
+        return self._base.payload_nbytes_for(unit.shape, unit.cf)

@@ -37,6 +37,8 @@ class AdaComp(Sparsifier):
     """
 
     name = "adacomp"
+    comparable = False
+    """The latest gradient, which the rule needs, is not at hand where tensors are joined."""
 
     def __init__(self, bin_size: int | None = None, values: str | ValueFormat = "fp32") -> None:
         super().__init__(values)

@@ -73,6 +73,9 @@ class Sparsifier(Compressor):
     exact_count = False
     """Always keeps exactly k: another count is a corrupt payload."""
 
+    comparable = True
+    """Chooses by magnitude alone, so that tensors can be compressed together."""
+
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
         self._code(make_values(values))
 

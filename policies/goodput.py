@@ -5,6 +5,11 @@ at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`)
 (policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
 network moves the CF as soon as it shows.
 
+Signal gain s counts squared. Along a direction c the loss falls by at most <c, G>^2 / (2 c'Hc),
+with G the true gradient and H the curvature; in steady state c has about the energy of the gradient
+g itself (DESIGN section 5, the raw gain), so that this is s^2 of what it is along g. The rest of a
+step is noise, which costs quality and not only time (docs/results.md compares).
+
 A dense step over a slow network can take as long as a hundred compressed ones, so not even the
 first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
 them that a later, smaller CF lets go all at once sets training back. A run begins at the smallest
@@ -24,7 +29,7 @@ from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.forecast import Forecast
 from policies.ladder import SCALINGS, make_ladder
 from policies.reasons import change
-from policies.signal import SignalGain
+from policies.signal import ERROR_FED, SignalGain
 
 GAIN_WEIGHT = 0.1
 """Of a new step: gains move slowly, and one step's is noisy."""
@@ -39,7 +44,8 @@ class Goodput(Policy):
     """Sends the smallest CF for `opening` steps, then whichever CF promises most.
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
-    margin: how much more than the CF in use another must promise, in (0, 1]. cooldown: steps
+    margin: how much more than the CF in use another must promise, in (0, 1]; dense just more.
+    cooldown: steps
     between switches; on the way to a CF that sends many more bytes, `opening`. epsilon: smallest
     gain worth sending, once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady
     state).
@@ -116,12 +122,14 @@ class Goodput(Policy):
         return self._ladder
 
     def t_comp(self) -> dict[float, float]:
-        """Steps a second x gain that each CF promises; dense and those of which enough is known."""
+        """Steps a second x gain (signal gain squared) that each CF promises; dense and those of
+        which enough is known."""
         promised = {}
+        power = 1 if self._signal is None or self._signal.basis == ERROR_FED else 2
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
             if gain is not None and seconds and (cf == DENSE or gain > self.epsilon):
-                promised[cf] = gain / seconds
+                promised[cf] = gain**power / seconds
         return promised
 
     def status(self) -> Mapping[str, float]:
@@ -150,7 +158,7 @@ class Goodput(Policy):
         best = max(others, key=lambda cf: (others[cf], -cf))
         here = promised.get(self._send, 0.0)
         return (
-            f"it changes when a CF promises a T_comp above {(1 + self.margin) * here:.4g}; the "
+            f"it changes when a CF promises a T_comp above {self._needed(best, here):.4g}; the "
             f"best other one, CF {best:g}, promises {others[best]:.4g}"
         )
 
@@ -192,7 +200,7 @@ class Goodput(Policy):
             return
         best = max(promised, key=lambda cf: (promised[cf], -cf))
         self._arriving = False
-        if best == self._send or promised[best] <= (1 + self.margin) * here:
+        if best == self._send or promised[best] <= self._needed(best, here):
             return
         told = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({told})"
@@ -202,6 +210,11 @@ class Goodput(Policy):
             why = f"on the way to {best:g}, {why}"
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
         self._send, self._since = goal, 0
+
+    def _needed(self, cf: float, here: float) -> float:
+        """T_comp that another CF must promise. Dense, which loses nothing, need not be better by a
+        margin: where the network costs nothing a small CF would come as close as that."""
+        return here if cf == DENSE else (1 + self.margin) * here
 
     def _within_reach(self, best: float) -> float:
         """The CF itself, or on the way there the one with the most bytes that may be tried."""

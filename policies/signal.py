@@ -3,14 +3,16 @@ gradient of other noise (docs/signal-gain.md).
 
 The other gradient is a peer's of the same step, or, where the ranks' products are not clear, the
 next step's: that one has moved along this step's own noise, and turns against it where steps
-overshoot. If neither ratio has a meaning the steady-state error-fed gain of the same CF decides,
+overshoot. If neither ratio has a meaning, the gains stay what they were when one last had: noise
+hides the signal where it is most of the gradient, after a learning rate drop for instance, and that
+is no reason to compress less. Before there was ever one, the steady-state error-fed gain decides,
 which is always defined (and smaller, so that a CF goes down sooner than up).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 from policies.average import Average
@@ -20,15 +22,18 @@ from policies.mean_ratio import WEIGHT, MeanRatio
 HUGE = 1e150
 """Norms from here on have no square."""
 
-PEERS, NEXT, ERROR_FED = "<g, g of a peer>", "<g, g of the next step>", "the error-fed gain"
+PEERS, NEXT = "<g, g of a peer>", "<g, g of the next step>"
+HELD, ERROR_FED = "what was clear last", "the error-fed gain"
+_LEVELS = (ERROR_FED, HELD, NEXT, PEERS)
 
 
 class SignalGain:
-    """peers, next: the two ratios. basis: what decides, one of the three above."""
+    """peers, next: the two ratios. basis: what decides, one of the four above."""
 
     def __init__(self) -> None:
         self.peers, self.next = MeanRatio(), MeanRatio()
         self._steady: dict[float, Average] = {}
+        self._held: dict[float, float] = {}  # the gains when a ratio was last clear
 
     def observe(self, report: StepReport) -> str:
         """Take in one step; in words, what decides from now on if that has changed, else ""."""
@@ -38,18 +43,25 @@ class SignalGain:
         self.next.add(report.signal, report.signal_total, energy)
         for cf, steady in report.steady.items():
             self._steady.setdefault(cf, Average(WEIGHT)).add(steady)
+        if self.clear:
+            ratio = self.peers if self.peers.clear else self.next
+            self._held.update(
+                (cf, gain) for cf in self._steady if isfinite(gain := ratio.value(cf))
+            )
         return "" if self.basis == before else f"{self.basis} decides, {self.numbers()}"
 
     @property
     def basis(self) -> str:
         if self.peers.clear:
             return PEERS
-        return NEXT if self.next.clear else ERROR_FED
+        if self.next.clear:
+            return NEXT
+        return HELD if self._held else ERROR_FED
 
     @property
     def clear(self) -> bool:
         """One of the ratios decides."""
-        return self.basis != ERROR_FED
+        return self.peers.clear or self.next.clear
 
     def numbers(self) -> str:
         """How clear the ratios are, in words."""
@@ -57,8 +69,8 @@ class SignalGain:
 
     def gain(self, cf: float) -> float | None:
         """In [0, 1]: of whichever decides; None if nothing is known of this CF."""
-        value = {PEERS: self.peers, NEXT: self.next}[self.basis].value(cf) if self.clear else None
-        if value is None or value != value:
+        value = self._held.get(cf)
+        if value is None:
             steady = self._steady.get(cf)
             if steady is None or not steady.count:
                 return None
@@ -66,10 +78,10 @@ class SignalGain:
         return min(1.0, max(0.0, value))
 
     def status(self) -> dict[str, float]:
-        """For the timeline: what decides (2: peers, 1: next step, 0: error-fed gain), and by how
-        many standard errors the ratios are clear."""
+        """For the timeline: what decides (3: peers, 2: next step, 1: what was clear last, 0: the
+        error-fed gain), and by how many standard errors the ratios are clear."""
         return {
-            "signal": float((ERROR_FED, NEXT, PEERS).index(self.basis)),
+            "signal": float(_LEVELS.index(self.basis)),
             "peers_errors": self.peers.errors,
             "next_errors": self.next.errors,
         }
@@ -80,6 +92,7 @@ class SignalGain:
             "peers": self.peers.state_dict(),
             "next": self.next.state_dict(),
             "steady": [[cf, average.state_dict()] for cf, average in self._steady.items()],
+            "held": [list(item) for item in self._held.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,3 +103,4 @@ class SignalGain:
         for cf, saved in state["steady"]:
             self._steady[float(cf)] = Average(WEIGHT)
             self._steady[float(cf)].load_state_dict(saved)
+        self._held = {float(cf): float(gain) for cf, gain in state["held"]}

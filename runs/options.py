@@ -117,7 +117,9 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--exchange", help=f"how payloads become the mean: {', '.join(EXCHANGES)} (auto)"
     )
     how.add_argument(
-        "--granularity", help="compress tensor by tensor (layer) or a whole bucket as one (layer)"
+        "--granularity",
+        help="compress tensor by tensor (layer), or a whole bucket as one (bucket); auto: bucket "
+        "where the base keeps the largest elements of all (auto)",
     )
     how.add_argument(
         "--dense-below",
@@ -132,7 +134,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--masking",
         type=switch_or_number,
         metavar="on|off|CF",
-        help="momentum factor masking, always, never, or from a CF on (32)",
+        help="momentum factor masking, always, never, or from a CF on (100)",
     )
     how.add_argument(
         "--clip-norm",

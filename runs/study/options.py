@@ -158,5 +158,10 @@ def _config(
     common: dict[str, Any], options: dict[str, Any], folder: Path, label: str, seed: int
 ) -> TrainConfig:
     name = f"{options['policy']} {label} seed{seed}".replace(" ", "-")
-    own = {"base": BASE, "seed": seed, "log_dir": str(folder / "runs" / name)}
+    own = {
+        "base": BASE,
+        "granularity": "layer",
+        "seed": seed,
+        "log_dir": str(folder / "runs" / name),
+    }
     return make_config({**common, **options, **own})

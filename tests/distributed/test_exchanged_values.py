@@ -111,9 +111,9 @@ def test_powersgd_is_as_good_in_many_buckets_as_in_one(grain: str) -> None:
 def _gains(rank: int, exchange: str, alike: bool) -> dict[str, float]:
     model = DDP(small_net())
     policy = Scripted([10.0], (40.0,))
-    AdaptiveCompressor("topk", (2, 100), policy=policy, exchange=exchange, memory="none").attach(
-        model
-    )
+    AdaptiveCompressor(
+        "topk", (2, 100), policy=policy, exchange=exchange, memory="none", granularity="layer"
+    ).attach(model)
     for step in range(3):
         loss_of(model, step, 0 if alike else rank).backward()
     first = policy.reports[0].measurements

@@ -58,7 +58,9 @@ def _masked(rank: int, masking: float | bool, cf: float) -> list[tuple[int, int]
     model = DDP(small_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     policy = Scripted([cf])
-    compressor = AdaptiveCompressor("topk", (1, 1000), policy=policy, masking=masking)
+    compressor = AdaptiveCompressor(
+        "topk", (1, 1000), policy=policy, masking=masking, granularity="layer"
+    )
     compressor.attach(model, optimizer=optimizer)
     loss_of(model, 0, rank).backward()
     memory = compressor.state_dict()["memory"]

@@ -26,15 +26,17 @@ class Watching(Scripted):
         return LADDER
 
 
-def _reports(rank: int, cf: float, momentum: float, nesterov: bool) -> list[StepReport]:
+def _reports(
+    rank: int, cf: float, momentum: float, nesterov: bool, granularity: str = "auto"
+) -> list[StepReport]:
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.01, momentum=momentum, nesterov=nesterov, weight_decay=0.01
     )
     policy = Watching([cf])
-    AdaptiveCompressor("topk+fp32", (1, 100), policy=policy, masking=25).attach(
-        model, optimizer=optimizer
-    )
+    AdaptiveCompressor(
+        "topk+fp32", (1, 100), policy=policy, masking=25, granularity=granularity
+    ).attach(model, optimizer=optimizer)
     for step in range(10):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -44,10 +46,11 @@ def _reports(rank: int, cf: float, momentum: float, nesterov: bool) -> list[Step
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("cf", LADDER)
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
 def test_where_the_sample_is_the_whole_it_is_the_gain_of_the_cf_in_use(
-    cf: float, momentum: float, nesterov: bool
+    granularity: str, cf: float, momentum: float, nesterov: bool
 ) -> None:
-    everyone = run_ranks(2, _reports, cf, momentum, nesterov)
+    everyone = run_ranks(2, _reports, cf, momentum, nesterov, granularity)
     for report in everyone[0]:
         delivered = report.measurements[cf].gain("error_fed")
         assert report.steady[cf] == pytest.approx(delivered, rel=1e-9)
@@ -63,13 +66,14 @@ def test_it_also_learns_while_dense_is_sent() -> None:
     assert reports[-1].steady[30.0] < reports[0].steady[30.0]  # the residual builds up
 
 
-def _real_task(rank: int, cf: float, steps: int) -> dict[str, Any]:
+def _real_task(rank: int, cf: float, steps: int, granularity: str) -> dict[str, Any]:
     """Mean over the second half of the steps: predicted gains, and the one of the CF in use."""
     task = make_task("text", batch_size=2, lr=0.3)
     model = DDP(task.build_model())
     optimizer = task.optimizer(model)
     policy = Watching([cf])
-    AdaptiveCompressor("topk", (10, 1000), policy=policy).attach(model, optimizer=optimizer)
+    compressor = AdaptiveCompressor("topk", (10, 1000), policy=policy, granularity=granularity)
+    compressor.attach(model, optimizer=optimizer)
     for step in range(steps):
         optimizer.zero_grad()
         task.loss(model, task.batch(step, rank, 2)).backward()
@@ -81,7 +85,8 @@ def _real_task(rank: int, cf: float, steps: int) -> dict[str, Any]:
     }
 
 
-def test_the_prediction_is_what_the_cf_then_delivers_on_a_real_task() -> None:
-    small, large = (run_ranks(2, _real_task, cf, 80)[0] for cf in (10.0, 100.0))
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+def test_the_prediction_is_what_the_cf_then_delivers_on_a_real_task(granularity: str) -> None:
+    small, large = (run_ranks(2, _real_task, cf, 80, granularity)[0] for cf in (10.0, 100.0))
     assert small["predicted"][100.0] == pytest.approx(large["delivered"], rel=0.15)
     assert large["predicted"][10.0] == pytest.approx(small["delivered"], rel=0.15)

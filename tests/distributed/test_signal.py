@@ -30,12 +30,14 @@ class Watching(Scripted):
         return LADDER
 
 
-def _run(rank: int, cf: float, momentum: float, spoiled: int) -> dict[str, Any]:
+def _run(
+    rank: int, cf: float, momentum: float, spoiled: int, granularity: str = "layer"
+) -> dict[str, Any]:
     """spoiled: the step in which rank 1's gradients are not finite."""
-    model = DDP(small_net(), bucket_cap_mb=0.004)
+    model = DDP(small_net(), bucket_cap_mb=0.004 if granularity == "layer" else 25)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     policy = Watching([cf])
-    compressor = AdaptiveCompressor("topk", (1, 100), policy=policy)
+    compressor = AdaptiveCompressor("topk", (1, 100), policy=policy, granularity=granularity)
     compressor.attach(model, optimizer=optimizer)
     gradients = []
     for step in range(STEPS):
@@ -57,8 +59,11 @@ def _kept(a: Tensor, cf: float) -> Tensor:
     return torch.zeros_like(a).scatter_(0, indices, a[indices])
 
 
-def _products(everyone: list[dict[str, Any]], cf: float, spoiled: int) -> list[tuple]:
-    """(<c, g>, <g before, g>) of each step, summed over parameters and ranks."""
+def _products(
+    everyone: list[dict[str, Any]], cf: float, spoiled: int, sizes: list[int] | None = None
+) -> list[tuple]:
+    """(<c, g>, <g before, g>) of each step, summed over parameters and ranks. sizes: of what is
+    compressed by itself in the first step."""
     sums = [(0.0, 0.0)] * STEPS
     for rank, one in enumerate(everyone):
         for name in one["gradients"][0]:
@@ -70,7 +75,8 @@ def _products(everyone: list[dict[str, Any]], cf: float, spoiled: int) -> list[t
                 top, total = sums[step]
                 sums[step] = (top + float(c @ g), total + float(before @ g))
                 a = residual + g
-                c, before = _kept(a, cf), g
+                apart = a.split(sizes) if sizes and step == 0 else [a]
+                c, before = torch.cat([_kept(piece, cf) for piece in apart]), g
                 residual = a - c
     return sums
 
@@ -118,6 +124,18 @@ def test_where_the_sample_is_the_whole_they_are_those_of_plain_error_feedback(
             crossed = [(peers[each], total) for _, _, peers, total in everyone[0]["reports"]]
             for pair, expected in zip(crossed, _peer_products(everyone, each), strict=True):
                 assert pair == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_bucket_that_is_compressed_as_one_is_one_vector() -> None:
+    everyone = run_ranks(2, _run, 30.0, 0.9, 4, "bucket")
+    assert same(*(one["reports"] for one in everyone))
+    sizes = [g.numel() for g in everyone[0]["gradients"][0].values()]
+    for one in everyone:
+        one["gradients"] = [{"all": torch.cat([*g.values()])} for g in one["gradients"]]
+    for each in LADDER:
+        found = [(signal[each], total) for signal, total, _, _ in everyone[0]["reports"]]
+        for pair, expected in zip(found, _products(everyone, each, 4, sizes), strict=True):
+            assert pair == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 def _refused(rank: int, policy: str) -> str:
