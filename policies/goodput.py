@@ -37,6 +37,9 @@ GAIN_WEIGHT = 0.1
 STRIDE = 8.0
 """A step may send so many times the bytes of the largest that this network has carried yet."""
 
+UP = 2
+"""Standard errors of the gains that a larger CF must be better by; a smaller one by one."""
+
 _STATE = ("send", "since", "steps", "arriving", "reason")
 
 
@@ -44,8 +47,8 @@ class Goodput(Policy):
     """Sends the smallest CF for `opening` steps, then whichever CF promises most.
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
-    margin: how much more than the CF in use another must promise, in (0, 1]; dense just more.
-    cooldown: steps
+    margin: how much more than the CF in use another must promise, in (0, 1], beside what signal
+    gain is uncertain by (UP); dense just more. cooldown: steps
     between switches; on the way to a CF that sends many more bytes, `opening`. epsilon: smallest
     gain worth sending, once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady
     state).
@@ -212,9 +215,14 @@ class Goodput(Policy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, here: float) -> float:
-        """T_comp that another CF must promise. Dense, which loses nothing, need not be better by a
-        margin: where the network costs nothing a small CF would come as close as that."""
-        return here if cf == DENSE else (1 + self.margin) * here
+        """T_comp that another CF must promise: more the noisier the gains are, and most for a
+        larger one, which may do harm where a smaller one only takes time. Dense, which loses
+        nothing, need not be better by a margin: where the network costs nothing a small CF would
+        come as close as that."""
+        if cf == DENSE:
+            return here
+        doubt = 0.0 if self._signal is None else self._signal.doubt
+        return (1 + self.margin + (UP if cf > self._send else 1) * doubt) * here
 
     def _within_reach(self, best: float) -> float:
         """The CF itself, or on the way there the one with the most bytes that may be tried."""

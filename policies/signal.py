@@ -63,6 +63,12 @@ class SignalGain:
         """One of the ratios decides."""
         return self.peers.clear or self.next.clear
 
+    @property
+    def doubt(self) -> float:
+        """Relative standard error of the ratio that decides; 0 if none does."""
+        ratio = {PEERS: self.peers, NEXT: self.next}.get(self.basis)
+        return 1 / ratio.errors if ratio is not None and ratio.errors > 0 else 0.0
+
     def numbers(self) -> str:
         """How clear the ratios are, in words."""
         return f"{PEERS} is {self.peers.numbers()}, {NEXT} {self.next.numbers()}"
