@@ -236,6 +236,34 @@ def test_goodput_promises_by_it():
     assert status["signal"] == 0.0
 
 
+@pytest.mark.parametrize(("noise", "ends_at"), [(0.1, 100.0), (2.0, 10.0)])
+def test_goodput_does_not_climb_on_gains_that_noise_may_have_made(noise, ends_at):
+    policy = Goodput(step_size=10)
+    policy.start(Context((10.0, 100.0), 2, wire_bytes=lambda cf: 1e6 / cf))
+    steady = {10.0: 0.8, 100.0: 0.1}
+    for step in range(60):
+        total = 1 + noise * (-1) ** step
+        cf = policy.plan().send
+        policy.observe(
+            report(
+                total,
+                step,
+                cf,
+                steady=steady,
+                signal={10.0: 0.8 * total, 100.0: 0.75 * total},
+                timed_cf=cf,
+                seconds=0.1 + 0.9 / cf,
+                median_seconds=0.1 + 0.9 / cf,
+                compress_seconds=0.0,
+                exchange_seconds=0.9 / cf,
+            )
+        )
+    assert policy.status()["signal"] == 2.0
+    promised = policy.t_comp()
+    assert promised[100.0] / promised[10.0] == pytest.approx(1.53, rel=0.02)
+    assert policy.plan().send == ends_at
+
+
 def test_goodput_knows_the_gains_that_have_a_steady_state():
     with pytest.raises(ValueError, match=r"gain='raw'.*'error_fed', 'signal'"):
         Goodput(gain="raw")
