@@ -155,7 +155,9 @@ def _trained(rank: int, policy: Policy, steps: int, stop: int | None = None) -> 
     model = DDP(task.build_model())
     optimizer = task.optimizer(model)
     clock = Clock()
-    compressor = AdaptiveCompressor("topk+fp32", (10, 1000), policy=policy, clock=clock)
+    compressor = AdaptiveCompressor(
+        "topk+fp32", (10, 1000), policy=policy, clock=clock, granularity="layer"
+    )
     compressor.attach(model, optimizer=optimizer)
     plans = []
     for step in range(steps):
