@@ -80,7 +80,7 @@ class Bucket:
     """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
     first: it is of the first backward, after which DDP cuts the buckets anew."""
 
-    def __init__(self, work: Tensor, parts: Sequence[Part], first: bool = False) -> None:
+    def __init__(self, work: Tensor, parts: Sequence[Part], first: bool) -> None:
         self.work = work
         self.parts = parts
         self.first = first

@@ -99,8 +99,10 @@ class BucketMemory:
         opened = [(self._addition(part), start, stop) for part, start, stop in unit.ranges]
         target = as_one([addition.target[a:b] for addition, a, b in opened])
         addends = [each.addend[a:b] for each, a, b in opened if each.addend is not None]
-        if target is None or not addends:
-            return None if target is None else Addition(target, None)
+        if target is None:
+            return None
+        if not addends:
+            return Addition(target, None)
         addend = as_one(addends) if len(addends) == len(opened) else None
         return None if addend is None else Addition(target, addend)
 

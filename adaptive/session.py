@@ -208,6 +208,7 @@ class Session:
             self._reducer.end_backward()
             if self._arrival is not None:
                 self._arrival.end()
+                self._arrival = None
         stopwatch.hook_left(entered, self._pipeline.take_waited())
 
         def finish(future: Future[Tensor]) -> Tensor:

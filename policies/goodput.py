@@ -48,10 +48,9 @@ class Goodput(Policy):
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
     margin: how much more than the CF in use another must promise, in (0, 1], beside what signal
-    gain is uncertain by (UP); dense just more. cooldown: steps
-    between switches; on the way to a CF that sends many more bytes, `opening`. epsilon: smallest
-    gain worth sending, once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady
-    state).
+    gain is uncertain by (UP); dense just more. cooldown: steps between switches; on the way to a CF
+    that sends many more bytes, `opening`. epsilon: smallest gain worth sending, once gains are
+    known, in [0, 1). gain: "signal" or "error_fed" (in steady state).
     ValueError or TypeError names what is wrong.
     """
 
