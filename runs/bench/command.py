@@ -31,7 +31,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "wire": lambda args: bench_wire(args.numel),
     "exchanges": lambda args: bench_exchanges(),
     "shadow": lambda args: bench_shadow(5 * args.rounds),
-    "timeline": lambda args: bench_timeline(8 * args.rounds),
+    "timeline": lambda args: bench_timeline(2 * args.rounds),
     "hook": lambda args: bench_hook(args.workers, args.layers, 3 * args.rounds),
     "memory": lambda args: bench_memory(args.workers, args.layers),
 }

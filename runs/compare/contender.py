@@ -10,10 +10,7 @@ from typing import Any, NoReturn
 from compressors import compressor_names
 from runs.config import TrainConfig
 from runs.option_rules import HOOK_OPTIONS
-from runs.options import (
-    add_hook_arguments,
-    make_config,
-)
+from runs.options import add_hook_arguments, add_task_arguments, make_config
 from runs.parser import OneLineParser, UsageError, number, option
 from runs.policy_options import POLICY_OPTIONS, add_policy_arguments
 
@@ -25,9 +22,11 @@ A contender is NAME[@CF][:key=value,...]. NAME is
   off            plain DDP without the hook (nothing of its steps is known but their number)
 The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
 ... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
-from step 100 on."""
+from step 100 on. steps, lr and lr_drop may be a contender's own, too:
+topk@100:steps=900,lr_drop=540 trains longer than others do in 600."""
 
 _SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
+_TRAINING = ("steps", "lr", "lr_drop")
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 
 
@@ -60,7 +59,8 @@ def parse_contender(text: str) -> Contender:
     if found is None:
         raise UsageError(f"--contender {text!r}: must be NAME[@CF][:key=value,...]")
     name, cf, keys = found["name"], found["cf"], found["keys"]
-    given, takes_cf, accepted = _meaning(text, name)
+    given, takes_cf, hook_keys = _meaning(text, name)
+    accepted = (*hook_keys, *_TRAINING)
     if cf is not None:
         if not takes_cf:
             raise UsageError(
@@ -72,7 +72,7 @@ def parse_contender(text: str) -> Contender:
 
 
 def _meaning(text: str, name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
-    """(options, whether a CF may follow, keys that may follow) of a name."""
+    """(options, whether a CF may follow, keys of the hook that may follow) of a name."""
     hook = tuple(key for key in HOOK_OPTIONS if key not in _ELSEWHERE)
     if name == "off":
         return {"policy": "off"}, False, ()
@@ -110,7 +110,7 @@ def _settings(text: str, name: str, keys: str | None, accepted: tuple[str, ...])
     for part in keys.split(","):
         key, equals, value = part.strip().partition("=")
         if key not in accepted:
-            known = ", ".join(accepted) or "none"
+            known = ", ".join(accepted)
             raise UsageError(
                 f"--contender {text}: unknown key {key!r}; accepted for {name}: {known}"
             )
@@ -118,6 +118,7 @@ def _settings(text: str, name: str, keys: str | None, accepted: tuple[str, ...])
             raise UsageError(f"--contender {text}: {key!r} needs a value: {key}=VALUE")
         words += [option(key), *value.split("/")]
     parser = _Parser(text)
+    add_task_arguments(parser, seed=False)
     add_hook_arguments(parser)
     add_policy_arguments(parser)
     return vars(parser.parse_args(words))

@@ -62,7 +62,8 @@ files in the log folder: compare.json, table.txt, quality.png, and each run's ow
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to train: every contender with every seed. slice: steps to a turn.
+    """What to train: every contender with every seed. slice: steps to a turn. steps: of a run,
+    unless the contender has its own.
 
     common: train's options for all runs. model_mb: for the modelled seconds, the size of the
     model; None: its own. goal_step: the quality to reach is dense's after so many steps; None: at
@@ -88,10 +89,14 @@ class Comparison:
         folder = self.folder / "runs" / f"{contender.folder}-seed{seed}"
         return contender.config({**self.common, "seed": seed, "log_dir": str(folder)})
 
+    def steps_of(self, contender: Contender) -> int:
+        """Of each of its runs."""
+        return int(contender.given.get("steps", self.steps))
+
     @property
     def interleaving(self) -> str:
         """How the machine's noise was shared out, in words."""
-        turns = ceil(self.steps / self.slice)
+        turns = ceil(max(self.steps_of(one) for one in self.contenders) / self.slice)
         if turns == 1:
             return "contenders took turns seed by seed, a whole run each"
         return (
@@ -173,7 +178,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     folder = given.pop("log_dir", None)
     steps = given.setdefault("steps", TrainConfig.steps)
     given.setdefault("eval_every", max(1, steps // EVALUATIONS))
-    turn = ceil(steps / SLICES) if wanted is None else wanted or steps
+    longest = max(int(one.given.get("steps", steps)) for one in contenders)
+    turn = ceil(steps / SLICES) if wanted is None else wanted or longest
     goal = given.pop("goal_step", None)
     if goal is not None and not given["eval_every"] <= goal <= steps:
         raise UsageError(

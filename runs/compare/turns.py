@@ -22,8 +22,8 @@ class Turn:
 
 def count_turns(comparison: Comparison) -> int:
     """How many turns there are."""
-    runs = len(comparison.contenders) * len(comparison.seeds)
-    return runs * ceil(comparison.steps / comparison.slice)
+    steps = (comparison.steps_of(contender) for contender in comparison.contenders)
+    return len(comparison.seeds) * sum(ceil(count / comparison.slice) for count in steps)
 
 
 def turns(comparison: Comparison) -> Iterator[Turn]:
@@ -32,11 +32,14 @@ def turns(comparison: Comparison) -> Iterator[Turn]:
     Who begins goes round, since the machine may be slower or faster at the start of a round.
     """
     everyone = comparison.contenders
+    longest = max(map(comparison.steps_of, everyone))
     number = 0
     for seed_number, seed in enumerate(comparison.seeds):
-        for i in range(ceil(comparison.steps / comparison.slice)):
-            until = min(comparison.steps, (i + 1) * comparison.slice)
+        for i in range(ceil(longest / comparison.slice)):
             first = (seed_number + i) % len(everyone)
             for contender in (*everyone[first:], *everyone[:first]):
-                number += 1
-                yield Turn(number, contender, seed, until)
+                steps = comparison.steps_of(contender)
+                if i * comparison.slice < steps:
+                    number += 1
+                    until = min(steps, (i + 1) * comparison.slice)
+                    yield Turn(number, contender, seed, until)

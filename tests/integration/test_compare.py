@@ -57,6 +57,14 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "cf_range": [10.0, 500.0],
         "masking": False,
     },
+    "topk@40:steps=9,lr_drop=6,lr=0.2": {
+        "policy": "fixed",
+        "base": "topk",
+        "cf": 40.0,
+        "steps": 9,
+        "lr_drop": 6,
+        "lr": 0.2,
+    },
     "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": [20.0, 100.0]},
 }
 
@@ -66,7 +74,7 @@ def test_a_contender_stands_for_options_of_train(text: str) -> None:
     contender = parse_contender(text)
     assert contender.label == text
     assert contender.given == CONTENDERS[text]
-    assert contender.config({"log_dir": "x", "steps": 7}).steps == 7
+    assert contender.config({"log_dir": "x", "steps": 7}).steps == CONTENDERS[text].get("steps", 7)
     assert "/" not in contender.folder
 
 
@@ -79,6 +87,8 @@ BAD = {
     "--contender gravac:epsilon": ["'epsilon' needs a value"],
     "--contender gravac:epsilon=x": ["--epsilon", "'x'", "finite number"],
     "--contender gravac:epsilon=7": ["--epsilon", "7", "(0, 1]"],
+    "--contender dense:steps=0": ["--contender dense:steps=0", "--steps", "'0'", ">= 1"],
+    "--contender off:base=topk": ["unknown key 'base'", "steps, lr, lr_drop"],
     "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
     "--contender dense --contender dense": ["dense", "twice"],
@@ -123,6 +133,18 @@ def test_everyone_takes_turns_and_who_begins_goes_round() -> None:
     assert order[3:6] == [("t", 0, 8), ("g", 0, 8), ("d", 0, 8)]
     assert {until for _, _, until in order[6:9]} == {10}
     assert [seed for _, seed, _ in order] == [0] * 9 + [5] * 9
+
+
+def test_a_contender_may_train_longer_than_the_others() -> None:
+    given = {"contender": ["dense", "topk@9:steps=11"], "steps": 4, "slice": 4}
+    comparison = make_comparison(given)
+    order = [(t.contender.label, t.until) for t in turns(comparison)]
+    longer = "topk@9:steps=11"
+    assert order == [("dense", 4), (longer, 4), (longer, 8), (longer, 11)]
+    assert [t.number for t in turns(comparison)] == [1, 2, 3, count_turns(comparison)]
+    whole = make_comparison({**given, "slice": 0})
+    assert [t.until for t in turns(whole)] == [4, 11]
+    assert "a whole run each" in whole.interleaving
 
 
 def test_the_same_options_find_the_same_folder() -> None:
@@ -297,11 +319,18 @@ def test_interrupted_and_continued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = ("--data", text, "--batch-size", 1, "--steps", 12, "--slice", 6, "--eval-every", 3)
-    options += ("--contender", "dense", "--contender", "gravac:window=4", "--fixed-clock", 0.1)
+    options += (
+        "--contender",
+        "dense",
+        "--contender",
+        "gravac:window=4,steps=15",
+        "--fixed-clock",
+        0.1,
+    )
     options += ("--bandwidths", "100mbit", "1gbit,1ms", "--json", "--log-dir", tmp_path / "log")
 
     first = start(*COMPARE, *options)
-    first.until(lambda: "turn 3 of 4" in first.err and len(first.workers()) == 2)
+    first.until(lambda: "turn 3 of 5" in first.err and len(first.workers()) == 2)
     first.interrupt()
     assert first.end() == 130, first.err
     assert "Traceback" not in first.err
@@ -310,9 +339,9 @@ def test_interrupted_and_continued(
 
     second = start(*COMPARE, *options)
     assert second.end() == 0, second.err
-    assert "turn 1 of 4" not in second.err
-    assert "turn 2 of 4" not in second.err
-    assert "turn 4 of 4" in second.err
+    assert "turn 1 of 5" not in second.err
+    assert "turn 2 of 5" not in second.err
+    assert "turn 5 of 5" in second.err
     result = json.loads(second.out)
     assert result == json.loads((tmp_path / "log" / "compare.json").read_text())
     assert result["finished"]
@@ -321,9 +350,9 @@ def test_interrupted_and_continued(
     assert (tmp_path / "log" / "quality.png").read_bytes().startswith(b"\x89PNG")
 
     dense, gravac = result["contenders"]
-    for one in (dense, gravac):
-        assert [step for step, _ in one["runs"][0]["evaluations"]] == [3, 6, 9, 12]
-        assert sum(p["last"] - p["first"] + 1 for p in one["runs"][0]["cf_history"]) == 12
+    for one, steps in ((dense, 12), (gravac, 15)):
+        assert [step for step, _ in one["runs"][0]["evaluations"]] == [*range(3, steps + 1, 3)]
+        assert sum(p["last"] - p["first"] + 1 for p in one["runs"][0]["cf_history"]) == steps
     # a fixed clock: 0.1 s of compute a step, nothing of compression, all bytes known
     sent = dense["bytes_sent"]["mean"]
     whole = dense["seconds_in_all"]
@@ -336,6 +365,6 @@ def test_interrupted_and_continued(
     assert json.loads(capfd.readouterr().out)["contenders"] == result["contenders"]
 
     # the record of a run that was interrupted and resumed replays to the bit as well
-    folder = tmp_path / "log" / "runs" / "gravac_window=4-seed0"
+    folder = tmp_path / "log" / "runs" / "gravac_window=4,steps=15-seed0"
     assert main(["replay", str(folder), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["identical"]
