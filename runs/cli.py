@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Mapping
 
@@ -39,6 +40,8 @@ def _launch(args: argparse.Namespace) -> int:
     from runs.worker import run_worker
 
     job = make_job(vars(args), None)
+    workers = "1 worker" if job.config.workers == 1 else f"{job.config.workers} workers"
+    print(f"starting {workers}", file=sys.stderr, flush=True)  # seconds, in which they import torch
     return launch(run_worker, job, job.config.workers)
 
 
