@@ -5,10 +5,12 @@ at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`)
 (policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
 network moves the CF as soon as it shows.
 
-Signal gain s counts squared. Along a direction c the loss falls by at most <c, G>^2 / (2 c'Hc),
-with G the true gradient and H the curvature; in steady state c has about the energy of the gradient
-g itself (DESIGN section 5, the raw gain), so that this is s^2 of what it is along g. The rest of a
-step is noise, which costs quality and not only time (docs/results.md compares).
+Signal gain s counts squared, unless `power` says otherwise. Along a direction c the loss falls by
+at most <c, G>^2 / (2 c'Hc), with G the true gradient and H the curvature; in steady state c has
+about the energy of the gradient g itself (DESIGN section 5, the raw gain), so that this is s^2 of
+what it is along g. The rest of a step is noise, which costs quality and not only time. Who trains
+until a quality is reached, not for so many steps, is there sooner with a smaller power
+(docs/results.md compares).
 
 A dense step over a slow network can take as long as a hundred compressed ones, so not even the
 first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
@@ -50,7 +52,8 @@ class Goodput(Policy):
     margin: how much more than the CF in use another must promise, in (0, 1], beside what signal
     gain is uncertain by (UP); dense just more. cooldown: steps between switches; on the way to a CF
     that sends many more bytes, `opening`. epsilon: smallest gain worth sending, once gains are
-    known, in [0, 1). gain: "signal" or "error_fed" (in steady state).
+    known, in [0, 1). gain: "signal" or "error_fed" (in steady state). power: of signal gain in what
+    a CF promises, > 0; a larger one for smaller CFs, and more quality in as many steps.
     ValueError or TypeError names what is wrong.
     """
 
@@ -68,6 +71,7 @@ class Goodput(Policy):
         cooldown: int = 10,
         epsilon: float = 0.0,
         gain: GainKind = "signal",
+        power: float = 2.0,
     ) -> None:
         self.scaling = checks.one_of("scaling", scaling, SCALINGS)
         self.step_size = checks.real("step_size", step_size, above=1)
@@ -79,6 +83,7 @@ class Goodput(Policy):
             raise ValueError(f"epsilon={epsilon!r}: must be in [0, 1)")
         checks.one_of("gain", gain, ("error_fed", "signal"))
         self.gain = gain
+        self.power = checks.real("power", power, above=0)
         self._settings = dict(vars(self))
         self._ladder: tuple[float, ...] = ()
 
@@ -124,10 +129,11 @@ class Goodput(Policy):
         return self._ladder
 
     def t_comp(self) -> dict[float, float]:
-        """Steps a second x gain (signal gain squared) that each CF promises; dense and those of
-        which enough is known."""
+        """Steps a second x gain (signal gain to the power) that each CF promises; dense and those
+        of which enough is known."""
         promised = {}
-        power = 1 if self._signal is None or self._signal.basis == ERROR_FED else 2
+        fallback = self._signal is None or self._signal.basis == ERROR_FED
+        power = 1.0 if fallback else self.power
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
             if gain is not None and seconds and (cf == DENSE or gain > self.epsilon):

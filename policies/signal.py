@@ -7,6 +7,9 @@ overshoot. If neither ratio has a meaning, the gains stay what they were when on
 hides the signal where it is most of the gradient, after a learning rate drop for instance, and that
 is no reason to compress less. Before there was ever one, the steady-state error-fed gain decides,
 which is always defined (and smaller, so that a CF goes down sooner than up).
+
+A larger CF lets no more through than a smaller one. Where the ratios say so it is noise, and the
+CFs concerned get their mean.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 from policies.average import Average
 from policies.base import StepReport
+from policies.isotonic import descending
 from policies.mean_ratio import WEIGHT, MeanRatio
 
 HUGE = 1e150
@@ -45,9 +49,8 @@ class SignalGain:
             self._steady.setdefault(cf, Average(WEIGHT)).add(steady)
         if self.clear:
             ratio = self.peers if self.peers.clear else self.next
-            self._held.update(
-                (cf, gain) for cf in self._steady if isfinite(gain := ratio.value(cf))
-            )
+            known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
+            self._held.update(zip(known, descending(known.values()), strict=True))
         return "" if self.basis == before else f"{self.basis} decides, {self.numbers()}"
 
     @property

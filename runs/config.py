@@ -52,6 +52,7 @@ class TrainConfig:
     per_layer: bool | None = None
     warmup_steps: int | None = None
     margin: float | None = None
+    power: float | None = None
     share: float | None = None
     layerwise: bool | None = None
     schedule: tuple[str, ...] | None = None

@@ -15,7 +15,7 @@ POLICY_OPTIONS = {
     "accordion": ("eta", "interval", "per_layer"),
     "fixed": ("cf", "probe", "gain"),
     "warmup": ("warmup_steps",),
-    "goodput": ("margin", "gain"),
+    "goodput": ("margin", "power", "gain"),
     "budget": ("share",),
     "schedule": ("schedule", "gain"),
     "off": (),
@@ -47,6 +47,12 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     goodput = parser.add_argument_group("with --policy goodput")
     goodput.add_argument(
         "--margin", type=number, help="how much more another CF must promise to be sent (0.05)"
+    )
+    goodput.add_argument(
+        "--power",
+        type=number,
+        help="of signal gain in what a CF promises: larger for more quality, smaller for less time "
+        "(2)",
     )
     budget = parser.add_argument_group("with --policy budget")
     budget.add_argument(

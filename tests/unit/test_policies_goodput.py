@@ -209,6 +209,31 @@ def test_until_signal_gain_is_clear_the_error_fed_one_decides():
     assert sent[15:] == [1000.0] * 15
 
 
+@pytest.mark.parametrize("power", [0.3, 1.0, 2.0, 4.0])
+def test_signal_gain_counts_to_a_power(power):
+    rate = 1e6
+    policy = started(gain="signal", power=power)
+    for step in range(200):
+        level = 1.0 - step % 2 / 10
+        products = {cf: level * gain for cf, gain in GAINS.items()}
+        policy.observe(
+            report(
+                step,
+                policy.plan().send,
+                rate,
+                grad_norm=1.0,
+                peers=products,
+                peers_total=level,
+                signal=products,
+                signal_total=level,
+            )
+        )
+    promised = policy.t_comp()
+    for cf, gain in GAINS.items():
+        assert promised[cf] == pytest.approx(gain**power / step_seconds(cf, rate), rel=0.02)
+    assert promised[policy.plan().send] >= max(promised.values()) / 1.06
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -218,6 +243,7 @@ def test_until_signal_gain_is_clear_the_error_fed_one_decides():
         ({"step_size": 1}, "step_size=1"),
         ({"scaling": "x"}, "scaling='x'"),
         ({"opening": 0}, "opening=0"),
+        ({"power": 0}, "power=0"),
     ],
 )
 def test_errors_name_the_argument(options, named):
