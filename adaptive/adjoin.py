@@ -25,14 +25,15 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
 def lay_out(slots: Sequence[Slot], velocities: bool) -> None:
     """Give the slots of a bucket that have none yet places next to one another, in the order in
     which their gradients arrived. What they hold already moves there."""
-    slots = sorted((slot for slot in slots if not slot.places), key=lambda slot: slot.arrived)
-    if not slots:
-        return
-    sizes = [slot.param.numel() for slot in slots]
     for what in ("residual", "velocity") if velocities else ("residual",):
+        without = [slot for slot in slots if what not in slot.places]
+        if not without:
+            continue
+        without.sort(key=lambda slot: slot.arrived)
+        sizes = [slot.param.numel() for slot in without]
         # Zeros that nobody has written yet take no memory on a CPU.
-        room = torch.zeros(sum(sizes), dtype=slots[0].dtype, device=slots[0].param.device)
-        for slot, place in zip(slots, room.split(sizes), strict=True):
+        room = torch.zeros(sum(sizes), dtype=without[0].dtype, device=without[0].param.device)
+        for slot, place in zip(without, room.split(sizes), strict=True):
             slot.places[what] = place
             held = getattr(slot, what)
             if held is not None:

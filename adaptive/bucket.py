@@ -78,12 +78,13 @@ class Unit:
 
 class Bucket:
     """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
-    first: it is of the first backward, after which DDP cuts the buckets anew."""
+    early: it is of the first backward, after which DDP cuts the buckets anew (of the first two with
+    a static graph)."""
 
-    def __init__(self, work: Tensor, parts: Sequence[Part], first: bool) -> None:
+    def __init__(self, work: Tensor, parts: Sequence[Part], early: bool) -> None:
         self.work = work
         self.parts = parts
-        self.first = first
+        self.early = early
         self.finite = all(isfinite(part.energy) for part in parts)
 
     @classmethod
@@ -95,7 +96,7 @@ class Bucket:
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
-        first: bool,
+        early: bool,
     ) -> Bucket:
         """Look at the local gradients, clip them, and add their norms to the tally."""
         parts, start = [], 0
@@ -113,7 +114,7 @@ class Bucket:
             start = stop
         if not isfinite(tally.grad):  # this step's statistics are to be skipped, by all ranks
             tally.total = tally.sample_total = nan
-        bucket = cls(work, parts, first)
+        bucket = cls(work, parts, early)
         tally.spoiled += not bucket.finite
         return bucket
 
@@ -128,7 +129,7 @@ class Grain:
 
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
     they are. joined: neighbouring parts are compressed as one ("bucket" granularity), not one by
-    one ("layer"). Only in buckets that stay as they are: the first backward has a single one of the
+    one ("layer"). Only in buckets that stay as they are: before that there is a single one of the
     whole model, for which neither the memory nor the room is laid out.
     """
 
@@ -140,7 +141,7 @@ class Grain:
         """The units of a bucket, in order; none crosses the border between two of `shards`
         equal shards."""
         borders = shard_borders(bucket.work.numel(), shards)
-        joined = self.joined and not bucket.first
+        joined = self.joined and not bucket.early
         units: list[Unit] = []
         run: list[Range] = []
         for part in bucket.parts:

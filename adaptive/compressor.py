@@ -61,7 +61,8 @@ class AdaptiveCompressor:
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one. "auto" (default): "bucket" for a base that keeps the largest elements
         (topk, dgc, redsync, sidco, threshold), unless the policy gives layers CFs of their own,
-        else "layer".
+        else "layer". While DDP may yet cut its buckets anew, in the first backward after `attach`
+        (with `static_graph` in the first two), it is tensor by tensor.
     dense_below: tensors of fewer elements than this are sent uncompressed.
     exchange: how the ranks' payloads become the mean. "all_reduce" (compressors whose payloads
         can be summed), "all_gather", "sharded" (compressed twice; bytes do not grow with the
@@ -255,9 +256,10 @@ class AdaptiveCompressor:
         """This rank's state, by parameter name: policy, averages, residuals, books. Take it on
         every rank, between steps; each rank loads its own.
 
-        DDP orders its buckets anew after the first backward, which changes the order of
-        summation: for bit-identical resumption run one throwaway backward before
-        `load_state_dict` (as `runs train --resume` does)."""
+        DDP orders its buckets anew after the first backward (with `static_graph` after the second),
+        which changes the order of summation, and what is compressed as one: for bit-identical
+        resumption run as many throwaway backwards before `load_state_dict` (as `runs train
+        --resume` does)."""
         return {"version": _STATE_VERSION, **self._named("state_dict").state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ class ModelMemory:
             if theirs is not None and theirs.filled:
                 slot.residual, slot.filled = theirs.residual, True
                 theirs.residual, theirs.filled = None, False
+                theirs.places.clear()
                 if self._handover is not None:
                     self._handover.to_velocity(slot)
 
@@ -50,6 +51,7 @@ class ModelMemory:
             self.unhook()
         for slot in self._slots.values():
             slot.velocity, slot.started, slot.fresh = None, False, False
+            slot.places.pop("velocity", None)
         keeps = Residual if self.now.keeps_residual else NoMemory
         self.now = keeps(self._slots.maybe_unused)
 

@@ -42,7 +42,7 @@ Send = Callable[[Tensor], Future[Tensor]]
 class BucketReducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
-    grain: what is compressed as one.
+    grain: what is compressed as one. settling: backwards after which DDP cuts no buckets anew.
     clip_norm: largest norm of a parameter's local gradient, already scaled by 1/sqrt(N); or None.
     """
 
@@ -53,25 +53,31 @@ class BucketReducer:
         exchange: Exchange,
         pipeline: Pipeline,
         instruments: Instruments,
+        settling: int = 1,
         clip_norm: float | None = None,
     ) -> None:
         self._grain = grain
+        self._settling = settling
         self._memory = memory
         self._exchange = exchange
         self._pipeline = pipeline
         self._instruments = instruments
         self._clip_norm = clip_norm
         self._scratch = Scratch()
-        self._first = True
+        self._backwards = 0
 
-    @property
-    def joins(self) -> bool:
-        """The tensors of a bucket are compressed as one, in this backward."""
-        return self._grain.joined and not self._first
+    def joins(self, step: int) -> bool:
+        """The tensors of a bucket are compressed as one, in this step's backward."""
+        return self._grain.joined and not self._is_early(step)
 
     def end_backward(self) -> None:
-        """From the next one on buckets stay as they are."""
-        self._first = False
+        """The next one may have other buckets."""
+        self._backwards += 1
+
+    def _is_early(self, step: int) -> bool:
+        """Buckets may yet change. Also what was an early step before it was resumed is one: then
+        DDP may be through with that, after backwards that were thrown away."""
+        return min(step, self._backwards) < self._settling
 
     def plain(
         self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
@@ -184,7 +190,8 @@ class BucketReducer:
     def _open(self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
-        bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm, self._first)
+        early = self._is_early(step)
+        bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm, early)
         self._instruments.observe(bucket, tally)
         return bucket
 

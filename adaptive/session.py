@@ -110,7 +110,7 @@ class Session:
         )
         self._watch_forward()
         # With unused parameters buckets stay as they are from the first backward on.
-        fixed = model is None or model.find_unused_parameters
+        fixed = model is None or (model.find_unused_parameters and not model.static_graph)
         self._arrival = Arrival(self._slots) if self._grain.joined and not fixed else None
 
     def _prepare(self) -> str:
@@ -121,11 +121,13 @@ class Session:
             settings.policy, base, slots.values(), self._start.candidates, self._grain.joined
         )
         self._choose_memory()
-        if self._grain.joined and not base.keeps_zeros and slots.maybe_unused():
+        holds_back = slots.maybe_unused() or self._memory.now.keeps_velocity
+        if self._grain.joined and not base.keeps_zeros and holds_back:
             raise ValueError(
-                f"granularity must be 'layer' for base {base.name!r} on a model with parameters "
-                f"that a step may not use (find_unused_parameters, static_graph): it makes "
-                f"something of their zeros; got 'bucket'"
+                f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
+                f"on a model with parameters that a step may not use (find_unused_parameters, "
+                f"static_graph): it makes something of the zeros of a parameter that sends "
+                f"nothing; got 'bucket'"
             )
         sizes = [p.numel() for p in slots]
         lines = (
@@ -161,6 +163,7 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
+        self._end_arrival()
         self._memory.release(self.exchange)
         self._optimizer = None
         self._reduce_with(clip_norm=None)
@@ -175,7 +178,7 @@ class Session:
         stopwatch, entered = controller.stopwatch, controller.stopwatch.clock()
         buffer = bucket.buffer()
         slots = [self._slots.find(p) for p in bucket.parameters()]
-        self._sizes.see(bucket.index(), slots, self._reducer.joins)
+        self._sizes.see(bucket.index(), slots, self._reducer.joins(controller.step))
         rung = self.settings.hooks.get(controller.plan.send)
         scale = self._loss_scale(buffer.device)
         work = buffer
@@ -206,9 +209,7 @@ class Session:
         if bucket.is_last():
             controller.end_step(buffer.device)
             self._reducer.end_backward()
-            if self._arrival is not None:
-                self._arrival.end()
-                self._arrival = None
+            self._end_arrival()
         stopwatch.hook_left(entered, self._pipeline.take_waited())
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -219,6 +220,11 @@ class Session:
             return mean
 
         return done.then(finish)
+
+    def _end_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.end()
+            self._arrival = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
@@ -267,8 +273,16 @@ class Session:
             clip_norm /= sqrt(self.exchange.world_size)
         memory = self._memory.now
         self._instruments.begin(memory)
+        # DDP rebuilds its buckets after the first backward, with a static graph after the second.
+        settling = 2 if self.model is not None and self.model.static_graph else 1
         self._reducer = BucketReducer(
-            self._grain, memory, self.exchange, self._pipeline, self._instruments, clip_norm
+            self._grain,
+            memory,
+            self.exchange,
+            self._pipeline,
+            self._instruments,
+            settling,
+            clip_norm,
         )
 
     def _watch_forward(self) -> None:

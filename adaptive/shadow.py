@@ -60,6 +60,7 @@ class ShadowLadder:
         self._groups: dict[tuple[Slot, ...], ShadowGroup] = {}
         self._group_of: dict[Slot, ShadowGroup] = {}
         self._strides: dict[Slot, int] = {}
+        self._moving: set[Slot] = set()  # that have a velocity here
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
     @staticmethod
@@ -72,16 +73,17 @@ class ShadowLadder:
         gradients are left as they are. A bucket that is not finite is passed over."""
         if not bucket.finite:
             return
-        parts = [part for part in bucket.parts if part.grad.numel() and not part.held]
-        if not parts:
-            return
-        together = [parts] if self._joined else [[part] for part in parts]
+        # Held ones, too: which they are may differ between ranks, and what is sampled must not.
+        parts = [part for part in bucket.parts if part.grad.numel()]
+        singly = [[part] for part in parts]
+        together = [parts] if self._joined else singly
         for alike in together:
             self._choose_stride([part.slot for part in alike])
-        if bucket.first:  # even those to be joined later on are compressed one by one
-            together = [[part] for part in parts]
+        if bucket.early:  # even those to be joined later on are compressed one by one
+            together = singly
         for each in together:
-            self._step(each, tally)
+            if not all(part.held for part in each):
+                self._step(each, tally)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: the distance of its sampled elements, and what is kept of them."""
@@ -92,25 +94,34 @@ class ShadowLadder:
 
     def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
         """Go on from a `state_dict()`."""
-        self._groups, self._group_of, self._strides = {}, {}, {}
+        self._groups, self._group_of, self._strides, self._moving = {}, {}, {}, set()
         for name, held in state.items():
             slot, arrays = by_name[name], dict(held)
             self._strides[slot] = int(arrays.pop("stride"))
             group = self._group_of[slot] = ShadowGroup([slot], [self._strides[slot]], self.cfs)
             group.take_over(slot, {k: v.numpy() for k, v in arrays.items()})
+            if "velocity" in arrays:
+                self._moving.add(slot)
 
     def _step(self, parts: Sequence[Part], tally: Tally) -> None:
-        fresh = {part.slot for part in parts if part.slot not in self._group_of}
         group = self._group([part.slot for part in parts])
         samples = [_sampled(p.grad, n) for p, n in zip(parts, group.strides, strict=True)]
         g = samples[0] if len(samples) == 1 else np.concatenate(samples)
-        a = self._accumulate(group, g, fresh)
+        held = [group.place(part.slot) for part in parts if part.held]
+        a = self._accumulate(group, g, [part.slot for part in parts if not part.held])
+        waiting = [a[:, place].copy() for place in held]
+        for place in held:
+            a[:, place] = 0
         sent = largest(a, group.wanted, group.above)
+        for place in held:
+            sent[:, place] = False
         total, weight = _energies(a), group.weight
         if self.signal is not None:
             self.signal.step(group, parts[0].key.step, g, np.where(sent, a, 0), tally)
         np.copyto(a, 0, where=sent)
         lost = _energies(a)
+        for place, residual in zip(held, waiting, strict=True):
+            a[:, place] = residual
         velocity = group.arrays.get("velocity")
         if velocity is not None and self._masked.any():
             velocity[sent & self._masked[:, None]] = 0
@@ -122,12 +133,21 @@ class ShadowLadder:
             self._layers.add_levels(parts[0].slot, errors, totals)
 
     def _choose_stride(self, slots: Sequence[Slot]) -> None:
-        """Of samples that are looked at together, the first time that they are."""
-        if any(slot not in self._strides for slot in slots):
-            numel = sum(slot.param.numel() for slot in slots)
-            least = WHOLE_BUCKET if self._joined else WHOLE
-            stride = max(1, numel // max(least, numel // SHARE))
-            self._strides = {**dict.fromkeys(slots, stride), **self._strides}
+        """The same for samples that are looked at together, from the first time on. What was kept
+        of samples with strides of their own (in a state that is of tensor by tensor) is let go."""
+        known = {self._strides.get(slot) for slot in slots}
+        if len(known) <= 1 and None not in known:
+            return
+        numel = sum(slot.param.numel() for slot in slots)
+        least = WHOLE_BUCKET if self._joined else WHOLE
+        stride = max(1, numel // max(least, numel // SHARE))
+        now = set(slots)
+        self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
+        for slot in slots:
+            if self._strides.get(slot) != stride:
+                self._group_of.pop(slot, None)
+                self._moving.discard(slot)
+            self._strides[slot] = stride
 
     def _group(self, slots: Sequence[Slot]) -> ShadowGroup:
         """Of these slots in this order; buckets are cut anew after the first step."""
@@ -143,10 +163,11 @@ class ShadowLadder:
             self._groups[group.slots] = group
         return group
 
-    def _accumulate(self, group: ShadowGroup, g: Array, fresh: set[Slot]) -> Array:
-        """The residuals become the error-fed gradients, by the memory's own rule."""
+    def _accumulate(self, group: ShadowGroup, g: Array, sending: Sequence[Slot]) -> Array:
+        """The residuals become the error-fed gradients, by the memory's own rule. Those of slots
+        that do not send stay what they are: they have zeros in g."""
         a = group.array("residual", len(self.cfs), g.dtype)
-        rules = {slot: self._rule(slot) for slot in group.slots}
+        rules = {slot: self._rule(slot) for slot in sending}
         if not any(rule and rule.momentum for rule in rules.values()):
             a += g
             return a
@@ -156,10 +177,11 @@ class ShadowLadder:
             if rule is None or not rule.momentum:
                 a[:, place] += g[place]
             else:
-                taken_over = slot.velocity if slot in fresh else None
-                if taken_over is not None:
-                    u[:, place] = _sampled(taken_over, self._strides[slot])
-                first = slot in fresh and taken_over is None
+                first = slot not in self._moving
+                if first and slot.velocity is not None:
+                    u[:, place] = _sampled(slot.velocity, self._strides[slot])
+                    first = False
+                self._moving.add(slot)
                 _add(a[:, place], u[:, place], g[place], rule, first)
         return a
 

@@ -28,6 +28,12 @@ class Slots(dict[Tensor, Slot]):
         slot = self.get(param)
         if slot is None:
             if self._model is not None:
+                names = {p: name for name, p in self._model.module.named_parameters()}
+                if param in names:
+                    raise RuntimeError(
+                        f"DDP still reduces {names[param]}, which was frozen when the compressor "
+                        f"was attached: freeze parameters before DDP(model)"
+                    )
                 raise RuntimeError(
                     "the bucket holds a parameter that the bound model has not: one compressor "
                     "serves one model"

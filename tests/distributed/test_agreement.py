@@ -129,6 +129,10 @@ def _error_of(rank: int, how: str) -> str:
             AdaptiveCompressor().attach(DDP(nn.Linear(3, 3, dtype=torch.complex64)))
         elif how == "optimizer type":
             AdaptiveCompressor().attach(model, optimizer="sgd")  # type: ignore[arg-type]
+        elif how == "zeros":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            signs = AdaptiveCompressor("signsgd", (32, 32), granularity="bucket")
+            signs.attach(model, optimizer=optimizer)
         elif how == "settings":
             AdaptiveCompressor("topk", (10, 100 + rank)).attach(model)
         elif how == "twice":
@@ -167,6 +171,7 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         ),
         ("complex", "TypeError: model must have real parameters, module.weight is torch.complex64"),
         ("optimizer type", "TypeError: optimizer must be a torch.optim.Optimizer or None, got"),
+        ("zeros", "ValueError: granularity must be 'layer' for base 'signsgd' with momentum"),
         ("settings", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
         ("twice", "RuntimeError: model is attached already"),
         ("not ddp", "TypeError: model must be a DistributedDataParallel module, got Sequential"),

@@ -28,8 +28,11 @@ SHADOWED = {
 class _Run:
     """A training run that can be stopped into a state and started from one."""
 
-    def __init__(self, policy: str, base: str, exchange: str = "auto") -> None:
-        self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
+    def __init__(
+        self, policy: str, base: str, exchange: str = "auto", static_graph: bool = False
+    ) -> None:
+        net = small_net(torch.float32)
+        self.model = DDP(net, bucket_cap_mb=0.002, static_graph=static_graph)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.001
         )
@@ -61,7 +64,8 @@ class _Run:
         }
 
     def load(self, rank: int, state: dict[str, Any]) -> None:
-        loss_of(self.model, 0, rank).backward()  # let DDP order its buckets
+        for _ in range(2 if self.model.static_graph else 1):  # let DDP order its buckets
+            loss_of(self.model, 0, rank).backward()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.compressor.load_state_dict(state["compressor"])
@@ -69,16 +73,22 @@ class _Run:
 
 
 def _straight_and_resumed(
-    rank: int, policy: str, base: str, exchange: str, path: str
+    rank: int,
+    policy: str,
+    base: str,
+    exchange: str,
+    path: str,
+    stop: int = STOP,
+    static_graph: bool = False,
 ) -> dict[str, Any]:
-    straight = _Run(policy, base, exchange)
+    straight = _Run(policy, base, exchange, static_graph)
     straight.train(rank, 0, STEPS)
-    stopped = _Run(policy, base, exchange)
-    stopped.train(rank, 0, STOP)
+    stopped = _Run(policy, base, exchange, static_graph)
+    stopped.train(rank, 0, stop)
     torch.save(stopped.state(), f"{path}/{rank}")
-    resumed = _Run(policy, base, exchange)
+    resumed = _Run(policy, base, exchange, static_graph)
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
-    resumed.train(rank, STOP, STEPS)
+    resumed.train(rank, stop, STEPS)
     return {
         "parameters": [flat_parameters(r.model) for r in (straight, resumed)],
         "states": [r.compressor.state_dict() for r in (straight, resumed)],
@@ -107,6 +117,14 @@ def test_the_shadow_ladder_resumes_too(policy: str, base: str, tmp_path: Any) ->
     for result in run_ranks(2, _straight_and_resumed, policy, base, "auto", str(tmp_path)):
         assert torch.equal(*result["parameters"])
         assert same(*result["states"])
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_stopped_while_ddp_orders_its_buckets(stop: int, static_graph: bool, tmp_path: Any) -> None:
+    options = "goodput", "topk", "auto", str(tmp_path), stop, static_graph
+    for result in run_ranks(2, _straight_and_resumed, *options):
+        assert torch.equal(*result["parameters"])
 
 
 def _misfit(rank: int, what: str) -> str:
