@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 from adaptive.timeline import Event, Header, SafeTimeline, StepRecord, Timeline
@@ -26,6 +26,7 @@ class Recorder:
         self._samples = samples
         self._started = False
         self._started_at: float | None = None  # the first step's time
+        self._totals = {"active": 0.0, "sent": 0.0, "dense": 0.0}
         self._told: list[str] = []
 
     def event(self, event: Event) -> None:
@@ -52,6 +53,7 @@ class Recorder:
         seconds = report.median_seconds
         t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
         gain = report.gain(report.timed_cf, policy.gain)
+        self._add_up(report)
         t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
         self._timeline.step(
             StepRecord(
@@ -62,6 +64,7 @@ class Recorder:
                 status,
                 layer_cfs,
                 read_sum,
+                **self._totals,
             )
         )
         verdict = policy.verdict()
@@ -74,17 +77,25 @@ class Recorder:
         self._timeline.close()
         self._timeline = SafeTimeline(Timeline())
 
+    def _add_up(self, report: StepReport) -> None:
+        added = report.median_seconds, report.wire_bytes, report.dense_wire_bytes
+        for name, value in zip(self._totals, added, strict=True):
+            if isfinite(value):
+                self._totals[name] += value
+
     def _start(self) -> None:
         if not self._started:
             self._started = True
             self._timeline.start(self._header())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"told": list(self._told), "started_at": self._started_at}
+        totals = dict(self._totals)
+        return {"told": list(self._told), "started_at": self._started_at, "totals": totals}
 
     def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
         """Go on after a pause of so many seconds, which do not count."""
         self._told = list(state["told"])
+        self._totals = dict(state.get("totals", self._totals))
         self._started_at = state["started_at"]
         self._started = self._started_at is not None
         if self._started_at is not None:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -58,6 +58,8 @@ class StepRecord:
     `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
     decides on. layer_cfs: of the layers that were sent at another CF than the report's. read_sum:
     the report has the norm of a sum that was read, and so began anew.
+    active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
+    medians, so that pauses do not count), bytes of this rank, and what they would have been dense.
     """
 
     report: StepReport
@@ -67,6 +69,9 @@ class StepRecord:
     status: Mapping[str, float] = field(default_factory=dict)
     layer_cfs: Mapping[str, float] = field(default_factory=dict)
     read_sum: bool = False
+    active: float = nan
+    sent: float = nan
+    dense: float = nan
 
     @property
     def wire_factor(self) -> float:

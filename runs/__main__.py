@@ -7,6 +7,7 @@ from importlib import import_module
 from textwrap import dedent
 
 from runs.parser import OneLineParser
+from runs.pipes import outlive_readers
 
 COMMANDS = {
     "train": ("runs.cli", "train a model with adaptive gradient compression on several workers"),
@@ -57,4 +58,7 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    outlive_readers()
+    code = main()
+    sys.stdout.flush()
+    sys.exit(code)

@@ -23,6 +23,7 @@ from typing import Any
 
 from runs.interrupt import INTERRUPTED, STOPPING
 from runs.parser import UsageError
+from runs.pipes import outlive_readers
 
 GRACE = 2.0
 """Seconds that the other workers get, after one failed, to say what they saw."""
@@ -152,6 +153,7 @@ def _run(
     work: Work, argument: Any, rank: int, workers: int, init_method: str, pipe: Connection
 ) -> None:
     """The life of a worker."""
+    outlive_readers()
     threading.Thread(target=_follow, name="follow-parent", daemon=True).start()
     try:
         code = work(argument, rank, workers, init_method)

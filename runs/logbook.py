@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
+from array import array
 from dataclasses import asdict
 from math import isfinite
+from statistics import median
 from typing import Any
 
 from adaptive import (
@@ -51,14 +53,16 @@ class Logbook(Timeline):
         self._metrics = (folder / METRICS_FILE).open("a" if first_step else "w", encoding="utf-8")
         self._writer = self._tensorboard(first_step)
         self._pace = _Pace()
+        self._done = first_step
+        self._board: TensorBoardTimeline | None = None
         self._sinks: list[Timeline] = []
         self._json: JSONLTimeline | None = None
         if config.policy != "off":
             self._json = JSONLTimeline(folder / TIMELINE_FILE, append=first_step > 0)
             self._sinks.append(self._json)
             if self._writer is not None:
-                hparams = _hparams(config)
-                self._sinks.append(TensorBoardTimeline(self._writer, hparams=hparams))
+                self._board = TensorBoardTimeline(self._writer, hparams=_hparams(config))
+                self._sinks.append(self._board)
         elif self._writer is not None:
             start_session(self._writer, _hparams(config))
         self._handler = _Handler(self)
@@ -92,13 +96,16 @@ class Logbook(Timeline):
 
     def close(self) -> None:
         """Flush and close everything; also after an error, and twice."""
+        completed = self._done >= self.config.steps
+        if self._board is not None:
+            self._board.completed = completed
         for sink in self._sinks:
             sink.close()
         self._sinks, self._json = [], None
         self._metrics.close()
         if self._writer is not None:
             if self.config.policy == "off":
-                end_session(self._writer, self._pace.last, self._pace.metrics())
+                end_session(self._writer, self._pace.last, self._pace.metrics(), completed)
             self._writer.close()
             self._writer = None
         self.progress.close()
@@ -114,6 +121,7 @@ class Logbook(Timeline):
 
     def trained(self, done: int, loss: float) -> None:
         """`done` steps are done, the last with this mean loss over the workers."""
+        self._done = done
         self._pace.step(done - 1)
         self._metric(done - 1, "loss", loss)
         if self._writer is not None and isfinite(loss):
@@ -147,18 +155,18 @@ class _Pace:
 
     def __init__(self) -> None:
         self.last = 0
-        self._seen: list[tuple[int, float]] = []
+        self._before: float | None = None
+        self._seconds = array("d")
 
     def step(self, step: int) -> None:
-        self.last = step
-        self._seen = [*self._seen[:1], (step, time.monotonic())]
+        now = time.monotonic()
+        if self._before is not None:
+            self._seconds.append(now - self._before)
+        self.last, self._before = step, now
 
     def metrics(self) -> dict[str, float]:
-        """By tag; empty if there were less than two steps."""
-        if len(self._seen) < 2:
-            return {}
-        (first, began), (last, ended) = self._seen
-        return {"final/steps_per_second": (last - first) / (ended - began)}
+        """By tag; empty if there were less than two steps. The median leaves evaluations out."""
+        return {"final/steps_per_second": 1 / median(self._seconds)} if self._seconds else {}
 
 
 class _Handler(logging.Handler):

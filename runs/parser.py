@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 
@@ -45,6 +46,11 @@ def check_writable(folder: Path) -> None:
         above = above.parent
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UsageError(f"--log-dir {folder}: {above} is not a folder that can be written to")
+    try:
+        with TemporaryDirectory(dir=above):
+            pass
+    except OSError as error:  # /proc looks as if it could be written to
+        raise UsageError(f"--log-dir {folder}: {above}: {error.strerror}") from error
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -61,13 +61,17 @@ def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
     _write(writer, metadata.SESSION_START_INFO_TAG, data(session_start_info=start))
 
 
-def end_session(writer: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the final `metrics`, by tag, as scalars of this step, and that the run has ended."""
+def end_session(
+    writer: Any, step: int, metrics: Mapping[str, float], completed: bool = True
+) -> None:
+    """Write the final `metrics`, by tag, as scalars of this step, and that the run has ended.
+    completed: as it should."""
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     if metrics:
         writer._get_file_writer().add_summary(scalar_summary(metrics), step)
-    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+    status = api_pb2.STATUS_SUCCESS if completed else api_pb2.STATUS_FAILURE
+    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
     data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
     _write(writer, metadata.SESSION_END_INFO_TAG, data)
 

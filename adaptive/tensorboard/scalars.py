@@ -31,6 +31,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "bytes/sent": report.wire_bytes,
         "bytes/wire_factor": record.wire_factor,
         "time/step": report.seconds,
+        "time/total": record.active,
         "time/compress": report.compress_seconds,
         "time/exchange": report.exchange_seconds,
         "time/decode": report.decode_seconds,

@@ -33,6 +33,8 @@ class TensorBoardTimeline(Timeline):
         with another CF than the one before is always written, and so is the one before it.
     hparams: settings of the run by name, for the HParams page, beside those of the compressor.
     layout: write the "CF timeline" layout of the custom scalars page.
+    completed: what HParams says of the run when it is closed; set it to False before that if the
+        run has not come to its end.
     ImportError, naming the extra to install, without the tensorboard package.
     """
 
@@ -61,6 +63,7 @@ class TensorBoardTimeline(Timeline):
             if self._own
             else lambda: log_dir
         )
+        self.completed = True
         self._writer: Any = None
         self._interval = interval
         self._hparams = dict(hparams or {})
@@ -107,7 +110,8 @@ class TensorBoardTimeline(Timeline):
         self._add(self._used.histogram(), self._totals.last_step)
         if figure:
             self._add(self._used.figure(), self._totals.last_step)
-        end_session(self._writer, self._totals.last_step, self._totals.metrics())
+        totals = self._totals
+        end_session(self._writer, totals.last_step, totals.metrics(), self.completed)
         self._writer.flush()
         if self._own:
             self._writer.close()
@@ -146,27 +150,25 @@ class _Totals:
 
     def __init__(self) -> None:
         self.last_step = 0
-        self._first: tuple[int, float] | None = None
-        self._elapsed = 0.0
-        self._sent = self._dense = 0.0
+        self._last: StepRecord | None = None
+        self._seconds, self._timed = 0.0, 0
 
     def add(self, record: StepRecord) -> None:
-        report = record.report
-        self._first = self._first or (report.step, record.elapsed)
-        self.last_step, self._elapsed = report.step, record.elapsed
-        if isfinite(report.wire_bytes) and isfinite(report.dense_wire_bytes):
-            self._sent += report.wire_bytes
-            self._dense += report.dense_wire_bytes
+        self.last_step, self._last = record.report.step, record
+        if isfinite(record.report.median_seconds):
+            self._seconds += record.report.median_seconds
+            self._timed += 1
 
     def metrics(self) -> dict[str, float]:
         """By tag. Bytes of one rank."""
-        values = {"final/bytes_sent": self._sent}
-        if self._sent:
-            values["final/wire_factor"] = self._dense / self._sent
-        step, elapsed = self._first or (0, 0.0)
-        if self._elapsed > elapsed:
-            values["final/steps_per_second"] = (self.last_step - step) / (self._elapsed - elapsed)
-        return values
+        if self._last is None:
+            return {}
+        values = {"final/bytes_sent": self._last.sent}
+        if self._last.sent > 0:
+            values["final/wire_factor"] = self._last.dense / self._last.sent
+        if self._seconds > 0:
+            values["final/steps_per_second"] = self._timed / self._seconds
+        return {tag: value for tag, value in values.items() if isfinite(value)}
 
 
 def _summary_writer() -> Any:

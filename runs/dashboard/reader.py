@@ -16,6 +16,9 @@ from runs.dashboard.thin import Floats, Switch
 PLUGIN = "cf_timeline"
 SENT = "cf/sent"
 SWITCHES = f"{PLUGIN}/switches"
+ACTIVE = "time/total"
+"""Seconds of steps since the run began; in runs of before it was written, wall time stands in."""
+
 LAYER = "cf_layer/"
 NUMBERS = re.compile(
     r"cf/(candidate|floor)|gain/.+|throughput/(t_sys|t_comp)|bytes/(sent|wire_factor)|time/step"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from runs.dashboard.reader import LAYER, NUMBERS, SENT, Reader, Series, quality_tags
+from runs.dashboard.reader import ACTIVE, LAYER, NUMBERS, SENT, Reader, Series, quality_tags
 from runs.dashboard.thin import Floats, changes, evenly, held, held_within, longest, marks
 
 POINTS = 400
@@ -32,7 +32,8 @@ def timeline(
     """Everything that one row shows; None if there is no such run.
 
     quality: tag to draw under it; None takes the likeliest. span: first and last step to show
-    (all). Where nothing is known, values are None. Seconds count from the run's first record.
+    (all). Where nothing is known, values are None. Seconds are those of steps, from the run's first
+    record on: pauses do not count, nor the time until a run was resumed.
     """
     tags = reader.tags(run)
     if not tags:
@@ -41,10 +42,10 @@ def timeline(
     quality = quality if quality in tags else next(iter(candidates), None)
     layers = [tag for tag in tags if tag.startswith(LAYER)]
     numbers = [tag for tag in tags if NUMBERS.fullmatch(tag)]
-    read = reader.scalars(run, [SENT, *numbers, *layers, *([quality] if quality else [])])
+    read = reader.scalars(run, [SENT, ACTIVE, *numbers, *layers, *([quality] if quality else [])])
     if SENT not in read:
         return None
-    clock = _Clock(read[SENT])
+    clock = _Clock(read[SENT], read.get(ACTIVE))
     switches = reader.switches(run)
     changed_at, changed_to = changes(read[SENT].steps, read[SENT].values, switches)
     first, last = float(changed_at[0]), float(max(read[SENT].steps[-1], changed_at[-1]))
@@ -93,9 +94,10 @@ def timeline(
 class _Clock:
     """Seconds since the run's first record, by step; beyond the records as fast as before."""
 
-    def __init__(self, sent: Series) -> None:
-        self._steps = sent.steps
-        self._seconds = np.maximum.accumulate(sent.wall - sent.wall[0])
+    def __init__(self, sent: Series, active: Series | None) -> None:
+        self._steps = sent.steps if active is None else active.steps
+        seconds = sent.wall if active is None else active.values
+        self._seconds = np.maximum.accumulate(seconds - seconds[0])
 
     def __call__(self, steps: float | Floats) -> Any:
         return np.interp(steps, self._steps, self._seconds)

@@ -49,7 +49,9 @@ def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str
             notes.append(f"{text} is the folder of a report, and was passed over")
         elif not paths:
             what = "holds no run" if Path(text).exists() else "does not exist"
-            raise UsageError(f"LOGDIR {text}: {what}; {ACCEPTED}")
+            below = [str(p) for p in sorted(Path(text).glob("*/")) if _runs_in(p)]
+            hint = f" (but {below[0]} does)" if below else ""
+            raise UsageError(f"LOGDIR {text}: {what}{hint}; {ACCEPTED}")
         for path in paths:
             found.setdefault(path.resolve(), (text, path))
     if not found:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
+from adaptive.options import MEMORIES
+from compressors import make_compressor
 from policies.base import GainKind
 from policies.ladder import SCALINGS
 from runs.parser import UsageError
@@ -23,6 +25,11 @@ BY_POLICY = {
 """Policies that can be tuned, and what is searched unless the command says otherwise."""
 
 ON_REQUEST = ("base", "memory", "lr", "clip_norm")
+_NAMES = {
+    "scaling": tuple(sorted(SCALINGS)),
+    "gain": get_args(GainKind),
+    "memory": MEMORIES,
+}
 HARRIS = ("lr", "clip_norm")
 """Searched by --plan random: each compression setting has its own best learning rate."""
 
@@ -114,7 +121,22 @@ def _choice(spec: str, default: Parameter, text: str) -> Parameter:
     values: list[Value] = list(parts)
     if isinstance(default, Range):
         values = [_number(spec, part, default.whole) for part in parts]
+    elif default.name == "base":
+        _check_bases(spec, parts)
+    elif unknown := [part for part in parts if part not in _NAMES[default.name]]:
+        raise UsageError(
+            f"--search {spec}: {unknown[0]!r} is no {default.name}; accepted: "
+            f"{', '.join(_NAMES[default.name])}"
+        )
     return Choice(default.name, tuple(values))
+
+
+def _check_bases(spec: str, bases: Sequence[str]) -> None:
+    for base in bases:
+        try:
+            make_compressor(base)
+        except ValueError as error:
+            raise UsageError(f"--search {spec}: {error}") from error
 
 
 def _number(spec: str, text: str, whole: bool) -> float:

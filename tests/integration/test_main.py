@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from runs.__main__ import main
 from runs.progress import Progress
+from tests.integration.commands import LIMIT, ROOT, python_m, write_text_file
 
 LINK = "emulated 100 Mbit/s link"
 
@@ -28,6 +32,27 @@ def test_the_bar_on_a_terminal_says_what_is_emulated() -> None:
     drawn = [part for part in terminal.getvalue().split("\r") if "%|" in part]
     assert drawn
     assert all(part.startswith(f"{LINK}: ") for part in drawn)
+
+
+def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    """As in `train | head -1`: the run is finished all the same, without a traceback."""
+    text = write_text_file(tmp_path)
+    options = ["--data", text, "--steps", "4", "--batch-size", "1", "--fixed-clock", "0.1"]
+    options += ["--eval-every", "1", "--log-dir", tmp_path / "log"]
+    with (tmp_path / "err").open("w") as err:
+        command = subprocess.Popen(
+            [*python_m("train"), *map(str, options)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+        )
+        assert command.stdout is not None
+        assert "text (lstm)" in command.stdout.readline()
+        command.stdout.close()
+        assert command.wait(LIMIT) == 0, (tmp_path / "err").read_text()
+    assert "Traceback" not in (tmp_path / "err").read_text()
+    assert json.loads((tmp_path / "log" / "result.json").read_text())["steps"] == 4
 
 
 def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:

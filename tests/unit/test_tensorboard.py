@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch.utils.tensorboard import SummaryWriter
 
@@ -31,6 +32,7 @@ def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None)
         cf,
         {cf: MEASUREMENT},
         seconds=0.1,
+        median_seconds=0.1,
         compress_seconds=0.02,
         exchange_seconds=0.03,
         decode_seconds=0.01,
@@ -39,7 +41,8 @@ def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None)
         dense_wire_bytes=1000.0,
     )
     status = {"candidate": 20.0, "floor": nan, "epsilon": 0.3, "gain_candidate": 0.4}
-    return StepRecord(report, step / 10, 10.0, 7.5, status, layers or {})
+    totals = {"active": step / 10, "sent": 100.0 * (step + 1), "dense": 1000.0 * (step + 1)}
+    return StepRecord(report, step / 10, 10.0, 7.5, status, layers or {}, **totals)
 
 
 def _read(folder: Path) -> EventAccumulator:
@@ -74,6 +77,7 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "bytes/sent": 100,
         "bytes/wire_factor": 10,
         "time/step": 0.1,
+        "time/total": 0,
         "time/compress": 0.02,
         "time/exchange": 0.03,
         "time/decode": 0.01,
@@ -81,6 +85,7 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "time/rest": 0.015,
         "final/bytes_sent": 100,
         "final/wire_factor": 10,
+        "final/steps_per_second": 10,
     }
     assert written == pytest.approx(expected)
 
@@ -181,9 +186,29 @@ def test_settings_and_final_metrics_are_in_the_run_itself(tmp_path: Path) -> Non
     assert start.hparams["masking"].bool_value is True
     assert start.hparams["cf_range"].string_value == "(10, 1000)"
     assert "link" not in start.hparams
-    assert "_hparams_/session_end_info" in events.Tags()["tensors"]
+    end = hparams_metadata.parse_session_end_info_plugin_data(content("_hparams_/session_end_info"))
+    assert end.status == api_pb2.STATUS_SUCCESS
     assert _values(events, "final/bytes_sent") == [(4, 500)]
-    assert _values(events, "final/steps_per_second") == [(4, 10)]
+    assert _values(events, "final/steps_per_second") == [(4, pytest.approx(10))]
+
+
+def test_a_run_that_was_resumed_counts_as_a_whole(tmp_path: Path) -> None:
+    for part, steps in (("first", range(3)), ("second", range(3, 7))):
+        timeline = TensorBoardTimeline(tmp_path / part)
+        for step in steps:
+            timeline.step(_record(step))
+        timeline.completed = part == "second"
+        timeline.close()
+    events = [_read(tmp_path / part) for part in ("first", "second")]
+    ends = [
+        hparams_metadata.parse_session_end_info_plugin_data(
+            each.SummaryMetadata("_hparams_/session_end_info").plugin_data.content
+        ).status
+        for each in events
+    ]
+    assert ends == [api_pb2.STATUS_FAILURE, api_pb2.STATUS_SUCCESS]
+    assert _values(events[1], "final/bytes_sent") == [(6, 700)]
+    assert _values(events[1], "final/wire_factor") == [(6, 10)]
 
 
 def test_the_header_gives_settings_and_what_the_user_says_goes_before(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import {Row} from './row.js';
 import {element, ask, followTheme} from './page.js';
 import {legend} from './colours.js';
+import {Tip} from './tip.js';
 import {Toolbar} from './toolbar.js';
 
 const REFRESH = 30_000; // milliseconds
@@ -65,7 +66,6 @@ class Dashboard {
     this.rows = known;
     this.toolbar.setRuns(runs);
     this.view.quality = this.toolbar.quality;
-    this.note.textContent = runs.length ? '' : 'No run has recorded a CF yet.';
     this.arrange();
     for (const row of this.rows.values()) row.outdate();
   }
@@ -87,6 +87,9 @@ class Dashboard {
     const shown = [...this.rows].filter(([name]) => chosen.has(name)).map(([, row]) => row);
     this.list.classList.toggle('beside', this.toolbar.beside);
     this.list.replaceChildren(...shown.map((row) => row.element));
+    if (!shown.some((row) => row.plot.matches(':hover'))) Tip.hide(); // its row may be gone
+    if (!this.rows.size) this.note.textContent = 'No run has recorded a CF yet.';
+    else this.note.textContent = shown.length ? '' : 'No run matches.';
     this.draw();
   }
 

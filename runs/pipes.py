@@ -1,0 +1,41 @@
+"""Output that outlives its reader: `train | head` must not end the training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, TextIO
+
+
+def outlive_readers() -> None:
+    """What is printed once nobody reads any more is lost, without an error."""
+    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+
+
+class _Lasting:
+    """A text stream, as it is until its pipe is closed at the other end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self) -> None:
+        """Also what is buffered goes nowhere, or it would be an error again at exit."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
