@@ -89,13 +89,13 @@ class Recorder:
             self._timeline.start(self._header())
 
     def state_dict(self) -> dict[str, Any]:
-        totals = dict(self._totals)
-        return {"told": list(self._told), "started_at": self._started_at, "totals": totals}
+        recorded = dict(self._totals)
+        return {"told": list(self._told), "started_at": self._started_at, "recorded": recorded}
 
     def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
         """Go on after a pause of so many seconds, which do not count."""
         self._told = list(state["told"])
-        self._totals = dict(state.get("totals", self._totals))
+        self._totals = dict(state["recorded"])
         self._started_at = state["started_at"]
         self._started = self._started_at is not None
         if self._started_at is not None:

@@ -16,13 +16,14 @@ A dense step over a slow network can take as long as a hundred compressed ones, 
 first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
 them that a later, smaller CF lets go all at once sets training back. A run begins at the smallest
 CF, and as long as signal gain has nothing to say the steady-state error-fed gain decides, which
-moves up less far. From a large CF it comes down by strides, the network measured anew with each.
+moves up less far, and not to a CF whose shadow residual is still filling. From a large CF it comes
+down by strides, the network measured anew with each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any
 
 from policies import checks
@@ -36,11 +37,19 @@ from policies.signal import ERROR_FED, SignalGain
 GAIN_WEIGHT = 0.1
 """Of a new step: gains move slowly, and one step's is noisy."""
 
+ARRIVING = 5
+"""Steps at each CF on the way to one that sends many more bytes."""
+
+FILLING = 4.0
+"""While the error-fed gain stands in for signal gain, CFs up to so many times the steps done are
+considered: the shadow residual of a larger one is still filling, and its gain too large."""
+
 STRIDE = 8.0
 """A step may send so many times the bytes of the largest that this network has carried yet."""
 
-UP = 2
-"""Standard errors of the gains that a larger CF must be better by; a smaller one by one."""
+UP, DOWN = 1.0, 0.5
+"""Standard errors of T_comp (power x those of the gain) that a larger CF must be better by, and a
+smaller one."""
 
 _STATE = ("send", "since", "steps", "arriving", "reason")
 
@@ -49,9 +58,9 @@ class Goodput(Policy):
     """Sends the smallest CF for `opening` steps, then whichever CF promises most.
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
-    margin: how much more than the CF in use another must promise, in (0, 1], beside what signal
-    gain is uncertain by (UP); dense just more. cooldown: steps between switches; on the way to a CF
-    that sends many more bytes, `opening`. epsilon: smallest gain worth sending, once gains are
+    margin: how much more than the CF in use another must promise, in (0, 1], beside what T_comp is
+    uncertain by (UP, DOWN); dense just more. cooldown: steps between switches (fewer on the way to
+    a CF that sends many more bytes: ARRIVING). epsilon: smallest gain worth sending, once gains are
     known, in [0, 1). gain: "signal" or "error_fed" (in steady state). power: of signal gain in what
     a CF promises, > 0; a larger one for smaller CFs, and more quality in as many steps.
     ValueError or TypeError names what is wrong.
@@ -123,7 +132,9 @@ class Goodput(Policy):
 
     @property
     def _wait(self) -> int:
-        return self.opening if self._opens or self._arriving else self.cooldown
+        if self._opens:
+            return self.opening
+        return min(ARRIVING, self.cooldown) if self._arriving else self.cooldown
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
@@ -132,11 +143,14 @@ class Goodput(Policy):
         """Steps a second x gain (signal gain to the power) that each CF promises; dense and those
         of which enough is known."""
         promised = {}
-        fallback = self._signal is None or self._signal.basis == ERROR_FED
-        power = 1.0 if fallback else self.power
+        power, largest = self.power, inf
+        if self._signal is None or self._signal.basis == ERROR_FED:
+            power = 1.0
+            largest = inf if self._signal is None else FILLING * self._steps
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
-            if gain is not None and seconds and (cf == DENSE or gain > self.epsilon):
+            worth = cf == DENSE or self.epsilon < (gain or 0.0)
+            if gain is not None and seconds and worth and cf <= largest:
                 promised[cf] = gain**power / seconds
         return promised
 
@@ -226,8 +240,8 @@ class Goodput(Policy):
         come as close as that."""
         if cf == DENSE:
             return here
-        doubt = 0.0 if self._signal is None else self._signal.doubt
-        return (1 + self.margin + (UP if cf > self._send else 1) * doubt) * here
+        doubt = 0.0 if self._signal is None else self.power * self._signal.doubt
+        return (1 + self.margin + (UP if cf > self._send else DOWN) * doubt) * here
 
     def _within_reach(self, best: float) -> float:
         """The CF itself, or on the way there the one with the most bytes that may be tried."""

@@ -112,7 +112,7 @@ def test_it_says_when_dense_is_right(rate, says):
 def test_reasons_carry_the_numbers():
     policy = started()
     reasons = []
-    for step in range(12):
+    for step in range(20):
         plan = policy.plan()
         reasons.append(plan.reason)
         policy.observe(report(step, plan.send, 1e6))
@@ -207,6 +207,19 @@ def test_until_signal_gain_is_clear_the_error_fed_one_decides():
     assert sent[:5] == [OPENING] * 5
     assert sent[5:15] == [best(1e6)] * 10
     assert sent[15:] == [1000.0] * 15
+
+
+def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
+    """Gains of residuals that have hardly begun are those of dense steps: too large."""
+    policy, sent = started(gain="signal"), []
+    early = {cf: cf**-0.1 for cf in GAINS}
+    for step in range(60):
+        sent.append(policy.plan().send)
+        policy.observe(report(step, sent[step], 1e5, steady=early))
+    for step, cf in enumerate(sent):
+        assert cf <= max(OPENING, 4 * step)
+    assert sent[5] == 20.0
+    assert sent[-1] > 100
 
 
 @pytest.mark.parametrize("power", [0.3, 1.0, 2.0, 4.0])

@@ -267,3 +267,28 @@ def test_goodput_does_not_climb_on_gains_that_noise_may_have_made(noise, ends_at
 def test_goodput_knows_the_gains_that_have_a_steady_state():
     with pytest.raises(ValueError, match=r"gain='raw'.*'error_fed', 'signal'"):
         Goodput(gain="raw")
+
+
+def test_gains_that_are_held_are_no_surer_than_they_were():
+    """Else a policy makes, at the moment when noise takes over, the move that doubt forbade."""
+    draw = np.random.default_rng(0)
+    signal = SignalGain()
+    for total in draw.normal(1, 1, 60):
+        signal.observe(report(total))
+    assert signal.clear
+    for total in draw.normal(0, 3, 400):
+        signal.observe(report(total))
+        if not signal.clear:
+            break
+    assert not signal.clear
+    assert 1 / CLEAR < signal.doubt <= 1 / LOST
+    assert [signal.gain(cf) for cf in SIGNAL] == pytest.approx(list(SIGNAL.values()))
+
+
+def test_a_larger_cf_never_has_more_of_it():
+    rising = {10.0: 0.8, 100.0: 0.2, 1000.0: 0.4}
+    signal = SignalGain()
+    for _ in range(LEAST + 5):
+        signal.observe(report(1.0, signal=rising))
+    gains = [signal.gain(cf) for cf in rising]
+    assert gains == pytest.approx([0.8, 0.3, 0.3])
