@@ -41,8 +41,8 @@ ARRIVING = 5
 """Steps at each CF on the way to one that sends many more bytes."""
 
 FILLING = 4.0
-"""While the error-fed gain stands in for signal gain, CFs up to so many times the steps done are
-considered: the shadow residual of a larger one is still filling, and its gain too large."""
+"""With signal gain, CFs up to so many times the steps done are considered: the shadow residual of a
+larger one is still filling, and its gain too large."""
 
 STRIDE = 8.0
 """A step may send so many times the bytes of the largest that this network has carried yet."""
@@ -143,10 +143,9 @@ class Goodput(Policy):
         """Steps a second x gain (signal gain to the power) that each CF promises; dense and those
         of which enough is known."""
         promised = {}
-        power, largest = self.power, inf
-        if self._signal is None or self._signal.basis == ERROR_FED:
-            power = 1.0
-            largest = inf if self._signal is None else FILLING * self._steps
+        fallback = self._signal is None or self._signal.basis == ERROR_FED
+        power = 1.0 if fallback else self.power
+        largest = inf if self._signal is None else FILLING * self._steps
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
             worth = cf == DENSE or self.epsilon < (gain or 0.0)

@@ -198,7 +198,7 @@ def test_what_is_not_known_is_no_promise():
 
 def test_until_signal_gain_is_clear_the_error_fed_one_decides():
     policy, sent = started(gain="signal"), []
-    for step in range(30):
+    for step in range(300):
         sent.append(policy.plan().send)
         products = dict.fromkeys(GAINS, 1.0 - step % 2 / 10)  # as if nothing were lost
         policy.observe(
@@ -206,7 +206,8 @@ def test_until_signal_gain_is_clear_the_error_fed_one_decides():
         )
     assert sent[:5] == [OPENING] * 5
     assert sent[5:15] == [best(1e6)] * 10
-    assert sent[15:] == [1000.0] * 15
+    assert sent[15] == 40.0  # all promise as much, and that is the largest that has filled
+    assert set(sent[270:]) <= {640.0, 1000.0}  # within the margin of each other
 
 
 def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
@@ -226,7 +227,7 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
 def test_signal_gain_counts_to_a_power(power):
     rate = 1e6
     policy = started(gain="signal", power=power)
-    for step in range(200):
+    for step in range(300):
         level = 1.0 - step % 2 / 10
         products = {cf: level * gain for cf, gain in GAINS.items()}
         policy.observe(
