@@ -25,7 +25,7 @@ class Arrival:
         return arrive
 
     def end(self) -> None:
-        """The first backward is over."""
+        """The first backward is over. May be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -247,4 +247,7 @@ class Controller:
             self._totals.add_gain(pending.cf, report.measurements[pending.cf])
         if not self.forced_dense:
             self.policy.observe(report)
-        self._recorder.step(report, self.policy, now, pending.layer_cfs, pending.read_sum)
+        sent, dense = self._totals.wire, self._totals.dense
+        self._recorder.step(
+            report, self.policy, now, pending.layer_cfs, pending.read_sum, sent, dense
+        )

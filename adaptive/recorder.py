@@ -26,7 +26,7 @@ class Recorder:
         self._samples = samples
         self._started = False
         self._started_at: float | None = None  # the first step's time
-        self._totals = {"active": 0.0, "sent": 0.0, "dense": 0.0}
+        self._active = 0.0  # seconds of steps so far
         self._told: list[str] = []
 
     def event(self, event: Event) -> None:
@@ -41,9 +41,11 @@ class Recorder:
         now: float,
         layer_cfs: Mapping[str, float],
         read_sum: bool,
+        sent: float,
+        dense: float,
     ) -> None:
         """A step that was agreed on, at the time `now`; and in the log, what the policy has
-        concluded."""
+        concluded. sent, dense: bytes by its end, see `StepRecord`."""
         if not self._writes:
             return
         self._start()
@@ -53,7 +55,7 @@ class Recorder:
         seconds = report.median_seconds
         t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
         gain = report.gain(report.timed_cf, policy.gain)
-        self._add_up(report)
+        self._active += seconds if isfinite(seconds) else 0.0
         t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
         self._timeline.step(
             StepRecord(
@@ -64,7 +66,9 @@ class Recorder:
                 status,
                 layer_cfs,
                 read_sum,
-                **self._totals,
+                self._active,
+                sent,
+                dense,
             )
         )
         verdict = policy.verdict()
@@ -77,25 +81,19 @@ class Recorder:
         self._timeline.close()
         self._timeline = SafeTimeline(Timeline())
 
-    def _add_up(self, report: StepReport) -> None:
-        added = report.median_seconds, report.wire_bytes, report.dense_wire_bytes
-        for name, value in zip(self._totals, added, strict=True):
-            if isfinite(value):
-                self._totals[name] += value
-
     def _start(self) -> None:
         if not self._started:
             self._started = True
             self._timeline.start(self._header())
 
     def state_dict(self) -> dict[str, Any]:
-        recorded = dict(self._totals)
-        return {"told": list(self._told), "started_at": self._started_at, "recorded": recorded}
+        told = list(self._told)
+        return {"told": told, "started_at": self._started_at, "active": self._active}
 
     def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
         """Go on after a pause of so many seconds, which do not count."""
         self._told = list(state["told"])
-        self._totals = dict(state["recorded"])
+        self._active = float(state["active"])
         self._started_at = state["started_at"]
         self._started = self._started_at is not None
         if self._started_at is not None:

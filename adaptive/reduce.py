@@ -53,7 +53,7 @@ class BucketReducer:
         exchange: Exchange,
         pipeline: Pipeline,
         instruments: Instruments,
-        settling: int = 1,
+        settling: int,
         clip_norm: float | None = None,
     ) -> None:
         self._grain = grain

@@ -163,7 +163,8 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
-        self._end_arrival()
+        if self._arrival is not None:
+            self._arrival.end()
         self._memory.release(self.exchange)
         self._optimizer = None
         self._reduce_with(clip_norm=None)
@@ -209,7 +210,8 @@ class Session:
         if bucket.is_last():
             controller.end_step(buffer.device)
             self._reducer.end_backward()
-            self._end_arrival()
+            if self._arrival is not None:
+                self._arrival.end()
         stopwatch.hook_left(entered, self._pipeline.take_waited())
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -220,11 +222,6 @@ class Session:
             return mean
 
         return done.then(finish)
-
-    def _end_arrival(self) -> None:
-        if self._arrival is not None:
-            self._arrival.end()
-            self._arrival = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""

@@ -148,8 +148,9 @@ class Goodput(Policy):
         largest = inf if self._signal is None else FILLING * self._steps
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
-            worth = cf == DENSE or self.epsilon < (gain or 0.0)
-            if gain is not None and seconds and worth and cf <= largest:
+            if gain is None or not seconds or cf > largest:
+                continue
+            if cf == DENSE or gain > self.epsilon:
                 promised[cf] = gain**power / seconds
         return promised
 

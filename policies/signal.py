@@ -32,13 +32,15 @@ _LEVELS = (ERROR_FED, HELD, NEXT, PEERS)
 
 
 class SignalGain:
-    """peers, next: the two ratios. basis: what decides, one of the four above."""
+    """peers, next: the two ratios. basis: what decides, one of the four above. doubt: relative
+    standard error of the ratio that decides, or did last; 0 before there was one. Gains that are
+    held are no surer than they were."""
 
     def __init__(self) -> None:
         self.peers, self.next = MeanRatio(), MeanRatio()
         self._steady: dict[float, Average] = {}
         self._held: dict[float, float] = {}  # the gains when a ratio was last clear
-        self._doubt = 0.0  # and what they were uncertain by
+        self.doubt = 0.0
 
     def observe(self, report: StepReport) -> str:
         """Take in one step; in words, what decides from now on if that has changed, else ""."""
@@ -52,7 +54,7 @@ class SignalGain:
             ratio = self.peers if self.peers.clear else self.next
             known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
             self._held.update(zip(known, descending(known.values()), strict=True))
-            self._doubt = 1 / ratio.errors if ratio.errors > 0 else 0.0
+            self.doubt = 1 / ratio.errors if ratio.errors > 0 else 0.0
         return "" if self.basis == before else f"{self.basis} decides, {self.numbers()}"
 
     @property
@@ -67,12 +69,6 @@ class SignalGain:
     def clear(self) -> bool:
         """One of the ratios decides."""
         return self.peers.clear or self.next.clear
-
-    @property
-    def doubt(self) -> float:
-        """Relative standard error of the ratio that decides, or did last; 0 before there was one.
-        Gains that are held are no surer than they were."""
-        return self._doubt
 
     def numbers(self) -> str:
         """How clear the ratios are, in words."""
@@ -104,7 +100,7 @@ class SignalGain:
             "next": self.next.state_dict(),
             "steady": [[cf, average.state_dict()] for cf, average in self._steady.items()],
             "held": [list(item) for item in self._held.items()],
-            "doubt": self._doubt,
+            "doubt": self.doubt,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,4 +112,4 @@ class SignalGain:
             self._steady[float(cf)] = Average(WEIGHT)
             self._steady[float(cf)].load_state_dict(saved)
         self._held = {float(cf): float(gain) for cf, gain in state["held"]}
-        self._doubt = float(state["doubt"])
+        self.doubt = float(state["doubt"])

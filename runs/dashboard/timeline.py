@@ -92,7 +92,7 @@ def timeline(
 
 
 class _Clock:
-    """Seconds since the run's first record, by step; beyond the records as fast as before."""
+    """Seconds of steps since the run's first record, by step. active: these; None: wall time."""
 
     def __init__(self, sent: Series, active: Series | None) -> None:
         self._steps = sent.steps if active is None else active.steps
