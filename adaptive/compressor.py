@@ -42,7 +42,7 @@ from policies import DENSE, Policy, make_policy
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class AdaptiveCompressor:
@@ -76,9 +76,13 @@ class AdaptiveCompressor:
         "momentum" if `attach` is handed an SGD optimizer with momentum, else "residual", or
         "none" for an unbiased compressor.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
+    momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that velocities keep while
+        gradients are compressed, since what waits in a residual is late already; every gradient
+        still adds up to the same. 1 is DGC's momentum correction. None: the compressor's own (0.5
+        for those that keep the largest elements, but for dgc; 1 for all others).
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
-        (True: at every CF above 1; False: never; None: the compressor's own, else 100). Never at
-        CF 1.
+        (True: at every CF above 1; False: never; None: always for dgc, never for others). Never
+        at CF 1.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
         accumulated (DGC, section 3.2, per parameter, since buckets leave before the last is there).
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
@@ -105,6 +109,7 @@ class AdaptiveCompressor:
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         memory: str = "auto",
         momentum: float | None = None,
+        momentum_lag: float | None = None,
         masking: bool | float | None = None,
         clip_norm: float | None = None,
         samples_per_step: float | None = None,
@@ -122,7 +127,7 @@ class AdaptiveCompressor:
             hooks=check_hooks(hooks),
             cf_range=check_cf_range(cf_range),
             policy=make_policy(default_policy(compressor, hooks) if policy is None else policy),
-            memory=MemoryChoice(compressor, memory, momentum, masking),
+            memory=MemoryChoice(compressor, memory, momentum, momentum_lag, masking),
             clip_norm=check_positive("clip_norm", clip_norm),
             samples_per_step=check_positive("samples_per_step", samples_per_step),
             timeline=make_timeline(timeline),

@@ -96,7 +96,8 @@ class MomentumHandover:
             if slot.residual is not None:
                 slot.residual.mul_(1 / self._gradient_to_velocity(slot))
             velocity = slot.velocity if slot.velocity is not None else slot.zeros()
-            mean = exchange.sum_later(velocity / exchange.world_size).wait()
+            share = self.rule(slot).change_of_lag(slot.lag, 1.0) / exchange.world_size
+            mean = exchange.sum_later(velocity * share).wait()
             exchange.take_traffic()  # no step's
             if slot.started:
                 self._add_to_buffer(slot, mean)

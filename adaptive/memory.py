@@ -9,12 +9,9 @@ from torch.optim import SGD, Optimizer
 
 from adaptive.handover import MomentumHandover, has_momentum
 from adaptive.momentum import MomentumMemory, MomentumRule
-from adaptive.options import MEMORIES, check_choice, check_masking, check_momentum
-from adaptive.residual import NoMemory, Residual
+from adaptive.options import MEMORIES, check_choice, check_masking, check_momentum, check_share
+from adaptive.residual import NoMemory, Residual, Slot
 from compressors import Compressor
-
-MASKING = 100.0
-"""Where momentum factor masking begins if nobody says; by measurement (docs/defaults.md)."""
 
 
 class MemoryChoice:
@@ -23,10 +20,14 @@ class MemoryChoice:
     ValueError, naming the argument, for settings that do not go together.
     """
 
-    def __init__(self, base: Compressor, memory: Any, momentum: Any, masking: Any) -> None:
+    def __init__(
+        self, base: Compressor, memory: Any, momentum: Any, momentum_lag: Any, masking: Any
+    ) -> None:
         self.kind = check_choice("memory", memory, MEMORIES)
         self._momentum = check_momentum(momentum)
-        self._masking = check_masking(masking, base.masking or MASKING)
+        lag = base.momentum_lag if momentum_lag is None else momentum_lag
+        self._lag = check_share("momentum_lag", lag)
+        self._masking = check_masking(masking, base.masking)
         self._feedback = base.error_feedback
         if self.kind in ("residual", "momentum") and not base.error_feedback:
             raise ValueError(
@@ -56,7 +57,7 @@ class MemoryChoice:
         if self.kind == "none" or not self._feedback:
             return NoMemory(maybe_unused)
         if handover is not None:
-            return MomentumMemory(handover.rule, handover.has_buffer, self._masking, maybe_unused)
+            return self._with_velocity(handover.rule, handover.has_buffer, maybe_unused)
         if self.kind != "momentum":
             return Residual(maybe_unused)
         if self._momentum is None:
@@ -66,7 +67,18 @@ class MemoryChoice:
                 "or attach(model, optimizer=optimizer)"
             )
         rule = MomentumRule(self._momentum)
-        return MomentumMemory(lambda _: rule, lambda _: False, self._masking, maybe_unused)
+        return self._with_velocity(lambda _: rule, lambda _: False, maybe_unused)
+
+    def _with_velocity(
+        self,
+        rule: Callable[[Slot], MomentumRule],
+        has_buffer: Callable[[Slot], bool],
+        maybe_unused: Callable[[], bool],
+    ) -> MomentumMemory:
+        return MomentumMemory(rule, has_buffer, self._masking, self._lag, maybe_unused)
 
     def __str__(self) -> str:
-        return f"memory={self.kind!r}, momentum={self._momentum}, masking={self._masking}"
+        return (
+            f"memory={self.kind!r}, momentum={self._momentum}, momentum_lag={self._lag}, "
+            f"masking={self._masking}"
+        )

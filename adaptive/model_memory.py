@@ -50,7 +50,7 @@ class ModelMemory:
             self._handover.give_back(exchange)
             self.unhook()
         for slot in self._slots.values():
-            slot.velocity, slot.started, slot.fresh = None, False, False
+            slot.velocity, slot.started, slot.fresh, slot.lag = None, False, False, 1.0
             slot.places.pop("velocity", None)
         keeps = Residual if self.now.keeps_residual else NoMemory
         self.now = keeps(self._slots.maybe_unused)

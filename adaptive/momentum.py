@@ -3,13 +3,20 @@
 Deep Gradient Compression (Lin and others 2018), section 3: with momentum in the optimizer, a
 coordinate that is sent rarely loses its momentum's discount; accumulating u = m u + g before
 compression keeps it. Momentum factor masking clears the velocity of what was sent.
+
+What waits in a residual is late, as what waits in a velocity is: delay acts as momentum (Mitliagkas
+and others, "Asynchrony begets momentum", 2016). So while gradients are compressed the velocity may
+move with a smaller momentum, in proportion to a larger gain, and the two delays do not add up
+(measured: docs/defaults.md). In dense steps it is the optimizer's own. What a velocity has yet to
+deliver stays the same when the momentum changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from adaptive.residual import Addition, MomentumRule, Residual, Slot
@@ -21,6 +28,7 @@ class MomentumMemory(Residual):
     rule: the momentum settings of a slot, asked anew each step, so schedulers keep working.
     has_buffer: True if the optimizer already holds a velocity for the slot.
     masking: smallest CF at which the velocity of what was sent is cleared; inf for never.
+    lag: share of the momentum's lag in compressed steps, in (0, 1].
     maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
     """
 
@@ -32,41 +40,50 @@ class MomentumMemory(Residual):
         rule: Callable[[Slot], MomentumRule],
         has_buffer: Callable[[Slot], bool],
         masking: float,
+        lag: float,
         maybe_unused: Callable[[], bool],
     ) -> None:
         super().__init__(maybe_unused)
         self._rule = rule
         self._has_buffer = has_buffer
         self._masking = masking
-        self._undo: dict[Slot, tuple[MomentumRule, Tensor | None, bool]] = {}
+        self._lag = lag
+        self._undo: dict[Slot, _Before] = {}
 
-    def rule(self, slot: Slot) -> MomentumRule | None:
-        return self._rule(slot)
+    def rule(self, slot: Slot) -> MomentumRule:
+        return self._rule(slot).with_lag(self._lag)
+
+    def entering(self, slot: Slot) -> float:
+        return self._rule(slot).change_of_lag(slot.lag, self._lag)
 
     def masks(self, cf: float) -> bool:
         return cf >= self._masking
 
     def open(self, slot: Slot, grad: Tensor) -> Addition:
         rule = self._rule(slot)
-        self._undo[slot] = (rule, None, slot.started)
+        self._undo[slot] = _Before(rule, slot.started, slot.lag)
         if not rule.momentum:
             return super().open(slot, grad)
-        velocity = self._step(slot, grad, rule)
+        velocity = self._step(slot, grad, rule, self._lag)
+        rule = rule.with_lag(self._lag)
         residual = slot.open_residual()
         if rule.nesterov:  # the direction is g + m u
             residual.add_(velocity, alpha=rule.momentum)
+            if rule.gain != 1:
+                residual.add_(grad, alpha=rule.gain - 1)
             return Addition(residual, grad)
         return Addition(residual, velocity)
 
     def undo_open(self, slot: Slot, grad: Tensor) -> None:
-        rule, _, started = self._undo.pop(slot)
+        before = self._undo.pop(slot)
+        rule = before.rule.with_lag(slot.lag)
         assert slot.residual is not None
         if not rule.momentum or rule.nesterov:
-            slot.residual.sub_(grad)
+            slot.residual.sub_(grad, alpha=rule.gain)
         if rule.momentum:
             assert slot.velocity is not None
             slot.residual.sub_(slot.velocity, alpha=rule.momentum if rule.nesterov else 1.0)
-            self._step_back(slot, grad, rule, started)
+            self._step_back(slot, grad, before)
 
     def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
         self._undo.pop(slot, None)
@@ -77,7 +94,7 @@ class MomentumMemory(Residual):
     def fold(self, slot: Slot, grad: Tensor) -> None:
         rule = self._rule(slot)
         if not rule.momentum:
-            self._undo[slot] = (rule, None, slot.started)
+            self._undo[slot] = _Before(rule, slot.started, slot.lag)
             super().fold(slot, grad)
             return
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
@@ -87,8 +104,8 @@ class MomentumMemory(Residual):
         else:
             slot.residual = saved = slot.open_residual().copy_(grad)
             slot.filled = False
-        self._undo[slot] = (rule, saved, slot.started)
-        velocity = self._step(slot, grad, rule)
+        self._undo[slot] = _Before(rule, slot.started, slot.lag, saved)
+        velocity = self._step(slot, grad, rule, 1.0)
         if rule.nesterov:
             grad.add_(velocity, alpha=rule.momentum)
         else:
@@ -96,10 +113,10 @@ class MomentumMemory(Residual):
         super().fold(slot, grad)
 
     def undo_fold(self, slot: Slot) -> None:
-        rule, saved, started = self._undo.pop(slot)
-        if rule.momentum:
-            assert saved is not None
-            self._step_back(slot, saved, rule, started)
+        before = self._undo.pop(slot)
+        if before.rule.momentum:
+            assert before.grad is not None
+            self._step_back(slot, before.grad, before)
 
     def commit_dense(self, slot: Slot) -> None:
         super().commit_dense(slot)
@@ -118,7 +135,7 @@ class MomentumMemory(Residual):
     def state_dict(self, slot: Slot) -> dict[str, Any]:
         state = super().state_dict(slot)
         if slot.started and slot.velocity is not None:
-            state["velocity"] = slot.velocity.clone()
+            state |= {"velocity": slot.velocity.clone(), "lag": slot.lag}
         return state
 
     def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
@@ -126,25 +143,47 @@ class MomentumMemory(Residual):
         saved = state.get("velocity")
         slot.fresh = False
         slot.started = saved is not None
-        slot.velocity = None
+        slot.velocity, slot.lag = None, state.get("lag", 1.0)
         if saved is not None:
             slot.velocity = slot.zeros("velocity").copy_(saved)
 
-    def _step(self, slot: Slot, grad: Tensor, rule: MomentumRule) -> Tensor:
+    def _step(self, slot: Slot, grad: Tensor, rule: MomentumRule, lag: float) -> Tensor:
         if slot.velocity is None:
             slot.velocity = slot.zeros("velocity")
+        _change_lag(slot, rule, lag)
+        rule = rule.with_lag(lag)
         slot.fresh = not slot.started and not self._has_buffer(slot)
         if slot.fresh:
-            slot.velocity.copy_(grad)
+            torch.mul(grad, rule.gain, out=slot.velocity)
         else:
-            slot.velocity.mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
+            slot.velocity.mul_(rule.momentum).add_(grad, alpha=rule.gain * (1 - rule.dampening))
         slot.started = True
         return slot.velocity
 
-    def _step_back(self, slot: Slot, grad: Tensor, rule: MomentumRule, started: bool) -> None:
+    def _step_back(self, slot: Slot, grad: Tensor, before: _Before) -> None:
         assert slot.velocity is not None
+        rule = before.rule.with_lag(slot.lag)
         if slot.fresh:
             slot.velocity.zero_()
         else:
-            slot.velocity.sub_(grad, alpha=1 - rule.dampening).div_(rule.momentum)
-        slot.started = started
+            slot.velocity.sub_(grad, alpha=rule.gain * (1 - rule.dampening)).div_(rule.momentum)
+        _change_lag(slot, before.rule, before.lag)
+        slot.started = before.started
+
+
+class _Before(NamedTuple):
+    """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the slot, before.
+    grad: what the collective overwrites."""
+
+    rule: MomentumRule
+    started: bool
+    lag: float
+    grad: Tensor | None = None
+
+
+def _change_lag(slot: Slot, rule: MomentumRule, lag: float) -> None:
+    """From now on the velocity moves with this share of the momentum's lag."""
+    factor = rule.change_of_lag(slot.lag, lag)
+    if slot.velocity is not None and factor != 1:
+        slot.velocity.mul_(factor)
+    slot.lag = lag

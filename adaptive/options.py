@@ -131,6 +131,13 @@ def check_momentum(value: Any) -> float | None:
     return float(value)
 
 
+def check_share(name: str, value: Any) -> float:
+    """`value` as a float; ValueError, naming the argument, unless it is in (0, 1]."""
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be a number in (0, 1] or None, got {value!r}")
+    return float(value)
+
+
 def check_masking(value: Any, default: float) -> float:
     """The smallest CF at which velocities are masked: True is every CF above 1, False none."""
     if value is None:

@@ -24,7 +24,8 @@ class Slot:
 
     residual: allocated at the first compressed step; meaningless unless `filled`.
     velocity: with momentum correction only. started: the velocity has had its first step.
-    fresh: that first step was this one (SGD does not dampen it).
+    fresh: that first step was this one (SGD does not dampen it). lag: the share of the momentum's
+    lag that the velocity moves with (`MomentumRule.with_lag`).
     arrived: when its gradient was ready in the first backward, among all. places: where residual
     and velocity go, if they are to lie next to others'.
     """
@@ -36,6 +37,7 @@ class Slot:
     velocity: Tensor | None = None
     started: bool = False
     fresh: bool = False
+    lag: float = 1.0
     arrived: float = inf
     places: dict[str, Tensor] = field(default_factory=dict)
 
@@ -61,11 +63,30 @@ class Slot:
 
 
 class MomentumRule(NamedTuple):
-    """How torch's SGD moves its velocity: u = momentum * u + (1 - dampening) * g."""
+    """How torch's SGD moves its velocity: u = momentum * u + (1 - dampening) * gain * g, with
+    gain 1."""
 
     momentum: float
     dampening: float = 0.0
     nesterov: bool = False
+    gain: float = 1.0
+
+    def with_lag(self, share: float) -> MomentumRule:
+        """A momentum with this share of the lag m / (1 - m), the mean age in steps of what a
+        velocity holds, by which every gradient still adds up to the same."""
+        m = self.momentum
+        if share == 1 or not 0 < m < 1:
+            return self
+        lag = share * m / (1 - m)
+        return self._replace(momentum=lag / (1 + lag), gain=1 / (1 + lag) / (1 - m))
+
+    def change_of_lag(self, share: float, other: float) -> float:
+        """What a velocity is multiplied by when it moves with the `other` share from now on: what
+        it has yet to deliver, m / (1 - m) times itself (m times that with Nesterov), stays."""
+        if share == other or not 0 < self.momentum < 1:
+            return 1.0
+        now, then = self.with_lag(share).momentum, self.with_lag(other).momentum
+        return share / other * (now / then if self.nesterov else 1.0)
 
 
 class Addition(NamedTuple):
@@ -104,8 +125,12 @@ class NoMemory:
         return None
 
     def rule(self, slot: Slot) -> MomentumRule | None:
-        """How the velocity moves; None without one."""
+        """How the velocity moves in a compressed step; None without one."""
         return None
+
+    def entering(self, slot: Slot) -> float:
+        """What a compressed step multiplies the velocity by before it moves."""
+        return 1.0
 
     def masks(self, cf: float) -> bool:
         """The velocity of what is sent at this CF is cleared."""

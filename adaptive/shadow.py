@@ -179,7 +179,8 @@ class ShadowLadder:
             else:
                 first = slot not in self._moving
                 if first and slot.velocity is not None:
-                    u[:, place] = _sampled(slot.velocity, self._strides[slot])
+                    factor = self._memory.entering(slot)
+                    u[:, place] = factor * _sampled(slot.velocity, self._strides[slot])
                     first = False
                 self._moving.add(slot)
                 _add(a[:, place], u[:, place], g[place], rule, first)
@@ -202,10 +203,10 @@ def _sampled(grad: Tensor, stride: int) -> Array:
 def _add(a: Array, u: Array, g: Array, rule: MomentumRule, first: bool) -> None:
     """Residual and velocity of one slot, in place. first: SGD does not dampen its first step."""
     u *= rule.momentum
-    u += g if first else (1 - rule.dampening) * g
+    u += (rule.gain if first else (1 - rule.dampening) * rule.gain) * g
     if rule.nesterov:
         a += rule.momentum * u
-        a += g
+        a += rule.gain * g
     else:
         a += u
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from adaptive.residual import Slot
 
 CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller")
@@ -27,6 +29,7 @@ def check_state(
         raise ValueError(f"state: the model has no parameters {', '.join(unknown)}")
     saved = [(n, kind, t) for n, held in state["memory"].items() for kind, t in held.items()]
     saved += [(n, "sum", t) for n, t in state["sum"].items()]
+    saved = [(n, kind, t) for n, kind, t in saved if isinstance(t, Tensor)]
     for name, kind, tensor in saved:
         numel = by_name[name].param.numel()
         if tensor.numel() != numel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import floor, isfinite, nan, prod
+from math import floor, inf, isfinite, nan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,8 @@ class Compressor(ABC):
         at a smaller one. Otherwise candidates are compressed from the full tensor.
     sampled: a strided sample of a tensor is compressed as well, or badly, as the tensor itself.
     keeps_zeros: an element that is 0 is never decoded to something else.
-    masking: the CF from which on its paper clears the velocity of what was sent; None: no opinion.
+    masking: the CF from which on its paper clears the velocity of what was sent; inf for never.
+    momentum_lag: the share of the momentum's lag that a velocity keeps beside this compressor.
     """
 
     name: str = ""
@@ -121,7 +122,8 @@ class Compressor(ABC):
     multilevel: bool = True
     sampled: bool = True
     keeps_zeros: bool = True
-    masking: float | None = None
+    masking: float = inf
+    momentum_lag: float = 1.0
 
     @abstractmethod
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:

@@ -73,6 +73,8 @@ class Sparsifier(Compressor):
     exact_count = False
     """Always keeps exactly k: another count is a corrupt payload."""
 
+    momentum_lag = 0.5
+
     comparable = True
     """Chooses by magnitude alone, so that tensors can be compressed together."""
 

@@ -5,12 +5,13 @@ at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`)
 (policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
 network moves the CF as soon as it shows.
 
-Signal gain s counts squared, unless `power` says otherwise. Along a direction c the loss falls by
-at most <c, G>^2 / (2 c'Hc), with G the true gradient and H the curvature; in steady state c has
-about the energy of the gradient g itself (DESIGN section 5, the raw gain), so that this is s^2 of
-what it is along g. The rest of a step is noise, which costs quality and not only time. Who trains
-until a quality is reached, not for so many steps, is there sooner with a smaller power
-(docs/results.md compares).
+Signal gain s counts to the `power` of 1.5. Along a direction c of the best length the loss falls by
+<c, G>^2 / (2 c'Hc), with G the true gradient and H the curvature; in steady state c has about the
+energy of the gradient g itself (DESIGN section 5, the raw gain), so that this is s^2 of what it is
+along g. A step much shorter than the best makes progress in proportion to s. The rest of a step is
+noise, which costs quality and not only time. Between the two lies what was measured to keep dense
+quality (docs/results.md); who trains until a quality is reached, not for so many steps, is there
+sooner with a smaller power.
 
 A dense step over a slow network can take as long as a hundred compressed ones, so not even the
 first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
@@ -80,7 +81,7 @@ class Goodput(Policy):
         cooldown: int = 10,
         epsilon: float = 0.0,
         gain: GainKind = "signal",
-        power: float = 2.0,
+        power: float = 1.5,
     ) -> None:
         self.scaling = checks.one_of("scaling", scaling, SCALINGS)
         self.step_size = checks.real("step_size", step_size, above=1)

@@ -38,7 +38,16 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
-_OPTIONAL = ("exchange", "granularity", "dense_below", "memory", "masking", "clip_norm", "link")
+_OPTIONAL = (
+    "exchange",
+    "granularity",
+    "dense_below",
+    "memory",
+    "momentum_lag",
+    "masking",
+    "clip_norm",
+    "link",
+)
 
 
 def build_task(config: TrainConfig) -> Task:

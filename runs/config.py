@@ -62,6 +62,7 @@ class TrainConfig:
     granularity: str | None = None
     dense_below: int | None = None
     memory: str | None = None
+    momentum_lag: float | None = None
     masking: bool | float | None = None
     clip_norm: float | None = None
     link: str | None = None

@@ -16,6 +16,7 @@ HOOK_OPTIONS = (
     "granularity",
     "dense_below",
     "memory",
+    "momentum_lag",
     "masking",
     "clip_norm",
     "link",
@@ -54,11 +55,12 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
     if "model_mb" in given:
         _check_size(given)
     check_one_worker(given)
-    if "masking" in given and given.get("memory", "auto") not in ("auto", "momentum"):
-        raise UsageError(
-            f"--masking {shown(given['masking'])} is for --memory momentum (or auto), got "
-            f"--memory {given['memory']}"
-        )
+    for name in ("momentum_lag", "masking"):
+        if name in given and given.get("memory", "auto") not in ("auto", "momentum"):
+            raise UsageError(
+                f"{option(name)} {shown(given[name])} is for --memory momentum (or auto), got "
+                f"--memory {given['memory']}"
+            )
 
 
 def check_one_worker(given: dict[str, Any]) -> None:

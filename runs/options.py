@@ -131,10 +131,17 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--memory", help="auto, residual, momentum or none: what becomes of what is not sent (auto)"
     )
     how.add_argument(
+        "--momentum-lag",
+        type=number,
+        metavar="SHARE",
+        help="share of the momentum's lag that velocities keep while gradients are compressed, in "
+        "(0, 1] (0.5 where the base keeps the largest elements, but 1 for dgc; else 1)",
+    )
+    how.add_argument(
         "--masking",
         type=switch_or_number,
         metavar="on|off|CF",
-        help="momentum factor masking, always, never, or from a CF on (100)",
+        help="momentum factor masking, always, never, or from a CF on (off, with dgc on)",
     )
     how.add_argument(
         "--clip-norm",

@@ -22,11 +22,11 @@ A contender is NAME[@CF][:key=value,...]. NAME is
   off            plain DDP without the hook (nothing of its steps is known but their number)
 The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
 ... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
-from step 100 on. steps, lr and lr_drop may be a contender's own, too:
+from step 100 on. steps, lr, lr_drop and momentum may be a contender's own, too:
 topk@100:steps=900,lr_drop=540 trains longer than others do in 600."""
 
 _SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
-_TRAINING = ("steps", "lr", "lr_drop")
+_TRAINING = ("steps", "lr", "lr_drop", "momentum")
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 
 

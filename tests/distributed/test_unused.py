@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, batch, small_net
+from tests.distributed.setting import Scripted, batch, small_net, waiting
 
 
 class _TwoBranches(nn.Module):
@@ -39,7 +39,6 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
     ).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     total: dict[str, Any] = {}
-    velocity: dict[str, Any] = {}
     sent: dict[str, Any] = {}
     for step in range(12):
         # Now and then a branch is unused on all ranks, and now and then on one only.
@@ -51,8 +50,7 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
             names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
         ):
             if g is not None:
-                velocity[name] = momentum * velocity.get(name, 0) + g.flatten()
-                total[name] = total.get(name, 0) + velocity[name]
+                total[name] = total.get(name, 0) + g.flatten() / (1 - momentum)
         optimizer.zero_grad()
         ((model(x, which) - y) ** 2).mean().backward()
         for name, p in model.module.named_parameters():
@@ -62,8 +60,8 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
     memory = compressor.state_dict()["memory"]
     worst = 0.0
     for name, p in model.module.named_parameters():
-        kept = memory.get(name, {}).get("residual", torch.zeros(p.numel(), dtype=p.dtype))
-        both = torch.stack([total[name], kept])
+        rest = waiting(memory.get(name, {}), momentum) + torch.zeros(p.numel(), dtype=p.dtype)
+        both = torch.stack([total[name], rest])
         dist.all_reduce(both)
         worst = max(worst, float((sent[name] + both[1] - both[0]).abs().max()))
     return worst
