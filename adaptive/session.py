@@ -26,6 +26,7 @@ from adaptive.exchange import Exchange
 from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
 from adaptive.exchanges.pipeline import Pipeline
 from adaptive.foreign import send_through
+from adaptive.instants import make_instants
 from adaptive.instruments import Instruments
 from adaptive.link import EmulatedLink
 from adaptive.model_memory import ModelMemory
@@ -68,7 +69,8 @@ class Session:
         self._slots = Slots(model)
         self._memory = ModelMemory(settings.memory, self._slots)
         self._optimizer, self._scaler = optimizer, scaler
-        self._pipeline = Pipeline(settings.clock)
+        instants = make_instants(settings.clock, self._slots.device)
+        self._pipeline = Pipeline(instants)
         self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
         joined = joins(settings.granularity, settings.base, settings.policy)
         self._grain = Grain(settings.base, joined, settings.dense_below)
@@ -94,7 +96,7 @@ class Session:
         self.controller = Controller(
             settings.policy,
             self.exchange,
-            Stopwatch(settings.clock),
+            Stopwatch(instants),
             Recorder(
                 settings.timeline,
                 self.exchange.rank == 0,
@@ -176,7 +178,7 @@ class Session:
             controller.begin_step()
             if self._scaler is None:
                 self._memory.expect_step()
-        stopwatch, entered = controller.stopwatch, controller.stopwatch.clock()
+        stopwatch, entered = controller.stopwatch, controller.stopwatch.instants()
         buffer = bucket.buffer()
         slots = [self._slots.find(p) for p in bucket.parameters()]
         self._sizes.see(bucket.index(), slots, self._reducer.joins(controller.step))
@@ -212,7 +214,7 @@ class Session:
             self._reducer.end_backward()
             if self._arrival is not None:
                 self._arrival.end()
-        stopwatch.hook_left(entered, self._pipeline.take_waited())
+        stopwatch.hook_left(entered, self._pipeline.take_waits())
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()

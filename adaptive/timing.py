@@ -3,7 +3,8 @@
 compute: forward and backward, from the first forward after the exchange (so with all micro-batches
 of an accumulation) to the last hook call. compress: in hook calls. Then backward waits: for the
 network (exchange, exposed), and for what was received to be decoded on the process group's threads
-(decode). The rest is the optimizer, and waiting for input.
+(decode). The rest is the optimizer, and waiting for input. On a device all this is what its stream
+did (adaptive/instants.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-Span = tuple[float, float]
-"""From when to when, by the clock in use."""
+from adaptive.instants import Instant, Span
+
+Since = Callable[[Instant, Instant], float]
+"""Seconds from one instant to another."""
 
 
 class Parts(NamedTuple):
@@ -31,36 +34,48 @@ class Parts(NamedTuple):
 
 @dataclass
 class StepTiming:
-    """began: the first hook call. cf, wire, statistics: what was sent. compress: seconds in hook
-    calls but for those that they waited. backward_left: when the last hook call was over.
-    exchanged: when the last mean was there. decoded: when a thread of the process group was
-    decoding."""
+    """began: the first hook call. cf, wire, statistics: what was sent. calls: of the hook. waits:
+    for the network, within these. exchanged: when the last mean was there. decoded: when a thread
+    of the process group was decoding. ended: the next step's first hook call. forward: when its
+    forward began, if known."""
 
-    began: float
+    began: Instant
     cf: float
-    backward_left: float
-    exchanged: float
     wire: float = 0.0
     statistics: float = 0.0
-    compress: float = 0.0
-    waited: float = 0.0
+    calls: list[Span] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    exchanged: Instant = None
     decoded: list[Span] = field(default_factory=list)
+    ended: Instant = None
+    forward: Instant = None
 
-    def split(self, now: float, forward: float | None) -> Parts:
-        """now: the next step's first hook call. forward: when its forward began, if known."""
-        waiting = max(0.0, self.exchanged - self.backward_left)
-        decode = covered(self.decoded, self.backward_left, self.exchanged)
-        backward = self.backward_left - self.began - self.compress - self.waited
+    def split(self, since: Since) -> Parts:
+        """Once it has ended. since: seconds between two instants."""
+
+        def at(instant: Instant) -> float:
+            return since(self.began, instant)
+
+        def seconds(spans: Iterable[Span]) -> float:
+            return sum(since(start, stop) for start, stop in spans)
+
+        left = at(self.calls[-1][1]) if self.calls else 0.0
+        exchanged = 0.0 if self.exchanged is None else at(self.exchanged)
+        waited = seconds(self.waits)
+        compress = seconds(self.calls) - waited
+        decode = covered([(at(start), at(stop)) for start, stop in self.decoded], left, exchanged)
+        backward = max(0.0, left - compress - waited)
+        next_forward = nan if self.forward is None else since(self.forward, self.ended)
         return Parts(
-            seconds=now - self.began,
-            compute=nan if forward is None else max(0.0, backward) + now - forward,
-            compress=self.compress,
+            seconds=at(self.ended),
+            compute=backward + next_forward,
+            compress=compress,
             decode=decode,
-            exchange=self.waited + waiting - decode,
+            exchange=waited + max(0.0, exchanged - left) - decode,
         )
 
 
-def covered(spans: Iterable[Span], start: float, stop: float) -> float:
+def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> float:
     """Seconds of [start, stop] in which at least one span lies."""
     total, reached = 0.0, start
     for began, ended in sorted(spans):
@@ -75,19 +90,19 @@ class ForwardMark:
     """A forward pre-hook: notes when a step's forward began.
 
     Forwards without gradients (an evaluation between two steps) do not count, and a compiled one
-    cannot be seen. clock: None for the copy that a copied or pickled model takes along.
+    cannot be seen. instants: None for the copy that a copied or pickled model takes along.
     """
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock
-        self._began: float | None = None
+    def __init__(self, instants: Callable[[], Instant] | None = None) -> None:
+        self._instants = instants
+        self._began: Instant = None
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         seen = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if seen and self._clock is not None and self._began is None:
-            self._began = self._clock()
+        if seen and self._instants is not None and self._began is None:
+            self._began = self._instants()
 
-    def take(self) -> float | None:
+    def take(self) -> Instant:
         """When the first forward since the last call began; None if there was none to see."""
         began, self._began = self._began, None
         return began

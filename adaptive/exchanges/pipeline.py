@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.timing import Span
+from adaptive.instants import Instant, Span
 
 Rounds = Generator[Future[Tensor], Tensor, None]
 """An exchange under way: yields the future of each collective it has issued and is sent its value.
@@ -32,13 +32,13 @@ class _Waiting:
 class Pipeline:
     """The exchanges of the buckets that wait for a further round.
 
-    clock: seconds, to measure how long hook calls have waited for earlier rounds, and when the
+    instants: takes one, to tell when hook calls have waited for earlier rounds, and when the
     threads of the process group were decoding.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._waited = 0.0
-        self._clock = clock
+    def __init__(self, instants: Callable[[], Instant]) -> None:
+        self._waits: list[Span] = []
+        self._instants = instants
         self._queue: deque[_Waiting] = deque()
         self._decoded: deque[Span] = deque()
 
@@ -61,10 +61,10 @@ class Pipeline:
             self._advance(self._queue[0])
         return done
 
-    def take_waited(self) -> float:
-        """Seconds that were waited since the last call."""
-        waited, self._waited = self._waited, 0.0
-        return waited
+    def take_waits(self) -> list[Span]:
+        """When hook calls have waited since the last time that was asked."""
+        waits, self._waits = self._waits, []
+        return waits
 
     def take_decoded(self) -> list[Span]:
         """When exchanges were finished (decoded) since the last call; from any thread."""
@@ -76,9 +76,9 @@ class Pipeline:
                 return taken
 
     def _advance(self, waiting: _Waiting) -> None:
-        began = self._clock()
+        began = self._instants()
         value = waiting.issued.wait()
-        self._waited += self._clock() - began
+        self._waits.append((began, self._instants()))
         waiting.issued = waiting.rounds.send(value)
         waiting.left -= 1
         if waiting.left == 0:
@@ -86,11 +86,11 @@ class Pipeline:
             waiting.issued.then(lambda future: self._complete(waiting, future))
 
     def _finish(self, rounds: Rounds, value: Tensor, work: Tensor) -> Tensor:
-        began = self._clock()
+        began = self._instants()
         try:
             rounds.send(value)
         except StopIteration:
-            self._decoded.append((began, self._clock()))
+            self._decoded.append((began, self._instants()))
             return work
         raise RuntimeError("the exchange issued more collectives than it announced")
 

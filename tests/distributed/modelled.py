@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Semaphore, Thread
 
 import torch
@@ -10,6 +11,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Policy
+from adaptive.instants import Span
 from adaptive.link import EmulatedLink
 from tests.distributed.setting import Clock, loss_of
 
@@ -79,8 +81,8 @@ class ModelledRun:
         self.link = session.exchange._link = ModelledLink(self.clock)
         left = stopwatch.hook_left
 
-        def hook_left(entered: float, waited: float) -> None:
-            left(entered, waited)
+        def hook_left(entered: float, waits: Iterable[Span]) -> None:
+            left(entered, waits)
             self.link.hook_over.release()
 
         stopwatch.hook_left = hook_left  # type: ignore[method-assign]

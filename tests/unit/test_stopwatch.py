@@ -8,6 +8,7 @@ import pytest
 
 from adaptive import LinkSpec, ModelledClock
 from adaptive.exchange import Traffic
+from adaptive.instants import HostInstants
 from adaptive.stopwatch import Stopwatch
 from adaptive.tally import Tally
 from tests.distributed.setting import Clock
@@ -26,7 +27,7 @@ def _step(watch: Stopwatch, cf: float, seconds: float, counts: bool = True) -> T
 
 
 def test_a_step_is_told_of_with_the_next_and_its_median_is_of_its_own_cf() -> None:
-    watch = Stopwatch(Clock())
+    watch = Stopwatch(HostInstants(Clock()))
     first = _step(watch, 1.0, 9.0, counts=False)
     second = _step(watch, 10.0, 0.5, counts=False)  # the first of all is not counted
     assert isnan(first.seconds)
@@ -40,7 +41,7 @@ def test_a_step_is_told_of_with_the_next_and_its_median_is_of_its_own_cf() -> No
 
 def test_the_pause_before_a_resumed_step_is_not_timed() -> None:
     clock = Clock()
-    watch, later = Stopwatch(Clock()), Stopwatch(clock)
+    watch, later = Stopwatch(HostInstants(Clock())), Stopwatch(HostInstants(clock))
     for _ in range(3):
         _step(watch, 10.0, 0.5)
     clock.now = 100.0
@@ -51,7 +52,7 @@ def test_the_pause_before_a_resumed_step_is_not_timed() -> None:
 
 
 def test_by_a_modelled_clock_a_step_takes_what_its_bytes_do() -> None:
-    watch = Stopwatch(ModelledClock(0.1, LinkSpec.parse("8mbit")))
+    watch = Stopwatch(HostInstants(ModelledClock(0.1, LinkSpec.parse("8mbit"))))
     watch.stop(counts=False)
     watch.start(10.0)
     watch.sent(Traffic(wire=1e6))
@@ -63,7 +64,7 @@ def test_by_a_modelled_clock_a_step_takes_what_its_bytes_do() -> None:
 
 @pytest.mark.parametrize("clock", [ModelledClock(0.1, LinkSpec.parse("8mbit")), Clock()])
 def test_when_a_step_ends_is_known_before_the_next_begins(clock: Clock | ModelledClock) -> None:
-    watch = Stopwatch(clock)
+    watch = Stopwatch(HostInstants(clock))
     assert watch.ends() == clock()  # none is running
     for step in range(5):
         watch.stop(counts=step > 1)
@@ -73,7 +74,7 @@ def test_when_a_step_ends_is_known_before_the_next_begins(clock: Clock | Modelle
             clock.now += 0.3
         assert watch.ends() == watch.ends()  # nothing moves by it
         ends = watch.ends()
-        assert Stopwatch(clock).ends() == clock()
+        assert Stopwatch(HostInstants(clock)).ends() == clock()
         watch.stop(counts=step > 1)
         assert clock() == ends
         watch.start(10.0)

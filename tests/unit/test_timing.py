@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adaptive import StepRecord
+from adaptive.instants import HostInstants
 from adaptive.timing import ForwardMark, StepTiming, covered
 from policies import StepReport
 from runs.times import where_time_went
 
+_since = HostInstants(lambda: 0.0).since
 moments = st.integers(0, 20).map(float)
 
 
@@ -30,9 +32,11 @@ def test_covered_is_the_length_of_the_union(
 
 
 def test_the_parts_of_a_step() -> None:
-    timing = StepTiming(100.0, 10.0, backward_left=108.0, exchanged=115.0, compress=2.0, waited=1.0)
+    timing = StepTiming(100.0, 10.0, exchanged=115.0, ended=130.0, forward=120.0)
+    timing.calls = [(101.0, 102.0), (106.0, 108.0)]
+    timing.waits = [(106.5, 107.5)]
     timing.decoded = [(105.0, 107.0), (110.0, 112.0), (111.0, 113.0)]  # the first hidden
-    parts = timing.split(now=130.0, forward=120.0)
+    parts = timing.split(_since)
     assert parts.seconds == 30
     assert parts.compute == (8 - 2 - 1) + 10
     assert (parts.compress, parts.decode) == (2, 3)
@@ -48,7 +52,8 @@ def test_the_parts_of_a_step() -> None:
     )
     assert report.coding_seconds == 5
     assert report.rest_seconds == 120 - 115  # optimizer and input
-    assert isnan(timing.split(130.0, None).compute)
+    timing.forward = None
+    assert isnan(timing.split(_since).compute)
 
 
 def test_an_older_record_knows_neither_decoding_nor_computing() -> None:
