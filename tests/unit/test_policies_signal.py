@@ -229,7 +229,7 @@ def test_goodput_promises_by_it():
     assert promised("error_fed", 1.0)[0] == pytest.approx(0.4)
     assert "signal" not in promised("error_fed", 1.0)[1]
     gain, status = promised("signal", 1.0)
-    assert gain == pytest.approx(0.8**2)
+    assert gain == pytest.approx(0.8**1.5)
     assert status["signal"] == 2.0
     gain, status = promised("signal", -1.0)
     assert gain == pytest.approx(0.4)
@@ -238,7 +238,7 @@ def test_goodput_promises_by_it():
 
 @pytest.mark.parametrize(("noise", "ends_at"), [(0.1, 100.0), (2.0, 10.0)])
 def test_goodput_does_not_climb_on_gains_that_noise_may_have_made(noise, ends_at):
-    policy = Goodput(step_size=10)
+    policy = Goodput(step_size=10, power=2)
     policy.start(Context((10.0, 100.0), 2, wire_bytes=lambda cf: 1e6 / cf))
     steady = {10.0: 0.8, 100.0: 0.1}
     for step in range(60):
