@@ -21,6 +21,9 @@ WEIGHT = 0.2
 RECENT = 5
 """Steps at one CF whose median is its exposed time: three show that the network has changed."""
 
+SECOND = 1
+"""Of these, by size, which one is the network's: a single step may have waited for nothing."""
+
 CHANGED = 1.25
 """An exposed time this many times what it was, or less than 1 / this, is another network's."""
 
@@ -42,6 +45,7 @@ class Forecast:
         self._exposed: dict[float, float] = {}
         self._recent: list[float] = []
         self._steps = 0  # at the CF in use
+        self._same = 0  # of them, on the network as it is now
         self._long = 0  # steps in a row that took far longer than their median
         self._cf: float | None = None
 
@@ -58,9 +62,10 @@ class Forecast:
         self._work.add(max(0.0, seconds - exposed - compress))
         self._compress.setdefault(cf, Average(WEIGHT)).add(compress)
         if cf != self._cf:
-            self._cf, self._recent, self._steps = cf, [], 0
+            self._cf, self._recent, self._steps, self._same = cf, [], 0, 0
         self._recent = [*self._recent, exposed][-RECENT:]
         self._steps += 1
+        self._same += 1
         self._expose(cf, median(self._recent))
 
     def _expose(self, cf: float, now: float) -> None:
@@ -75,6 +80,7 @@ class Forecast:
         if 1 / CHANGED <= change <= CHANGED:
             return  # not to be told from noise
         self._exposed = {cf: now}
+        self._same = RECENT // 2 + 1  # those that have moved the median
 
     def seconds(self, cf: float) -> float | None:
         """Of a step at `cf`, run or not; None before the first step."""
@@ -94,6 +100,7 @@ class Forecast:
             "exposed": [list(item) for item in self._exposed.items()],
             "recent": list(self._recent),
             "steps": self._steps,
+            "same": self._same,
             "long": self._long,
             "cf": self._cf,
         }
@@ -108,6 +115,7 @@ class Forecast:
         self._exposed = {float(cf): float(value) for cf, value in state["exposed"]}
         self._recent = [float(value) for value in state["recent"]]
         self._steps, self._long = int(state["steps"]), int(state["long"])
+        self._same = int(state["same"])
         self._cf = None if state["cf"] is None else float(state["cf"])
 
     def _compression(self, cf: float) -> float:
@@ -122,7 +130,9 @@ class Forecast:
 
     def _exposure(self, cf: float) -> float:
         """Of a CF not run yet: on the line through the two that were run and have the nearest
-        numbers of bytes (latency and bandwidth); with one, in proportion to its bytes."""
+        numbers of bytes (latency and bandwidth); with one, in proportion to its bytes. What a step
+        waits for a busy machine is in its exposed time, too, and does not grow with the bytes: the
+        least that was seen lately, but one, is the network's."""
         known = self._exposed.get(cf)
         if known is not None:
             return known
@@ -135,4 +145,6 @@ class Forecast:
             slope = max(0.0, (self._exposed[near[1]] - value) / apart)
             predicted = value + slope * (wanted - nbytes)
             return max(0.0, predicted) if isfinite(predicted) else value
+        if near[0] == self._cf:
+            value = min(value, sorted(self._recent[-self._same :])[: SECOND + 1][-1])
         return value * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else value

@@ -1,0 +1,50 @@
+"""What a step costs at a CF that was never sent, from exposed times that noise has a part in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.base import StepReport
+from policies.forecast import Forecast
+
+WORK = 0.05
+
+
+def _forecast(exposed: Sequence[float], cf: float = 10.0) -> Forecast:
+    forecast = Forecast(lambda cf: 1e6 / cf)
+    for step, seconds in enumerate(exposed):
+        whole = WORK + seconds
+        times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": seconds}
+        forecast.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=0.0, **times))
+    return forecast
+
+
+@given(st.floats(0.001, 10.0), st.integers(1, 9), st.sampled_from([1.0, 2.0, 5.0, 20.0, 100.0]))
+def test_a_steady_exchange_grows_with_the_bytes(exposed: float, steps: int, cf: float) -> None:
+    seconds = _forecast([exposed] * steps).seconds(cf)
+    assert seconds == pytest.approx(WORK + exposed * 10 / cf)
+
+
+def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes() -> None:
+    forecast = _forecast([0.004, 0.0002, 0.008, 0.0004, 0.005])
+    assert forecast.seconds(10.0) == pytest.approx(WORK + 0.004, rel=0.05)  # still paid where it is
+    assert forecast.seconds(1.0) == pytest.approx(WORK + 0.004, rel=0.05)  # ten times 0.0004
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), st.integers(0, 4))
+def test_one_step_that_waited_for_nothing_does_not_make_a_slow_network_fast(
+    others: list[float], place: int
+) -> None:
+    forecast = _forecast([*others[:place], 0.0, *others[place:]])
+    assert forecast.seconds(1.0) >= WORK + 10 * 0.5
+
+
+def test_a_saved_forecast_goes_on() -> None:
+    forecast = _forecast([0.4] * 5)
+    before = forecast.seconds(1.0)
+    forecast.load_state_dict(forecast.state_dict())
+    assert forecast.seconds(1.0) == before
