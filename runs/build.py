@@ -24,6 +24,7 @@ from adaptive import (
     Warmup,
 )
 from runs.config import TrainConfig
+from runs.option_rules import HOOK_OPTIONS
 from runs.parser import UsageError, option
 from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, schedule_pieces
 from runs.tasks import Task, make_task
@@ -38,16 +39,8 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
-_OPTIONAL = (
-    "exchange",
-    "granularity",
-    "dense_below",
-    "memory",
-    "momentum_lag",
-    "masking",
-    "clip_norm",
-    "link",
-)
+_ELSEWHERE = ("layerwise", "base", "cf_range", "fixed_clock", "model_mb")
+_OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
 
 def build_task(config: TrainConfig) -> Task:
