@@ -48,7 +48,7 @@ class BucketMemory:
         part, start, stop = unit.ranges[0]
         if part.held:
             return Addition(part.grad[start:stop], None)
-        target, addend = self._addition(part)
+        target, addend = self._addition(part, unit.cf)
         return Addition(target[start:stop], None if addend is None else addend[start:stop])
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
@@ -85,18 +85,18 @@ class BucketMemory:
             if part.slot in self._opened:
                 self._memory.undo_open(part.slot, part.grad)
 
-    def _addition(self, part: Part) -> Addition:
+    def _addition(self, part: Part, cf: float) -> Addition:
         """What the memory makes of a part; asked once a step, however many units share it."""
         opened = self._opened.get(part.slot)
         if opened is None:
-            opened = self._opened[part.slot] = self._memory.open(part.slot, part.grad)
+            opened = self._opened[part.slot] = self._memory.open(part.slot, part.grad, cf)
         return opened
 
     def _together(self, unit: Unit) -> Addition | None:
         """The parts' error-fed gradients, if they lie one after the other in memory."""
         if any(piece.part.held for piece in unit.ranges):
             return None
-        opened = [(self._addition(part), start, stop) for part, start, stop in unit.ranges]
+        opened = [(self._addition(part, unit.cf), a, b) for part, a, b in unit.ranges]
         target = as_one([addition.target[a:b] for addition, a, b in opened])
         addends = [each.addend[a:b] for each, a, b in opened if each.addend is not None]
         if target is None:
@@ -115,7 +115,7 @@ class BucketMemory:
             if part.held:
                 place.zero_()
             else:
-                target, addend = self._addition(part)
+                target, addend = self._addition(part, unit.cf)
                 if addend is not None:
                     target[start:stop].add_(addend[start:stop])
                 place.copy_(target[start:stop])

@@ -78,8 +78,8 @@ class AdaptiveCompressor:
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that velocities keep while
         gradients are compressed, since what waits in a residual is late already; every gradient
-        still adds up to the same. 1 is DGC's momentum correction. None: the compressor's own (0.5
-        for those that keep the largest elements, but for dgc; 1 for all others).
+        still adds up to the same. 1 is DGC's momentum correction. None: the compressor's own (1.2 /
+        CF^(1/3) for those that keep the largest elements, but for dgc; 1 for all others).
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others). Never
         at CF 1.

@@ -25,8 +25,8 @@ class MemoryChoice:
     ) -> None:
         self.kind = check_choice("memory", memory, MEMORIES)
         self._momentum = check_momentum(momentum)
-        lag = base.momentum_lag if momentum_lag is None else momentum_lag
-        self._lag = check_share("momentum_lag", lag)
+        self._own_lag = base.momentum_lag
+        self._lag = None if momentum_lag is None else check_share("momentum_lag", momentum_lag)
         self._masking = check_masking(masking, base.masking)
         self._feedback = base.error_feedback
         if self.kind in ("residual", "momentum") and not base.error_feedback:
@@ -75,7 +75,10 @@ class MemoryChoice:
         has_buffer: Callable[[Slot], bool],
         maybe_unused: Callable[[], bool],
     ) -> MomentumMemory:
-        return MomentumMemory(rule, has_buffer, self._masking, self._lag, maybe_unused)
+        return MomentumMemory(rule, has_buffer, self._masking, self._lag_at, maybe_unused)
+
+    def _lag_at(self, cf: float) -> float:
+        return self._own_lag(cf) if self._lag is None else self._lag
 
     def __str__(self) -> str:
         return (

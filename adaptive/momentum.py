@@ -28,7 +28,7 @@ class MomentumMemory(Residual):
     rule: the momentum settings of a slot, asked anew each step, so schedulers keep working.
     has_buffer: True if the optimizer already holds a velocity for the slot.
     masking: smallest CF at which the velocity of what was sent is cleared; inf for never.
-    lag: share of the momentum's lag in compressed steps, in (0, 1].
+    lag: share of the momentum's lag in a step at a CF, compressed, in (0, 1].
     maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
     """
 
@@ -40,7 +40,7 @@ class MomentumMemory(Residual):
         rule: Callable[[Slot], MomentumRule],
         has_buffer: Callable[[Slot], bool],
         masking: float,
-        lag: float,
+        lag: Callable[[float], float],
         maybe_unused: Callable[[], bool],
     ) -> None:
         super().__init__(maybe_unused)
@@ -50,22 +50,22 @@ class MomentumMemory(Residual):
         self._lag = lag
         self._undo: dict[Slot, _Before] = {}
 
-    def rule(self, slot: Slot) -> MomentumRule:
-        return self._rule(slot).with_lag(self._lag)
+    def rule(self, slot: Slot, cf: float) -> MomentumRule:
+        return self._rule(slot).with_lag(self._lag(cf))
 
-    def entering(self, slot: Slot) -> float:
-        return self._rule(slot).change_of_lag(slot.lag, self._lag)
+    def entering(self, slot: Slot, cf: float) -> float:
+        return self._rule(slot).change_of_lag(slot.lag, self._lag(cf))
 
     def masks(self, cf: float) -> bool:
         return cf >= self._masking
 
-    def open(self, slot: Slot, grad: Tensor) -> Addition:
+    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
         rule = self._rule(slot)
         self._undo[slot] = _Before(rule, slot.started, slot.lag)
         if not rule.momentum:
-            return super().open(slot, grad)
-        velocity = self._step(slot, grad, rule, self._lag)
-        rule = rule.with_lag(self._lag)
+            return super().open(slot, grad, cf)
+        velocity = self._step(slot, grad, rule, self._lag(cf))
+        rule = rule.with_lag(slot.lag)
         residual = slot.open_residual()
         if rule.nesterov:  # the direction is g + m u
             residual.add_(velocity, alpha=rule.momentum)

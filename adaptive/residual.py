@@ -112,8 +112,8 @@ class NoMemory:
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         self._maybe_unused = maybe_unused
 
-    def open(self, slot: Slot, grad: Tensor) -> Addition:
-        """What a compressed step has to compress."""
+    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
+        """What a step at `cf`, compressed, has to compress."""
         return Addition(grad, None)
 
     def undo_open(self, slot: Slot, grad: Tensor) -> None:
@@ -124,12 +124,12 @@ class NoMemory:
         is not sent is lost."""
         return None
 
-    def rule(self, slot: Slot) -> MomentumRule | None:
-        """How the velocity moves in a compressed step; None without one."""
+    def rule(self, slot: Slot, cf: float) -> MomentumRule | None:
+        """How the velocity moves in a step at `cf`, compressed; None without one."""
         return None
 
-    def entering(self, slot: Slot) -> float:
-        """What a compressed step multiplies the velocity by before it moves."""
+    def entering(self, slot: Slot, cf: float) -> float:
+        """What a step at `cf`, compressed, multiplies the velocity by before it moves."""
         return 1.0
 
     def masks(self, cf: float) -> bool:
@@ -178,7 +178,7 @@ class Residual(NoMemory):
     name = "residual"
     keeps_residual = True
 
-    def open(self, slot: Slot, grad: Tensor) -> Addition:
+    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
         return Addition(slot.open_residual(), grad)
 
     def undo_open(self, slot: Slot, grad: Tensor) -> None:

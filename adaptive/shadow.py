@@ -167,28 +167,35 @@ class ShadowLadder:
         """The residuals become the error-fed gradients, by the memory's own rule. Those of slots
         that do not send stay what they are: they have zeros in g."""
         a = group.array("residual", len(self.cfs), g.dtype)
-        rules = {slot: self._rule(slot) for slot in sending}
-        if not any(rule and rule.momentum for rule in rules.values()):
+        rules = {slot: self._rules(slot) for slot in sending}
+        if not any(rules.values()):
             a += g
             return a
         u = group.array("velocity", len(self.cfs), g.dtype)
-        for slot, rule in rules.items():
+        for slot, each in rules.items():
             place = group.place(slot)
-            if rule is None or not rule.momentum:
+            if not each:
                 a[:, place] += g[place]
             else:
                 first = slot not in self._moving
                 if first and slot.velocity is not None:
-                    factor = self._memory.entering(slot)
-                    u[:, place] = factor * _sampled(slot.velocity, self._strides[slot])
+                    sample = _sampled(slot.velocity, self._strides[slot])
+                    u[:, place] = self._entering(slot) * sample
                     first = False
                 self._moving.add(slot)
-                _add(a[:, place], u[:, place], g[place], rule, first)
+                _add(a[:, place], u[:, place], g[place], each, first)
         return a
 
-    def _rule(self, slot: Slot) -> MomentumRule | None:
-        """How the shadow accumulates; None: by plain error feedback."""
-        return None if self.signal is not None else self._memory.rule(slot)
+    def _rules(self, slot: Slot) -> Sequence[MomentumRule]:
+        """How the shadow accumulates, for each CF; none: by plain error feedback."""
+        if self.signal is not None:
+            return ()
+        rules = [self._memory.rule(slot, cf) for cf in self.cfs]
+        return [rule for rule in rules if rule is not None and rule.momentum]
+
+    def _entering(self, slot: Slot) -> Array:
+        factors = [self._memory.entering(slot, cf) for cf in self.cfs]
+        return np.array(factors, dtype=np.float32)[:, None]
 
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
@@ -200,13 +207,16 @@ def _sampled(grad: Tensor, stride: int) -> Array:
     return sample.numpy() if on_numpy(sample) else sample.float().cpu().numpy()
 
 
-def _add(a: Array, u: Array, g: Array, rule: MomentumRule, first: bool) -> None:
-    """Residual and velocity of one slot, in place. first: SGD does not dampen its first step."""
-    u *= rule.momentum
-    u += (rule.gain if first else (1 - rule.dampening) * rule.gain) * g
-    if rule.nesterov:
-        a += rule.momentum * u
-        a += rule.gain * g
+def _add(a: Array, u: Array, g: Array, rules: Sequence[MomentumRule], first: bool) -> None:
+    """Residuals and velocities of one slot, (CFs, elements), in place. first: SGD does not dampen
+    its first step."""
+    momentum = np.array([[rule.momentum] for rule in rules], a.dtype)
+    gain = np.array([[rule.gain] for rule in rules], a.dtype)
+    u *= momentum
+    u += gain * g if first else (1 - rules[0].dampening) * gain * g
+    if rules[0].nesterov:
+        a += momentum * u
+        a += gain * g
     else:
         a += u
 

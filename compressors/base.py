@@ -113,7 +113,6 @@ class Compressor(ABC):
     sampled: a strided sample of a tensor is compressed as well, or badly, as the tensor itself.
     keeps_zeros: an element that is 0 is never decoded to something else.
     masking: the CF from which on its paper clears the velocity of what was sent; inf for never.
-    momentum_lag: the share of the momentum's lag that a velocity keeps beside this compressor.
     """
 
     name: str = ""
@@ -123,7 +122,11 @@ class Compressor(ABC):
     sampled: bool = True
     keeps_zeros: bool = True
     masking: float = inf
-    momentum_lag: float = 1.0
+
+    def momentum_lag(self, cf: float) -> float:
+        """The share of the momentum's lag, in (0, 1], that a velocity keeps beside this compressor
+        at `cf` > 1."""
+        return 1.0
 
     @abstractmethod
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:

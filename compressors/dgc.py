@@ -28,7 +28,9 @@ class DGC(ThresholdSparsifier):
 
     name = "dgc"
     masking = 1.0
-    momentum_lag = 1.0
+
+    def momentum_lag(self, cf: float) -> float:
+        return 1.0
 
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> float:
         size = sample_of(tensor.numel(), k)

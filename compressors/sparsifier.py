@@ -73,8 +73,6 @@ class Sparsifier(Compressor):
     exact_count = False
     """Always keeps exactly k: another count is a corrupt payload."""
 
-    momentum_lag = 0.5
-
     comparable = True
     """Chooses by magnitude alone, so that tensors can be compressed together."""
 
@@ -91,6 +89,10 @@ class Sparsifier(Compressor):
         self.values = values
         own = type(self).name
         self.name = own if values.lossless else f"{own}+{values.name}"
+
+    def momentum_lag(self, cf: float) -> float:
+        """Less the longer elements wait in the residual (measured: docs/defaults.md)."""
+        return min(1.0, 1.2 / cf ** (1 / 3))
 
     @abstractmethod
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:

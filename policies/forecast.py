@@ -21,8 +21,12 @@ WEIGHT = 0.2
 RECENT = 5
 """Steps at one CF whose median is its exposed time: three show that the network has changed."""
 
-SECOND = 1
-"""Of these, by size, which one is the network's: a single step may have waited for nothing."""
+QUIET = 20
+"""Steps among which there are some that waited for the network alone."""
+
+SECOND, THIRD = 1, 2
+"""Of up to RECENT and of more steps, by size, which one is the network's: a single step may have
+waited for nothing, and two may be the first ones on a faster network."""
 
 CHANGED = 1.25
 """An exposed time this many times what it was, or less than 1 / this, is another network's."""
@@ -63,10 +67,10 @@ class Forecast:
         self._compress.setdefault(cf, Average(WEIGHT)).add(compress)
         if cf != self._cf:
             self._cf, self._recent, self._steps, self._same = cf, [], 0, 0
-        self._recent = [*self._recent, exposed][-RECENT:]
+        self._recent = [*self._recent, exposed][-QUIET:]
         self._steps += 1
         self._same += 1
-        self._expose(cf, median(self._recent))
+        self._expose(cf, median(self._recent[-RECENT:]))
 
     def _expose(self, cf: float, now: float) -> None:
         """Take in the exposed time of the CF in use. In its first steps it corrects what was
@@ -130,9 +134,11 @@ class Forecast:
 
     def _exposure(self, cf: float) -> float:
         """Of a CF not run yet: on the line through the two that were run and have the nearest
-        numbers of bytes (latency and bandwidth); with one, in proportion to its bytes. What a step
-        waits for a busy machine is in its exposed time, too, and does not grow with the bytes: the
-        least that was seen lately, but one, is the network's."""
+        numbers of bytes (latency and bandwidth); with one, in proportion to its bytes.
+
+        What a step waits for a busy machine is in its exposed time, too, and does not grow with
+        the bytes: of the CF in use the least that was seen lately, but one or two, is the
+        network's, and what is more than in proportion to that is not."""
         known = self._exposed.get(cf)
         if known is not None:
             return known
@@ -141,10 +147,22 @@ class Forecast:
         wanted = self._nbytes(cf)
         near = sorted(self._exposed, key=lambda other: (abs(self._nbytes(other) - wanted), other))
         nbytes, value = self._nbytes(near[0]), self._exposed[near[0]]
-        if len(near) > 1 and (apart := self._nbytes(near[1]) - nbytes):
-            slope = max(0.0, (self._exposed[near[1]] - value) / apart)
-            predicted = value + slope * (wanted - nbytes)
-            return max(0.0, predicted) if isfinite(predicted) else value
-        if near[0] == self._cf:
-            value = min(value, sorted(self._recent[-self._same :])[: SECOND + 1][-1])
-        return value * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else value
+        if len(near) == 1 or not (apart := self._nbytes(near[1]) - nbytes):
+            return min(_scaled(value, nbytes, wanted), self._quiet(wanted))
+        slope = max(0.0, (self._exposed[near[1]] - value) / apart)
+        predicted = value + slope * (wanted - nbytes)
+        predicted = max(0.0, predicted) if isfinite(predicted) else value
+        more = self._cf is not None and wanted > self._nbytes(self._cf)
+        return min(predicted, self._quiet(wanted)) if more else predicted
+
+    def _quiet(self, wanted: float) -> float:
+        """In proportion to what the CF in use takes where nothing but the network is waited for."""
+        assert self._cf is not None
+        times = sorted(self._recent[-self._same :])
+        least = times[: (SECOND if len(times) <= RECENT else THIRD) + 1][-1]
+        return _scaled(least, self._nbytes(self._cf), wanted)
+
+
+def _scaled(seconds: float, nbytes: float, wanted: float) -> float:
+    """In proportion to the bytes, where that means something."""
+    return seconds * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else seconds

@@ -5,20 +5,17 @@ at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`)
 (policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
 network moves the CF as soon as it shows.
 
-Signal gain s counts to the `power` of 1.5. Along a direction c of the best length the loss falls by
-<c, G>^2 / (2 c'Hc), with G the true gradient and H the curvature; in steady state c has about the
-energy of the gradient g itself (DESIGN section 5, the raw gain), so that this is s^2 of what it is
-along g. A step much shorter than the best makes progress in proportion to s. The rest of a step is
-noise, which costs quality and not only time. Between the two lies what was measured to keep dense
-quality (docs/results.md); who trains until a quality is reached, not for so many steps, is there
-sooner with a smaller power.
+Signal gain s is what gets through at once. What does not is late, not lost, and velocities with
+less lag of their own make up for a part of that (adaptive/momentum.py): progress falls more slowly
+than s, which counts to the `power` of 0.5 (measured: docs/results.md). More costs time, and gives
+quality in as many steps.
 
 A dense step over a slow network can take as long as a hundred compressed ones, so not even the
 first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
 them that a later, smaller CF lets go all at once sets training back. A run begins at the smallest
-CF, and as long as signal gain has nothing to say the steady-state error-fed gain decides, which
-moves up less far, and not to a CF whose shadow residual is still filling. From a large CF it comes
-down by strides, the network measured anew with each.
+CF, and as long as signal gain has nothing to say the steady-state error-fed gain takes its place,
+which moves up less far, and not to a CF whose shadow residual is still filling. From a large CF it
+comes down by strides, the network measured anew with each.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.forecast import Forecast
 from policies.ladder import SCALINGS, make_ladder
 from policies.reasons import change
-from policies.signal import ERROR_FED, SignalGain
+from policies.signal import SignalGain
 
 GAIN_WEIGHT = 0.1
 """Of a new step: gains move slowly, and one step's is noisy."""
@@ -48,9 +45,8 @@ larger one is still filling, and its gain too large."""
 STRIDE = 8.0
 """A step may send so many times the bytes of the largest that this network has carried yet."""
 
-UP, DOWN = 1.0, 0.5
-"""Standard errors of T_comp (power x those of the gain) that a larger CF must be better by, and a
-smaller one."""
+UP = 2.0
+"""Standard errors of T_comp (power x those of the gain) that a larger CF must be better by."""
 
 _STATE = ("send", "since", "steps", "arriving", "reason")
 
@@ -59,11 +55,12 @@ class Goodput(Policy):
     """Sends the smallest CF for `opening` steps, then whichever CF promises most.
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
-    margin: how much more than the CF in use another must promise, in (0, 1], beside what T_comp is
-    uncertain by (UP, DOWN); dense just more. cooldown: steps between switches (fewer on the way to
-    a CF that sends many more bytes: ARRIVING). epsilon: smallest gain worth sending, once gains are
-    known, in [0, 1). gain: "signal" or "error_fed" (in steady state). power: of signal gain in what
-    a CF promises, > 0; a larger one for smaller CFs, and more quality in as many steps.
+    margin: how much more than the CF in use a larger one must promise, in (0, 1], beside what
+    T_comp is uncertain by (UP); a smaller one just more. cooldown: steps between switches (fewer
+    on the way to a CF that sends many more bytes: ARRIVING). epsilon: smallest gain worth sending,
+    once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady state). power: of
+    signal gain in what a CF promises, > 0; a larger one for smaller CFs, and more quality in as
+    many steps.
     ValueError or TypeError names what is wrong.
     """
 
@@ -81,7 +78,7 @@ class Goodput(Policy):
         cooldown: int = 10,
         epsilon: float = 0.0,
         gain: GainKind = "signal",
-        power: float = 1.5,
+        power: float = 0.5,
     ) -> None:
         self.scaling = checks.one_of("scaling", scaling, SCALINGS)
         self.step_size = checks.real("step_size", step_size, above=1)
@@ -144,8 +141,7 @@ class Goodput(Policy):
         """Steps a second x gain (signal gain to the power) that each CF promises; dense and those
         of which enough is known."""
         promised = {}
-        fallback = self._signal is None or self._signal.basis == ERROR_FED
-        power = 1.0 if fallback else self.power
+        power = 1.0 if self._signal is None else self.power
         largest = inf if self._signal is None else FILLING * self._steps
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
@@ -235,14 +231,13 @@ class Goodput(Policy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, here: float) -> float:
-        """T_comp that another CF must promise: more the noisier the gains are, and most for a
-        larger one, which may do harm where a smaller one only takes time. Dense, which loses
-        nothing, need not be better by a margin: where the network costs nothing a small CF would
-        come as close as that."""
-        if cf == DENSE:
+        """T_comp that another CF must promise. Only a larger one must be better by a margin, and
+        by what noise may have made: it may do harm, where a smaller one, or dense, which loses
+        nothing, can only take time."""
+        if cf < self._send:
             return here
-        doubt = 0.0 if self._signal is None else self.power * self._signal.doubt
-        return (1 + self.margin + (UP if cf > self._send else DOWN) * doubt) * here
+        doubt = 0.0 if self._signal is None else self.power * self._signal.doubt(cf, self._send)
+        return (1 + self.margin + UP * doubt) * here
 
     def _within_reach(self, best: float) -> float:
         """The CF itself, or on the way there the one with the most bytes that may be tried."""

@@ -15,11 +15,12 @@ CFs concerned get their mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from math import isfinite, nan
 from typing import Any
 
 from policies.average import Average
-from policies.base import StepReport
+from policies.base import DENSE, StepReport
 from policies.isotonic import descending
 from policies.mean_ratio import WEIGHT, MeanRatio
 
@@ -32,15 +33,13 @@ _LEVELS = (ERROR_FED, HELD, NEXT, PEERS)
 
 
 class SignalGain:
-    """peers, next: the two ratios. basis: what decides, one of the four above. doubt: relative
-    standard error of the ratio that decides, or did last; 0 before there was one. Gains that are
-    held are no surer than they were."""
+    """peers, next: the two ratios. basis: what decides, one of the four above."""
 
     def __init__(self) -> None:
         self.peers, self.next = MeanRatio(), MeanRatio()
         self._steady: dict[float, Average] = {}
         self._held: dict[float, float] = {}  # the gains when a ratio was last clear
-        self.doubt = 0.0
+        self._doubts: dict[tuple[float, float], float] = {}
 
     def observe(self, report: StepReport) -> str:
         """Take in one step; in words, what decides from now on if that has changed, else ""."""
@@ -54,7 +53,7 @@ class SignalGain:
             ratio = self.peers if self.peers.clear else self.next
             known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
             self._held.update(zip(known, descending(known.values()), strict=True))
-            self.doubt = 1 / ratio.errors if ratio.errors > 0 else 0.0
+            self._doubts = {(a, b): ratio.doubt(a, b) for a, b in combinations((DENSE, *known), 2)}
         return "" if self.basis == before else f"{self.basis} decides, {self.numbers()}"
 
     @property
@@ -84,6 +83,11 @@ class SignalGain:
             value = steady.value
         return min(1.0, max(0.0, value))
 
+    def doubt(self, a: float, b: float) -> float:
+        """Relative standard error of one CF's gain in another's, by the ratio that decides or did
+        last: gains that are held are no surer than they were. 0 before there was one."""
+        return self._doubts.get((min(a, b), max(a, b)), 0.0)
+
     def status(self) -> dict[str, float]:
         """For the timeline: what decides (3: peers, 2: next step, 1: what was clear last, 0: the
         error-fed gain), and by how many standard errors the ratios are clear."""
@@ -100,7 +104,7 @@ class SignalGain:
             "next": self.next.state_dict(),
             "steady": [[cf, average.state_dict()] for cf, average in self._steady.items()],
             "held": [list(item) for item in self._held.items()],
-            "doubt": self.doubt,
+            "doubts": [[*pair, value] for pair, value in self._doubts.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -112,4 +116,4 @@ class SignalGain:
             self._steady[float(cf)] = Average(WEIGHT)
             self._steady[float(cf)].load_state_dict(saved)
         self._held = {float(cf): float(gain) for cf, gain in state["held"]}
-        self.doubt = float(state["doubt"])
+        self._doubts = {(float(a), float(b)): float(value) for a, b, value in state["doubts"]}

@@ -135,7 +135,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         type=number,
         metavar="SHARE",
         help="share of the momentum's lag that velocities keep while gradients are compressed, in "
-        "(0, 1] (0.5 where the base keeps the largest elements, but 1 for dgc; else 1)",
+        "(0, 1] (1.2 / CF^(1/3) where the base keeps the largest elements; with dgc and others 1)",
     )
     how.add_argument(
         "--masking",

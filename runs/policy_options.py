@@ -52,7 +52,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         "--power",
         type=number,
         help="of signal gain in what a CF promises: larger for more quality, smaller for less time "
-        "(1.5)",
+        "(0.5)",
     )
     budget = parser.add_argument_group("with --policy budget")
     budget.add_argument(

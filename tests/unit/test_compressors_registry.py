@@ -49,6 +49,15 @@ def test_register(monkeypatch):
         register("mine", TopK)
 
 
+def test_a_larger_cf_leaves_velocities_less_of_their_lag():
+    lags = [TopK().momentum_lag(cf) for cf in (1.0, 1.5, 2.0, 10.0, 100.0, 1000.0)]
+    assert lags[:2] == [1.0, 1.0]
+    assert lags[1:] == sorted(lags[1:], reverse=True)
+    assert lags[-1] == pytest.approx(0.12)
+    for base in ("dgc", "randomk", "qsgd"):  # the paper's rule, and those that were not measured
+        assert make_compressor(base).momentum_lag(100.0) == 1.0
+
+
 def test_flags():
     assert NoCompression().linear
     assert RandomK().linear

@@ -16,11 +16,15 @@ WORK = 0.05
 
 def _forecast(exposed: Sequence[float], cf: float = 10.0) -> Forecast:
     forecast = Forecast(lambda cf: 1e6 / cf)
+    _run(forecast, cf, exposed)
+    return forecast
+
+
+def _run(forecast: Forecast, cf: float, exposed: Sequence[float]) -> None:
     for step, seconds in enumerate(exposed):
         whole = WORK + seconds
         times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": seconds}
         forecast.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=0.0, **times))
-    return forecast
 
 
 @given(st.floats(0.001, 10.0), st.integers(1, 9), st.sampled_from([1.0, 2.0, 5.0, 20.0, 100.0]))
@@ -41,6 +45,21 @@ def test_one_step_that_waited_for_nothing_does_not_make_a_slow_network_fast(
 ) -> None:
     forecast = _forecast([*others[:place], 0.0, *others[place:]])
     assert forecast.seconds(1.0) >= WORK + 10 * 0.5
+
+
+def test_two_noisy_cfs_do_not_make_a_slow_network_of_a_fast_one() -> None:
+    forecast = _forecast([0.004, 0.0002, 0.008, 0.0004, 0.005])
+    _run(forecast, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002, 0.0003])  # by the line: 0.08
+    assert forecast.seconds(1.0) == pytest.approx(WORK + 20 * 0.0003)
+    assert forecast.seconds(40.0) == pytest.approx(WORK + 0.0, abs=0.001)
+
+
+@given(st.floats(0.001, 1.0), st.floats(0.0, 0.01), st.sampled_from([1.0, 2.0, 5.0, 40.0, 100.0]))
+def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float) -> None:
+    forecast = _forecast([latency + rate] * 5)
+    _run(forecast, 20.0, [latency + rate / 2] * 5)
+    expected = latency + rate * 10 / cf
+    assert forecast.seconds(cf) == pytest.approx(WORK + expected, rel=1e-6)
 
 
 def test_a_saved_forecast_goes_on() -> None:

@@ -197,7 +197,7 @@ def test_what_is_not_known_is_no_promise():
 
 
 def test_until_signal_gain_is_clear_the_error_fed_one_decides():
-    policy, sent = started(gain="signal"), []
+    policy, sent = started(gain="signal", power=1.0), []
     for step in range(300):
         sent.append(policy.plan().send)
         products = dict.fromkeys(GAINS, 1.0 - step % 2 / 10)  # as if nothing were lost
