@@ -78,7 +78,9 @@ class MemoryChoice:
         return MomentumMemory(rule, has_buffer, self._masking, self._lag_at, maybe_unused)
 
     def _lag_at(self, cf: float) -> float:
-        return self._own_lag(cf) if self._lag is None else self._lag
+        if self._lag is not None:
+            return self._lag
+        return check_share(f"momentum_lag({cf:g}) of the compressor", self._own_lag(cf))
 
     def __str__(self) -> str:
         return (
