@@ -71,6 +71,11 @@ class Unit:
         return self.stop - self.start
 
     @property
+    def waits(self) -> float:
+        """The CF by which its elements wait in the residual; DENSE if all are sent."""
+        return DENSE if self.compressor is EXACT else self.cf
+
+    @property
     def held(self) -> bool:
         """All of it sends nothing this step."""
         return all(piece.part.held for piece in self.ranges)

@@ -12,6 +12,7 @@ from adaptive.momentum import MomentumMemory, MomentumRule
 from adaptive.options import MEMORIES, check_choice, check_masking, check_momentum, check_share
 from adaptive.residual import NoMemory, Residual, Slot
 from compressors import Compressor
+from policies import DENSE
 
 
 class MemoryChoice:
@@ -27,6 +28,7 @@ class MemoryChoice:
         self._momentum = check_momentum(momentum)
         self._own_lag = base.momentum_lag
         self._lag = None if momentum_lag is None else check_share("momentum_lag", momentum_lag)
+        self._lag_at(2.0)  # a compressor of the user's own is found out here
         self._masking = check_masking(masking, base.masking)
         self._feedback = base.error_feedback
         if self.kind in ("residual", "momentum") and not base.error_feedback:
@@ -78,6 +80,9 @@ class MemoryChoice:
         return MomentumMemory(rule, has_buffer, self._masking, self._lag_at, maybe_unused)
 
     def _lag_at(self, cf: float) -> float:
+        """Nothing waits at CF 1."""
+        if cf == DENSE:
+            return 1.0
         if self._lag is not None:
             return self._lag
         return check_share(f"momentum_lag({cf:g}) of the compressor", self._own_lag(cf))

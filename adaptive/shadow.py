@@ -195,7 +195,7 @@ class ShadowLadder:
 
     def _entering(self, slot: Slot) -> Array:
         factors = [self._memory.entering(slot, cf) for cf in self.cfs]
-        return np.array(factors, dtype=np.float32)[:, None]
+        return np.array(factors)[:, None]
 
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:

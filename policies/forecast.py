@@ -47,6 +47,7 @@ class Forecast:
         self._work = Average(WEIGHT)
         self._compress: dict[float, Average] = {}
         self._exposed: dict[float, float] = {}
+        self._quiet: dict[float, float] = {}  # the same, as far as the network alone is waited for
         self._recent: list[float] = []
         self._steps = 0  # at the CF in use
         self._same = 0  # of them, on the network as it is now
@@ -71,6 +72,8 @@ class Forecast:
         self._steps += 1
         self._same += 1
         self._expose(cf, median(self._recent[-RECENT:]))
+        times = sorted(self._recent[-self._same :])
+        self._quiet[cf] = times[: (SECOND if len(times) <= RECENT else THIRD) + 1][-1]
 
     def _expose(self, cf: float, now: float) -> None:
         """Take in the exposed time of the CF in use. In its first steps it corrects what was
@@ -83,7 +86,7 @@ class Forecast:
         change = (now + least) / (old + least) if old + least > 0 else 1.0
         if 1 / CHANGED <= change <= CHANGED:
             return  # not to be told from noise
-        self._exposed = {cf: now}
+        self._exposed, self._quiet = {cf: now}, {}
         self._same = RECENT // 2 + 1  # those that have moved the median
 
     def seconds(self, cf: float) -> float | None:
@@ -102,6 +105,7 @@ class Forecast:
             "work": self._work.state_dict(),
             "compress": [[cf, each.state_dict()] for cf, each in self._compress.items()],
             "exposed": [list(item) for item in self._exposed.items()],
+            "quiet": [list(item) for item in self._quiet.items()],
             "recent": list(self._recent),
             "steps": self._steps,
             "same": self._same,
@@ -117,6 +121,7 @@ class Forecast:
             self._compress[float(cf)] = Average(WEIGHT)
             self._compress[float(cf)].load_state_dict(saved)
         self._exposed = {float(cf): float(value) for cf, value in state["exposed"]}
+        self._quiet = {float(cf): float(value) for cf, value in state["quiet"]}
         self._recent = [float(value) for value in state["recent"]]
         self._steps, self._long = int(state["steps"]), int(state["long"])
         self._same = int(state["same"])
@@ -137,32 +142,17 @@ class Forecast:
         numbers of bytes (latency and bandwidth); with one, in proportion to its bytes.
 
         What a step waits for a busy machine is in its exposed time, too, and does not grow with
-        the bytes: of the CF in use the least that was seen lately, but one or two, is the
-        network's, and what is more than in proportion to that is not."""
+        the bytes: what counts is the least that was seen at a CF lately, but one or two."""
         known = self._exposed.get(cf)
         if known is not None:
             return known
-        if not self._exposed:
+        if not self._quiet:
             return 0.0
         wanted = self._nbytes(cf)
-        near = sorted(self._exposed, key=lambda other: (abs(self._nbytes(other) - wanted), other))
-        nbytes, value = self._nbytes(near[0]), self._exposed[near[0]]
-        if len(near) == 1 or not (apart := self._nbytes(near[1]) - nbytes):
-            return min(_scaled(value, nbytes, wanted), self._quiet(wanted))
-        slope = max(0.0, (self._exposed[near[1]] - value) / apart)
-        predicted = value + slope * (wanted - nbytes)
-        predicted = max(0.0, predicted) if isfinite(predicted) else value
-        more = self._cf is not None and wanted > self._nbytes(self._cf)
-        return min(predicted, self._quiet(wanted)) if more else predicted
-
-    def _quiet(self, wanted: float) -> float:
-        """In proportion to what the CF in use takes where nothing but the network is waited for."""
-        assert self._cf is not None
-        times = sorted(self._recent[-self._same :])
-        least = times[: (SECOND if len(times) <= RECENT else THIRD) + 1][-1]
-        return _scaled(least, self._nbytes(self._cf), wanted)
-
-
-def _scaled(seconds: float, nbytes: float, wanted: float) -> float:
-    """In proportion to the bytes, where that means something."""
-    return seconds * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else seconds
+        near = sorted(self._quiet, key=lambda other: (abs(self._nbytes(other) - wanted), other))
+        nbytes, value = self._nbytes(near[0]), self._quiet[near[0]]
+        if len(near) > 1 and (apart := self._nbytes(near[1]) - nbytes):
+            slope = max(0.0, (self._quiet[near[1]] - value) / apart)
+            predicted = value + slope * (wanted - nbytes)
+            return max(0.0, predicted) if isfinite(predicted) else value
+        return value * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else value

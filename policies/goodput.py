@@ -174,11 +174,11 @@ class Goodput(Policy):
         others = {cf: value for cf, value in promised.items() if cf != self._send}
         if not others:
             return "nothing is known of the other CFs yet"
-        best = max(others, key=lambda cf: (others[cf], -cf))
         here = promised.get(self._send, 0.0)
+        first = max(others, key=lambda cf: (others[cf] - self._needed(cf, here), -cf))
         return (
-            f"it changes when a CF promises a T_comp above {self._needed(best, here):.4g}; the "
-            f"best other one, CF {best:g}, promises {others[best]:.4g}"
+            f"it changes when a CF promises enough more T_comp: CF {first:g} is nearest to that, "
+            f"promises {others[first]:.4g} and needs more than {self._needed(first, here):.4g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,10 +217,13 @@ class Goodput(Policy):
         here = promised.get(self._send, 0.0)
         if not promised:
             return
-        best = max(promised, key=lambda cf: (promised[cf], -cf))
         self._arriving = False
-        if best == self._send or promised[best] <= self._needed(best, here):
+        # A larger CF may promise most, and be too uncertain to hinder one that is not.
+        others = [cf for cf in promised if cf != self._send]
+        better = [cf for cf in others if promised[cf] > self._needed(cf, here)]
+        if not better:
             return
+        best = max(better, key=lambda cf: (promised[cf], -cf))
         told = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({told})"
         goal = self._within_reach(best)

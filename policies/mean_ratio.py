@@ -6,10 +6,9 @@ the mean below is not clearly above 0, by its own standard error, there is no ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import combinations_with_replacement
+from collections.abc import Mapping, Sequence
 from math import isfinite, nan, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from policies.base import DENSE
 
@@ -23,39 +22,82 @@ CLEAR, LOST = 3.0, 1.5
 """Standard errors by which the mean must exceed 0 to become clear, and to remain so."""
 
 
+class Moments(NamedTuple):
+    """Weighted means, each too small by the weights' sum, `weight`. cfs: DENSE, for the total, and
+    those with products. squares: (CFs, CFs), of the products of two. weight2: sum of the squares of
+    the weights."""
+
+    cfs: Sequence[float] = ()
+    means: Sequence[float] = ()
+    squares: Sequence[Sequence[float]] = ()
+    weight: float = 0.0
+    weight2: float = 0.0
+
+    def mean(self, cf: float) -> float:
+        """nan if nothing is known."""
+        return self.means[self.cfs.index(cf)] / self.weight if cf in self.cfs else nan
+
+    def square(self, a: float, b: float) -> float:
+        """Of the products of two CFs that are known."""
+        return self.squares[self.cfs.index(a)][self.cfs.index(b)] / self.weight
+
+    def taken_in(self, values: Sequence[float]) -> Moments:
+        """With one step more."""
+        old, new = 1 - WEIGHT, WEIGHT
+        return Moments(
+            self.cfs,
+            [old * mean + new * x for mean, x in zip(self.means, values, strict=True)],
+            [
+                [old * square + new * x * y for square, y in zip(row, values, strict=True)]
+                for row, x in zip(self.squares, values, strict=True)
+            ],
+            old * self.weight + new,
+            old * old * self.weight2 + new * new,
+        )
+
+    def error(self, spread: float) -> float:
+        """Standard error of a weighted mean, the steps taken as independent."""
+        return sqrt(max(0.0, spread) * self.weight2) / self.weight
+
+    def doubt(self, a: float, b: float) -> float:
+        """Relative standard error of what one CF lets through in what another does, at most 1. Both
+        rise and fall with the total, so that it is smaller than that of either ratio."""
+        x, y = self.mean(a), self.mean(b)
+        if not (x > 0 and y > 0):
+            return 1.0
+        spread = (
+            self.square(a, a) / x / x - 2 * self.square(a, b) / x / y + self.square(b, b) / y / y
+        )
+        return min(1.0, self.error(spread)) if isfinite(spread) else 1.0
+
+
 class MeanRatio:
-    """E[product] / E[total], by CF, the means exponentially weighted. clear: it has a meaning."""
+    """E[product] / E[total], by CF, the means exponentially weighted. clear: it has a meaning.
+    moments: what it is made of."""
 
     def __init__(self) -> None:
         self.clear = False
         self.count = 0
-        self._weight = self._weight2 = 0.0  # sums of the steps' weights, and of their squares
-        self._total = 0.0
-        self._kept: dict[float, float] = {}
-        self._squares: dict[tuple[float, float], float] = {}  # of two CFs; DENSE: the totals
+        self.moments = Moments()
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
-        """Take in one step; one that is not finite, or had none before it (0), is passed over.
+        """Take in one step; one that is not finite, or had none before it (0), is passed over. With
+        products of other CFs than before it begins afresh.
 
         energy: of the step's gradient, by which all is divided: the first gradients may be a
         hundred times as large as later ones, and would hide them."""
         if not energy > 0 or not isfinite(total):
             return
-        products = {cf: product / energy for cf, product in products.items()}
-        total /= energy
-        if total == 0 or not all(isfinite(x * x) for x in (total, *products.values())):
+        by_cf = {**products, DENSE: total}
+        cfs = sorted(by_cf)
+        values = [by_cf[cf] / energy for cf in cfs]
+        if total == 0 or not all(isfinite(x * x) for x in values):
             return
+        if cfs != list(self.moments.cfs):
+            zeros = [0.0] * len(cfs)
+            self.clear, self.count, self.moments = False, 0, Moments(cfs, zeros, [zeros] * len(cfs))
         self.count += 1
-        self._weight += WEIGHT * (1 - self._weight)
-        self._weight2 = (1 - WEIGHT) ** 2 * self._weight2 + WEIGHT**2
-        self._total += WEIGHT * (total - self._total)
-        for cf, product in products.items():
-            before = self._kept.get(cf, 0.0)
-            self._kept[cf] = before + WEIGHT * (product - before)
-        products[DENSE] = total
-        for a, b in combinations_with_replacement(sorted(products), 2):
-            before = self._squares.get((a, b), 0.0)
-            self._squares[a, b] = before + WEIGHT * (products[a] * products[b] - before)
+        self.moments = self.moments.taken_in(values)
         self.clear = self._is_clear()
 
     @property
@@ -65,23 +107,7 @@ class MeanRatio:
 
     def value(self, cf: float) -> float:
         """The ratio, clear or not; nan if there is none."""
-        return self._kept.get(cf, nan) / self._total if self._total else nan
-
-    def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of what one CF lets through in what another does, at most 1. Both
-        rise and fall with the total, so that it is smaller than that of either ratio."""
-        means = [self._total if cf == DENSE else self._kept.get(cf, nan) for cf in (a, b)]
-        if not min(means) > 0:
-            return 1.0
-        (x, y), low, high = means, min(a, b), max(a, b)
-        spread = (
-            self._squares[a, a] / x / x
-            - 2 * self._squares[low, high] / x / y
-            + self._squares[b, b] / y / y
-        )
-        if not isfinite(spread):
-            return 1.0
-        return min(1.0, sqrt(max(0.0, spread) * self._weight2 / self._weight))
+        return self.moments.mean(cf) / self._mean if self._mean else nan
 
     def numbers(self) -> str:
         """How clear it is, in words."""
@@ -92,16 +118,13 @@ class MeanRatio:
 
     @property
     def _mean(self) -> float:
-        return self._total / self._weight if self._weight else nan
+        return self.moments.mean(DENSE)
 
     @property
     def _error(self) -> float:
-        """Standard error of the weighted mean, the steps taken as independent."""
-        if not self._weight:
+        if not self.count:
             return nan
-        square = self._squares.get((DENSE, DENSE), 0.0) / self._weight
-        spread = max(0.0, square - self._mean * self._mean)
-        return sqrt(spread * self._weight2) / self._weight
+        return self.moments.error(self.moments.square(DENSE, DENSE) - self._mean * self._mean)
 
     def _is_clear(self) -> bool:
         if self.count < LEAST:
@@ -109,20 +132,10 @@ class MeanRatio:
         return self._mean > (LOST if self.clear else CLEAR) * self._error
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, in JSON-like values: pairs, since JSON has no float keys."""
-        return {
-            "clear": self.clear,
-            "count": self.count,
-            "weights": [self._weight, self._weight2],
-            "total": self._total,
-            "kept": [list(item) for item in self._kept.items()],
-            "squares": [[*pair, value] for pair, value in self._squares.items()],
-        }
+        """Everything, in JSON-like values."""
+        return {"clear": self.clear, "count": self.count, "moments": list(self.moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
         self.clear, self.count = bool(state["clear"]), int(state["count"])
-        self._weight, self._weight2 = map(float, state["weights"])
-        self._total = float(state["total"])
-        self._kept = {float(cf): float(value) for cf, value in state["kept"]}
-        self._squares = {(float(a), float(b)): float(value) for a, b, value in state["squares"]}
+        self.moments = Moments(*state["moments"])

@@ -15,14 +15,13 @@ CFs concerned get their mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import combinations
 from math import isfinite, nan
 from typing import Any
 
 from policies.average import Average
-from policies.base import DENSE, StepReport
+from policies.base import StepReport
 from policies.isotonic import descending
-from policies.mean_ratio import WEIGHT, MeanRatio
+from policies.mean_ratio import WEIGHT, MeanRatio, Moments
 
 HUGE = 1e150
 """Norms from here on have no square."""
@@ -39,7 +38,7 @@ class SignalGain:
         self.peers, self.next = MeanRatio(), MeanRatio()
         self._steady: dict[float, Average] = {}
         self._held: dict[float, float] = {}  # the gains when a ratio was last clear
-        self._doubts: dict[tuple[float, float], float] = {}
+        self._moments = Moments()  # of the ratio that decides, or did last
 
     def observe(self, report: StepReport) -> str:
         """Take in one step; in words, what decides from now on if that has changed, else ""."""
@@ -53,7 +52,7 @@ class SignalGain:
             ratio = self.peers if self.peers.clear else self.next
             known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
             self._held.update(zip(known, descending(known.values()), strict=True))
-            self._doubts = {(a, b): ratio.doubt(a, b) for a, b in combinations((DENSE, *known), 2)}
+            self._moments = ratio.moments
         return "" if self.basis == before else f"{self.basis} decides, {self.numbers()}"
 
     @property
@@ -86,7 +85,7 @@ class SignalGain:
     def doubt(self, a: float, b: float) -> float:
         """Relative standard error of one CF's gain in another's, by the ratio that decides or did
         last: gains that are held are no surer than they were. 0 before there was one."""
-        return self._doubts.get((min(a, b), max(a, b)), 0.0)
+        return self._moments.doubt(a, b) if self._moments.cfs else 0.0
 
     def status(self) -> dict[str, float]:
         """For the timeline: what decides (3: peers, 2: next step, 1: what was clear last, 0: the
@@ -104,7 +103,7 @@ class SignalGain:
             "next": self.next.state_dict(),
             "steady": [[cf, average.state_dict()] for cf, average in self._steady.items()],
             "held": [list(item) for item in self._held.items()],
-            "doubts": [[*pair, value] for pair, value in self._doubts.items()],
+            "moments": list(self._moments),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,4 +115,4 @@ class SignalGain:
             self._steady[float(cf)] = Average(WEIGHT)
             self._steady[float(cf)].load_state_dict(saved)
         self._held = {float(cf): float(gain) for cf, gain in state["held"]}
-        self._doubts = {(float(a), float(b)): float(value) for a, b, value in state["doubts"]}
+        self._moments = Moments(*state["moments"])

@@ -50,6 +50,26 @@ def _velocity_invariant(
     return worst
 
 
+def _lags(rank: int) -> dict[str, tuple[int, float]]:
+    model = DDP(small_net(), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    compressor = AdaptiveCompressor("topk", (1, 100), policy=Scripted([10.0, 50.0]), dense_below=50)
+    compressor.attach(model, optimizer=optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    memory = compressor.state_dict()["memory"]
+    return {n: (p.numel(), memory[n]["lag"]) for n, p in model.module.named_parameters()}
+
+
+def test_what_does_not_wait_keeps_its_lag() -> None:
+    lags = run_ranks(2, _lags)[0].values()
+    assert {numel < 50 for numel, _ in lags} == {True, False}
+    for numel, lag in lags:
+        assert lag == pytest.approx(1.0 if numel < 50 else 1.2 / 50 ** (1 / 3))
+
+
 @pytest.mark.parametrize("base", ["topk", "randomk"])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("lag", [1.0, None, 0.1])

@@ -60,7 +60,7 @@ def _run(rank: int, cf: float, momentum: float, bad: float) -> dict[str, Any]:
     return {"hit": hit, "deviation": deviation, "memory": after}
 
 
-@pytest.mark.parametrize("cf", [10.0, 1.0], ids=["compressed", "dense"])
+@pytest.mark.parametrize("cf", [10.0, 50.0, 1.0], ids=["compressed", "another CF", "dense"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_all_ranks_end_non_finite_and_the_residual_is_untouched(

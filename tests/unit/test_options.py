@@ -100,3 +100,13 @@ def test_values_are_coded_where_nobody_says_and_errors_are_fed_back(
     base: str | Compressor, memory: str, exchange: str, name: str
 ) -> None:
     assert make_base(base, memory, exchange).name == name
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, NAN])
+def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> None:
+    class Late(TopK):
+        def momentum_lag(self, cf: float) -> float:
+            return share
+
+    with pytest.raises(ValueError, match=r"momentum_lag\(2\) of the compressor .*\(0, 1\]"):
+        AdaptiveCompressor(Late(), (10, 100))

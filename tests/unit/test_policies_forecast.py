@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -49,9 +50,19 @@ def test_one_step_that_waited_for_nothing_does_not_make_a_slow_network_fast(
 
 def test_two_noisy_cfs_do_not_make_a_slow_network_of_a_fast_one() -> None:
     forecast = _forecast([0.004, 0.0002, 0.008, 0.0004, 0.005])
-    _run(forecast, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002, 0.0003])  # by the line: 0.08
-    assert forecast.seconds(1.0) == pytest.approx(WORK + 20 * 0.0003)
+    _run(forecast, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002])
+    assert forecast.seconds(1.0) == pytest.approx(WORK + 0.0022)  # medians: 0.07
     assert forecast.seconds(40.0) == pytest.approx(WORK + 0.0, abs=0.001)
+
+
+@given(st.floats(0.1, 1.0), st.integers(5, 30), st.sampled_from([1.0, 5.0]))
+def test_what_backward_hides_at_a_large_cf_is_not_free_at_a_small_one(
+    exposed: float, steps: int, cf: float
+) -> None:
+    forecast = _forecast([exposed] * 6)
+    _run(forecast, 100.0, [0.0] * steps)
+    assert forecast.seconds(cf) >= WORK + exposed
+    assert forecast.seconds(1000.0) == pytest.approx(WORK)
 
 
 @given(st.floats(0.001, 1.0), st.floats(0.0, 0.01), st.sampled_from([1.0, 2.0, 5.0, 40.0, 100.0]))
@@ -63,7 +74,12 @@ def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float)
 
 
 def test_a_saved_forecast_goes_on() -> None:
-    forecast = _forecast([0.4] * 5)
-    before = forecast.seconds(1.0)
-    forecast.load_state_dict(forecast.state_dict())
-    assert forecast.seconds(1.0) == before
+    forecast = _forecast([0.4, 0.5, 0.6] * 5)
+    _run(forecast, 20.0, [0.1, 0.2, 0.3, 0.1] * 4)
+    other = Forecast(lambda cf: 1e6 / cf)
+    other.load_state_dict(json.loads(json.dumps(forecast.state_dict())))
+    for more in ([], [0.2], [0.9] * 3):
+        for each in (forecast, other):
+            _run(each, 20.0, more)
+        for cf in (1.0, 10.0, 20.0, 100.0):
+            assert other.seconds(cf) == forecast.seconds(cf)

@@ -70,8 +70,10 @@ def test_the_doubt_between_two_cfs_is_that_of_their_ratio(seed, steps, noise):
         if min(weights @ a, weights @ b) > 0:
             relative = a / (weights @ a) - b / (weights @ b)
             expected = min(1.0, sqrt(weights @ relative**2 * (weights @ weights)))
-        assert ratio.doubt(*cfs) == pytest.approx(expected, rel=1e-3, abs=1e-6)
-        assert ratio.doubt(*cfs[::-1]) == pytest.approx(ratio.doubt(*cfs), rel=1e-6, abs=1e-9)
+        doubt = ratio.moments.doubt
+        assert doubt(*cfs) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        assert doubt(*cfs[::-1]) == pytest.approx(doubt(*cfs), rel=1e-6, abs=1e-9)
+    assert doubt(10.0, 77.0) == doubt(77.0, 10.0) == 1.0  # nothing is known
 
 
 def test_the_doubt_between_two_cfs_is_how_much_their_ratio_varies():
@@ -82,7 +84,7 @@ def test_the_doubt_between_two_cfs_is_how_much_their_ratio_varies():
             own = draw.normal(0, 0.1, 2)
             ratio.add({10.0: 0.8 * total + own[0], 100.0: 0.5 * total + own[1]}, total)
         ratios.append(ratio.value(100.0) / ratio.value(10.0))
-        doubts.append(ratio.doubt(10.0, 100.0))
+        doubts.append(ratio.moments.doubt(10.0, 100.0))
     assert np.mean(doubts) == pytest.approx(np.std(ratios) / np.mean(ratios), rel=0.15)
     assert np.mean(doubts) < 0.5 / ratio.errors  # what they have in common cancels
 
@@ -306,6 +308,33 @@ def test_goodput_knows_the_gains_that_have_a_steady_state():
         Goodput(gain="raw")
 
 
+def test_a_cf_that_is_sure_does_not_wait_for_one_that_promises_more_and_is_not():
+    draw, policy = np.random.default_rng(0), Goodput(step_size=10, power=1, opening=400)
+    policy.start(Context((10.0, 1000.0), 2, wire_bytes=lambda cf: 1e6 / cf))
+    for step in range(400):
+        cf, total = policy.plan().send, 1 + draw.normal(0, 0.1)
+        seconds, noise = 0.02 + 0.3 / cf, 5 - step // 2 % 2 * 10
+        gains = {10.0: 0.8 * total, 100.0: 0.7 * total, 1000.0: 0.72 * total + noise}
+        policy.observe(
+            report(
+                total,
+                step,
+                cf,
+                signal=gains,
+                timed_cf=cf,
+                seconds=seconds,
+                median_seconds=seconds,
+                compress_seconds=0.0,
+                exchange_seconds=0.3 / cf,
+            )
+        )
+        if step == 398:
+            promised, told = policy.t_comp(), policy.outlook()
+    assert promised[1000.0] > promised[100.0] > 1.1 * promised[10.0]
+    assert "CF 100 is nearest" in told
+    assert policy.plan().send == 100.0
+
+
 def test_gains_that_are_held_are_no_surer_than_they_were():
     """Else a policy makes, at the moment when noise takes over, the move that doubt forbade."""
     draw = np.random.default_rng(0)
@@ -328,7 +357,7 @@ def test_gains_that_are_held_are_no_surer_than_they_were():
         gains = [signal.gain(cf) for cf in SIGNAL]
     assert not signal.clear
     assert doubts[-1] > doubts[0] > 0
-    assert signal.doubt(100.0, 10.0) == signal.doubt(10.0, 100.0) == doubts[-1]
+    assert signal.doubt(10.0, 100.0) == doubts[-1]
     assert [signal.gain(cf) for cf in SIGNAL] == gains
 
 
