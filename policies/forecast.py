@@ -7,8 +7,8 @@ exposed time of the CF in use; what was known of the others' is then of another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import isfinite
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite, nan
 from statistics import median
 from typing import Any
 
@@ -46,6 +46,7 @@ class Forecast:
         self._nbytes = nbytes
         self._work = Average(WEIGHT)
         self._compress: dict[float, Average] = {}
+        self._decode: dict[float, Average] = {}
         self._exposed: dict[float, float] = {}
         self._quiet: dict[float, float] = {}  # the same, as far as the network alone is waited for
         self._recent: list[float] = []
@@ -57,15 +58,18 @@ class Forecast:
     def observe(self, report: StepReport) -> None:
         """Take in one step's times (those of `report.timed_cf`)."""
         cf, seconds, exposed = report.timed_cf, report.seconds, report.exchange_seconds
-        compress = report.coding_seconds
-        known = (cf, seconds, exposed, compress)
-        if not all(isfinite(each) for each in known) or seconds <= 0 or min(exposed, compress) < 0:
+        compress, coding = report.compress_seconds, report.coding_seconds
+        known = (cf, seconds, exposed, compress, coding)
+        if not all(map(isfinite, known)) or seconds <= 0 or not 0 <= compress <= coding:
+            return
+        if exposed < 0:
             return
         self._long = self._long + 1 if seconds > PAUSE * report.median_seconds else 0
         if self._long == 1:
             return
-        self._work.add(max(0.0, seconds - exposed - compress))
+        self._work.add(max(0.0, seconds - exposed - coding))
         self._compress.setdefault(cf, Average(WEIGHT)).add(compress)
+        self._decode.setdefault(cf, Average(WEIGHT)).add(coding - compress)
         if cf != self._cf:
             self._cf, self._recent, self._steps, self._same = cf, [], 0, 0
         self._recent = [*self._recent, exposed][-QUIET:]
@@ -93,7 +97,7 @@ class Forecast:
         """Of a step at `cf`, run or not; None before the first step."""
         if not self._work.count:
             return None
-        return self._work.value + self._compression(cf) + self._exposure(cf)
+        return self._work.value + self._coding(cf) + self._exposure(cf)
 
     def timed(self) -> tuple[float, ...]:
         """The CFs that were run on the network as it is now."""
@@ -104,6 +108,7 @@ class Forecast:
         return {
             "work": self._work.state_dict(),
             "compress": [[cf, each.state_dict()] for cf, each in self._compress.items()],
+            "decode": [[cf, each.state_dict()] for cf, each in self._decode.items()],
             "exposed": [list(item) for item in self._exposed.items()],
             "quiet": [list(item) for item in self._quiet.items()],
             "recent": list(self._recent),
@@ -116,10 +121,7 @@ class Forecast:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
         self._work.load_state_dict(state["work"])
-        self._compress = {}
-        for cf, saved in state["compress"]:
-            self._compress[float(cf)] = Average(WEIGHT)
-            self._compress[float(cf)].load_state_dict(saved)
+        self._compress, self._decode = _loaded(state["compress"]), _loaded(state["decode"])
         self._exposed = {float(cf): float(value) for cf, value in state["exposed"]}
         self._quiet = {float(cf): float(value) for cf, value in state["quiet"]}
         self._recent = [float(value) for value in state["recent"]]
@@ -127,15 +129,18 @@ class Forecast:
         self._same = int(state["same"])
         self._cf = None if state["cf"] is None else float(state["cf"])
 
-    def _compression(self, cf: float) -> float:
-        """Of a CF not run yet: the mean of those that were; dense needs none."""
+    def _coding(self, cf: float) -> float:
+        """Of a CF not run yet: compression of those that were, in the mean, which mostly searches,
+        and decoding in proportion to the bytes; dense needs neither."""
         if cf == DENSE:
             return 0.0
-        known = self._compress.get(cf)
-        if known is not None:
-            return known.value
-        others = [each.value for other, each in self._compress.items() if other != DENSE]
-        return sum(others) / len(others) if others else 0.0
+        if cf in self._compress:
+            return self._compress[cf].value + self._decode[cf].value
+        others = [other for other in self._compress if other != DENSE]
+        if not others:
+            return 0.0
+        decode = [self._scaled(self._decode[other].value, other, cf) for other in others]
+        return (sum(self._compress[other].value for other in others) + sum(decode)) / len(others)
 
     def _exposure(self, cf: float) -> float:
         """Of a CF not run yet: on the line through the two that were run and have the nearest
@@ -155,4 +160,16 @@ class Forecast:
             slope = max(0.0, (self._quiet[near[1]] - value) / apart)
             predicted = value + slope * (wanted - nbytes)
             return max(0.0, predicted) if isfinite(predicted) else value
-        return value * wanted / nbytes if nbytes > 0 and isfinite(wanted / nbytes) else value
+        return self._scaled(value, near[0], cf)
+
+    def _scaled(self, seconds: float, known: float, cf: float) -> float:
+        """In proportion to the bytes at two CFs, where that means something."""
+        times = self._nbytes(cf) / (self._nbytes(known) or nan)
+        return seconds * times if isfinite(times) else seconds
+
+
+def _loaded(saved: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[float, Average]:
+    averages = {float(cf): Average(WEIGHT) for cf, _ in saved}
+    for cf, state in saved:
+        averages[float(cf)].load_state_dict(state)
+    return averages

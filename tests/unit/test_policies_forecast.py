@@ -73,6 +73,19 @@ def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float)
     assert forecast.seconds(cf) == pytest.approx(WORK + expected, rel=1e-6)
 
 
+def test_a_larger_cf_has_less_to_decode() -> None:
+    forecast = Forecast(lambda cf: 1e6 / cf)
+    times = {"seconds": WORK + 0.03, "median_seconds": WORK + 0.03, "exchange_seconds": 0.0}
+    for step in range(5):
+        report = StepReport(
+            step, 10.0, timed_cf=10.0, compress_seconds=0.02, decode_seconds=0.01, **times
+        )
+        forecast.observe(report)
+    for cf, decode in ((10.0, 0.01), (100.0, 0.001)):
+        assert forecast.seconds(cf) == pytest.approx(WORK + 0.02 + decode)
+    assert forecast.seconds(1.0) == pytest.approx(WORK)
+
+
 def test_a_saved_forecast_goes_on() -> None:
     forecast = _forecast([0.4, 0.5, 0.6] * 5)
     _run(forecast, 20.0, [0.1, 0.2, 0.3, 0.1] * 4)
