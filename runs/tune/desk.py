@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 import optuna
+from filelock import FileLock
 from optuna.trial import TrialState
 
 from runs.build import check_compression
@@ -49,6 +50,8 @@ class Desk:
         self._tuning, self._owner, self._out = tuning, owner, out
         self._storage = open_storage(tuning.url)
         self.study = open_study(tuning, self._storage)
+        # SQLite has no row locks: two that ask at once would be given the same queued trial.
+        self._turn = FileLock(tuning.folder / "ask.lock")
         self._trial: optuna.Trial | None = None
         self._heart: _Heart | None = None
 
@@ -58,7 +61,8 @@ class Desk:
         Settings that do not go together are a failed trial.
         """
         while len(trials_that_count(self.study)) < self._tuning.trials:
-            trial = self.study.ask()
+            with self._turn:
+                trial = self.study.ask()
             self._heart = _Heart(self._storage, trial)
             self._trial = trial
             trial.set_user_attr(OWNER, self._owner)

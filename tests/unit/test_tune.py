@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -29,6 +31,7 @@ from runs.compare.exploration import exploration
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
+from runs.tune.desk import Desk
 from runs.tune.findings import find, knee, pareto_front
 from runs.tune.make import make_tuning
 from runs.tune.objective import ACCEPTED, Metrics, Objective, measure, values
@@ -383,3 +386,21 @@ def test_labels_say_how_the_seconds_came_about() -> None:
     assert _objective("bytes", target=5.5).labels == ["MB sent by a worker to perplexity 5.5"]
     assert _objective("quality", "bytes").shown([3.0, 2e6]) == [3.0, 2.0]
     assert set(ACCEPTED) >= {("quality",), ("quality", "bytes")}
+
+
+def test_no_two_processes_are_given_the_same_queued_trial(tmp_path: Path) -> None:
+    tuning = _tuning(tmp_path, trials=24, search=["lr=0.5,1,2"])
+    study = open_study(tuning, open_storage(tuning.url))
+    for _ in range(24):
+        study.enqueue_trial({"lr": 1.0})
+    desks = [Desk(tuning, f"process {i}", io.StringIO()) for i in range(4)]
+
+    def take(desk: Desk) -> list[int]:
+        taken = []
+        while len(taken) < 6 and (order := desk.ask()) is not None:
+            taken.append(order.number)
+        return taken
+
+    with ThreadPoolExecutor(4) as pool:
+        numbers = [number for taken in pool.map(take, desks) for number in taken]
+    assert sorted(numbers) == list(range(24))
