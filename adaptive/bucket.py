@@ -71,7 +71,7 @@ class Unit:
         return self.stop - self.start
 
     @property
-    def waits(self) -> float:
+    def waiting_cf(self) -> float:
         """The CF by which its elements wait in the residual; DENSE if all are sent."""
         return DENSE if self.compressor is EXACT else self.cf
 

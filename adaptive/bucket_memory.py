@@ -48,7 +48,7 @@ class BucketMemory:
         part, start, stop = unit.ranges[0]
         if part.held:
             return Addition(part.grad[start:stop], None)
-        target, addend = self._addition(part, unit.waits)
+        target, addend = self._addition(part, unit.waiting_cf)
         return Addition(target[start:stop], None if addend is None else addend[start:stop])
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
@@ -96,7 +96,7 @@ class BucketMemory:
         """The parts' error-fed gradients, if they lie one after the other in memory."""
         if any(piece.part.held for piece in unit.ranges):
             return None
-        opened = [(self._addition(part, unit.waits), a, b) for part, a, b in unit.ranges]
+        opened = [(self._addition(part, unit.waiting_cf), a, b) for part, a, b in unit.ranges]
         target = as_one([addition.target[a:b] for addition, a, b in opened])
         addends = [each.addend[a:b] for each, a, b in opened if each.addend is not None]
         if target is None:
@@ -115,7 +115,7 @@ class BucketMemory:
             if part.held:
                 place.zero_()
             else:
-                target, addend = self._addition(part, unit.waits)
+                target, addend = self._addition(part, unit.waiting_cf)
                 if addend is not None:
                     target[start:stop].add_(addend[start:stop])
                 place.copy_(target[start:stop])

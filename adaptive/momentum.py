@@ -49,12 +49,19 @@ class MomentumMemory(Residual):
         self._masking = masking
         self._lag = lag
         self._undo: dict[Slot, _Before] = {}
+        self._asked: tuple[MomentumRule | None, Sequence[float], Sequence[MomentumRule]]
+        self._asked = None, (), ()  # what `rules` was asked last, and its answer
 
-    def rule(self, slot: Slot, cf: float) -> MomentumRule:
-        return self._rule(slot).with_lag(self._lag(cf))
+    def rules(self, slot: Slot, cfs: Sequence[float]) -> Sequence[MomentumRule]:
+        rule = self._rule(slot)
+        if (rule, cfs) != self._asked[:2]:  # most slots have the same
+            rules = [rule.with_lag(self._lag(cf)) for cf in cfs] if rule.momentum else []
+            self._asked = rule, cfs, rules
+        return self._asked[2]
 
-    def entering(self, slot: Slot, cf: float) -> float:
-        return self._rule(slot).change_of_lag(slot.lag, self._lag(cf))
+    def entering(self, slot: Slot, cfs: Sequence[float]) -> Sequence[float]:
+        rule = self._rule(slot)
+        return [rule.change_of_lag(slot.lag, self._lag(cf)) for cf in cfs]
 
     def masks(self, cf: float) -> bool:
         return cf >= self._masking

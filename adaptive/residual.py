@@ -124,13 +124,13 @@ class NoMemory:
         is not sent is lost."""
         return None
 
-    def rule(self, slot: Slot, cf: float) -> MomentumRule | None:
-        """How the velocity moves in a step at `cf`, compressed; None without one."""
-        return None
+    def rules(self, slot: Slot, cfs: Sequence[float]) -> Sequence[MomentumRule]:
+        """How the velocity moves in a compressed step at each of the CFs; none without one."""
+        return ()
 
-    def entering(self, slot: Slot, cf: float) -> float:
-        """What a step at `cf`, compressed, multiplies the velocity by before it moves."""
-        return 1.0
+    def entering(self, slot: Slot, cfs: Sequence[float]) -> Sequence[float]:
+        """What a compressed step at each of the CFs multiplies the velocity by before it moves."""
+        return [1.0] * len(cfs)
 
     def masks(self, cf: float) -> bool:
         """The velocity of what is sent at this CF is cleared."""

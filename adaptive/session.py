@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from math import nan, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from adaptive.instants import make_instants
 from adaptive.instruments import Instruments
 from adaptive.link import EmulatedLink
 from adaptive.model_memory import ModelMemory
+from adaptive.optimizer import describe, learning_rate, loss_scale
 from adaptive.options import joins
 from adaptive.policy_start import PolicyStart
 from adaptive.recorder import Recorder
@@ -106,7 +107,7 @@ class Session:
             self._instruments,
             self._sizes.numel,
             self._sizes.floats,
-            self._learning_rate,
+            lambda: learning_rate(self._optimizer),
             frozenset(settings.hooks),
             self._ways.by_energy,
         )
@@ -134,7 +135,7 @@ class Session:
         sizes = [p.numel() for p in slots]
         lines = (
             *settings.describe(self._memory.now.name),
-            f"optimizer {_optimizer_settings(self._optimizer)}, scaler={self._scaler is not None}",
+            f"optimizer {describe(self._optimizer)}, scaler={self._scaler is not None}",
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in slots)}",
             describe_sizes(base, self._start.cfs, sizes),
@@ -183,7 +184,7 @@ class Session:
         slots = [self._slots.find(p) for p in bucket.parameters()]
         self._sizes.see(bucket.index(), slots, self._reducer.joins(controller.step))
         rung = self.settings.hooks.get(controller.plan.send)
-        scale = self._loss_scale(buffer.device)
+        scale = loss_scale(self._scaler, buffer.device)
         work = buffer
         if scale is not None:  # in float32, where unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
@@ -287,19 +288,3 @@ class Session:
     def _watch_forward(self) -> None:
         mark, model = self.controller.stopwatch.forward, self.model
         self._forward_hook = None if model is None else model.register_forward_pre_hook(mark)
-
-    def _learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer else nan
-
-    def _loss_scale(self, device: torch.device) -> Tensor | None:
-        """The loss scale as a tensor, never read on the host; None without an active scaler."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        return self._scaler.scale(torch.ones((), device=device))
-
-
-def _optimizer_settings(optimizer: Optimizer | None) -> str:
-    if optimizer is None:
-        return "none"
-    momenta = [group.get("momentum") for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} with momentum {momenta}"

@@ -179,8 +179,8 @@ class ShadowLadder:
             else:
                 first = slot not in self._moving
                 if first and slot.velocity is not None:
-                    sample = _sampled(slot.velocity, self._strides[slot])
-                    u[:, place] = self._entering(slot) * sample
+                    factors = np.array(self._memory.entering(slot, self.cfs))
+                    u[:, place] = np.outer(factors, _sampled(slot.velocity, self._strides[slot]))
                     first = False
                 self._moving.add(slot)
                 _add(a[:, place], u[:, place], g[place], each, first)
@@ -188,14 +188,7 @@ class ShadowLadder:
 
     def _rules(self, slot: Slot) -> Sequence[MomentumRule]:
         """How the shadow accumulates, for each CF; none: by plain error feedback."""
-        if self.signal is not None:
-            return ()
-        rules = [self._memory.rule(slot, cf) for cf in self.cfs]
-        return [rule for rule in rules if rule is not None and rule.momentum]
-
-    def _entering(self, slot: Slot) -> Array:
-        factors = [self._memory.entering(slot, cf) for cf in self.cfs]
-        return np.array(factors)[:, None]
+        return () if self.signal is not None else self._memory.rules(slot, self.cfs)
 
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:

@@ -59,10 +59,9 @@ class Forecast:
         """Take in one step's times (those of `report.timed_cf`)."""
         cf, seconds, exposed = report.timed_cf, report.seconds, report.exchange_seconds
         compress, coding = report.compress_seconds, report.coding_seconds
-        known = (cf, seconds, exposed, compress, coding)
-        if not all(map(isfinite, known)) or seconds <= 0 or not 0 <= compress <= coding:
+        if not all(map(isfinite, (cf, seconds, exposed, compress, coding))):
             return
-        if exposed < 0:
+        if seconds <= 0 or exposed < 0 or not 0 <= compress <= coding:
             return
         self._long = self._long + 1 if seconds > PAUSE * report.median_seconds else 0
         if self._long == 1:

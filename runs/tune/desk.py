@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any, TextIO
 
 import optuna
-from filelock import FileLock
 from optuna.trial import TrialState
 
 from runs.build import check_compression
@@ -17,7 +16,7 @@ from runs.parser import UsageError
 from runs.tune.describe import line
 from runs.tune.objective import Metrics, values
 from runs.tune.parameter import Value
-from runs.tune.storage import BEAT, open_storage
+from runs.tune.storage import BEAT, open_storage, turn
 from runs.tune.study import (
     INTERRUPTED,
     OWNER,
@@ -50,8 +49,7 @@ class Desk:
         self._tuning, self._owner, self._out = tuning, owner, out
         self._storage = open_storage(tuning.url)
         self.study = open_study(tuning, self._storage)
-        # SQLite has no row locks: two that ask at once would be given the same queued trial.
-        self._turn = FileLock(tuning.folder / "ask.lock")
+        self._turn = turn(tuning.url)
         self._trial: optuna.Trial | None = None
         self._heart: _Heart | None = None
 

@@ -389,11 +389,15 @@ def test_labels_say_how_the_seconds_came_about() -> None:
 
 
 def test_no_two_processes_are_given_the_same_queued_trial(tmp_path: Path) -> None:
-    tuning = _tuning(tmp_path, trials=24, search=["lr=0.5,1,2"])
-    study = open_study(tuning, open_storage(tuning.url))
+    storage = f"sqlite:///{tmp_path}/one.db"  # for commands with folders of their own
+    tunings = [
+        _tuning(tmp_path / str(i) / "study", trials=24, search=["lr=0.5,1,2"], storage=storage)
+        for i in range(4)
+    ]
+    study = open_study(tunings[0], open_storage(storage))
     for _ in range(24):
         study.enqueue_trial({"lr": 1.0})
-    desks = [Desk(tuning, f"process {i}", io.StringIO()) for i in range(4)]
+    desks = [Desk(tuning, f"process {i}", io.StringIO()) for i, tuning in enumerate(tunings)]
 
     def take(desk: Desk) -> list[int]:
         taken = []
