@@ -42,7 +42,7 @@ from policies import DENSE, Policy, make_policy
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 
 
 class AdaptiveCompressor:

@@ -7,7 +7,7 @@ exposed time of the CF in use; what was known of the others' is then of another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
 from statistics import median
 from typing import Any
@@ -129,17 +129,20 @@ class Forecast:
         self._cf = None if state["cf"] is None else float(state["cf"])
 
     def _coding(self, cf: float) -> float:
-        """Of a CF not run yet: compression of those that were, in the mean, which mostly searches,
-        and decoding in proportion to the bytes; dense needs neither."""
+        """Of a CF not run yet: with fewer bytes than those that were, on the line through the two
+        nearest. With one, or with more bytes, where that line says little: compression, which
+        mostly searches, as it was, and decoding in proportion to the bytes. Dense needs neither."""
         if cf == DENSE:
             return 0.0
         if cf in self._compress:
             return self._compress[cf].value + self._decode[cf].value
-        others = [other for other in self._compress if other != DENSE]
-        if not others:
+        near = self._nearest((other for other in self._compress if other != DENSE), cf)
+        if not near:
             return 0.0
-        decode = [self._scaled(self._decode[other].value, other, cf) for other in others]
-        return (sum(self._compress[other].value for other in others) + sum(decode)) / len(others)
+        if len(near) > 1 and self._nbytes(cf) < min(map(self._nbytes, near)):
+            return self._on_line({other: self._coding(other) for other in near}, near, cf)
+        decode = self._scaled(self._decode[near[0]].value, near[0], cf)
+        return self._compress[near[0]].value + decode
 
     def _exposure(self, cf: float) -> float:
         """Of a CF not run yet: on the line through the two that were run and have the nearest
@@ -150,16 +153,22 @@ class Forecast:
         known = self._exposed.get(cf)
         if known is not None:
             return known
-        if not self._quiet:
-            return 0.0
+        near = self._nearest(self._quiet, cf)
+        if len(near) > 1:
+            return self._on_line(self._quiet, near, cf)
+        return self._scaled(self._quiet[near[0]], near[0], cf) if near else 0.0
+
+    def _nearest(self, known: Iterable[float], cf: float) -> list[float]:
+        """Up to two, by their bytes, the nearest first."""
         wanted = self._nbytes(cf)
-        near = sorted(self._quiet, key=lambda other: (abs(self._nbytes(other) - wanted), other))
-        nbytes, value = self._nbytes(near[0]), self._quiet[near[0]]
-        if len(near) > 1 and (apart := self._nbytes(near[1]) - nbytes):
-            slope = max(0.0, (self._quiet[near[1]] - value) / apart)
-            predicted = value + slope * (wanted - nbytes)
-            return max(0.0, predicted) if isfinite(predicted) else value
-        return self._scaled(value, near[0], cf)
+        return sorted(known, key=lambda other: (abs(self._nbytes(other) - wanted), other))[:2]
+
+    def _on_line(self, seconds: Mapping[float, float], near: Sequence[float], cf: float) -> float:
+        """At the bytes of a CF, through two that are known; more bytes never take less."""
+        (nbytes, value), (other, theirs) = ((self._nbytes(each), seconds[each]) for each in near)
+        slope = max(0.0, (theirs - value) / (other - nbytes)) if other != nbytes else 0.0
+        predicted = value + slope * (self._nbytes(cf) - nbytes)
+        return max(0.0, predicted) if isfinite(predicted) else value
 
     def _scaled(self, seconds: float, known: float, cf: float) -> float:
         """In proportion to the bytes at two CFs, where that means something."""

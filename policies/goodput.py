@@ -13,9 +13,9 @@ quality in as many steps.
 A dense step over a slow network can take as long as a hundred compressed ones, so not even the
 first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
 them that a later, smaller CF lets go all at once sets training back. A run begins at the smallest
-CF, and as long as signal gain has nothing to say the steady-state error-fed gain takes its place,
-which moves up less far, and not to a CF whose shadow residual is still filling. From a large CF it
-comes down by strides, the network measured anew with each.
+CF, and as long as signal gain has nothing to say the root of the steady-state error-fed gain takes
+its place; it never moves to a CF whose shadow residual is still filling. From a large CF it comes
+down by strides, the network measured anew with each.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class MeanRatio:
         """Take in one step; one that is not finite, or had none before it (0), is passed over. With
         products of other CFs than before it begins afresh.
 
-        energy: of the step's gradient, by which all is divided: the first gradients may be a
-        hundred times as large as later ones, and would hide them."""
+        energy: of the two gradients that are multiplied, the product of their norms, by which all
+        is divided: the first may be a hundred times as large as later ones, and would hide them."""
         if not energy > 0 or not isfinite(total):
             return
         by_cf = {**products, DENSE: total}

@@ -5,8 +5,11 @@ The other gradient is a peer's of the same step, or, where the ranks' products a
 next step's: that one has moved along this step's own noise, and turns against it where steps
 overshoot. If neither ratio has a meaning, the gains stay what they were when one last had: noise
 hides the signal where it is most of the gradient, after a learning rate drop for instance, and that
-is no reason to compress less. Before there was ever one, the steady-state error-fed gain decides,
-which is always defined (and smaller, so that a CF goes down sooner than up).
+is no reason to compress less. Before there was ever one, the root of the steady-state error-fed
+gain decides, which is always defined: the amplitude that gets through, and, wherever signal gain
+was measured, no more than it.
+
+Products count in relation to the norms of the gradients that are in them, those of the very steps.
 
 A larger CF lets no more through than a smaller one. Where the ratios say so it is noise, and the
 CFs concerned get their mean.
@@ -15,7 +18,7 @@ CFs concerned get their mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite, nan
+from math import isfinite, sqrt
 from typing import Any
 
 from policies.average import Average
@@ -27,7 +30,7 @@ HUGE = 1e150
 """Norms from here on have no square."""
 
 PEERS, NEXT = "<g, g of a peer>", "<g, g of the next step>"
-HELD, ERROR_FED = "what was clear last", "the error-fed gain"
+HELD, ERROR_FED = "what was clear last", "the root of the error-fed gain"
 _LEVELS = (ERROR_FED, HELD, NEXT, PEERS)
 
 
@@ -39,13 +42,15 @@ class SignalGain:
         self._steady: dict[float, Average] = {}
         self._held: dict[float, float] = {}  # the gains when a ratio was last clear
         self._moments = Moments()  # of the ratio that decides, or did last
+        self._norm = 0.0  # of the last step's gradient
 
     def observe(self, report: StepReport) -> str:
         """Take in one step; in words, what decides from now on if that has changed, else ""."""
         before = self.basis
-        energy = report.grad_norm**2 if abs(report.grad_norm) < HUGE else nan
-        self.peers.add(report.peers, report.peers_total, energy)
-        self.next.add(report.signal, report.signal_total, energy)
+        last, now = self._norm, report.grad_norm if 0 < report.grad_norm < HUGE else 0.0
+        self.peers.add(report.peers, report.peers_total, last * last)  # both are the last step's
+        self.next.add(report.signal, report.signal_total, last * now)  # one of each
+        self._norm = now
         for cf, steady in report.steady.items():
             self._steady.setdefault(cf, Average(WEIGHT)).add(steady)
         if self.clear:
@@ -74,13 +79,12 @@ class SignalGain:
 
     def gain(self, cf: float) -> float | None:
         """In [0, 1]: of whichever decides; None if nothing is known of this CF."""
-        value = self._held.get(cf)
-        if value is None:
-            steady = self._steady.get(cf)
-            if steady is None or not steady.count:
-                return None
-            value = steady.value
-        return min(1.0, max(0.0, value))
+        held, steady = self._held.get(cf), self._steady.get(cf)
+        if held is not None:
+            return min(1.0, max(0.0, held))
+        if steady is None or not steady.count:
+            return None
+        return sqrt(min(1.0, max(0.0, steady.value)))
 
     def doubt(self, a: float, b: float) -> float:
         """Relative standard error of one CF's gain in another's, by the ratio that decides or did
@@ -89,7 +93,7 @@ class SignalGain:
 
     def status(self) -> dict[str, float]:
         """For the timeline: what decides (3: peers, 2: next step, 1: what was clear last, 0: the
-        error-fed gain), and by how many standard errors the ratios are clear."""
+        root of the error-fed gain), and by how many standard errors the ratios are clear."""
         return {
             "signal": float(_LEVELS.index(self.basis)),
             "peers_errors": self.peers.errors,
@@ -104,6 +108,7 @@ class SignalGain:
             "steady": [[cf, average.state_dict()] for cf, average in self._steady.items()],
             "held": [list(item) for item in self._held.items()],
             "moments": list(self._moments),
+            "norm": self._norm,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,3 +121,4 @@ class SignalGain:
             self._steady[float(cf)].load_state_dict(saved)
         self._held = {float(cf): float(gain) for cf, gain in state["held"]}
         self._moments = Moments(*state["moments"])
+        self._norm = float(state["norm"])

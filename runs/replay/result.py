@@ -119,8 +119,8 @@ def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
     if gain_kind(config) != "signal" or any(isfinite(one) for pair in totals for one in pair):
         return []
     return [
-        "signal gain was not recorded: the error-fed gain stands in for it, on another scale "
-        "(train --gain signal records it)"
+        "signal gain was not recorded: the root of the error-fed gain stands in for it, which "
+        "is smaller (train --gain signal records it)"
     ]
 
 

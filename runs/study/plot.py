@@ -6,7 +6,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from policies.mean_ratio import MeanRatio
+from policies.signal import SignalGain
 from runs.records import TIMELINE_FILE, read_records
 from runs.study.options import Study
 
@@ -28,14 +28,11 @@ def draw_signal(study: Study, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, name in zip(panels, ("peers", "next step"), strict=True):
-        ratio = MeanRatio()
+        gain = SignalGain()
+        ratio = gain.peers if name == "peers" else gain.next
         lines: dict[float, list[float]] = {cf: [] for cf in study.cfs}
         for record in records:
-            report = record.report
-            if name == "peers":
-                ratio.add(report.peers, report.peers_total, report.grad_norm**2)
-            else:
-                ratio.add(report.signal, report.signal_total, report.grad_norm**2)
+            gain.observe(record.report)
             for cf in study.cfs:
                 value = ratio.value(cf)
                 lines[cf].append(value if ratio.clear and isfinite(value) else nan)

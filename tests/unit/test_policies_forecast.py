@@ -86,6 +86,23 @@ def test_a_larger_cf_has_less_to_decode() -> None:
     assert forecast.seconds(1.0) == pytest.approx(WORK)
 
 
+@given(st.floats(0.001, 0.1), st.floats(0.0, 0.1), st.floats(0.0, 0.1))
+def test_a_larger_cf_has_less_to_pack(search: float, pack: float, decode: float) -> None:
+    """Two CFs tell what grows with the bytes; of more bytes than both they say little."""
+    forecast = Forecast(lambda cf: 1e6 / cf)
+    for step, cf in enumerate([20.0] * 5 + [40.0] * 5):
+        compress, unpack = search + pack / cf, decode / cf
+        seconds = WORK + compress + unpack
+        times = {"seconds": seconds, "median_seconds": seconds, "exchange_seconds": 0.0}
+        coding = {"compress_seconds": compress, "decode_seconds": unpack}
+        forecast.observe(StepReport(step, cf, timed_cf=cf, **times, **coding))
+    for cf in (20.0, 40.0, 80.0, 1000.0):
+        expected = WORK + search + (pack + decode) / cf
+        assert forecast.seconds(cf) == pytest.approx(expected, rel=1e-6)
+    expected = WORK + search + pack / 20 + decode / 10
+    assert forecast.seconds(10.0) == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_saved_forecast_goes_on() -> None:
     forecast = _forecast([0.4, 0.5, 0.6] * 5)
     _run(forecast, 20.0, [0.1, 0.2, 0.3, 0.1] * 4)

@@ -1,4 +1,4 @@
-"""Signal gain: a ratio of means where there is one, the error-fed gain where there is none."""
+"""Signal gain: a ratio of means where there is one, the root of the error-fed gain elsewhere."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def report(total, step=0, cf=DENSE, **changes):
 
 def fed(*totals, **changes):
     signal = SignalGain()
+    signal.observe(report(0.0, steady={}))  # the first step has none before it
     said = [signal.observe(report(total, **changes)) for total in totals]
     return signal, [words for words in said if words]
 
@@ -108,7 +109,7 @@ def test_a_clear_signal_decides_after_some_steps_and_says_so():
     signal, said = fed(*([1.0, 2.0] * (LEAST // 2 - 1)), 1.0)
     assert not signal.clear
     assert not said
-    assert signal.gain(100.0) == pytest.approx(0.05)
+    assert signal.gain(100.0) == pytest.approx(0.05**0.5)
     words = signal.observe(report(2.0))
     assert signal.clear
     assert words.startswith("<g, g of the next step> decides, ")
@@ -123,7 +124,7 @@ def test_overshoot_and_noise_have_no_signal_gain(totals):
     signal, said = fed(*(totals * 50))
     assert not signal.clear
     assert not said
-    assert signal.gain(100.0) == pytest.approx(0.05)
+    assert signal.gain(100.0) == pytest.approx(0.05**0.5)
 
 
 def test_it_is_lost_later_than_it_was_found():
@@ -168,17 +169,28 @@ def test_the_ranks_own_products_come_first_while_they_are_clear():
     assert signal.gain(100.0) == pytest.approx(0.5)
 
 
-def test_steps_count_alike_however_large_their_gradients():
+@pytest.mark.parametrize("kind", ["peers", "next"])
+def test_steps_count_alike_however_large_their_gradients(kind):
+    """Each product is of gradients of two steps, or of the last one, and is divided by theirs."""
+    norms = [100.0, 0.01] * 20 + [1.0] * 40
     signal = SignalGain()
-    for step in range(40):
-        large = 100.0 if step < 20 else 1.0
-        products = dict.fromkeys(SIGNAL, (0.9 if step < 20 else 0.1) * large**2)
-        signal.observe(report(large**2, grad_norm=large, signal=products))
-    assert 0.1 < signal.gain(100.0) < 0.5  # the later half counts more
-    before = signal.state_dict()
-    for norm in (nan, 0.0, inf):  # not finite on some rank
+    for step, norm in enumerate(norms):
+        last = norms[step - 1] if step else 0.0
+        size = last * (norm if kind == "next" else last)
+        kept = dict.fromkeys(SIGNAL, (0.9 if step <= 40 else 0.1) * size)
+        changes = {"peers": kept, "peers_total": size} if kind == "peers" else {"signal": kept}
+        signal.observe(report(size if kind == "next" else nan, grad_norm=norm, **changes))
+    ratio = getattr(signal, kind)
+    weights = WEIGHT * (1 - WEIGHT) ** np.arange(len(norms) - 1)[::-1]
+    gains = np.where(np.arange(1, len(norms)) <= 40, 0.9, 0.1)
+    assert ratio.value(100.0) == pytest.approx(weights @ gains / weights.sum())
+    assert ratio.moments.mean(DENSE) == pytest.approx(1.0)
+    before = signal.state_dict()[kind]
+    for norm in (nan, 0.0, inf):  # not finite on some rank: neither this step's nor the next's
         signal.observe(report(1.0, steady={}, grad_norm=norm))
-    assert signal.state_dict() == before
+        peers = {"peers": dict.fromkeys(SIGNAL, 1.0), "peers_total": 1.0}
+        signal.observe(report(1.0, steady={}, grad_norm=1.0, **peers))
+    assert signal.state_dict()[kind] == before
 
 
 def test_one_report_has_a_gain_too():
@@ -192,7 +204,8 @@ def test_one_report_has_a_gain_too():
 
 
 @pytest.mark.parametrize(
-    ("total", "decides", "floor"), [(1.0, "<g, g of the next step> decides", 0.8), (-1.0, "", 0.4)]
+    ("total", "decides", "floor"),
+    [(1.0, "<g, g of the next step> decides", 0.8), (-1.0, "", 0.4**0.5)],
 )
 def test_gravac_decides_on_it_while_it_means_something(total, decides, floor):
     policy = GraVAC(gain="signal", window=20, allow_dense=False, scaling="geometric", step_size=10)
@@ -267,7 +280,7 @@ def test_goodput_promises_by_it():
     assert gain == pytest.approx(0.8**0.5)
     assert status["signal"] == 2.0
     gain, status = promised("signal", -1.0)
-    assert gain == pytest.approx(0.4**0.5)
+    assert gain == pytest.approx(0.4**0.25)
     assert status["signal"] == 0.0
 
 
