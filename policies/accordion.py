@@ -8,7 +8,7 @@ from math import isfinite, nan
 from typing import Any
 
 from policies import checks
-from policies.base import Context, Plan, Policy, StepReport
+from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.fixed import Fixed
 from policies.mixture import mixture
 from policies.reasons import change
@@ -197,6 +197,8 @@ class Accordion(Policy):
     def status(self) -> Mapping[str, float]:
         """critical: the share of regimes that are (of one: 1 or 0); sum_norm: of the last interval
         of the whole model that had one, else nan; and what the policy in charge has to say."""
+        if self._sides is None:
+            return {}
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
@@ -206,17 +208,60 @@ class Accordion(Policy):
         }
 
     def verdict(self) -> str:
-        return self._in_charge.verdict() if self._mixed is None else ""
+        if self._sides is None or self._mixed is not None:
+            return ""
+        return self._in_charge.verdict()
 
     def outlook(self) -> str:
-        left = self.interval - self._step % self.interval
-        critical = any(regime.critical for regime in self._regimes.values())
-        whose = "that of a layer" if self.per_layer else "the norm of the accumulated gradient"
-        other = "below" if critical else "at least"
+        if self._sides is None:
+            return ""
+        low, high = map(_named, self._sides)
+        if low == high and isinstance(self._in_charge, Fixed):
+            return f"nothing would change it: low and high are both {low}"
+        regimes = self._regimes.values()
+        kinds = (which for which in (True, False) if any(r.critical == which for r in regimes))
+        told = [self._foreseen(which) for which in kinds]
+        if self._mixed is None and not isinstance(self._in_charge, Fixed):
+            inner = self._in_charge.outlook()
+            told.append(f"until then {self._in_charge.name} decides" + (inner and f": {inner}"))
+        return "; ".join(told)
+
+    def _foreseen(self, critical: bool) -> str:
+        """When and if the critical regimes end, or the others begin to be critical."""
+        assert self._sides is not None
+        low, high = self._sides
+        regimes = [r for r in self._regimes.values() if r.critical == critical]
+        left, why, old = self._compared(regimes)
+        many = f"{len(regimes)} of {len(self._regimes)} layers may go"
+        who, each, whose = (many, ", each ", "its") if self.per_layer else ("it goes", " ", "the")
         return (
-            f"it changes in {left} steps if {whose} has then changed by {other} eta {self.eta:g}"
-            + ("" if critical else ", or the rate drops")
+            f"{who} to {_named(high if critical else low)} in {left} step{'' if left == 1 else 's'}"
+            f"{why}{each}if the norm of {whose} accumulated gradient has then changed by "
+            f"{'less than' if critical else 'at least'} eta {self.eta:g}{old}{self._rate(critical)}"
         )
+
+    def _compared(self, regimes: list[Regime]) -> tuple[int, str, str]:
+        """Steps until their next two sums that count are compared, why that is not at the end of
+        this interval, and, where it is known, of what the change is a part."""
+        ends = self._step - self._step % self.interval + self.interval - 1
+        known = any(regime.norm is not None for regime in regimes)
+        decides = max(ends if known else ends + self.interval, self._protected_until)
+        left = decides - self._step + 1
+        if not known:
+            return left, " (nothing to compare with yet)", ""
+        if decides > ends:
+            return left, " (the learning rate has dropped)", ""
+        norm = None if self.per_layer else regimes[0].norm
+        return left, "", f" of {norm:.4g}" if norm else ""
+
+    def _rate(self, critical: bool) -> str:
+        """What the learning rate can do to that."""
+        if self._lr is None and self._step:  # nobody reports it
+            return ""
+        drops = f"the learning rate drops to {self.lr_drop:g} of itself"
+        if not critical:
+            return f", or {'all of them ' if self.per_layer else ''}at once if {drops}"
+        return f", unless {drops} before" if self._mixed is None else ""
 
     def candidates(self) -> tuple[float, ...]:
         sent = {side.plan().send for side in self._sides or ()}
@@ -252,6 +297,13 @@ class Accordion(Policy):
         for name in _STATE:
             setattr(self, f"_{name}", state[name])
         self._mixed = self._mix()
+
+
+def _named(side: Policy) -> str:
+    """Where a change of the regime leads."""
+    send = side.plan().send
+    cf = "dense" if send == DENSE else f"CF {send:g}"
+    return cf if isinstance(side, Fixed) else f"{side.name}, {cf},"
 
 
 def _listed(told: list[str]) -> str:

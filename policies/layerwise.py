@@ -88,17 +88,20 @@ class Layerwise(Policy):
         )
 
     def observe(self, report: StepReport) -> None:
+        before = self._next()
         self._then.observe(report)
         self._step += 1
-        self._told = ""
-        if not report.layers:
-            return
-        before = self._solve(report.cf)
-        self._known = _usable(report.layers)
-        self._solved = {}
-        after = self._solve(report.cf) if report.cf != DENSE else None
-        if after is not None and (before is None or before.cfs != after.cfs):
-            self._told = f"layer CFs solved anew: {self._described(report.cf, after)}"
+        if report.layers:
+            self._known = _usable(report.layers)
+            self._solved = {}
+        # What is told is of the CF about to be sent: `then` may just have moved it.
+        moved = self._next() != before
+        self._told = self._described(anew=bool(report.layers)) if moved else ""
+
+    def _next(self) -> Mapping[str, float]:
+        """The layers' CFs in the next step; empty where they are alike."""
+        found = self._solve(self._then.plan().send)
+        return {} if found is None else found.cfs
 
     def _solve(self, cf: float) -> Allocation | None:
         """Each layer's CF for the bytes of all layers at `cf`; None if they had best be alike."""
@@ -144,7 +147,16 @@ class Layerwise(Policy):
         gain = known.steady[min(above)] if above else None
         return None if gain is None else min(1.0, max(0.0, gain))
 
-    def _described(self, cf: float, found: Allocation) -> str:
+    def _described(self, anew: bool) -> str:
+        """The layers' CFs in the next step, in words; dense needs none."""
+        cf = self._then.plan().send
+        found = self._solve(cf)
+        what = "layer CFs solved anew:" if anew else "layer CFs"
+        if found is None:
+            return "" if cf == DENSE else f"{what} all alike, CF {cf:g}"
+        return f"{what} {self._numbers(cf, found)}"
+
+    def _numbers(self, cf: float, found: Allocation) -> str:
         energy = sum(self._energy(name) or 0.0 for name in self._layers)
         waits = -sum(self._option(name, cf).worth for name in self._layers)
         low, high = min(found.cfs.values()), max(found.cfs.values())
@@ -154,18 +166,22 @@ class Layerwise(Policy):
         )
 
     def candidates(self) -> tuple[float, ...]:
+        if not self._cfs:
+            return ()
         theirs = (*self._then.candidates(), self._then.plan().send)
         return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
 
     def status(self) -> Mapping[str, float]:
-        return self._then.status()
+        return self._then.status() if self._cfs else {}
 
     def verdict(self) -> str:
-        return self._then.verdict()
+        return self._then.verdict() if self._cfs else ""
 
     def outlook(self) -> str:
+        if not self._cfs:
+            return ""
         left = self.window - self._step % self.window
-        rest = f"the layers' CFs are solved anew in {left} steps"
+        rest = f"the layers' CFs are solved anew in {left} step{'' if left == 1 else 's'}"
         return "; ".join(filter(None, (self._then.outlook(), rest)))
 
     def state_dict(self) -> dict[str, Any]:

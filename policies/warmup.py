@@ -63,32 +63,54 @@ class Warmup(Policy):
         if stage >= self.stages:
             plan = self._then.plan()
             first = stage == self.stages and into == 0
-            if first and not plan.reason:
+            if first:  # what it says of itself is not where the CF comes from
                 plan = replace(plan, reason=change(self._cfs[-1], plan.send, "warm-up is over"))
             return plan
         before = self._cfs[stage - 1] if stage else DENSE
         why = f"warm-up, stage {stage + 1} of {self.stages}, {self.steps} steps each"
         return Plan(self._cfs[stage], reason="" if into else change(before, self._cfs[stage], why))
 
+    @property
+    def _over(self) -> bool:
+        return self._step >= self.steps * self.stages
+
     def observe(self, report: StepReport) -> None:
-        if self._step >= self.steps * self.stages:
+        if self._over:
             self._then.observe(report)
         self._step += 1
 
     def candidates(self) -> tuple[float, ...]:
+        if not self._cfs:
+            return ()
         return (*self._cfs, *self._then.candidates(), self._then.plan().send)
 
     def status(self) -> Mapping[str, float]:
-        return self._then.status()
+        """Of what follows; nothing before, so that it does not seem to explore yet."""
+        return self._then.status() if self._cfs and self._over else {}
 
     def outlook(self) -> str:
-        left = self.steps * self.stages - self._step
-        if left <= 0:
+        if not self._cfs:
+            return ""
+        if self._over:
             return self._then.outlook()
-        return f"the next stage begins in {self.steps - self._step % self.steps} steps"
+        stage, into = divmod(self._step, self.steps)
+        left = self.steps - into
+        soon = f"in {left} step{'' if left == 1 else 's'}"
+        if stage + 1 < self.stages:
+            return f"the next stage begins {soon}, with CF {self._cfs[stage + 1]:g}"
+        return self._afterwards(soon)
+
+    def _afterwards(self, soon: str) -> str:
+        """What comes after the last stage, in words."""
+        last, first = self._cfs[-1], self._then.plan().send
+        if self._given is not None:
+            return f"{self._then.name} takes over {soon}, with CF {first:g}"
+        if first == last:
+            return f"it stays at CF {last:g}, where warm-up ends {soon}"
+        return f"it goes to CF {first:g} {soon}, and stays there"
 
     def verdict(self) -> str:
-        return self._then.verdict()
+        return self._then.verdict() if self._cfs and self._over else ""
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -99,7 +121,10 @@ class Warmup(Policy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the state is of other settings or another policy to follow."""
+        """After start(). Raises ValueError if the state is of other settings or another policy to
+        follow."""
+        if not self._cfs:
+            raise RuntimeError("Warmup needs start(context) before load_state_dict()")
         checks.same(self.name, self._settings, state["settings"])
         name, inner = state["then"]
         checks.same(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from math import cos, inf, nan, pi
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from policies.accordion import Accordion
 from policies.base import Context, LayerReport, Measurement, Plan, StepReport
 from policies.gravac import GraVAC
 from policies.layerwise import Layerwise
+from policies.schedule import Schedule
 from tests.unit.plans import reasons
 
 RANGE = (10.0, 1000.0)
@@ -323,3 +328,174 @@ def test_what_cannot_be_nested_is_refused():
         Accordion(high=GraVAC(), per_layer=True)
     with pytest.raises(ValueError, match="layers are not known"):
         Accordion(per_layer=True).start(Context((10, 100), 2))
+
+
+NORM = "if the norm of the accumulated gradient has then changed by"
+OF_EACH = "each if the norm of its accumulated gradient has then changed by"
+DROPS = "the learning rate drops to 0.5 of itself"
+
+
+@pytest.mark.parametrize(
+    ("steps", "norms", "lrs", "outlook"),
+    [
+        (
+            0,
+            [],
+            [],
+            f"it goes to CF 1000 in 10 steps (nothing to compare with yet) {NORM} less than eta "
+            f"0.5, unless {DROPS} before",
+        ),
+        (
+            3,
+            [],
+            [],
+            f"it goes to CF 1000 in 7 steps (nothing to compare with yet) {NORM} less than eta 0.5",
+        ),
+        (
+            9,
+            [8.0],
+            [0.1],
+            f"it goes to CF 1000 in 1 step {NORM} less than eta 0.5 of 8, unless {DROPS} before",
+        ),
+        (
+            6,  # there is no sum of the first interval
+            [nan],
+            [],
+            f"it goes to CF 1000 in 9 steps (nothing to compare with yet) {NORM} less than eta 0.5",
+        ),
+        (
+            11,
+            [8.0, 6.0],
+            [0.1],
+            f"it goes to CF 10 in 4 steps {NORM} at least eta 0.5 of 6, or at once if {DROPS}",
+        ),
+        (11, [8.0, 6.0], [], f"it goes to CF 10 in 4 steps {NORM} at least eta 0.5 of 6"),
+        (
+            13,  # the rate dropped in step 11: the sum of steps 10 to 14 decides nothing
+            [8.0, 6.0],
+            [0.1] * 11 + [0.01],
+            f"it goes to CF 1000 in 7 steps (the learning rate has dropped) {NORM} less than eta "
+            f"0.5, unless {DROPS} before",
+        ),
+        (
+            16,
+            [8.0, 6.0, 5.0],
+            [0.1] * 11 + [0.01],
+            f"it goes to CF 1000 in 4 steps {NORM} less than eta 0.5 of 5, unless {DROPS} before",
+        ),
+    ],
+)
+def test_what_would_make_it_move(steps, norms, lrs, outlook):
+    policy = started()
+    drive(policy, norms, lrs, steps)
+    assert policy.outlook() == outlook
+
+
+few = hypothesis_settings(max_examples=60, deadline=None)
+
+
+@few
+@given(
+    interval=st.integers(1, 4),
+    norms=st.lists(st.sampled_from([1.0, 1.2, 4.0, 4.4, nan]), min_size=1, max_size=9),
+    drops=st.sets(st.integers(1, 30), max_size=2),
+)
+def test_it_moves_when_and_only_when_it_said_it_would(interval, norms, drops):
+    lrs = [0.5 ** (2 * sum(drop <= step for drop in drops)) for step in range(30)]
+    policy = started(interval=interval)
+    sent, said = [], []
+    for step, lr in enumerate(lrs):
+        plan = policy.plan()
+        sent.append(plan.send)
+        said.append(re.search(r"to CF (\d+) in (\d+) step", policy.outlook()).groups())
+        norm = norms[step // interval % len(norms)] if plan.read_sum else nan
+        policy.observe(StepReport(step, plan.send, sum_norm=norm, lr=lr))
+    for step, (cf, left) in enumerate(said):
+        end = step + int(left)
+        assert float(cf) == ({10.0, 1000.0} - {sent[step]}).pop()
+        if end >= len(sent) or not drops.isdisjoint(range(step, end)):
+            continue
+        assert set(sent[step:end]) == {sent[step]}  # not before
+        assert end % interval == 0
+        interval_of = end // interval - 1
+        read = [norms[i % len(norms)] for i in range(interval_of + 1)]
+        known = [norm for norm in read[:-1] if norm == norm]
+        if read[-1] == read[-1] and known:
+            critical = abs(known[-1] - read[-1]) / known[-1] >= policy.eta
+            assert sent[end] == (10.0 if critical else 1000.0)
+
+
+def test_where_low_and_high_are_alike_nothing_would_change_it():
+    told = "nothing would change it: low and high are both CF 20"
+    assert started(low=20, high=20).outlook() == told
+    assert by_layer(20.0, 20.0).outlook() == told
+
+
+def test_what_would_make_each_layer_move():
+    policy = by_layer()
+    assert policy.outlook() == (
+        f"2 of 2 layers may go to CF 100 in 4 steps (nothing to compare with yet), {OF_EACH} less "
+        f"than eta 0.5, unless {DROPS} before"
+    )
+    interval(policy, 1.0, 1.0)
+    interval(policy, 1.0, 9.0)  # conv is quiet, fc is not
+    assert policy.outlook() == (
+        f"1 of 2 layers may go to CF 100 in 2 steps, {OF_EACH} less than eta 0.5; "
+        f"1 of 2 layers may go to CF 10 in 2 steps, {OF_EACH} at least eta 0.5, "
+        f"or all of them at once if {DROPS}"
+    )
+    interval(policy, 1.0, 9.0)
+    assert policy.outlook() == (
+        f"2 of 2 layers may go to CF 10 in 2 steps, {OF_EACH} at least eta 0.5, "
+        f"or all of them at once if {DROPS}"
+    )
+    interval(policy, 1.0, 9.0, lr=0.01)
+    assert policy.outlook() == (
+        f"2 of 2 layers may go to CF 100 in 2 steps, {OF_EACH} less than eta 0.5, "
+        f"unless {DROPS} before"
+    )
+
+
+def test_the_outlook_of_the_side_in_charge_is_told_too():
+    policy = started(low=1, high=Schedule({0: 10, 2: 40}))
+    assert policy.outlook().startswith("it goes to schedule, CF 10, in 10 steps (nothing")
+    assert "decides" not in policy.outlook()
+    drive(policy, [1.0], steps=11)
+    assert policy.outlook() == (
+        f"it goes to dense in 4 steps {NORM} at least eta 0.5 of 1; "
+        "until then schedule decides: the schedule has CF 40 from step 2"
+    )
+    drive(policy, [1.0], steps=1)
+    assert policy.plan().send == 40
+
+
+class Silent(Schedule):
+    def outlook(self):
+        return ""
+
+    def verdict(self):
+        return f"sends CF {self.plan().send:g}"
+
+
+def test_a_side_that_does_not_say_is_named():
+    policy = started(low=Silent({0: 20}))
+    assert policy.outlook().endswith(
+        "eta 0.5, unless " + DROPS + " before; until then schedule decides"
+    )
+
+
+def test_the_verdict_is_that_of_the_side_in_charge():
+    policy = started(low=Silent({0: 20}), high=Silent({0: 40}))
+    assert policy.verdict() == "sends CF 20"
+    drive(policy, [1.0], steps=10)
+    assert policy.verdict() == "sends CF 40"
+    mixed = by_layer()
+    interval(mixed, 1.0, 1.0)
+    interval(mixed, 1.0, 9.0)
+    assert mixed.verdict() == ""
+
+
+def test_before_start_it_has_nothing_to_tell():
+    policy = Accordion()
+    assert (dict(policy.status()), policy.verdict(), policy.outlook()) == ({}, "", "")
+    assert policy.candidates() == ()

@@ -11,12 +11,14 @@ from policies import (
     Accordion,
     Context,
     Fixed,
+    Goodput,
     GraVAC,
     LayerReport,
     Layerwise,
     StepReport,
     make_policy,
 )
+from policies.schedule import Schedule
 
 NUMELS = {"big": 10_000, "small": 100}
 STEADY = {
@@ -148,3 +150,58 @@ def test_refuses_what_cannot_be():
     other.start(context())
     with pytest.raises(ValueError, match="window"):
         other.load_state_dict(saved.state_dict())
+
+
+def test_the_reason_is_of_the_cfs_that_are_sent_and_given_whenever_they_change():
+    """`then` moves the CF with the solution, between two, to dense and back."""
+    policy = Layerwise(Schedule({0: 80, 3: 20, 5: 40, 6: 1, 7: 80}), window=3)
+    policy.start(context())
+    plans = run(policy, 3)
+    told = [plan.reason for plan in plans]
+    assert [bool(reason) for reason in told] == [False] * 3 + [True, False] + [True] * 3 + [
+        False
+    ] * 2
+    moved = "scale down 80 -> 20: the schedule has CF 20 from step 3; layer CFs solved anew: "
+    assert told[3].startswith(moved)
+    assert told[5].startswith("scale up 20 -> 40: the schedule has CF 40 from step 5; layer CFs ")
+    assert told[6] == "dense: 40 -> 1, the schedule has CF 1 from step 6"
+    for step in (3, 5, 7):
+        cf, cfs = plans[step].send, plans[step].layers[plans[step].send].values()
+        assert f"{min(cfs):g} to {max(cfs):g} for the bytes of CF {cf:g}, leave " in told[step]
+    assert "solved anew" not in told[5] + told[7]
+
+
+def test_layers_that_become_alike_again_are_told_too():
+    policy = Layerwise(Fixed(cf=40), window=2)
+    policy.start(context())
+    run(policy, 1, {"big": 0.01, "small": 1.0})
+    plans = run(policy, 1, {"big": 0.01, "small": 0.0})
+    told = next(plan for plan in plans if plan.reason)
+    assert (told.layers, told.reason) == ({}, "layer CFs solved anew: all alike, CF 40")
+
+
+def test_the_same_solution_again_is_not_told():
+    policy = Layerwise(Fixed(cf=40), window=2)
+    policy.start(context())
+    told = [plan.reason for plan in run(policy, 3)]
+    assert [bool(reason) for reason in told] == [False, False, True, False, False, False, False]
+
+
+def test_outlook_and_verdict_are_those_of_the_policy_that_sets_the_cf():
+    policy = Layerwise(Goodput(gain="error_fed", cooldown=1, opening=1), window=2)
+    policy.start(context())
+    anew = "the layers' CFs are solved anew in"
+    assert policy.outlook() == f"nothing is known of the other CFs yet; {anew} 2 steps"
+    slow = {"timed_cf": 10.0, "seconds": 1.0, "median_seconds": 1.0}
+    policy.observe(StepReport(0, 10.0, **slow, compress_seconds=0.9, exchange_seconds=0.0))
+    assert policy.outlook().endswith(f"; {anew} 1 step")
+    assert (policy.plan().send, policy.verdict()) == (1.0, "")
+    policy.observe(StepReport(1, 1.0))
+    assert policy.verdict() == "Goodput sends dense: no CF promises a larger T_comp"
+    assert policy.outlook().endswith(f"; {anew} 2 steps")
+
+
+def test_before_start_it_has_nothing_to_tell():
+    policy = Layerwise()
+    assert (dict(policy.status()), policy.verdict(), policy.outlook()) == ({}, "", "")
+    assert policy.candidates() == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from math import inf, isfinite, nan
+from math import inf, isfinite, log2, nan
 
 import pytest
 from hypothesis import given, seed, settings
@@ -21,6 +21,7 @@ from policies import (
     Layerwise,
     Measurement,
     StepReport,
+    Warmup,
 )
 from policies.budget import Budget
 from policies.schedule import Schedule
@@ -90,20 +91,33 @@ accordions = st.fixed_dictionaries(
         "eta": st.sampled_from([0.1, 0.5, 2.0]),
         "interval": st.integers(1, 6),
         "lr_drop": st.sampled_from([0.1, 0.5, 0.9]),
-        "per_layer": st.booleans(),
     }
 )
 layerwises = st.fixed_dictionaries(
     {"window": st.integers(1, 5), "step_size": st.sampled_from([1.5, 2, 30])}
 )
+warmups = st.fixed_dictionaries(
+    {"steps": st.integers(1, 6), "stages": st.integers(1, 3), "factor": st.sampled_from([1.5, 4])}
+)
 LAYERS = {"conv": 40, "fc": 1000, "bias": 1}
 
 
-def context(cf_range):
+POINTS = (1.0, 2.0, 8.0, 50.0, 70.0, 900.0)
+GRIDS = {
+    "any": float,
+    "integers": lambda cf: float(round(cf)),
+    "powers of two": lambda cf: 2.0 ** round(log2(cf)),
+    "a few": lambda cf: min(POINTS, key=lambda point: abs(point - cf)),
+}
+"""What a compressor can do, by name; dense is always among it."""
+grids = st.sampled_from(sorted(GRIDS))
+
+
+def context(cf_range, grid="any"):
     def layer_bytes(layer, cf):
         return (4.0 if cf == DENSE else 5.0) * LAYERS[layer] / cf
 
-    return Context(cf_range, 50, layers=LAYERS, layer_bytes=layer_bytes)
+    return Context(cf_range, 50, GRIDS[grid], layers=LAYERS, layer_bytes=layer_bytes)
 
 
 def layer_reports(policy, plan, move):
@@ -123,20 +137,21 @@ def measurement(gain, norms, is_wild):
     return Measurement(gain, 1 - gain, 1.0, 1.0, 1 - gain, 1.0)
 
 
-def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
+def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
     """All plans and everything visible at each step. At `reload_at` a fresh policy takes over."""
-    policy.start(context(cf_range))
+    policy.start(context(cf_range, grid))
     seen = []
     last = nan
     for step, move in enumerate(moves):
         if step == reload_at:
             state = json.dumps(policy.state_dict(), allow_nan=False)
             policy = fresh()
-            policy.start(context(cf_range))
+            policy.start(context(cf_range, grid))
             policy.load_state_dict(json.loads(state))
         plan = policy.plan()
         assert policy.plan() == plan  # looking changes nothing
-        seen.append((plan, repr(dict(policy.status())), policy.verdict()))
+        told = repr(dict(policy.status())), policy.verdict(), policy.outlook()
+        seen.append((plan, *told))
         sent, probed = move["gains"]
         measured = {cf: measurement(probed, move["norms"], move["wild"]) for cf in plan.probe}
         measured[plan.send] = measurement(sent, move["norms"], move["wild"])
@@ -171,58 +186,117 @@ def replay(policy, cf_range, moves, *, reload_at=None, fresh=None):
     return seen, json.dumps(policy.state_dict(), allow_nan=False)
 
 
-def makers(kind, given_settings):
-    return lambda: kind(**given_settings)
+def made(kind, given_settings, **nested):
+    """Makes a policy of these settings, and of the policies that others make, each time anew."""
+    return lambda: kind(**given_settings, **{name: make() for name, make in nested.items()})
 
 
-whole_models = st.one_of(
-    st.builds(makers, st.just(GraVAC), gravacs),
-    st.builds(makers, st.just(Budget), budgets),
+def policies_of(kind, given_settings, **nested):
+    return st.builds(made, st.just(kind), given_settings, **nested)
+
+
+def cfs_in(cf_range):
+    return st.one_of(st.just(DENSE), st.floats(*cf_range))
+
+
+def tables(cf_range):
+    """Those that look at no report: their CFs must be inside the range."""
+    pieces = st.dictionaries(st.integers(0, 40), cfs_in(cf_range), min_size=1, max_size=5)
+    return st.one_of(
+        policies_of(Fixed, st.fixed_dictionaries({"cf": st.none() | cfs_in(cf_range)})),
+        policies_of(Schedule, st.fixed_dictionaries({"pieces": pieces})),
+    )
+
+
+singles = st.one_of(
+    policies_of(GraVAC, gravacs),
+    policies_of(Budget, budgets),
+    policies_of(Goodput, goodputs),
 )
-policy_makers = st.one_of(
-    st.builds(makers, st.just(GraVAC), gravacs),
-    st.builds(makers, st.just(Budget), budgets),
-    st.builds(lambda make, given: lambda: Layerwise(make(), **given), whole_models, layerwises),
-    st.builds(makers, st.just(Accordion), accordions),
-    st.builds(makers, st.just(Goodput), goodputs),
-)
+
+
+def accordions_in(cf_range):
+    side = st.one_of(singles, tables(cf_range))
+    layers = accordions.map(lambda given: {**given, "per_layer": True})
+    return st.one_of(
+        policies_of(Accordion, st.one_of(accordions, layers)),
+        policies_of(Accordion, accordions, high=side),
+        policies_of(Accordion, accordions, low=side, high=singles),
+    )
+
+
+def layerwises_in(cf_range):
+    then = st.one_of(singles, tables(cf_range), policies_of(Accordion, accordions, high=singles))
+    return policies_of(Layerwise, layerwises, then=then)
+
+
+def policies_in(cf_range):
+    """Makers of any policy, alone or in another."""
+    others = st.one_of(singles, tables(cf_range), accordions_in(cf_range), layerwises_in(cf_range))
+    return st.one_of(
+        others, policies_of(Warmup, warmups), policies_of(Warmup, warmups, then=others)
+    )
+
+
+cases = ranges.flatmap(lambda cf_range: st.tuples(policies_in(cf_range), st.just(cf_range)))
 histories = st.lists(steps, min_size=1, max_size=25).map(lambda moves: moves * 4)
 """Four times the same: long enough to get through every phase, small enough to shrink."""
 
 
-@few
-@given(make=policy_makers, cf_range=ranges, moves=histories)
-def test_nothing_outside_the_range_is_sent_or_probed(make, cf_range, moves):
-    for plan, _, _ in replay(make(), cf_range, moves)[0]:
-        assert plan.send == DENSE or cf_range[0] <= plan.send <= cf_range[1]
-        for cf in plan.probe:
-            assert cf_range[0] <= cf <= cf_range[1]
-        for meant, cfs in plan.layers.items():
-            assert meant in (plan.send, *plan.probe)
-            assert all(cf == DENSE or cf_range[0] <= cf <= cf_range[1] for cf in cfs.values())
+@settings(max_examples=150, deadline=None)  # of many policies, on many grids
+@given(case=cases, grid=grids, moves=histories)
+def test_nothing_is_sent_or_probed_outside_the_range_or_that_cannot_be_done(case, grid, moves):
+    make, cf_range = case
+    can_do = GRIDS[grid]
+    least, most = map(can_do, cf_range)
+    for plan, *_ in replay(make(), cf_range, moves, grid=grid)[0]:
+        sent = {plan.send: plan.send} | dict(plan.layers.get(plan.send, {}))
+        if set(sent) > set(LAYERS):  # the plan's own CF is no more than their mean
+            assert DENSE <= sent.pop(plan.send) <= most
+        of_layers = [cf for cfs in plan.layers.values() for cf in cfs.values()]
+        for cf in (*sent.values(), *plan.probe, *of_layers):
+            assert cf == DENSE or least <= cf <= most
+            assert can_do(cf) == cf
+        assert set(plan.layers) <= {plan.send, *plan.probe}
         assert len({plan.send, DENSE, *plan.probe}) == len(plan.probe) + 1 + (plan.send != DENSE)
 
 
 @few
-@given(make=policy_makers, cf_range=ranges, moves=histories)
-def test_the_same_reports_make_the_same_plans(make, cf_range, moves):
-    assert replay(make(), cf_range, moves) == replay(make(), cf_range, moves)
+@given(case=cases, grid=grids, moves=histories)
+def test_the_same_reports_make_the_same_plans(case, grid, moves):
+    make, cf_range = case
+    first = replay(make(), cf_range, moves, grid=grid)
+    assert replay(make(), cf_range, moves, grid=grid) == first
 
 
 @few
-@given(make=policy_makers, cf_range=ranges, moves=histories, data=st.data())
-def test_a_saved_policy_goes_on_exactly(make, cf_range, moves, data):
+@given(case=cases, grid=grids, moves=histories, data=st.data())
+def test_a_saved_policy_goes_on_exactly(case, grid, moves, data):
+    make, cf_range = case
     at = data.draw(st.integers(0, len(moves) - 1))
-    straight = replay(make(), cf_range, moves)
-    assert replay(make(), cf_range, moves, reload_at=at, fresh=make) == straight
+    straight = replay(make(), cf_range, moves, grid=grid)
+    assert replay(make(), cf_range, moves, grid=grid, reload_at=at, fresh=make) == straight
 
 
 @few
-@given(make=policy_makers, cf_range=ranges, moves=histories)
-def test_every_change_has_a_reason_and_says_from_where_to_where(make, cf_range, moves):
-    plans = [plan for plan, _, _ in replay(make(), cf_range, moves)[0]]
-    assert plans[0].reason == ""
+@given(data=st.data(), cf_range=ranges, grid=grids, moves=histories)
+def test_a_table_saved_in_mid_run_goes_on_exactly(data, cf_range, grid, moves):
+    make = data.draw(tables(cf_range))
+    at = data.draw(st.integers(1, len(moves) - 1))
+    straight = replay(make(), cf_range, moves, grid=grid)
+    assert replay(make(), cf_range, moves, grid=grid, reload_at=at, fresh=make) == straight
+
+
+@few
+@given(case=cases, grid=grids, moves=histories)
+def test_every_change_has_a_reason_and_says_from_where_to_where(case, grid, moves):
+    make, cf_range = case
+    plans = [plan for plan, *_ in replay(make(), cf_range, moves, grid=grid)[0]]
+    assert ("warm-up, stage 1 " if isinstance(make(), Warmup) else "") in plans[0].reason
+    assert isinstance(make(), Warmup) or plans[0].reason == ""
     for before, plan in pairwise(plans):
+        if plan.layers.get(plan.send, {}) != before.layers.get(before.send, {}):
+            assert plan.reason
         if plan.send != before.send:
             assert f"{before.send:g} -> {plan.send:g}" in plan.reason
         if plan.probe != before.probe:
@@ -235,7 +309,7 @@ def test_gravac_says_something_only_when_something_changed(setting, cf_range, mo
     seen = replay(GraVAC(**setting), cf_range, moves)[0]
 
     def visible(entry):
-        plan, status, verdict = entry
+        plan, status, verdict, _ = entry
         return plan.send, plan.probe, status.split("gain_floor")[0], verdict
 
     for before, now in pairwise(seen):
@@ -249,14 +323,14 @@ def test_gravac_without_gains_never_asks_for_dense_if_dense_is_not_allowed(setti
     for move in moves:
         move["wild"], move["norms"] = True, (nan, nan, nan)
     policy = GraVAC(**{**setting, "allow_dense": False})
-    assert {plan.send for plan, _, _ in replay(policy, (10.0, 1000.0), moves)[0]} == {10.0}
+    assert {plan.send for plan, *_ in replay(policy, (10.0, 1000.0), moves)[0]} == {10.0}
 
 
 @few
 @given(cf=st.floats(10, 1000), moves=histories)
 def test_fixed_never_moves(cf, moves):
     seen = replay(Fixed(cf), (10.0, 1000.0), moves)[0]
-    assert {plan.send for plan, _, _ in seen} == {cf}
+    assert {plan.send for plan, *_ in seen} == {cf}
 
 
 @few
@@ -264,7 +338,7 @@ def test_fixed_never_moves(cf, moves):
 def test_a_schedule_depends_on_nothing_but_the_step(cfs, moves):
     pieces = dict(zip((0, 3, 10, 40), cfs, strict=True))
     seen = replay(Schedule(pieces), (10.0, 1000.0), moves)[0]
-    for step, (plan, _, _) in enumerate(seen):
+    for step, (plan, *_) in enumerate(seen):
         assert plan.send == pieces[max(start for start in pieces if start <= step)]
 
 

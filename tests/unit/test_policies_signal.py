@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import inf, isnan, nan, sqrt
 
 import numpy as np
@@ -381,3 +382,46 @@ def test_a_larger_cf_never_has_more_of_it():
         signal.observe(report(1.0, signal=rising))
     gains = [signal.gain(cf) for cf in rising]
     assert gains == pytest.approx([0.8, 0.3, 0.3])
+
+
+def peers(level):
+    return {"peers": {cf: gain * level for cf, gain in SIGNAL.items()}, "peers_total": level}
+
+
+CLEAR_PEERS = [peers(1.0 + step % 2) for step in range(30)]
+HIDDEN = [{"signal_total": -1.0, **peers(-1.0)}] * 400
+
+
+def saved(signal):
+    return json.dumps(signal.state_dict(), allow_nan=False)
+
+
+MID_RUN = {
+    "<g, g of a peer>": CLEAR_PEERS,
+    "<g, g of the next step>": [{}] * 30,
+    "what was clear last": [*CLEAR_PEERS, *HIDDEN],
+    "the root of the error-fed gain": HIDDEN[:30],
+}
+
+
+@pytest.mark.parametrize(
+    ("basis", "changes"), MID_RUN.items(), ids=["peers", "next", "held", "neither"]
+)
+def test_it_goes_on_exactly_from_its_state(basis, changes):
+    straight, again = SignalGain(), SignalGain()
+    for step, each in enumerate(changes):
+        straight.observe(report(1.0 + step % 2, **each))
+    assert straight.basis == basis
+    again.load_state_dict(json.loads(saved(straight)))
+    assert saved(again) == saved(straight)
+    said = set()
+    for step, each in enumerate([{}, *HIDDEN[:150], *CLEAR_PEERS * 8]):
+        words = straight.observe(report(1.0 + step % 2, grad_norm=1.0 + step % 3, **each))
+        assert again.observe(report(1.0 + step % 2, grad_norm=1.0 + step % 3, **each)) == words
+        assert repr(again.status()) == repr(straight.status())
+        for cf in SIGNAL:
+            assert again.gain(cf) == straight.gain(cf)
+            assert again.doubt(cf, 1000.0) == straight.doubt(cf, 1000.0)
+        said.add(straight.basis)
+    assert saved(again) == saved(straight)
+    assert len(said) > 1  # what decides has changed on the way

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from policies import Accordion, Context, Fixed, GraVAC, StepReport, Warmup, make_policy
+from policies.schedule import Schedule
 
 
 def cfs(policy, steps):
@@ -95,3 +96,83 @@ def test_refuses_a_state_of_other_settings():
 def test_errors_name_the_argument(settings, named):
     with pytest.raises((ValueError, TypeError), match=named):
         Warmup(**settings)
+
+
+def test_before_start_it_has_nothing_to_tell():
+    policy = Warmup(GraVAC())
+    assert (dict(policy.status()), policy.verdict(), policy.outlook()) == ({}, "", "")
+    assert policy.candidates() == ()
+    with pytest.raises(RuntimeError, match="start"):
+        policy.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("cf_range", "then", "outlooks"),
+    [
+        (
+            (4, 1000),
+            None,
+            [
+                "the next stage begins in 2 steps, with CF 16",
+                "the next stage begins in 1 step, with CF 16",
+                "it goes to CF 1000 in 2 steps, and stays there",
+                "it goes to CF 1000 in 1 step, and stays there",
+                "nothing would change it",
+            ],
+        ),
+        (
+            (4, 16),
+            None,
+            [
+                "the next stage begins in 2 steps, with CF 16",
+                "the next stage begins in 1 step, with CF 16",
+                "it stays at CF 16, where warm-up ends in 2 steps",
+                "it stays at CF 16, where warm-up ends in 1 step",
+                "nothing would change it",
+            ],
+        ),
+        (
+            (4, 1000),
+            Schedule({0: 50, 9: 100}),
+            [
+                "the next stage begins in 2 steps, with CF 16",
+                "the next stage begins in 1 step, with CF 16",
+                "schedule takes over in 2 steps, with CF 50",
+                "schedule takes over in 1 step, with CF 50",
+                "the schedule has CF 100 from step 9",
+            ],
+        ),
+    ],
+    ids=["none", "none, and there already", "schedule"],
+)
+def test_what_comes_next(cf_range, then, outlooks):
+    policy = Warmup(then, steps=2, stages=2)
+    policy.start(Context(cf_range, 2))
+    told = []
+    for step in range(5):
+        told.append(policy.outlook())
+        policy.observe(StepReport(step, policy.plan().send))
+    assert told == outlooks
+
+
+class Certain(Fixed):
+    def status(self):
+        return {"exploring": 1.0}
+
+    def verdict(self):
+        return "certain"
+
+
+def test_while_it_warms_up_nothing_explores_and_nothing_is_concluded():
+    policy = Warmup(Certain(), steps=2, stages=1)
+    policy.start(Context((4, 1000), 2))
+    for step, told in enumerate([({}, ""), ({}, ""), ({"exploring": 1.0}, "certain")]):
+        assert (dict(policy.status()), policy.verdict()) == told
+        policy.observe(StepReport(step, policy.plan().send))
+
+
+def test_a_warm_up_after_another_says_where_the_cf_comes_from():
+    policy = Warmup(Warmup(steps=1, stages=1), steps=1, stages=2)
+    policy.start(Context((4, 1000), 2))
+    cfs(policy, 2)
+    assert policy.plan().reason == "scale down 16 -> 4: warm-up is over"
