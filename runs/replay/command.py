@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from runs.parser import UsageError, fail
+from runs.replay.expected import departure_notes
 from runs.replay.options import HELP, add_arguments, make_config_for, start_policy
 from runs.replay.plot import draw_replay
 from runs.replay.replay import replay
@@ -33,6 +34,7 @@ def _replay(timeline: str, given: dict[str, object]) -> int:
     policy = start_policy(config, source)
     replayed = replay(policy, source.recorded, told=True)
     result = make_result(source, config, replayed)
+    result["notes"] = [*departure_notes(config, source, policy, replayed), *result["notes"]]
     path = source.path.parent / f"replay-{config.policy}.png" if plot is None else Path(str(plot))
     title = f"{config.policy} replayed over {source.path.parent.name or source.path.name} (a model)"
     try:

@@ -36,7 +36,8 @@ model: gains of each CF as last measured (interpolated in log CF between those m
 from a + b x bytes + compress fitted to the CFs that were really sent, bytes in proportion. The
 gradients stay those of the recorded run, whatever CF the policy chooses: the model says what the
 policy would have decided, not how well the network would have trained. A record that measured many
-CFs tells most (train --policy fixed --probe 10 20 40 100 160 1000)."""
+CFs tells most (train --policy fixed --probe 10 20 40 100 160 1000); one with a regime for each
+layer is needed to replay that (train --policy accordion --per-layer on)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +103,7 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
 def start_policy(config: TrainConfig, source: Source) -> Policy:
     """The policy, started as the controller does it. UsageError if the settings do not fit."""
     context = make_context(config, source)
+    _check_layers(config, source, context)
     try:
         policy = build_policy(config)
         policy.start(context)
@@ -127,6 +129,18 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         wire_bytes=RecordedCosts(source.recorded.steps, source.recorded.header).computed,
         layers=layers,
         layer_bytes=layer_bytes,
+    )
+
+
+def _check_layers(config: TrainConfig, source: Source, context: Context) -> None:
+    """UsageError if layers are to have CFs of their own and nothing says which there are."""
+    if context.layers or not (config.per_layer or config.layerwise):
+        return
+    what = "--per-layer" if config.per_layer else "--layerwise"
+    raise UsageError(
+        f"{what} on: the layers are not known, since the header of {source.path} names none (it is "
+        f"older than that, or of --granularity bucket); accepted: {what} off, or a record of "
+        f"train --policy {config.policy} {what} on --granularity layer"
     )
 
 

@@ -1,7 +1,8 @@
 """Run a policy over a record: agreed statistics in, plans out.
 
 While the policy plans what was recorded, it sees the recorded reports, bit for bit. From the first
-step on where it plans otherwise, it sees what it would have seen by a model (reports.py).
+step on where it plans otherwise, it sees what it would have seen by a model (reports.py). Sums and
+layers it sees where its own plans read them (sums.py, layer_reports.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from adaptive import Event, StepRecord
 from policies import DENSE, Plan, Policy
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
+from runs.replay.layer_reports import LayerReadings
 from runs.replay.reports import Reports
 from runs.replay.sums import RecordedSums
 from runs.stages import counted
@@ -23,13 +25,14 @@ class Replayed:
     """plans: one a step. events: switches and judgements, as the controller would record them.
     followed: steps, from the first on, whose plans are those of the record. largest: the largest
     CF whose gain was ever measured. sums: readings of a summed gradient that are modelled.
-    guessed: steps whose steady-state gains are."""
+    layers: readings of layers that are. guessed: steps whose steady-state gains are."""
 
     plans: tuple[Plan, ...]
     events: tuple[Event, ...]
     followed: int
     largest: float
     sums: int
+    layers: int
     guessed: int
     costs: RecordedCosts
     verdict: str
@@ -44,11 +47,13 @@ def replay(
     policy: Policy, recorded: Recorded, reports: Reports | None = None, told: bool = False
 ) -> Replayed:
     """The policy must have been started. reports: of the same record, if there are any yet. told:
-    say how far it is, if that takes long."""
+    say how far it is, if that takes long. UsageError if the policy reads of layers what nothing in
+    the record can stand in for."""
     records = recorded.steps
     reports = Reports(recorded) if reports is None else reports
     sums = RecordedSums(records)
     ladder = tuple(cf for cf in policy.candidates() if cf != DENSE) if policy.shadow else ()
+    layers = LayerReadings(reports.layers, ladder)
     plans: list[Plan] = []
     followed = guessed = 0
     before = DENSE
@@ -63,8 +68,9 @@ def replay(
         else:
             report, modelled = reports.modelled_at(i, plan, before, ladder)
         guessed += modelled
-        sum_norm = sums.read(i, plan.read_sum)
-        policy.observe(replace(report, sum_norm=sum_norm) if plan.read_sum else report)
+        sum_norm, by_layer = sums.read(i, plan.read_sum), layers.read(i, plan)
+        reads = plan.read_sum or plan.read_layers
+        policy.observe(replace(report, sum_norm=sum_norm, layers=by_layer) if reads else report)
         before = plan.send
     return Replayed(
         tuple(plans),
@@ -72,6 +78,7 @@ def replay(
         followed,
         max(reports.gains.cfs, default=DENSE),
         sums.modelled,
+        layers.modelled,
         guessed,
         reports.costs,
         policy.verdict(),

@@ -15,6 +15,7 @@ from policies import DENSE, Measurement, Plan, StepReport
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
 from runs.replay.gains import RecordedGains
+from runs.replay.layer_reports import RecordedLayers
 
 MOST = 200_000
 """Reports that are kept at a time, some 1 kB each: long records and CFs without end would fill the
@@ -22,8 +23,8 @@ memory."""
 
 
 class Shown(NamedTuple):
-    """A report without the norm of a summed gradient, which depends on earlier plans too.
-    guessed: its steady-state gains are modelled."""
+    """A report without the norm of a summed gradient and without layers, which depend on earlier
+    plans too. guessed: its steady-state gains are modelled."""
 
     report: StepReport
     guessed: bool
@@ -49,6 +50,7 @@ class Reports:
         self.recorded = recorded
         self.gains = RecordedGains(recorded.steps)
         self.costs = RecordedCosts(recorded.steps, recorded.header)
+        self.layers = RecordedLayers(recorded.steps)
         self.guessed = False
         self._shown: dict[tuple[object, ...], Shown] = {}
         self._measured: dict[tuple[int, float], Measurement] = {}
@@ -62,7 +64,7 @@ class Reports:
         shown = self._shown.get(key)
         if shown is None:
             steady, guessed = self.gains.steady(i, ladder)
-            report = replace(self.recorded.steps[i].report, sum_norm=nan, steady=steady)
+            report = replace(self.recorded.steps[i].report, sum_norm=nan, steady=steady, layers={})
             shown = self._keep(key, Shown(report, guessed))
         return shown
 
@@ -109,6 +111,7 @@ class Reports:
             wire_bytes=self._costs(plan.send).nbytes,
             timed_bytes=cost.nbytes,
             sum_norm=nan,
+            layers={},
         )
 
     def _keep(self, key: tuple[object, ...], shown: Shown) -> Shown:

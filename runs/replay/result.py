@@ -18,6 +18,13 @@ from runs.replay.source import Source
 SHOWN = 40
 """Switches in the table; the middle of more is left out."""
 
+_LAYERS = (
+    "{count} reports of layers were not recorded over the intervals read: they are put together "
+    "from the recorded ones around them, as if a layer's sum grew with the norm of the whole "
+    "gradient and the sums of two intervals were parallel. Too large over longer intervals, but "
+    "most regimes come out right; over shorter ones than were recorded it tells little"
+)
+
 
 def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict[str, Any]:
     """null stands for numbers that are not known."""
@@ -40,7 +47,11 @@ def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict
         "recorded_modelled_seconds": _known(sum(map(costs.seconds, theirs))),
         "modelled_bytes": _known(sum(map(costs.nbytes, ours))),
         "recorded_bytes": _known(recorded.bytes_sent),
-        "notes": [*_notes(source, replayed), *_signal_notes(config, recorded)],
+        "notes": [
+            *_notes(source, replayed),
+            *_signal_notes(config, recorded),
+            *_unread_notes(config, replayed),
+        ],
     }
 
 
@@ -104,6 +115,8 @@ def _notes(source: Source, replayed: Replayed) -> list[str]:
             f"{replayed.sums} norms of summed gradients were not recorded: sums of the gradients' "
             f"norms stand in for them"
         )
+    if replayed.layers:
+        notes.append(_LAYERS.format(count=replayed.layers))
     if replayed.guessed:
         notes.append(
             f"steady-state gains of {replayed.guessed} steps were not recorded: error-fed gains "
@@ -121,6 +134,19 @@ def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
     return [
         "signal gain was not recorded: the root of the error-fed gain stands in for it, which "
         "is smaller (train --gain signal records it)"
+    ]
+
+
+def _unread_notes(config: TrainConfig, replayed: Replayed) -> list[str]:
+    plans = replayed.plans
+    sums = any(plan.accumulate for plan in plans) and not any(plan.read_sum for plan in plans)
+    layers = config.layerwise and not any(plan.read_layers for plan in plans)
+    if not (sums or layers):
+        return []
+    what = "summed gradient" if sums else "report of its layers"
+    return [
+        f"the policy has read no {what} in these {len(plans)} steps, and so decided nothing by it: "
+        f"its interval is longer than the record"
     ]
 
 

@@ -1,0 +1,281 @@
+"""Replays of policies that read layers: what was recorded, what stands in for it, and refusals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from math import isnan, nan
+from pathlib import Path
+
+import pytest
+
+from adaptive import Event, Fixed, Header, Plan, Policy, StepRecord, StepReport
+from policies import Accordion, LayerReport, Layerwise, Measurement
+from policies.base import Context
+from runs.config import TrainConfig
+from runs.options import make_config
+from runs.parser import UsageError
+from runs.records import Recorded
+from runs.replay.options import start_policy
+from runs.replay.replay import Replayed, replay
+from runs.replay.source import Source
+
+NUMELS = {"a": 4000, "b": 1000, "c": 10}
+CF_RANGE = (10.0, 1000.0)
+STEPS, POISONED = 90, 37
+
+
+def _started(policy: Policy) -> Policy:
+    policy.start(
+        Context(
+            CF_RANGE,
+            world_size=2,
+            layers=NUMELS,
+            layer_bytes=lambda name, cf: 4 * NUMELS[name] if cf == 1 else 5 * NUMELS[name] / cf,
+        )
+    )
+    return policy
+
+
+def _norm(step: int) -> float:
+    """Of the whole gradient."""
+    return nan if step == POISONED else 1 + random.Random(step).random()
+
+
+def _report(step: int, plan: Plan, ladder: Sequence[float], since: int) -> StepReport:
+    """What a controller might have said; of layers, only what the plan reads."""
+    rng = random.Random(1000 + step)
+    layers = {
+        name: LayerReport(
+            energy=rng.uniform(1, 9),
+            sum_norm=rng.uniform(1, 2) if plan.read_sum else nan,
+            steady={cf: cf ** -rng.uniform(0.05, 0.3) for cf in ladder},
+        )
+        for name in NUMELS
+    }
+    if since <= POISONED < step:
+        layers = {name: LayerReport(of.energy, nan, of.steady) for name, of in layers.items()}
+    return StepReport(
+        step,
+        plan.send,
+        {cf: Measurement(0.5, 0.5, 1, 1, 0.5, 1) for cf in {plan.send, *plan.probe} - {1}},
+        steady=dict.fromkeys(ladder, 0.5),
+        grad_norm=_norm(step),
+        lr=0.1,
+        sum_norm=rng.uniform(1, 2) if plan.read_sum else nan,
+        layers=layers if plan.read_layers else {},
+        wire_bytes=100.0,
+        dense_wire_bytes=4.0 * sum(NUMELS.values()),
+    )
+
+
+def _record_of(policy: Policy, steps: int = STEPS) -> tuple[list[Plan], Recorded]:
+    """A run of a policy, in another place than a replay."""
+    ladder = tuple(cf for cf in policy.candidates() if cf != 1) if policy.shadow else ()
+    plans: list[Plan] = []
+    recorded = Recorded([], [])
+    before, since = 1.0, 0
+    for i in range(steps):
+        plan = policy.plan()
+        if (plan.send != before and i > 0) or plan.reason:
+            recorded.events.append(Event(i, before, plan.send, plan.reason))
+        report = _report(i, plan, ladder, since)
+        policy.observe(report)
+        layer_cfs = dict(plan.layers.get(plan.send, {}))
+        recorded.steps.append(
+            StepRecord(report, 0.0, nan, nan, layer_cfs=layer_cfs, read_sum=plan.read_sum)
+        )
+        plans.append(plan)
+        before, since = plan.send, i if plan.read_layers else since
+    return plans, recorded
+
+
+def _accordion(interval: int = 6) -> Policy:
+    return _started(Accordion(interval=interval, eta=0.2, per_layer=True))
+
+
+def _layerwise(window: int = 7) -> Policy:
+    return _started(Layerwise(Fixed(100), window=window))
+
+
+class Reads(Policy):
+    """Reads in the steps that it is told to, and keeps what it finds."""
+
+    def __init__(self, steps: dict[int, Plan], ladder: tuple[float, ...] = ()) -> None:
+        self.steps, self.ladder, self.shadow = steps, ladder, bool(ladder)
+        self.seen: list[StepReport] = []
+
+    def start(self, context: Context) -> None: ...
+
+    def plan(self) -> Plan:
+        return self.steps.get(len(self.seen), Plan(10))
+
+    def observe(self, report: StepReport) -> None:
+        self.seen.append(report)
+
+    def candidates(self) -> tuple[float, ...]:
+        return self.ladder
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+BOTH = Plan(10, read_sum=True, read_layers=True)
+
+
+def _seen(recorded: Recorded, steps: dict[int, Plan], ladder: tuple[float, ...] = ()) -> Reads:
+    policy = Reads(steps, ladder)
+    replay(policy, recorded)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def by_layer() -> Recorded:
+    """Read at steps 5, 11, 17, ..., each time of the six steps before (five at first)."""
+    return _record_of(_accordion())[1]
+
+
+# -- one's own record --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [_accordion, _layerwise])
+def test_a_policy_of_layers_replays_its_own_record_bit_for_bit(
+    make: Callable[[], Policy],
+) -> None:
+    plans, recorded = _record_of(make())
+    replayed = replay(make(), recorded)
+    assert list(replayed.plans) == plans
+    assert list(replayed.events) == recorded.events
+    assert replayed.identical
+    assert (replayed.sums, replayed.layers, replayed.guessed) == (0, 0, 0)
+    assert len({str(plan.layers) for plan in plans}) > 2, "one that never moved proves nothing"
+
+
+def test_the_readings_of_ones_own_record_are_those_recorded(by_layer: Recorded) -> None:
+    reads = {i: BOTH for i, record in enumerate(by_layer.steps) if record.report.layers}
+    seen = _seen(by_layer, reads).seen
+    assert repr([report.layers for report in seen]) == repr(  # nan is nan
+        [record.report.layers for record in by_layer.steps]
+    )
+
+
+# -- other intervals ---------------------------------------------------------------------------
+
+
+def _same_decisions(replayed: Replayed, recorded: Recorded) -> bool:
+    theirs = [(record.report.cf, dict(record.layer_cfs)) for record in recorded.steps]
+    ours = [(plan.send, dict(plan.layers.get(plan.send, {}))) for plan in replayed.plans]
+    return ours == theirs
+
+
+@pytest.mark.parametrize("interval", range(1, 2 * STEPS, 5))
+def test_another_interval_decides_at_its_own_steps_and_is_not_called_identical(
+    interval: int, by_layer: Recorded
+) -> None:
+    replayed = replay(_accordion(interval), by_layer)
+    assert all(event.step % interval == 0 for event in replayed.events)
+    assert replayed.identical == _same_decisions(replayed, by_layer)
+    assert replayed.identical == (interval == 6)
+    readings = sum(plan.read_layers for plan in replayed.plans)
+    if interval in (1, 11, 16, 21, 26):
+        assert replayed.layers == readings - (interval == 1)  # of no step at all, in the first
+
+
+@pytest.mark.parametrize("window", [3, 10, 14, 30])
+def test_another_window_solves_at_its_own_steps(window: int) -> None:
+    recorded = _record_of(_layerwise())[1]
+    replayed = replay(_layerwise(window), recorded)
+    changes = [
+        i for i in range(1, STEPS) if replayed.plans[i].layers != replayed.plans[i - 1].layers
+    ]
+    assert changes
+    assert all(i % window == 0 for i in changes)
+    assert not replayed.identical
+    assert replayed.layers == STEPS // window
+
+
+def test_what_a_plan_does_not_read_is_not_seen(by_layer: Recorded) -> None:
+    """Followed or modelled: a report has what this policy asked for, not the recorded one."""
+    for send in (10.0, 50.0):
+        alone = {11: Plan(send), 17: Plan(send, read_layers=True), 23: Plan(send, read_sum=True)}
+        seen = _seen(by_layer, alone).seen
+        assert [i for i, report in enumerate(seen) if report.layers] == [17]
+        assert [i for i, report in enumerate(seen) if not isnan(report.sum_norm)] == [23]
+        assert all(isnan(layer.sum_norm) for layer in seen[17].layers.values())
+        assert all(not layer.steady for layer in seen[17].layers.values())
+
+
+def test_numbers_of_other_intervals_are_put_together_from_the_recorded_ones(
+    by_layer: Recorded,
+) -> None:
+    twice = _seen(by_layer, {11: BOTH, 14: BOTH, 17: BOTH}).seen
+    once = [by_layer.steps[i].report.layers["a"] for i in (5, 11, 17)]
+    long = twice[11].layers["a"]  # two whole intervals
+    assert long.energy == pytest.approx(once[0].energy + once[1].energy)
+    assert long.sum_norm == pytest.approx(once[0].sum_norm + once[1].sum_norm)
+    parts = [twice[i].layers["a"] for i in (14, 17)]  # of one
+    assert sum(part.energy for part in parts) == pytest.approx(once[2].energy)
+    assert sum(part.sum_norm for part in parts) == pytest.approx(once[2].sum_norm)
+    norms = [sum(map(_norm, steps)) for steps in (range(11, 14), range(14, 17))]
+    assert parts[0].sum_norm / parts[1].sum_norm == pytest.approx(norms[0] / norms[1])
+
+
+def test_a_sum_with_a_step_that_was_not_finite_is_not_finite(by_layer: Recorded) -> None:
+    seen = _seen(by_layer, {POISONED: BOTH, POISONED + 1: BOTH, POISONED + 4: BOTH}).seen
+    sums = [seen[POISONED + n].layers["b"].sum_norm for n in (0, 1, 4)]
+    assert [isnan(one) for one in sums] == [False, True, False]
+    assert all(layer.energy >= 0 for layer in seen[POISONED + 1].layers.values())
+
+
+def test_gains_of_layers_lie_between_the_recorded_ones() -> None:
+    recorded = _record_of(_layerwise())[1]
+    once = [recorded.steps[i].report.layers["a"] for i in (6, 13)]
+    read = Plan(10, read_layers=True)
+    long = _seen(recorded, {13: read}, ladder=(40.0, 50.0)).seen[13].layers["a"]
+    assert long.steady.keys() == {40.0, 50.0}  # its own ladder
+    low, high = sorted(layer.steady[40.0] for layer in once)
+    assert low < long.steady[40.0] < high
+    assert long.steady[50.0] < long.steady[40.0]
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_a_record_without_what_is_read_is_refused_and_says_how_to_record_it(
+    by_layer: Recorded,
+) -> None:
+    energies = _record_of(_layerwise())[1]
+    nothing = _record_of(_started(Fixed(10)))[1]
+    for recorded in (energies, nothing):
+        with pytest.raises(UsageError, match=r"summed gradients.*train --policy accordion"):
+            replay(_accordion(), recorded)
+    for recorded in (by_layer, nothing):
+        with pytest.raises(UsageError, match=r"steady-state gains.*train .*--layerwise on"):
+            replay(_layerwise(), recorded)
+
+
+def test_a_record_too_short_to_be_read_needs_none() -> None:
+    nothing = _record_of(_started(Fixed(10)))[1]
+    replayed = replay(_accordion(2 * STEPS), nothing)
+    assert {plan.send for plan in replayed.plans} == {10}
+
+
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("option", ["per_layer", "layerwise"])
+def test_a_record_that_names_no_layers_says_what_to_do(
+    option: str, header: bool, by_layer: Recorded, tmp_path: Path
+) -> None:
+    head = Header(
+        "gravac", {}, CF_RANGE, 2, "topk", "momentum", 5010, 20040.0, {1.0: 1.0}, {1.0: 20040.0}
+    )
+    recorded = Recorded(by_layer.steps, [], head if header else None)
+    policy = "accordion" if option == "per_layer" else "gravac"
+    config: TrainConfig = make_config({"policy": policy, option: True, "log_dir": str(tmp_path)})
+    source = Source(tmp_path / "timeline.jsonl", recorded, None)
+    named = f"--{option.replace('_', '-')}"
+    with pytest.raises(UsageError) as error:
+        start_policy(config, source)
+    for part in (f"{named} on", "layers are not known", f"{named} off", "train --policy"):
+        assert part in str(error.value)
