@@ -27,13 +27,16 @@ from adaptive.options import (
     check_dense_below,
     check_link,
     check_optimizer,
+    check_policy,
     check_positive,
     check_scaler,
+    check_share,
     default_policy,
     make_base,
 )
 from adaptive.session import Session
 from adaptive.settings import Settings
+from adaptive.shadow import SHARE
 from adaptive.summary import Summary
 from adaptive.timeline import Timeline, make_timeline
 from compressors import Compressor
@@ -85,6 +88,9 @@ class AdaptiveCompressor:
         at CF 1.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
         accumulated (DGC, section 3.2, per parameter, since buckets leave before the last is there).
+    shadow_sample: of a policy that looks at what every CF would keep in steady state, the share of
+        the elements that it is told from, in (0, 1], but at least 16,384 of a bucket and 1,024 of
+        a tensor. More tells more of large CFs, and costs more time and memory.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
     timeline: a `Timeline` or several; rank 0 writes.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
@@ -112,23 +118,26 @@ class AdaptiveCompressor:
         momentum_lag: float | None = None,
         masking: bool | float | None = None,
         clip_norm: float | None = None,
+        shadow_sample: float = SHARE,
         samples_per_step: float | None = None,
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        compressor = make_base(base, memory, exchange)
+        compressor, rungs = make_base(base, memory, exchange), check_hooks(hooks)
+        chosen = make_policy(default_policy(compressor, hooks) if policy is None else policy)
         self._settings = Settings(
             base=compressor,
             granularity=check_choice("granularity", granularity, GRANULARITIES),
             dense_below=check_dense_below(dense_below, compressor),
             exchange=check_exchange(exchange, compressor),
-            hooks=check_hooks(hooks),
+            hooks=rungs,
             cf_range=check_cf_range(cf_range),
-            policy=make_policy(default_policy(compressor, hooks) if policy is None else policy),
+            policy=check_policy(chosen, compressor, granularity, rungs),
             memory=MemoryChoice(compressor, memory, momentum, momentum_lag, masking),
             clip_norm=check_positive("clip_norm", clip_norm),
+            shadow_sample=check_share("shadow_sample", shadow_sample),
             samples_per_step=check_positive("samples_per_step", samples_per_step),
             timeline=make_timeline(timeline),
             link=check_link(link),

@@ -12,31 +12,24 @@ from adaptive.peers import Peers
 from adaptive.residual import NoMemory, Slot
 from adaptive.shadow import ShadowLadder
 from adaptive.tally import Tally
-from compressors import Compressor
 from policies import Policy
 
 
 class Instruments:
     """slots: of the parameters. cfs: of the shadow ladder, if there is to be one. joined: a bucket
-    is compressed as one. ValueError if the base has no steady state to show."""
+    is compressed as one. share: of a shadow ladder's elements, see ShadowLadder."""
 
     def __init__(
         self,
         policy: Policy,
-        base: Compressor,
         slots: Collection[Slot],
         cfs: Sequence[float],
         joined: bool,
+        share: float,
     ) -> None:
-        if policy.shadow and not ShadowLadder.suits(base):
-            raise ValueError(
-                f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
-                f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
-                f"base={base.name!r}"
-            )
         self._cfs = tuple(cfs) if policy.shadow else None
         self._signal = policy.gain == "signal"
-        self._joined = joined
+        self._joined, self._share = joined, share
         self._shadow: ShadowLadder | None = None
         self.layers = LayerStatistics(slots, self._cfs or ()) if policy.layerwise else None
         self.sums = GradientSum()
@@ -44,7 +37,9 @@ class Instruments:
     def begin(self, memory: NoMemory) -> None:
         """From here on gradients are accumulated by this memory's rule."""
         if self._cfs is not None:
-            self._shadow = ShadowLadder(self._cfs, memory, self._signal, self.layers, self._joined)
+            self._shadow = ShadowLadder(
+                self._cfs, memory, self._signal, self.layers, self._joined, self._share
+            )
 
     @property
     def ladder(self) -> tuple[float, ...]:

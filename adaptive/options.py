@@ -98,27 +98,38 @@ def joins(granularity: str, base: Compressor, policy: Policy) -> bool:
     return isinstance(base, Sparsifier) and base.comparable and not policy.layerwise
 
 
-def check_layerwise(
-    policy: Policy, base: Compressor, layers: Mapping[str, int], hooks: Mapping[float, Any]
-) -> None:
-    """ValueError if the policy wants CFs layer by layer and that cannot be. layers: that may have
-    one of their own."""
+def check_policy(
+    policy: Policy, base: Compressor, granularity: str, hooks: Mapping[float, Any]
+) -> Policy:
+    """`policy`; ValueError if what it measures or sends cannot be had with the rest."""
+    compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
+    if policy.shadow and compresses and not ShadowLadder.suits(base):
+        raise ValueError(
+            f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
+            f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
+            f"base={base.name!r}"
+        )
     if not policy.layerwise:
-        return
-    if not layers:
-        raise ValueError(
-            f"policy {policy.name!r} gives layers CFs of their own: it needs granularity='layer' "
-            f"(or 'auto'), attach(model), and layers that are not below dense_below"
-        )
+        return policy
+    why = f"policy {policy.name!r}, which gives layers CFs of their own"
+    if granularity == "bucket":
+        raise ValueError(f"granularity must be 'layer' or 'auto' with {why}; got {granularity!r}")
     if hooks:
-        raise ValueError(
-            f"policy {policy.name!r} gives layers CFs of their own: hooks must be empty, got CF "
-            f"{min(hooks):g}"
-        )
+        raise ValueError(f"hooks must be empty with {why}; got CF {min(hooks):g}")
     if _in_half_precision(base):
         raise ValueError(
-            f"policy {policy.name!r} gives layers CFs of their own, which base {base.name!r}, "
-            f"whose payloads are summed in half precision, cannot send"
+            f"base must not be summed in half precision with {why}; got base={base.name!r}"
+        )
+    return policy
+
+
+def check_layerwise(policy: Policy, layers: Mapping[str, int]) -> None:
+    """ValueError if the policy wants CFs layer by layer and the model gives it none. layers: that
+    may have one of their own."""
+    if policy.layerwise and not layers:
+        raise ValueError(
+            f"policy {policy.name!r} gives layers CFs of their own: it needs attach(model), and "
+            f"layers that are not below dense_below"
         )
 
 
@@ -134,7 +145,7 @@ def check_momentum(value: Any) -> float | None:
 def check_share(name: str, value: Any) -> float:
     """`value` as a float; ValueError, naming the argument, unless it is in (0, 1]."""
     if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1] or None, got {value!r}")
+        raise ValueError(f"{name} must be a number in (0, 1], got {value!r}")
     return float(value)
 
 

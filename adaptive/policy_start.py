@@ -31,7 +31,7 @@ class PolicyStart:
             )
         assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
         self._layers = sizes.layers()
-        check_layerwise(settings.policy, settings.base, self._layers, hooks)
+        check_layerwise(settings.policy, self._layers)
         self._cf_range = (min(low, *ends), max(high, *ends))
         settings.policy.start(
             Context(

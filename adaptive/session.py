@@ -121,7 +121,11 @@ class Session:
         settings, base, slots = self.settings, self.settings.base, self._slots
         self._start = PolicyStart(settings, self._sizes, self.exchange.world_size)
         self._instruments = Instruments(
-            settings.policy, base, slots.values(), self._start.candidates, self._grain.joined
+            settings.policy,
+            slots.values(),
+            self._start.candidates,
+            self._grain.joined,
+            settings.shadow_sample,
         )
         self._choose_memory()
         holds_back = slots.maybe_unused() or self._memory.now.keeps_velocity

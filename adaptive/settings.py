@@ -27,6 +27,7 @@ class Settings:
     policy: Policy
     memory: MemoryChoice
     clip_norm: float | None
+    shadow_sample: float
     samples_per_step: float | None
     timeline: Timeline
     link: LinkSpec | None
@@ -39,7 +40,7 @@ class Settings:
             f"granularity={self.granularity!r}, dense_below={self.dense_below}, "
             f"exchange={self.exchange!r}, "
             f"hooks={ {cf: str(rung) for cf, rung in sorted(self.hooks.items())} }",
-            f"cf_range={self.cf_range}",
+            f"cf_range={self.cf_range}, shadow_sample={self.shadow_sample:g}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",
         )

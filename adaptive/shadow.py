@@ -31,8 +31,8 @@ WHOLE = 1024
 WHOLE_BUCKET = 16384
 """The same, of a bucket that is compressed as one."""
 
-SHARE = 64
-"""Of what is larger, one element in this many (at least as many as of the above)."""
+SHARE = 1 / 64
+"""Of what is larger, this part of the elements (at least as many as of the above)."""
 
 
 class ShadowLadder:
@@ -41,7 +41,7 @@ class ShadowLadder:
     memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
     that signal gain is made of as well (adaptive/signal.py); they are of plain error feedback, so
     that the shadow then leaves momentum out. layers: told of each layer, if somebody asks. joined:
-    the parameters of a bucket are compressed as one.
+    the parameters of a bucket are compressed as one. share: of the elements of what is large.
     """
 
     def __init__(
@@ -51,12 +51,14 @@ class ShadowLadder:
         signal: bool = False,
         layers: LayerStatistics | None = None,
         joined: bool = False,
+        share: float = SHARE,
     ) -> None:
         self.cfs = tuple(cfs)
         self.signal = Signal(len(self.cfs)) if signal else None
         self._memory = memory
         self._layers = layers
         self._joined = joined
+        self._share = share
         self._groups: dict[tuple[Slot, ...], ShadowGroup] = {}
         self._group_of: dict[Slot, ShadowGroup] = {}
         self._strides: dict[Slot, int] = {}
@@ -140,7 +142,7 @@ class ShadowLadder:
             return
         numel = sum(slot.param.numel() for slot in slots)
         least = WHOLE_BUCKET if self._joined else WHOLE
-        stride = max(1, numel // max(least, numel // SHARE))
+        stride = max(1, numel // max(least, int(numel * self._share)))
         now = set(slots)
         self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
         for slot in slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from policies.accordion import Accordion
@@ -78,7 +79,8 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     """The policy called `policy` with these settings, or `policy` itself if it already is one.
 
     ValueError for an unknown name and whatever the policy says of its settings; TypeError for
-    anything but a name or a Policy object, and for settings beside an object, which has its own.
+    anything but a name or a Policy object, for settings that this policy does not have or needs,
+    and for settings beside an object, which has its own.
     """
     if isinstance(policy, Policy):
         if settings:
@@ -88,4 +90,13 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
         raise TypeError(f"policy must be a name or a Policy object, got {policy!r}")
     if policy not in _registry:
         raise ValueError(f"policy must be one of {', '.join(policy_names())}; got {policy!r}")
-    return _registry[policy](**settings)
+    factory = _registry[policy]
+    accepted = signature(factory)
+    try:
+        accepted.bind(**settings)
+    except TypeError as error:
+        raise TypeError(
+            f"policy={policy!r}, settings {settings}: {error}; a Policy object, or the name with "
+            f"settings of {', '.join(accepted.parameters)}, is accepted"
+        ) from None
+    return factory(**settings)

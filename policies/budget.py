@@ -150,6 +150,8 @@ class Budget(Policy):
             why = ""
         other = self._second() if why and self._line.seconds(self._send) is not None else None
         if other is None:
+            if opening:
+                self._line.free(self._send)
             self._line.restart(self._send)
             return ""
         self._look = other
@@ -186,9 +188,9 @@ class Budget(Policy):
         return next(fitting, self._cfs[-1])
 
     def _second(self) -> float | None:
-        """The CF to look at: about APART times fewer bytes, else more; None: no other there."""
+        """The CF to look at: about APART times fewer bytes, else more; None: all have as many."""
         here = self._bytes(self._send)
-        others = {cf: self._bytes(cf) for cf in self._cfs if cf != self._send}
+        others = {cf: n for cf in self._cfs if (n := self._bytes(cf)) != here}
         fewer = {cf: n for cf, n in others.items() if 2 * n <= here}
         wanted, among = (here / APART, fewer) if fewer else (here * APART, others)
         return min(among, key=lambda cf: abs(among[cf] - wanted), default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from policies import checks
@@ -26,6 +26,9 @@ class Fixed(Policy):
         gain: GainKind = "gradient",
     ) -> None:
         self.cf = None if cf is None else checks.real("cf", cf, least=1)
+        if isinstance(probe, str) or not isinstance(probe, Iterable):
+            kind = type(probe).__name__
+            raise TypeError(f"probe={probe!r}: must be a sequence of CFs > 1, got {kind}")
         self.probe = tuple(sorted({checks.real("probe", other, above=1) for other in probe}))
         checks.one_of("gain", gain, get_args(GainKind))
         self.gain = gain

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
-from statistics import median
 from typing import Any
 
 from policies.average import Average
 from policies.base import DENSE, StepReport
+from policies.step_times import median
 
 WEIGHT = 0.2
 """Of a new step in what does not depend on the network."""

@@ -38,7 +38,7 @@ GAIN_WEIGHT = 0.1
 ARRIVING = 5
 """Steps at each CF on the way to one that sends many more bytes."""
 
-FILLING = 4.0
+FILLING = 8.0
 """With signal gain, CFs up to so many times the steps done are considered: the shadow residual of a
 larger one is still filling, and its gain too large."""
 

@@ -65,6 +65,12 @@ class StepLine:
         self.b = b if a > 0 else seconds / nbytes
         return True
 
+    def free(self, cf: float) -> None:
+        """No CF has other bytes: none of the step time is the network's."""
+        seconds = self.seconds(cf)
+        if seconds is not None:
+            self.a, self.b = seconds, 0.0
+
     def follow(self, cf: float, nbytes: float) -> None:
         """Find b anew from the CF in use."""
         seconds = self.seconds(cf)

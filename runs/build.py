@@ -26,6 +26,7 @@ from adaptive import (
 from runs.config import TrainConfig
 from runs.option_rules import HOOK_OPTIONS
 from runs.parser import UsageError, option
+from runs.policy_expression import policy_from
 from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, schedule_pieces
 from runs.tasks import Task, make_task
 
@@ -36,6 +37,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "warmup": Warmup,
     "goodput": Goodput,
     "budget": Budget,
+    "expression": policy_from,
     "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}

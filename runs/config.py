@@ -56,6 +56,7 @@ class TrainConfig:
     share: float | None = None
     layerwise: bool | None = None
     schedule: tuple[str, ...] | None = None
+    expression: str | None = None
     base: str | None = "topk"
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None
@@ -65,6 +66,7 @@ class TrainConfig:
     momentum_lag: float | None = None
     masking: bool | float | None = None
     clip_norm: float | None = None
+    shadow_sample: float | None = None
     link: str | None = None
     eval_every: int = 0
     checkpoint_every: int = 0

@@ -19,6 +19,7 @@ HOOK_OPTIONS = (
     "momentum_lag",
     "masking",
     "clip_norm",
+    "shadow_sample",
     "link",
     "fixed_clock",
     "model_mb",

@@ -18,7 +18,13 @@ from runs.parser import (
     switch_or_number,
     whole,
 )
-from runs.policy_options import POLICY_OPTIONS, add_policy_arguments, policy_for, set_schedule
+from runs.policy_options import (
+    POLICY_OPTIONS,
+    add_policy_arguments,
+    check_expression,
+    policy_for,
+    set_schedule,
+)
 
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
 EMULATED = "emulate a slow network"
@@ -149,6 +155,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         metavar="NORM",
         help="clip local gradients, each parameter's at NORM / sqrt(workers)",
     )
+    how.add_argument(
+        "--shadow-sample",
+        type=number,
+        metavar="SHARE",
+        help="of the elements, what the gains of all CFs are told from, in (0, 1] (0.015625)",
+    )
     add_link_argument(how, link)
 
 
@@ -244,6 +256,8 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         given["probe"] = tuple(given["probe"])
     if policy == "schedule":
         set_schedule(given)
+    if policy == "expression":
+        check_expression(given)
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
     return TrainConfig(**given)
 

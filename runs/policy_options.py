@@ -9,6 +9,7 @@ from typing import Any
 from adaptive.options import default_policy
 from compressors import make_compressor
 from runs.parser import UsageError, number, piece, shown, switch, whole
+from runs.policy_expression import EXAMPLE
 
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
@@ -18,6 +19,7 @@ POLICY_OPTIONS = {
     "goodput": ("margin", "power", "gain"),
     "budget": ("share",),
     "schedule": ("schedule", "gain"),
+    "expression": ("expression",),
     "off": (),
 }
 DEFAULT_CF = 10.0
@@ -66,6 +68,13 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEP:CF",
         help="the CF from each step on, dense before the first, e.g. 0:1 100:10 300:100",
     )
+    expression = parser.add_argument_group("with --policy expression")
+    expression.add_argument(
+        "--expression",
+        metavar="POLICY",
+        help="a policy with all of its settings, or with others in it, as Python writes it: "
+        f'"{EXAMPLE}"; or MODULE.CLASS(...) of your own',
+    )
     warmup = parser.add_argument_group("with --policy warmup")
     warmup.add_argument(
         "--warmup-steps",
@@ -107,6 +116,12 @@ def schedule_pieces(schedule: Iterable[str]) -> dict[int, float]:
             raise UsageError(f"--schedule {shown(tuple(schedule))}: has step {int(step)} twice")
         pieces[int(step)] = float(cf)
     return pieces
+
+
+def check_expression(given: dict[str, Any]) -> None:
+    """UsageError if the policy that is to be written out is not."""
+    if "expression" not in given:
+        raise UsageError(f'--policy expression needs --expression, e.g. "{EXAMPLE}"')
 
 
 def set_schedule(given: dict[str, Any]) -> None:

@@ -22,8 +22,9 @@ A contender is NAME[@CF][:key=value,...]. NAME is
   off            plain DDP without the hook (nothing of its steps is known but their number)
 The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
 ... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
-from step 100 on. steps, lr, lr_drop and momentum may be a contender's own, too:
-topk@100:steps=900,lr_drop=540 trains longer than others do in 600."""
+from step 100 on; expression:expression=Warmup(then=GraVAC(window=20)) has one policy in another.
+steps, lr, lr_drop and momentum may be a contender's own, too: topk@100:steps=900,lr_drop=540 trains
+longer than others do in 600."""
 
 _SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
 _TRAINING = ("steps", "lr", "lr_drop", "momentum")
@@ -107,7 +108,7 @@ def _settings(text: str, name: str, keys: str | None, accepted: tuple[str, ...])
     if keys is None:
         return {}
     words: list[str] = []
-    for part in keys.split(","):
+    for part in _parts(keys):
         key, equals, value = part.strip().partition("=")
         if key not in accepted:
             known = ", ".join(accepted)
@@ -122,6 +123,18 @@ def _settings(text: str, name: str, keys: str | None, accepted: tuple[str, ...])
     add_hook_arguments(parser)
     add_policy_arguments(parser)
     return vars(parser.parse_args(words))
+
+
+def _parts(keys: str) -> list[str]:
+    """What commas part, except those inside the brackets of an expression."""
+    parts, depth = [""], 0
+    for letter in keys:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 class _Parser(OneLineParser):

@@ -220,7 +220,7 @@ def _refused(rank: int, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"granularity": "bucket"}, "granularity='layer'"),
+        ({"granularity": "bucket"}, "granularity must be 'layer'"),
         ({"dense_below": 10**6}, "dense_below"),
         ({"base": "fp16", "cf_range": (1, 2), "policy": Accordion(per_layer=True)}, "half"),
         ({"base": "qsgd"}, "keeps the largest elements"),

@@ -66,13 +66,17 @@ def test_it_also_learns_while_dense_is_sent() -> None:
     assert reports[-1].steady[30.0] < reports[0].steady[30.0]  # the residual builds up
 
 
-def _real_task(rank: int, cf: float, steps: int, granularity: str) -> dict[str, Any]:
+def _real_task(
+    rank: int, cf: float, steps: int, granularity: str, base: str = "topk", sample: float = 1 / 64
+) -> dict[str, Any]:
     """Mean over the second half of the steps: predicted gains, and the one of the CF in use."""
     task = make_task("text", batch_size=2, lr=0.3)
     model = DDP(task.build_model())
     optimizer = task.optimizer(model)
     policy = Watching([cf])
-    compressor = AdaptiveCompressor("topk", (10, 1000), policy=policy, granularity=granularity)
+    compressor = AdaptiveCompressor(
+        base, (10, 1000), policy=policy, granularity=granularity, shadow_sample=sample
+    )
     compressor.attach(model, optimizer=optimizer)
     for step in range(steps):
         optimizer.zero_grad()
@@ -90,3 +94,12 @@ def test_the_prediction_is_what_the_cf_then_delivers_on_a_real_task(granularity:
     small, large = (run_ranks(2, _real_task, cf, 80, granularity)[0] for cf in (10.0, 100.0))
     assert small["predicted"][100.0] == pytest.approx(large["delivered"], rel=0.15)
     assert large["predicted"][10.0] == pytest.approx(small["delivered"], rel=0.15)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+def test_the_sample_can_be_the_whole_of_a_large_model(granularity: str) -> None:
+    def off(sample: float) -> float:
+        found = run_ranks(2, _real_task, 100.0, 6, granularity, "topk+fp32", sample)[0]
+        return abs(found["predicted"][100.0] / found["delivered"] - 1)
+
+    assert off(1.0) < 1e-3 < off(1 / 64)

@@ -87,6 +87,7 @@ BAD = {
     "--contender gravac:epsilon": ["'epsilon' needs a value"],
     "--contender gravac:epsilon=x": ["--epsilon", "'x'", "finite number"],
     "--contender gravac:epsilon=7": ["--epsilon", "7", "(0, 1]"],
+    "--contender goodput:base=qsgd": ["'signal'", "topk", "'qsgd'"],
     "--contender dense:steps=0": ["--contender dense:steps=0", "--steps", "'0'", ">= 1"],
     "--contender off:base=topk": ["unknown key 'base'", "steps, lr, lr_drop"],
     "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],

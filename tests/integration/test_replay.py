@@ -20,7 +20,13 @@ from runs.replay.source import read_source
 from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
 
 STEPS = 60
-RUNS = ("gravac:window=6", "accordion:interval=7,cf_range=10/200", "topk@20:probe=100/500")
+NESTED = "Layerwise(Accordion(low=10, high=GraVAC(window=6, dense_window=3), interval=7), window=9)"
+RUNS = (
+    "gravac:window=6",
+    "accordion:interval=7,cf_range=10/200",
+    "topk@20:probe=100/500",
+    f"expression:expression={NESTED}",
+)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,18 @@ NAN = float("nan")
         ({"momentum_lag": True}, ["momentum_lag", "True"]),
         ({"masking": 0.5}, ["masking", "0.5", "CF >= 1"]),
         ({"masking": "yes"}, ["masking", "'yes'"]),
+        ({"shadow_sample": 0}, ["shadow_sample", "0", "(0, 1]"]),
+        ({"shadow_sample": None}, ["shadow_sample", "None", "(0, 1]"]),
+        ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
+        ({"policy": "layerwise", "base": "fp16"}, ["policy", "'layerwise'", "base='fp16'"]),
+        (
+            {"policy": "layerwise", "granularity": "bucket"},
+            ["granularity", "'layer'", "'layerwise'", "got 'bucket'"],
+        ),
+        (
+            {"policy": "layerwise", "hooks": {2: lambda state, bucket: bucket}},
+            ["hooks", "must be empty", "'layerwise'", "CF 2"],
+        ),
         ({"clip_norm": -1}, ["clip_norm", "-1", "> 0"]),
         ({"samples_per_step": 0}, ["samples_per_step", "0", "> 0"]),
         ({"link": "fast"}, ["link", "'fast'", "100mbit"]),
@@ -55,6 +67,7 @@ def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
     [
         ({"base": 3}, ["base", "3"]),
         ({"policy": GraVAC}, ["policy", "GraVAC"]),
+        ({"policy": "schedule"}, ["policy='schedule'", "'pieces'", "pieces, gain"]),
         ({"timeline": "logs"}, ["timeline", "MemoryTimeline"]),
     ],
 )

@@ -229,6 +229,15 @@ def test_the_largest_cf_looks_at_a_smaller_one():
     assert 1000.0 > min(plan.send for plan in plans) > 100.0
 
 
+def test_with_nobody_to_send_to_it_is_dense_and_looks_at_nothing():
+    run = Network(Budget(share=0.2))
+    run.bytes = lambda cf: 0.0
+    run.policy.start(Context(RANGE, 1, wire_bytes=run.bytes))
+    assert {plan.send for plan in run.run(400)} == {DENSE}
+    status = run.policy.status()
+    assert (status["share"], status["exploring"]) == (0.0, 0.0)
+
+
 def test_a_range_of_one_cf():
     run = Network(Budget(share=0.2), rate=1e6)
     run.policy.start(Context((50.0, 50.0), 2))

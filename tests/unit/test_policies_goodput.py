@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
+from policies.goodput import FILLING
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
 GAINS[1000.0] = 0.006
@@ -196,8 +197,8 @@ def test_what_is_not_known_is_no_promise():
     assert policy.plan().send == OPENING
 
 
-def test_until_signal_gain_is_clear_the_error_fed_one_decides():
-    policy, sent = started(gain="signal", power=1.0), []
+def test_until_signal_gain_is_clear_the_root_of_the_error_fed_one_decides():
+    policy, sent = started(gain="signal", power=2.0), []
     for step in range(300):
         sent.append(policy.plan().send)
         products = dict.fromkeys(GAINS, 1.0 - step % 2 / 10)  # as if nothing were lost
@@ -205,8 +206,8 @@ def test_until_signal_gain_is_clear_the_error_fed_one_decides():
             report(step, sent[step], 1e6, grad_norm=1.0, peers=products, peers_total=1.0)
         )
     assert sent[:5] == [OPENING] * 5
-    assert sent[5:15] == [best(1e6)] * 10
-    assert sent[15] == 40.0  # all promise as much, and that is the largest that has filled
+    assert sent[5:15] == [best(1e6)] * 10  # a root to the power of 2
+    assert sent[15] == 80.0  # all promise as much, and that is the largest that has filled
     assert set(sent[270:]) <= {640.0, 1000.0}  # within the margin of each other
 
 
@@ -218,9 +219,18 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
         sent.append(policy.plan().send)
         policy.observe(report(step, sent[step], 1e5, steady=early))
     for step, cf in enumerate(sent):
-        assert cf <= max(OPENING, 4 * step)
-    assert sent[5] == 20.0
+        assert cf <= max(OPENING, FILLING * step)
+    assert sent[5] == 40.0
     assert sent[-1] > 100
+
+
+def test_times_and_products_may_be_as_large_as_numbers_go():
+    policy, huge = started(gain="signal"), dict.fromkeys(GAINS, 1e300)
+    times = dict.fromkeys(("seconds", "median_seconds", "exchange_seconds"), 1e308)
+    products = {"peers": huge, "peers_total": 1e308, "signal": huge, "signal_total": 1e308}
+    for step in range(30):
+        policy.observe(report(step, policy.plan().send, 1e6, grad_norm=1e200, **times, **products))
+        json.dumps(policy.state_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("power", [0.3, 1.0, 2.0, 4.0])
@@ -263,3 +273,60 @@ def test_signal_gain_counts_to_a_power(power):
 def test_errors_name_the_argument(options, named):
     with pytest.raises(ValueError, match=named):
         make_policy("goodput", **options)
+
+
+def test_what_would_make_it_move():
+    policy = started()
+    assert policy.outlook() == "nothing is known of the other CFs yet"
+    run(policy, [1e6] * 40)
+    here, sent = policy.t_comp(), policy.plan().send
+    assert sent == 20.0
+    nearest = max(
+        (cf for cf in here if cf != sent), key=lambda cf: here[cf] - needed(cf, here, sent)
+    )
+    assert policy.outlook() == (
+        f"it changes when a CF promises enough more T_comp: CF {nearest:g} is nearest to that, "
+        f"promises {here[nearest]:.4g} and needs more than {needed(nearest, here, sent):.4g}"
+    )
+
+
+def needed(cf, promised, sent, margin=0.05):
+    return promised[sent] * (1 + margin if cf > sent else 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "others", "told"),
+    [
+        (
+            20.0,
+            {10.0: 0.9, 40.0: 1.0},
+            "CF 40 is nearest to that, promises 1 and needs more than 1.05",
+        ),
+        (
+            20.0,
+            {10.0: 0.98, 40.0: 1.0},
+            "CF 10 is nearest to that, promises 0.98 and needs more than 1",
+        ),
+        (20.0, {10.0: 0.9, 1.0: 0.9}, "CF 1 is nearest"),  # the smaller of two that are as near
+    ],
+)
+def test_the_nearest_is_the_one_that_lacks_least(monkeypatch, here, others, told):
+    policy = started()
+    policy._send = here
+    monkeypatch.setattr(policy, "t_comp", lambda: {here: 1.0, **others})
+    assert told in policy.outlook()
+
+
+def test_where_nothing_is_promised_here_anything_is_enough(monkeypatch):
+    policy = started()
+    monkeypatch.setattr(policy, "t_comp", lambda: {40.0: 0.3})
+    assert policy.outlook().endswith("CF 40 is nearest to that, promises 0.3 and needs more than 0")
+
+
+def test_dense_is_no_conclusion_before_its_cooldown_is_over():
+    policy, told = started(cooldown=4, opening=2), []
+    for step in range(10):
+        plan = policy.plan()
+        told.append((plan.send, bool(policy.verdict())))
+        policy.observe(report(step, plan.send, 1e9))
+    assert told == [(OPENING, False)] * 2 + [(DENSE, False)] * 4 + [(DENSE, True)] * 4

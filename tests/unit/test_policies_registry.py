@@ -128,11 +128,11 @@ ALLOWED = {
     "collections",
     "dataclasses",
     "enum",
+    "inspect",
     "itertools",
     "math",
     "numbers",
     "policies",
-    "statistics",
     "typing",
 }
 """No torch, no numpy, nothing that does I/O, reads a clock or rolls dice."""
