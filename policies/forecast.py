@@ -35,8 +35,9 @@ PAUSE = 3.0
 """One step this many times its median is a pause (evaluation, a checkpoint), not a step; a second
 one in a row is not: the median lags behind a network that has become slow."""
 
-FLOOR = 0.01
-"""Exposed times below this share of the work are lost in noise: smaller ones count as this much."""
+FLOOR = 0.05
+"""Exposed times are told apart as if each were longer by this share of the work: less than that is
+noise of the machine."""
 
 
 class Forecast:

@@ -48,7 +48,7 @@ STRIDE = 8.0
 UP = 2.0
 """Standard errors of T_comp (power x those of the gain) that a larger CF must be better by."""
 
-_STATE = ("send", "since", "steps", "arriving", "reason")
+_STATE = ("send", "since", "steps", "arriving", "left", "reason")
 
 
 class Goodput(Policy):
@@ -106,6 +106,7 @@ class Goodput(Policy):
         self._since = 0  # steps at the present CF
         self._steps = 0  # in all
         self._arriving = False  # on the way to a CF that is out of reach yet
+        self._left: float | None = None  # for that: one may go back there
         self._reason = ""
 
     def plan(self) -> Plan:
@@ -217,10 +218,13 @@ class Goodput(Policy):
         here = promised.get(self._send, 0.0)
         if not promised:
             return
+        left = self._left if self._arriving else None
         self._arriving = False
         # A larger CF may promise most, and be too uncertain to hinder one that is not.
         others = [cf for cf in promised if cf != self._send]
         better = [cf for cf in others if promised[cf] > self._needed(cf, here)]
+        if left is not None and promised.get(left, 0.0) > here:
+            better.append(left)  # what led away from there was not so
         if not better:
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
@@ -229,6 +233,7 @@ class Goodput(Policy):
         goal = self._within_reach(best)
         self._arriving = goal != best
         if self._arriving:
+            self._left = self._send if left is None else left
             why = f"on the way to {best:g}, {why}"
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
         self._send, self._since = goal, 0

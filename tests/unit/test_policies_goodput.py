@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
-from policies.goodput import FILLING
+from policies.forecast import Forecast
+from policies.goodput import ARRIVING, FILLING
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
 GAINS[1000.0] = 0.006
@@ -222,6 +223,34 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
         assert cf <= max(OPENING, FILLING * step)
     assert sent[5] == 40.0
     assert sent[-1] > 100
+
+
+class Misled(Forecast):
+    """Knows nothing but the CF in use, and at CF 40 takes dense to cost nothing."""
+
+    def __init__(self):
+        super().__init__(nbytes)
+
+    def timed(self):
+        return () if self._cf is None else (self._cf,)
+
+    def seconds(self, cf):
+        misled = cf == DENSE and self.timed() == (40.0,)
+        return WORK if misled else super().seconds(cf)
+
+
+def test_it_goes_back_from_a_way_that_led_nowhere():
+    """A margin would keep it at the CF that it only passed through."""
+    policy, sent = Goodput(step_size=4, margin=0.9), []
+    policy.start(Context((10, 40), 2, wire_bytes=nbytes))
+    policy._time, steady = Misled(), {10.0: 0.9, 40.0: 0.8}
+    for step in range(35):
+        sent.append(policy.plan().send)
+        rate = 1e6 if step < 5 else 3e7
+        policy.observe(report(step, sent[step], rate, steady=steady))
+    there, back = [40.0] * 10, [OPENING] * ARRIVING
+    assert sent == back + there + back + there + back
+    assert DENSE not in sent
 
 
 def test_times_and_products_may_be_as_large_as_numbers_go():
