@@ -56,11 +56,11 @@ class Goodput(Policy):
 
     scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
     margin: how much more than the CF in use a larger one must promise, in (0, 1], beside what
-    T_comp is uncertain by (UP); a smaller one just more. cooldown: steps between switches (fewer
-    on the way to a CF that sends many more bytes: ARRIVING). epsilon: smallest gain worth sending,
-    once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady state). power: of
-    signal gain in what a CF promises, > 0; a larger one for smaller CFs, and more quality in as
-    many steps.
+    T_comp is uncertain by (UP); a smaller one more than any. cooldown: steps between switches
+    (fewer on the way to a CF that sends many more bytes: ARRIVING). epsilon: smallest gain worth
+    sending, once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady state).
+    power: of signal gain in what a CF promises, > 0; a larger one for smaller CFs, and more quality
+    in as many steps.
     ValueError or TypeError names what is wrong.
     """
 
@@ -175,11 +175,10 @@ class Goodput(Policy):
         others = {cf: value for cf, value in promised.items() if cf != self._send}
         if not others:
             return "nothing is known of the other CFs yet"
-        here = promised.get(self._send, 0.0)
-        first = max(others, key=lambda cf: (others[cf] - self._needed(cf, here), -cf))
+        first = max(others, key=lambda cf: (others[cf] - self._needed(cf, promised), -cf))
         return (
             f"it changes when a CF promises enough more T_comp: CF {first:g} is nearest to that, "
-            f"promises {others[first]:.4g} and needs more than {self._needed(first, here):.4g}"
+            f"promises {others[first]:.4g} and needs more than {self._needed(first, promised):.4g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +221,7 @@ class Goodput(Policy):
         self._arriving = False
         # A larger CF may promise most, and be too uncertain to hinder one that is not.
         others = [cf for cf in promised if cf != self._send]
-        better = [cf for cf in others if promised[cf] > self._needed(cf, here)]
+        better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
         if left is not None and promised.get(left, 0.0) > here:
             better.append(left)  # what led away from there was not so
         if not better:
@@ -238,12 +237,14 @@ class Goodput(Policy):
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
         self._send, self._since = goal, 0
 
-    def _needed(self, cf: float, here: float) -> float:
+    def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
         """T_comp that another CF must promise. Only a larger one must be better by a margin, and
         by what noise may have made: it may do harm, where a smaller one, or dense, which loses
-        nothing, can only take time."""
+        nothing, can only take time. But a smaller one does not lead where one larger than here
+        promises more: it would be left again for that one."""
+        here = promised.get(self._send, 0.0)
         if cf < self._send:
-            return here
+            return max([here, *(n for other, n in promised.items() if other > self._send)])
         doubt = 0.0 if self._signal is None else self.power * self._signal.doubt(cf, self._send)
         return (1 + self.margin + UP * doubt) * here
 

@@ -225,6 +225,22 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
     assert sent[-1] > 100
 
 
+@pytest.mark.parametrize(("largest", "goes_to"), [(0.81, 20.0), (0.7, 10.0)])
+def test_a_smaller_cf_does_not_lead_where_one_larger_than_here_promises_more(largest, goes_to):
+    """Noise alone would make it go down, and then up past where it was."""
+    policy, rate = Goodput(gain="error_fed", opening=1), 1e5
+    policy.start(Context((10, 40), 2, wire_bytes=nbytes))
+    worth = {10.0: 0.4, 20.0: 0.9, 40.0: 0.2}  # T_comp, in that of CF 10 at gain 1
+    for step in range(200):
+        cf = policy.plan().send
+        if step == 50:
+            assert cf == 20.0
+            worth = {10.0: 0.805, 20.0: 0.8, 40.0: largest}
+        gains = {c: w * step_seconds(c, rate) / step_seconds(10.0, rate) for c, w in worth.items()}
+        policy.observe(report(step, cf, rate, steady=gains))
+    assert policy.plan().send == goes_to
+
+
 class Misled(Forecast):
     """Knows nothing but the CF in use, and at CF 40 takes dense to cost nothing."""
 
