@@ -126,7 +126,7 @@ class AdaptiveCompressor:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         compressor, rungs = make_base(base, memory, exchange), check_hooks(hooks)
-        chosen = make_policy(default_policy(compressor, hooks) if policy is None else policy)
+        chosen = make_policy(default_policy(compressor, rungs) if policy is None else policy)
         self._settings = Settings(
             base=compressor,
             granularity=check_choice("granularity", granularity, GRANULARITIES),

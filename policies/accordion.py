@@ -11,7 +11,7 @@ from policies import checks
 from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.fixed import Fixed
 from policies.mixture import mixture
-from policies.reasons import change
+from policies.reasons import change, counted_steps
 from policies.regime import Regime
 
 PAPER_EPOCHS = 10
@@ -235,7 +235,7 @@ class Accordion(Policy):
         many = f"{len(regimes)} of {len(self._regimes)} layers may go"
         who, each, whose = (many, ", each ", "its") if self.per_layer else ("it goes", " ", "the")
         return (
-            f"{who} to {_named(high if critical else low)} in {left} step{'' if left == 1 else 's'}"
+            f"{who} to {_named(high if critical else low)} in {counted_steps(left)}"
             f"{why}{each}if the norm of {whose} accumulated gradient has then changed by "
             f"{'less than' if critical else 'at least'} eta {self.eta:g}{old}{self._rate(critical)}"
         )

@@ -48,7 +48,7 @@ STRIDE = 8.0
 UP = 2.0
 """Standard errors of T_comp (power x those of the gain) that a larger CF must be better by."""
 
-_STATE = ("send", "since", "steps", "arriving", "left", "reason")
+_STATE = ("send", "since", "steps", "left", "reason")
 
 
 class Goodput(Policy):
@@ -105,8 +105,7 @@ class Goodput(Policy):
         self._send = self._ladder[0]
         self._since = 0  # steps at the present CF
         self._steps = 0  # in all
-        self._arriving = False  # on the way to a CF that is out of reach yet
-        self._left: float | None = None  # for that: one may go back there
+        self._left: float | None = None  # on the way from here to a CF that is out of reach yet
         self._reason = ""
 
     def plan(self) -> Plan:
@@ -133,7 +132,7 @@ class Goodput(Policy):
     def _wait(self) -> int:
         if self._opens:
             return self.opening
-        return min(ARRIVING, self.cooldown) if self._arriving else self.cooldown
+        return self.cooldown if self._left is None else min(ARRIVING, self.cooldown)
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
@@ -217,8 +216,7 @@ class Goodput(Policy):
         here = promised.get(self._send, 0.0)
         if not promised:
             return
-        left = self._left if self._arriving else None
-        self._arriving = False
+        left, self._left = self._left, None
         # A larger CF may promise most, and be too uncertain to hinder one that is not.
         others = [cf for cf in promised if cf != self._send]
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
@@ -230,8 +228,7 @@ class Goodput(Policy):
         told = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({told})"
         goal = self._within_reach(best)
-        self._arriving = goal != best
-        if self._arriving:
+        if goal != best:
             self._left = self._send if left is None else left
             why = f"on the way to {best:g}, {why}"
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))

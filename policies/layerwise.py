@@ -21,6 +21,7 @@ from policies.allocation import Allocation, Option, allocate
 from policies.base import DENSE, Context, LayerReport, Plan, Policy, StepReport
 from policies.gravac import GraVAC
 from policies.ladder import make_ladder
+from policies.reasons import counted_steps
 
 FREE = 1e-9
 """Relative: bytes of the same CFs, added up in another order, are the same bytes."""
@@ -181,7 +182,7 @@ class Layerwise(Policy):
         if not self._cfs:
             return ""
         left = self.window - self._step % self.window
-        rest = f"the layers' CFs are solved anew in {left} step{'' if left == 1 else 's'}"
+        rest = f"the layers' CFs are solved anew in {counted_steps(left)}"
         return "; ".join(filter(None, (self._then.outlook(), rest)))
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from policies.base import DENSE
 
 
+def counted_steps(number: int) -> str:
+    """In words: "1 step", "2 steps"."""
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
 def change(old: float, new: float, why: str) -> str:
     """Why the CF sent goes from `old` to `new`: "scale up 10 -> 20: ...", "dense: 10 -> 1, ..."."""
     if old == new:

@@ -14,7 +14,7 @@ from typing import Any
 from policies import checks
 from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.fixed import Fixed
-from policies.reasons import change
+from policies.reasons import change, counted_steps
 
 
 class Warmup(Policy):
@@ -95,7 +95,7 @@ class Warmup(Policy):
             return self._then.outlook()
         stage, into = divmod(self._step, self.steps)
         left = self.steps - into
-        soon = f"in {left} step{'' if left == 1 else 's'}"
+        soon = f"in {counted_steps(left)}"
         if stage + 1 < self.stages:
             return f"the next stage begins {soon}, with CF {self._cfs[stage + 1]:g}"
         return self._afterwards(soon)
