@@ -6,8 +6,7 @@ next step's: that one has moved along this step's own noise, and turns against i
 overshoot. If neither ratio has a meaning, the gains stay what they were when one last had: noise
 hides the signal where it is most of the gradient, after a learning rate drop for instance, and that
 is no reason to compress less. Before there was ever one, the root of the steady-state error-fed
-gain decides, which is always defined: the amplitude that gets through, and, wherever signal gain
-was measured, no more than it.
+gain decides, which is always defined: the amplitude that gets through, of the same order.
 
 Products count in relation to the norms of the gradients that are in them, those of the very steps.
 

@@ -17,7 +17,9 @@ EXAMPLE = "Warmup(steps=50, then=GraVAC(window=20))"
 _CLASSES = {
     name: each
     for name in policies.__all__
-    if isinstance(each := getattr(policies, name), type) and issubclass(each, Policy)
+    if isinstance(each := getattr(policies, name), type)
+    and issubclass(each, Policy)
+    and each is not Policy
 }
 
 
@@ -53,11 +55,10 @@ def _value(node: ast.expr) -> Any:
 
 def _named(name: str) -> type[Policy]:
     """A class of the library, or MODULE.CLASS of the user's own."""
-    if name in _CLASSES and name != "Policy":
+    if name in _CLASSES:
         return _CLASSES[name]
     module, _, last = name.rpartition(".")
-    known = ", ".join(sorted(_CLASSES.keys() - {"Policy"}))
-    accepted = f"accepted: {known}, or MODULE.CLASS of a policy of your own"
+    accepted = f"accepted: {', '.join(sorted(_CLASSES))}, or MODULE.CLASS of a policy of your own"
     if not module:
         raise ValueError(f"{name} is no policy; {accepted}")
     try:
