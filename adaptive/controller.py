@@ -117,8 +117,9 @@ class Controller:
             cfs=self.cfs.measured,
             ladder=() if self.forced_dense else instruments.ladder,
             products=peers is not None,
-            ranks=exchange.world_size if self._by_energy else 0,
+            ranks=exchange.world_size,
             rank=exchange.rank,
+            by_energy=self._by_energy,
         )
         if peers is not None:
             peers.settle(tally)

@@ -42,6 +42,7 @@ class PendingStep:
             median_seconds=agreed.median_seconds,
             compress_seconds=agreed.compress_seconds,
             exchange_seconds=agreed.exchange_seconds,
+            network_seconds=agreed.network_seconds,
             decode_seconds=agreed.decode_seconds,
             compute_seconds=agreed.compute_seconds,
             wire_bytes=self.traffic.wire,

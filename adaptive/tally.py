@@ -8,7 +8,7 @@ number here an agreed statistic.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import nan, sqrt
+from math import isfinite, nan, sqrt
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class Tally:
         CF of the ladder, <g_t, g_{t+1}>, t + 1 being this step; peers, peers_total: <c_t, g_t>,
         <g_t, g_t> between different ranks; sketch: of this rank's gradient (adaptive/peers.py).
     layers: numbers of each layer, if they are read in this step.
-    ranks: of the energies to be agreed rank by rank, 0 for none; rank: this one's.
+    ranks: world size; rank: this one's. by_energy: energies are to be agreed rank by rank.
     """
 
     cfs: tuple[float, ...] = ()
@@ -67,8 +67,9 @@ class Tally:
     peers_total: float = 0.0
     sketch: list[float] = field(default_factory=list)
     layers: list[float] = field(default_factory=list)
-    ranks: int = 0
+    ranks: int = 1
     rank: int = 0
+    by_energy: bool = False
 
     def __post_init__(self) -> None:
         self.kept = [0.0] * len(self.cfs)
@@ -103,26 +104,33 @@ class Tally:
             self.sample_error[i] += share * sample
 
     def vector(self) -> Tensor:
-        """float64, flat, 12 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements, and
-        with `products` 2 * len(ladder) + 2 and the sketch: to be summed over the ranks."""
+        """float64, flat, 12 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements, with
+        `by_energy` ranks more, and with `products` 2 * len(ladder) + 2 and the sketch: to be summed
+        over the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
         head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
         head += [self.decode_seconds, self.compute_seconds]
-        energies = [self.total if rank == self.rank else 0.0 for rank in range(self.ranks)]
         rest = self.kept + self.error + self.sample_error + self.shadow_error + self.shadow_total
-        rest += energies + self.layers
+        rest += self._by_rank(self.exchange_seconds)
+        if self.by_energy:
+            rest += self._by_rank(self.total)
+        rest += self.layers
         if self.products:
             rest += [self.signal_total, self.peers_total, *self.signal, *self.peers, *self.sketch]
         return torch.tensor(head + rest, dtype=torch.float64)
+
+    def _by_rank(self, value: float) -> list[float]:
+        """Of which the sum over the ranks holds every rank's own."""
+        return [value if rank == self.rank else 0.0 for rank in range(self.ranks)]
 
 
 @dataclass(frozen=True)
 class Agreed:
     """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged.
 
-    steady: gains of the shadow ladder. energies: ||a||^2 rank by rank, if that was wanted. layers:
-    sums of the numbers of each layer, if they were read. signal, peers, their totals and sketch:
-    see `Tally`, if they were wanted."""
+    network_seconds: the least of the ranks' exchange_seconds. steady: gains of the shadow ladder.
+    energies: ||a||^2 rank by rank, if that was wanted. layers: sums of the numbers of each layer,
+    if they were read. signal, peers, their totals and sketch: see `Tally`, if they were wanted."""
 
     measurements: dict[float, Measurement]
     grad_norm: float
@@ -133,6 +141,7 @@ class Agreed:
     lr: float
     sum_norm: float
     spoiled: float
+    network_seconds: float
     steady: dict[float, float]
     energies: tuple[float, ...] = ()
     layers: tuple[float, ...] = ()
@@ -168,7 +177,9 @@ class Agreed:
         pairs = zip(ladder, shadow, shadow[n_ladder:], strict=False)
         steady = {cf: 1 - error / total for cf, error, total in pairs if total > 0}
         more = shadow[2 * n_ladder :]
-        energies, more = tuple(more[: mine.ranks]), more[mine.ranks :]
+        waits, more = more[: mine.ranks], more[mine.ranks :]
+        n_energies = mine.ranks if mine.by_energy else 0
+        energies, more = tuple(more[:n_energies]), more[n_energies:]
         layers, more = tuple(more[: len(mine.layers)]), more[len(mine.layers) :]
         norm = sqrt(grad / world_size) if grad >= 0 else nan
         seconds, median, compress, exchange, lr, sum_norm, spoiled, decode, compute = rest
@@ -182,6 +193,7 @@ class Agreed:
             lr,
             sum_norm,
             spoiled,
+            min(waits) if all(map(isfinite, waits)) else nan,
             steady,
             energies,
             layers,

@@ -135,6 +135,8 @@ class StepReport:
     compress_seconds, exchange_seconds, decode_seconds, compute_seconds: of the timed step, mean
         over ranks: in compression; waiting, after backward, for the network; and for what it
         brought to be decoded; in forward and backward (nan if the model is not known).
+    network_seconds: exchange_seconds of the rank that waited least, the last one to be ready: what
+        the network took, where the others have waited for that rank as well.
     wire_bytes: bytes a rank put on the wire in this step.
     statistics_bytes: of these, what is no gradient and does not grow with the model.
     dense_wire_bytes: what dense fp32 all-reduce would have put there.
@@ -174,6 +176,7 @@ class StepReport:
     peers: Mapping[float, float] = field(default_factory=dict)
     peers_total: float = nan
     statistics_bytes: float = 0.0
+    network_seconds: float = nan
 
     def gain(self, cf: float, kind: GainKind) -> float:
         """This step's gain of a CF in [0, 1]; nan if it was not measured or has no meaning."""
@@ -188,6 +191,12 @@ class StepReport:
     def coding_seconds(self) -> float:
         """What compression costs: compressing and, as far as that is known, decoding."""
         return self.compress_seconds + _known(self.decode_seconds)
+
+    @property
+    def wait_seconds(self) -> float:
+        """For the network alone, or, where that was not told, for the other ranks as well."""
+        known = isfinite(self.network_seconds)
+        return self.network_seconds if known else self.exchange_seconds
 
     @property
     def rest_seconds(self) -> float:

@@ -126,8 +126,8 @@ class Watch:
             seconds = without_compression(report)
             if seconds is not None:
                 self._times.append(seconds)
-            if isfinite(report.exchange_seconds) and report.exchange_seconds >= 0:
-                self._waits.append(report.exchange_seconds)
+            if isfinite(report.wait_seconds) and report.wait_seconds >= 0:
+                self._waits.append(report.wait_seconds)
         if report.cf == self._chosen and report.cf in report.measurements:
             self._window_gain.add(*report.measurements[report.cf].terms(self._kind))
         self._count += 1

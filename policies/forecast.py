@@ -19,10 +19,12 @@ WEIGHT = 0.2
 """Of a new step in what does not depend on the network."""
 
 RECENT = 5
-"""Steps at one CF whose median is its exposed time: three show that the network has changed."""
+"""So many steps in a row show that the network has changed, if all of them waited longer than
+before, or all of them less: what single steps wait is noisy on a busy machine."""
 
 QUIET = 20
-"""Steps among which there are some that waited for the network alone."""
+"""Steps whose median is the exposed time of a CF, and among which there are some that waited for
+the network alone."""
 
 SECOND, THIRD = 1, 2
 """Of up to RECENT and of more steps, by size, which one is the network's: a single step may have
@@ -35,7 +37,7 @@ PAUSE = 3.0
 """One step this many times its median is a pause (evaluation, a checkpoint), not a step; a second
 one in a row is not: the median lags behind a network that has become slow."""
 
-FLOOR = 0.05
+FLOOR = 0.1
 """Exposed times are told apart as if each were longer by this share of the work: less than that is
 noise of the machine."""
 
@@ -51,14 +53,13 @@ class Forecast:
         self._exposed: dict[float, float] = {}
         self._quiet: dict[float, float] = {}  # the same, as far as the network alone is waited for
         self._recent: list[float] = []
-        self._steps = 0  # at the CF in use
-        self._same = 0  # of them, on the network as it is now
+        self._same = 0  # steps at the CF in use, on the network as it is now
         self._long = 0  # steps in a row that took far longer than their median
         self._cf: float | None = None
 
     def observe(self, report: StepReport) -> None:
         """Take in one step's times (those of `report.timed_cf`)."""
-        cf, seconds, exposed = report.timed_cf, report.seconds, report.exchange_seconds
+        cf, seconds, exposed = report.timed_cf, report.seconds, report.wait_seconds
         compress, coding = report.compress_seconds, report.coding_seconds
         if not all(map(isfinite, (cf, seconds, exposed, compress, coding))):
             return
@@ -71,27 +72,30 @@ class Forecast:
         self._compress.setdefault(cf, Average(WEIGHT)).add(compress)
         self._decode.setdefault(cf, Average(WEIGHT)).add(coding - compress)
         if cf != self._cf:
-            self._cf, self._recent, self._steps, self._same = cf, [], 0, 0
+            self._cf, self._recent, self._same = cf, [], 0
         self._recent = [*self._recent, exposed][-QUIET:]
-        self._steps += 1
         self._same += 1
-        self._expose(cf, median(self._recent[-RECENT:]))
-        times = sorted(self._recent[-self._same :])
+        if self._has_changed(cf):
+            self._exposed, self._quiet, self._same = {}, {}, RECENT
+        times = sorted(self._settled())
+        if self._same <= QUIET:  # then it stays, for a change that comes slowly to be seen
+            self._exposed[cf] = median(times)
         self._quiet[cf] = times[: (SECOND if len(times) <= RECENT else THIRD) + 1][-1]
 
-    def _expose(self, cf: float, now: float) -> None:
-        """Take in the exposed time of the CF in use. In its first steps it corrects what was
-        thought of this CF; later on, another time means another network."""
-        old = self._exposed.get(cf)
-        if old is None or self._steps <= RECENT:
-            self._exposed[cf] = now
-            return
+    def _settled(self) -> list[float]:
+        """Exposed times of the CF in use on the network as it is. The last ones may turn out to be
+        of another network, and wait for that."""
+        times = self._recent[-self._same :]
+        return times if self._same < 2 * RECENT else times[:-RECENT]
+
+    def _has_changed(self, cf: float) -> bool:
+        """The network, as far as the last steps at the CF in use tell. The first ones only correct
+        what was thought of this CF."""
+        if self._same <= RECENT:
+            return False
         least = FLOOR * self._work.value
-        change = (now + least) / (old + least) if old + least > 0 else 1.0
-        if 1 / CHANGED <= change <= CHANGED:
-            return  # not to be told from noise
-        self._exposed, self._quiet = {cf: now}, {}
-        self._same = RECENT // 2 + 1  # those that have moved the median
+        old, last = self._exposed[cf] + least, self._recent[-RECENT:]
+        return min(last) + least > CHANGED * old or max(last) + least < old / CHANGED
 
     def seconds(self, cf: float) -> float | None:
         """Of a step at `cf`, run or not; None before the first step."""
@@ -112,7 +116,6 @@ class Forecast:
             "exposed": [list(item) for item in self._exposed.items()],
             "quiet": [list(item) for item in self._quiet.items()],
             "recent": list(self._recent),
-            "steps": self._steps,
             "same": self._same,
             "long": self._long,
             "cf": self._cf,
@@ -125,8 +128,7 @@ class Forecast:
         self._exposed = {float(cf): float(value) for cf, value in state["exposed"]}
         self._quiet = {float(cf): float(value) for cf, value in state["quiet"]}
         self._recent = [float(value) for value in state["recent"]]
-        self._steps, self._long = int(state["steps"]), int(state["long"])
-        self._same = int(state["same"])
+        self._same, self._long = int(state["same"]), int(state["long"])
         self._cf = None if state["cf"] is None else float(state["cf"])
 
     def _coding(self, cf: float) -> float:

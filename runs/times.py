@@ -17,8 +17,8 @@ def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
     pauses in them (so the parts need not add up). Parts that are not known are left out.
 
     compute: forward and backward. compress, decode: of what is sent and received. exchange:
-    waiting for the network, as far as that is not hidden behind backward. rest: the optimizer, and
-    waiting for input.
+    waiting for the network and for slower ranks, as far as that is not hidden behind backward;
+    network: what of it the network takes alone. rest: the optimizer, and waiting for input.
     """
     parts: dict[str, list[float]] = {}
     for report in (record.report for record in records):
@@ -28,6 +28,7 @@ def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
             "compress": report.compress_seconds,
             "decode": report.decode_seconds,
             "exchange": report.exchange_seconds,
+            "network": report.network_seconds,
             "rest": report.rest_seconds,
         }
         for name, seconds in timed.items():

@@ -10,7 +10,9 @@ CHARTS = {
     "CF: sent, candidate, floor": ("cf/(sent|candidate|floor)",),
     "gain, and epsilon": ("gain/.*", "policy/epsilon"),
     "throughput: T_sys, T_comp": ("throughput/(t_sys|t_comp)",),
-    "step time and its parts (seconds)": ("time/(step|compute|compress|decode|exchange|rest)",),
+    "step time and its parts (seconds)": (
+        "time/(step|compute|compress|decode|exchange|network|rest)",
+    ),
     "bytes a rank sent": ("bytes/sent",),
     "wire factor": ("bytes/wire_factor",),
 }

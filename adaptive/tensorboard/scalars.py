@@ -34,6 +34,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "time/total": record.active,
         "time/compress": report.compress_seconds,
         "time/exchange": report.exchange_seconds,
+        "time/network": report.network_seconds,
         "time/decode": report.decode_seconds,
         "time/compute": report.compute_seconds,
         "time/rest": report.rest_seconds,

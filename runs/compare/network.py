@@ -1,10 +1,10 @@
 """Seconds that a recorded run would have taken on another network: a model, step by step.
 
 seconds(step) = compute + compress + latency + bytes x 8 / rate. Compute is what is left of a
-step's measured time without compression and without waiting for the (real or emulated) network:
-the run's median, since single steps have pauses in them. Compression, which includes decoding, is
-each step's own. Nothing overlaps, so a run whose exchange hides behind backward is
-taken to be slower than it would be.
+step's measured time without compression and without what the (real or emulated) network took (what
+ranks wait for each other is in it): the run's median, since single steps have pauses in them.
+Compression, which includes decoding, is each step's own. Nothing overlaps, so a run whose exchange
+hides behind backward is taken to be slower than it would be.
 
 A small model can stand for a large one: bytes of gradients and compression then count so many
 times, compute and statistics once.
@@ -24,7 +24,7 @@ from adaptive.modelled import imagined_bytes
 def compute_seconds(records: Sequence[StepRecord]) -> float:
     """Of a step, without compression and network; nan if no step was timed."""
     rest = [
-        max(0.0, report.seconds - _known(report.coding_seconds) - _known(report.exchange_seconds))
+        max(0.0, report.seconds - _known(report.coding_seconds) - _known(report.wait_seconds))
         for report in (record.report for record in records)
         if isfinite(report.seconds)
     ]

@@ -36,7 +36,7 @@ class RecordedCosts:
             self._model.observe(report)
             if isfinite(report.wire_bytes):
                 sent.setdefault(report.cf, []).append(report.wire_bytes)
-            timed = (report.seconds, report.coding_seconds, report.exchange_seconds)
+            timed = (report.seconds, report.coding_seconds, report.wait_seconds)
             if all(map(isfinite, timed)) and isfinite(report.timed_bytes):
                 waits.append((timed[0] - timed[1] - timed[2], timed[2], report.timed_bytes))
         dense = [r.report.dense_wire_bytes for r in records if r.report.dense_wire_bytes > 0]
@@ -46,8 +46,9 @@ class RecordedCosts:
         self._bytes.setdefault(DENSE, self._dense)
         waited: dict[float, list[float]] = {}
         for record in records:
-            if isfinite(record.report.exchange_seconds):
-                waited.setdefault(record.report.timed_cf, []).append(record.report.exchange_seconds)
+            report = record.report
+            if isfinite(report.wait_seconds):
+                waited.setdefault(report.timed_cf, []).append(report.wait_seconds)
         self._waited = {cf: median(values) for cf, values in waited.items()}
         self._ran = tuple(sorted(cf for cf in sent if self._model.seconds(cf) is not None))
         self._line = self._model.fit()

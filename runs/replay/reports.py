@@ -108,6 +108,7 @@ class Reports:
             compress_seconds=cost.compress,
             decode_seconds=0.0,  # the model has it in compression
             exchange_seconds=cost.exchange,
+            network_seconds=cost.exchange,
             wire_bytes=self._costs(plan.send).nbytes,
             timed_bytes=cost.nbytes,
             sum_norm=nan,

@@ -18,6 +18,8 @@ DECODE = 0.001
 """Seconds for each payload that is read."""
 INPUT, OPTIMIZER, PAUSE = 0.002, 0.003, 100.0
 DENSE_SECONDS = 0.08
+WAIT = 0.5
+"""Seconds that rank 0 is ready before rank 1, where ranks are uneven."""
 
 
 class _SlowToRead(TopK):
@@ -38,7 +40,7 @@ def _run(rank: int, cfs: list[float], uneven: float, micro: int, pauses: list[in
     base = _SlowToRead(Clock())
     run = ModelledRun(rank, policy, base)
     base._clock = run.clock
-    run.network(DENSE_SECONDS)
+    run.network(DENSE_SECONDS + (WAIT if uneven > 1 and rank == 0 else 0.0))
 
     def accumulate(step: int) -> None:
         run.clock.now += INPUT
@@ -117,6 +119,9 @@ def test_a_pause_between_steps_does_not_count() -> None:
 def test_times_of_unequal_ranks_are_agreed_as_their_mean() -> None:
     for report in _timed(run_ranks(2, _run, [1.0], 3.0, 1, [])):
         assert report.compute_seconds == pytest.approx(2 * COMPUTE)
-        seconds = 2 * COMPUTE + INPUT + OPTIMIZER + DENSE_SECONDS
+        # what the ranks wait for each other is no time of the network's
+        assert report.exchange_seconds == pytest.approx(DENSE_SECONDS + WAIT / 2)
+        assert report.network_seconds == pytest.approx(DENSE_SECONDS)
+        seconds = 2 * COMPUTE + INPUT + OPTIMIZER + report.exchange_seconds
         assert report.seconds == pytest.approx(seconds)
         assert report.median_seconds == pytest.approx(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -101,6 +102,50 @@ def test_a_larger_cf_has_less_to_pack(search: float, pack: float, decode: float)
         assert forecast.seconds(cf) == pytest.approx(expected, rel=1e-6)
     expected = WORK + search + pack / 20 + decode / 10
     assert forecast.seconds(10.0) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_slower_ranks_make_the_others_wait_is_work() -> None:
+    """It is there at any CF, whatever the bytes."""
+    forecast, waits = Forecast(lambda cf: 1e6 / cf), 0.02
+    for step in range(5):
+        whole = WORK + waits + 0.001
+        times = {"seconds": whole, "median_seconds": whole, "compress_seconds": 0.0}
+        times |= {"exchange_seconds": waits + 0.001, "network_seconds": 0.001}
+        forecast.observe(StepReport(step, 10.0, timed_cf=10.0, **times))
+    assert forecast.seconds(10.0) == pytest.approx(WORK + waits + 0.001)
+    assert forecast.seconds(1.0) == pytest.approx(WORK + waits + 0.01)
+
+
+@given(st.randoms(use_true_random=False), st.floats(0.02, 0.3))
+def test_noise_of_a_busy_machine_is_no_other_network(luck: Random, network: float) -> None:
+    """Two steps of three wait for the network alone, the others for a while longer."""
+    forecast = _forecast([network] * 5)
+    _run(forecast, 20.0, [network / 2] * 5)
+    for _ in range(30):
+        late = [network / 2 * luck.uniform(1.3, 3.0), *[network / 2 * luck.uniform(1, 1.2)] * 2]
+        _run(forecast, 20.0, luck.sample(late, 3))
+    assert set(forecast.timed()) == {10.0, 20.0}
+
+
+@given(st.sampled_from([0.2, 0.5, 1.5, 2.0, 10.0]), st.integers(5, 40), st.floats(0.1, 1.0))
+def test_five_steps_show_another_network(times: float, before: int, network: float) -> None:
+    forecast = _forecast([network] * 5)
+    _run(forecast, 20.0, [network / 2] * before)
+    _run(forecast, 20.0, [network / 2 * times] * 4)
+    # from ten steps on the last ones wait until they agree: no promise rests on some of them
+    assert before + 4 < 10 or forecast.seconds(1.0) == pytest.approx(WORK + network * 10)
+    _run(forecast, 20.0, [network / 2 * times])
+    assert forecast.timed() == (20.0,)
+    assert forecast.seconds(20.0) == pytest.approx(WORK + network / 2 * times)
+    assert forecast.seconds(1.0) == pytest.approx(WORK + network * 10 * times)
+
+
+def test_a_network_that_slows_down_by_and_by_is_followed() -> None:
+    forecast = _forecast([1.0] * 5)
+    _run(forecast, 20.0, [0.5] * 20)
+    _run(forecast, 20.0, [0.5 * 1.01**step for step in range(100)])
+    assert forecast.seconds(20.0) == pytest.approx(WORK + 0.5 * 1.01**100, rel=0.3)
+    assert forecast.timed() == (20.0,)
 
 
 def test_a_saved_forecast_goes_on() -> None:

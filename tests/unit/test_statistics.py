@@ -42,12 +42,12 @@ def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
 def test_what_is_summed_over_ranks_is_read_back() -> None:
     vectors = []
     for rank in range(3):
-        tally = Tally(cfs=(10.0, 20.0), ladder=(10.0, 40.0), ranks=3, rank=rank)
+        tally = Tally(cfs=(10.0, 20.0), ladder=(10.0, 40.0), ranks=3, rank=rank, by_energy=True)
         tally.shadow_error, tally.shadow_total = [1.0, 3.0], [4.0, 4.0]
         tally.grad, tally.total, tally.sample_total = 4.0, 8.0, 2.0
         tally.kept, tally.error, tally.sample_error = [6.0, 4.0], [2.0, 4.0], [1.0, 1.5]
         tally.seconds, tally.median_seconds = 0.1 * (rank + 1), 0.2
-        tally.compress_seconds, tally.exchange_seconds = 0.01, 0.02
+        tally.compress_seconds, tally.exchange_seconds = 0.01, 0.03 - 0.01 * rank
         tally.lr, tally.sum_norm = 0.5, nan
         tally.layers = [1.0, 2.0 * rank]
         tally.products, tally.sketch = True, [1.0, 2.0, 3.0, 4.0]
@@ -56,6 +56,8 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
         vectors.append(tally.vector())
     agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 3)
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
+    assert agreed.exchange_seconds == pytest.approx(0.02)
+    assert agreed.network_seconds == pytest.approx(0.01)  # the last one to be ready
     assert agreed.grad_norm == pytest.approx(2.0)  # root of the mean square
     assert agreed.lr == pytest.approx(0.5)
     assert isnan(agreed.sum_norm)
