@@ -28,6 +28,7 @@ class ModelledLink(EmulatedLink):
     def __init__(self, clock: Clock) -> None:
         super().__init__(LinkSpec(1.0))
         self.seconds_a_byte = 0.0
+        self.others = 0.0  # seconds until the other ranks are ready, too
         self.hook_over = Semaphore(0)
         self._clock = clock
 
@@ -37,7 +38,7 @@ class ModelledLink(EmulatedLink):
         def carry() -> None:
             value = done.wait()
             self.hook_over.acquire()
-            self._clock.now += self.seconds_a_byte * wire_bytes
+            self._clock.now += self.others + self.seconds_a_byte * wire_bytes
             held.set_result(value)
 
         Thread(target=carry, daemon=True).start()

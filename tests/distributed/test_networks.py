@@ -46,6 +46,19 @@ def test_it_follows_within_two_windows_both_ways(make: Any) -> None:
     assert min(ends[1], ends[3]) > DENSE
 
 
+def _beside_a_slower_rank(rank: int, policy: Policy) -> list[float]:
+    """CFs sent where the network costs nothing, and rank 0 waits for rank 1."""
+    run = ModelledRun(rank, policy)
+    run.link.others = 0.0 if rank else 0.06
+    return [run.step() for _ in range(30)]
+
+
+def test_waiting_for_a_slower_rank_is_no_slow_network() -> None:
+    mine, theirs = run_ranks(2, _beside_a_slower_rank, Goodput())
+    assert mine == theirs
+    assert set(mine[10:]) == {DENSE}
+
+
 def _budgeted(rank: int, policy: Budget, dense_seconds: float, steps: int) -> list[StepRecord]:
     run = ModelledRun(rank, policy)
     run.network(dense_seconds)
