@@ -71,7 +71,7 @@ class StepTiming:
             compute=backward + next_forward,
             compress=compress,
             decode=decode,
-            exchange=waited + max(0.0, exchanged - left) - decode,
+            exchange=waited + max(0.0, exchanged - left - decode),
         )
 
 

@@ -1,8 +1,10 @@
 """What a step costs at any CF, from the steps that were really run, on a network that changes.
 
 A step is work + compress(cf) + exposed(bytes): the exposed part is what backward waits for the
-network. Work and compression do not depend on the network, so a change of the network shows in the
-exposed time of the CF in use; what was known of the others' is then of another network.
+network, as the rank tells it that waits least. What the others wait for a slower one is there at
+any CF, and counts as work. Work and compression do not depend on the network, so a change of the
+network shows in the exposed time of the CF in use; what was known of the others' is then of another
+network.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Forecast:
         if self._has_changed(cf):
             self._exposed, self._quiet, self._same = {}, {}, RECENT
         times = sorted(self._settled())
-        if self._same <= QUIET:  # then it stays, for a change that comes slowly to be seen
+        if self._same <= QUIET:  # from then on it stays, so that a slow change shows, too
             self._exposed[cf] = median(times)
         self._quiet[cf] = times[: (SECOND if len(times) <= RECENT else THIRD) + 1][-1]
 
@@ -151,8 +153,8 @@ class Forecast:
         """Of a CF not run yet: on the line through the two that were run and have the nearest
         numbers of bytes (latency and bandwidth); with one, in proportion to its bytes.
 
-        What a step waits for a busy machine is in its exposed time, too, and does not grow with
-        the bytes: what counts is the least that was seen at a CF lately, but one or two."""
+        What a busy machine holds up is in these times, too, and does not grow with the bytes: what
+        counts is the least that was seen at a CF lately, but one or two."""
         known = self._exposed.get(cf)
         if known is not None:
             return known

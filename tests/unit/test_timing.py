@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import pairwise
 from math import isnan, nan
 
 import pytest
@@ -29,6 +30,16 @@ def test_covered_is_the_length_of_the_union(
     seconds = [start + i for i in range(int(max(0, stop - start)))]
     hit = [s for s in seconds if any(began <= s and s + 1 <= ended for began, ended in spans)]
     assert covered(spans, start, stop) == len(hit)
+
+
+@given(st.lists(st.integers(0, 100), min_size=2))
+def test_decoding_all_the_while_leaves_no_time_for_the_network(cuts: list[int]) -> None:
+    """Whatever the rounding: a time below zero would be no time."""
+    edges = [cut / 10 for cut in sorted(cuts)]
+    timing = StepTiming(0.0, 10.0, exchanged=edges[-1], ended=20.0)
+    timing.calls = [(0.0, edges[0])]
+    timing.decoded = list(pairwise(edges))
+    assert 0 <= timing.split(_since).exchange == pytest.approx(0, abs=1e-12)
 
 
 def test_the_parts_of_a_step() -> None:
