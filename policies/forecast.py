@@ -30,7 +30,7 @@ the network alone."""
 
 SECOND, THIRD = 1, 2
 """Of up to RECENT and of more steps, by size, which one is the network's: a single step may have
-waited for nothing, and two may be the first ones on a faster network."""
+waited for nothing, and of many steps two."""
 
 CHANGED = 1.25
 """An exposed time this many times what it was, or less than 1 / this, is another network's."""
@@ -78,11 +78,12 @@ class Forecast:
         self._recent = [*self._recent, exposed][-QUIET:]
         self._same += 1
         if self._has_changed(cf):
-            self._exposed, self._quiet, self._same = {}, {}, RECENT
+            # A step or two of them may have been held up on the network as it was.
+            self._exposed, self._quiet, self._same = {}, {}, RECENT - 2
         times = sorted(self._settled())
         if self._same <= QUIET:  # from then on it stays, so that a slow change shows, too
             self._exposed[cf] = median(times)
-        self._quiet[cf] = times[: (SECOND if len(times) <= RECENT else THIRD) + 1][-1]
+        self._quiet[cf] = times[: (SECOND if self._same <= RECENT else THIRD) + 1][-1]
 
     def _settled(self) -> list[float]:
         """Exposed times of the CF in use on the network as it is. The last ones may turn out to be

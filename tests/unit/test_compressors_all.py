@@ -67,7 +67,7 @@ def test_the_global_random_state_is_left_alone(name):
 
 
 @every_name
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     numel=st.integers(0, 700),
     cf=st.sampled_from([1.0, 2.0, 7.0, 30.0, 500.0]),

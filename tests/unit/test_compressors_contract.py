@@ -180,7 +180,7 @@ def test_bytes_of_another_length_are_refused(compressor):
 
 
 @every_compressor
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_fuzzed_bytes_never_write_out_of_bounds(compressor, data):
     """Random, truncated or altered bytes: CorruptPayload, or a payload that stays inside `out`."""

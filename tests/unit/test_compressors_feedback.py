@@ -16,7 +16,7 @@ finite = st.floats(-1e6, 1e6, allow_subnormal=True)
     "compressor", [NoCompression(), TopK(), RandomK(seed=1)], ids=lambda c: c.name
 )
 @given(data=st.data(), numel=st.integers(0, 60), steps=st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_is_lost(compressor: Compressor, data, numel: int, steps: int):
     residual, sent, given_in = torch.zeros(3, numel, dtype=torch.float64)
     size = 0.0

@@ -83,7 +83,7 @@ def problems(draw: st.DrawFn, largest: int = 300_000) -> tuple[list[int], int, i
 
 
 @some_formats
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_round_trip_and_reference(form, problem):
     indices, numel, capacity = problem
@@ -150,7 +150,7 @@ def test_other_sizes_and_types_are_refused(form, numel, capacity):
 
 
 @some_formats
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_fuzzed_bytes(form, data):
     """CorruptPayload, or what `encode` makes of indices that ascend within bounds."""
@@ -210,7 +210,7 @@ def test_a_negative_block_count_is_refused():
 
 
 @given(numel=st.integers(0, 2**31 - 1), share=st.floats(0, 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_chosen_format_is_the_smallest(numel, share):
     capacity = int(share**4 * numel)
     chosen = choose_format(numel, capacity).nbytes(numel, capacity)
@@ -252,7 +252,7 @@ def test_device_path_is_the_same(monkeypatch, form):
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 31))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_numbers_round_trip(numbers, width):
     for some in (np.array(numbers, np.int32), torch.tensor(numbers, dtype=torch.int32)):
         packed = bits.pack_numbers(some, width, len(numbers))

@@ -228,7 +228,7 @@ def test_out_of_another_length_is_refused(quantizer):
 
 
 @every_quantizer
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(numel=st.integers(0, 700), cf=st.sampled_from([1.0, 8.0, 32.0]), data=st.data())
 def test_any_bytes_of_the_right_size_decode_and_others_are_refused(quantizer, numel, cf, data):
     size = quantizer.payload_nbytes(numel, cf)
@@ -246,7 +246,7 @@ def test_any_bytes_of_the_right_size_decode_and_others_are_refused(quantizer, nu
 
 
 @every_quantizer
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(numel=st.integers(0, 2000), cf=st.floats(1, 100), seed=st.integers(0, 1000))
 def test_sizes_of_all_kinds(quantizer, numel, cf, seed):
     tensor = normal(numel, seed=seed)

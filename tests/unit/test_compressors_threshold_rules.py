@@ -217,7 +217,7 @@ def test_accumulates_and_then_follows_the_rule(compressor, rule):
     arrays(np.float32, st.integers(1, 200), elements=st.integers(-3, 3).map(float)),
     st.floats(1.01, 400),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_magnitudes(rule, x, cf):
     compressor, reference = RULES[rule]
     k = kept(x.size, cf)

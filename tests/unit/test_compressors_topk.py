@@ -51,7 +51,7 @@ def test_equals_reference(numel, cf, dtype):
     arrays(np.float32, st.integers(0, 300), elements=st.integers(-3, 3).map(float)),
     st.floats(1, 400),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ties_go_to_the_lower_index(x, cf):
     check(x, cf)
 

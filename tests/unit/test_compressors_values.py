@@ -89,7 +89,7 @@ def packed_by_hand(codes: np.ndarray, bits: int) -> list[int]:
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=st.integers(1, 7), eighths=st.integers(0, 40), seed=st.integers(0, 2**32))
 def test_packing(bits, eighths, seed):
     codes = np.random.default_rng(seed).integers(0, 1 << bits, 8 * eighths, np.uint8)

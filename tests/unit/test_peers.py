@@ -47,7 +47,7 @@ def test_the_mean_over_the_signs_is_the_product(numel: int) -> None:
     assert found == pytest.approx((4.0 * kept, 4.0 * grad), abs=5 * sizes)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(numel=st.integers(1, 3 * WIDTH), step=st.integers(0, 10**6), at=st.integers(0, 10**6))
 def test_a_vector_of_one_element_is_exact(numel: int, step: int, at: int) -> None:
     one = np.zeros(numel)

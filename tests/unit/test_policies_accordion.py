@@ -391,7 +391,7 @@ def test_what_would_make_it_move(steps, norms, lrs, outlook):
     assert policy.outlook() == outlook
 
 
-few = hypothesis_settings(max_examples=60, deadline=None)
+few = hypothesis_settings(max_examples=60)
 
 
 @few

@@ -32,7 +32,7 @@ def best(options, budget):
     return max(worth, default=None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(points=layers, budget=st.floats(0, 400))
 def test_never_more_than_the_budget_and_never_more_than_the_best(points, budget):
     options = options_of(points)
@@ -49,7 +49,7 @@ def test_never_more_than_the_budget_and_never_more_than_the_best(points, budget)
         assert found.worth <= most * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     gains=st.lists(
         st.lists(st.integers(0, 20), min_size=4, max_size=4).map(lambda g: sorted(g)[::-1]),

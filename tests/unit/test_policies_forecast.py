@@ -140,6 +140,22 @@ def test_five_steps_show_another_network(times: float, before: int, network: flo
     assert forecast.seconds(1.0) == pytest.approx(WORK + network * 10 * times)
 
 
+@given(st.integers(0, 2), st.integers(0, 4))
+def test_steps_held_up_before_a_change_are_no_part_of_it(held_up: int, more: int) -> None:
+    forecast = _forecast([0.01] * 10, cf=1.0)
+    _run(forecast, 1.0, [0.02] * held_up + [20.0] * (5 - held_up + more))
+    assert forecast.timed() == (1.0,)
+    assert forecast.seconds(10.0) == pytest.approx(WORK + 2)
+
+
+@given(st.integers(0, 2), st.integers(5, 40))
+def test_a_change_in_the_first_steps_at_a_cf_is_corrected(old: int, steps: int) -> None:
+    forecast = _forecast([0.001] * 5)
+    _run(forecast, 1.0, [0.01] * old + [20.0] * steps)
+    assert forecast.seconds(1.0) == pytest.approx(WORK + 20)
+    assert old + steps < 6 or forecast.seconds(2.0) > WORK + 5
+
+
 def test_a_network_that_slows_down_by_and_by_is_followed() -> None:
     forecast = _forecast([1.0] * 5)
     _run(forecast, 20.0, [0.5] * 20)

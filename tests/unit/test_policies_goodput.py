@@ -164,7 +164,7 @@ def test_goes_on_from_its_state(stop):
 anything = st.one_of(st.floats(), st.floats(0, 10))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     moves=st.lists(st.tuples(anything, anything, anything, anything, anything), max_size=40),
     cf_range=st.sampled_from([(10.0, 1000.0), (1.0, 40.0), (64.0, 64.0), (1.0, 1.0)]),

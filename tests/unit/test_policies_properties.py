@@ -26,7 +26,7 @@ from policies import (
 from policies.budget import Budget
 from policies.schedule import Schedule
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 wild = st.one_of(st.sampled_from([nan, inf, -inf, 0.0, -1.0]), st.floats())
 gains = st.one_of(st.floats(0, 1), st.floats(0.2, 0.6), wild)
@@ -243,7 +243,7 @@ histories = st.lists(steps, min_size=1, max_size=25).map(lambda moves: moves * 4
 """Four times the same: long enough to get through every phase, small enough to shrink."""
 
 
-@settings(max_examples=150, deadline=None)  # of many policies, on many grids
+@settings(max_examples=150)  # of many policies, on many grids
 @given(case=cases, grid=grids, moves=histories)
 def test_nothing_is_sent_or_probed_outside_the_range_or_that_cannot_be_done(case, grid, moves):
     make, cf_range = case

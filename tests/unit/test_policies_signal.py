@@ -16,7 +16,7 @@ from policies.signal import SignalGain
 
 SIGNAL = {10.0: 0.8, 100.0: 0.5, 1000.0: 0.2}
 STEADY = {10.0: 0.4, 100.0: 0.05, 1000.0: 0.01}
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 def report(total, step=0, cf=DENSE, **changes):
