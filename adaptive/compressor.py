@@ -45,7 +45,7 @@ from policies import DENSE, Policy, make_policy
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 
 
 class AdaptiveCompressor:

@@ -133,8 +133,9 @@ class StepReport:
     seconds: mean over ranks of that step's wall time.
     median_seconds: mean over ranks of each rank's median over the last steps sent at timed_cf.
     compress_seconds, exchange_seconds, decode_seconds, compute_seconds: of the timed step, mean
-        over ranks: in compression; waiting, after backward, for the network; and for what it
-        brought to be decoded; in forward and backward (nan if the model is not known).
+        over ranks: in compression; waiting, after backward, for the network and for slower ranks;
+        and for what it brought to be decoded; in forward and backward (nan if the model is not
+        known).
     network_seconds: exchange_seconds of the rank that waited least, the last one to be ready: what
         the network took, where the others have waited for that rank as well.
     wire_bytes: bytes a rank put on the wire in this step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
 from typing import Any, TextIO
@@ -151,8 +152,7 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     spent = result["step_milliseconds"]
     if spent:
-        listed = ", ".join(f"{name} {value:.3g}" for name, value in spent.items())
-        rows.append(("  ms of a step, medians", listed))
+        rows.append(("  ms of a step, medians", _parts(spent)))
     lines = [f"{name:<28}{value}".rstrip() if value else name for name, value in rows]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""
@@ -167,6 +167,15 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
             f"with: python -m runs {config.program} --resume {config.log_dir}"
         ]
     return "\n".join(lines)
+
+
+def _parts(spent: Mapping[str, float]) -> str:
+    """Milliseconds by name; the network's are a part of the exchange's."""
+    told = {name: f"{name} {value:.3g}" for name, value in spent.items()}
+    network = told.pop("network", "")
+    if network and "exchange" in told:
+        told["exchange"] += f" ({network})"
+    return ", ".join(told.values())
 
 
 def _history(history: list[dict[str, Any]]) -> list[str]:

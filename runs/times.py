@@ -18,7 +18,7 @@ def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
 
     compute: forward and backward. compress, decode: of what is sent and received. exchange:
     waiting for the network and for slower ranks, as far as that is not hidden behind backward;
-    network: what of it the network takes alone. rest: the optimizer, and waiting for input.
+    network: of that, without the slower ranks. rest: the optimizer, and waiting for input.
     """
     parts: dict[str, list[float]] = {}
     for report in (record.report for record in records):

@@ -60,7 +60,13 @@ def test_two_noisy_cfs_do_not_make_a_slow_network_of_a_fast_one() -> None:
 def test_what_backward_hides_at_a_large_cf_is_not_free_at_a_small_one(
     exposed: float, steps: int, cf: float
 ) -> None:
+    """That is looked at once, since the network may as well be a faster one by now."""
     forecast = _forecast([exposed] * 6)
+    _run(forecast, 100.0, [0.0] * 9)
+    assert forecast.seconds(cf) >= WORK + exposed
+    _run(forecast, 100.0, [0.0])
+    assert forecast.seconds(cf) == pytest.approx(WORK)
+    _run(forecast, 10.0, [exposed] * 6)
     _run(forecast, 100.0, [0.0] * steps)
     assert forecast.seconds(cf) >= WORK + exposed
     assert forecast.seconds(1000.0) == pytest.approx(WORK)
@@ -132,8 +138,8 @@ def test_five_steps_show_another_network(times: float, before: int, network: flo
     forecast = _forecast([network] * 5)
     _run(forecast, 20.0, [network / 2] * before)
     _run(forecast, 20.0, [network / 2 * times] * 4)
-    # from ten steps on the last ones wait until they agree: no promise rests on some of them
-    assert before + 4 < 10 or forecast.seconds(1.0) == pytest.approx(WORK + network * 10)
+    # beyond five the last ones wait until they agree: no promise rests on some of them
+    assert forecast.seconds(1.0) == pytest.approx(WORK + network * 10)
     _run(forecast, 20.0, [network / 2 * times])
     assert forecast.timed() == (20.0,)
     assert forecast.seconds(20.0) == pytest.approx(WORK + network / 2 * times)
@@ -154,6 +160,38 @@ def test_a_change_in_the_first_steps_at_a_cf_is_corrected(old: int, steps: int) 
     _run(forecast, 1.0, [0.01] * old + [20.0] * steps)
     assert forecast.seconds(1.0) == pytest.approx(WORK + 20)
     assert old + steps < 6 or forecast.seconds(2.0) > WORK + 5
+
+
+@given(st.integers(2, 5), st.booleans(), st.integers(0, 10))
+def test_every_nth_step_may_be_an_exception(nth: int, slower: bool, before: int) -> None:
+    old, new = (0.01, 1.0) if slower else (1.0, 0.01)
+    forecast = _forecast([0.0005] * 5, cf=100.0)
+    _run(forecast, 10.0, [old] * (10 + before))
+    _run(forecast, 10.0, [old if step % nth == 0 else new for step in range(30)])
+    followed = forecast.timed() == (10.0,)
+    assert followed == (nth > 2)
+    assert forecast.seconds(10.0) == pytest.approx(WORK + (new if followed else old))
+
+
+@given(st.integers(0, 5), st.booleans())
+def test_more_bytes_that_take_less_are_of_another_network(fewer: int, slower: bool) -> None:
+    """So are fewer bytes that take longer."""
+    forecast = _forecast([1.0] * 5)
+    _run(forecast, 20.0, [0.5] * (5 + fewer))
+    _run(forecast, *((100.0, [5.0] * 5) if slower else (1.0, [0.1] * 5)))
+    assert len(forecast.timed()) == 1
+
+
+@pytest.mark.parametrize("steps", range(1, 30))
+@pytest.mark.parametrize("after", [1e6, 1e9])
+def test_a_dip_of_the_network_is_not_remembered(steps: int, after: float) -> None:
+    """It moves to CF 320 in it, and finds its way back when it is over."""
+    forecast = _forecast([0.13] * 20, cf=40.0)
+    _run(forecast, 40.0, [1.3] * 5)
+    _run(forecast, 320.0, [0.1625] * steps)
+    rate = 5.2e6 / after  # seconds a byte x CF
+    _run(forecast, 320.0, [rate / 320] * 10)
+    assert forecast.timed() == (320.0,)
 
 
 def test_a_network_that_slows_down_by_and_by_is_followed() -> None:

@@ -248,7 +248,8 @@ class Misled(Forecast):
         super().__init__(nbytes)
 
     def timed(self):
-        return () if self._cf is None else (self._cf,)
+        cf = self._exposure._cf
+        return () if cf is None else (cf,)
 
     def seconds(self, cf):
         misled = cf == DENSE and self.timed() == (40.0,)

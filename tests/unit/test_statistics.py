@@ -70,3 +70,18 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert agreed.measurements[20.0].gain("error_fed") == pytest.approx(0.5)
     assert agreed.measurements[10.0].gain("gradient") == pytest.approx(0.5)
     assert agreed.measurements[20.0].gain("raw") == 1.0  # 12 / 12
+
+
+def test_layers_and_products_are_read_back_without_energies() -> None:
+    vectors = []
+    for rank in range(2):
+        tally = Tally(cfs=(10.0,), ladder=(10.0,), products=True, ranks=2, rank=rank)
+        tally.exchange_seconds = nan if rank else 0.01
+        tally.layers, tally.sketch = [1.0 + rank], [5.0]
+        tally.signal, tally.signal_total, tally.peers, tally.peers_total = [1.0], 2.0, [3.0], 4.0
+        vectors.append(tally.vector())
+    agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 2)
+    assert isnan(agreed.network_seconds)  # not known on every rank
+    assert (agreed.energies, agreed.layers, agreed.sketch) == ((), (3.0,), (10.0,))
+    assert (agreed.signal_total, agreed.peers_total) == (4.0, 8.0)
+    assert (agreed.signal, agreed.peers) == ({10.0: 2.0}, {10.0: 6.0})
