@@ -119,7 +119,7 @@ class Exposure:
         """Of the time at a CF, from the others': more bytes never take less."""
         nbytes = self._by_bytes.nbytes
         fewer = [t for other, t in self._typical.items() if nbytes(other) < nbytes(cf)]
-        more = [t for other, t in self._typical.items() if nbytes(other) > nbytes(cf)]
+        more = [t for other, t in self._quiet.items() if nbytes(other) > nbytes(cf)]
         return max(fewer, default=0.0), min(more, default=inf)
 
     def _is_doubtful(self, cf: float, least: float) -> bool:

@@ -89,6 +89,25 @@ def test_a_changed_network_is_followed_within_forty_steps(before, after):
     assert len(set(sent[100:])) <= 2
 
 
+RATES = st.floats(4.5, 9).map(lambda digits: 10**digits)
+
+
+@settings(max_examples=200)
+@given(RATES, RATES, st.integers(1, 80))
+def test_a_change_at_any_time_is_followed(before, after, at):
+    sent = run(started(), [before] * at + [after] * 80)
+    reached = sum(t_comp(cf, after) for cf in sent[-20:]) / 20
+    assert reached >= t_comp(best(after), after) / 1.3
+
+
+@settings(max_examples=200)
+@given(RATES, RATES, RATES, st.integers(20, 80), st.integers(1, 30))
+def test_a_change_in_between_is_not_remembered(before, for_a_while, after, at, steps):
+    sent = run(started(), [before] * at + [for_a_while] * steps + [after] * 80)
+    reached = sum(t_comp(cf, after) for cf in sent[-20:]) / 20
+    assert reached >= t_comp(best(after), after) / 1.3
+
+
 @pytest.mark.parametrize(("before", "after"), [(1e9, 1e6), (1e6, 1e9)])
 def test_a_median_that_lags_behind_does_not_hold_it_up(before, after):
     policy, seconds, sent = started(), [], []
