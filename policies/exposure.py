@@ -29,7 +29,10 @@ CHANGED = 1.25
 
 
 class Exposure:
-    """Exposed times, in seconds: what backward waits for the network. by_bytes: of each CF."""
+    """Exposed times, in seconds: what backward waits for the network.
+
+    nbytes: bytes on the wire at a CF.
+    """
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:
         self._by_bytes = ByBytes(nbytes)
