@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isfinite, nan
+from math import nan
 from typing import Any
 
 from policies import checks
 from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.fixed import Fixed
+from policies.intervals import Intervals
 from policies.mixture import mixture
 from policies.reasons import change, counted_steps
 from policies.regime import Regime
@@ -19,8 +20,6 @@ PAPER_EPOCHS = 10
 
 NAMED = 3
 """Layers named in a reason; of more, how many."""
-
-_STATE = ("step", "protected_until", "lr", "reason")
 
 
 class Accordion(Policy):
@@ -110,9 +109,7 @@ class Accordion(Policy):
         self._regimes = {
             name: Regime(self.eta) for name in (context.layers if self.per_layer else ("",))
         }
-        self._step = 0
-        self._protected_until = 0  # reports before this one cannot end a critical regime
-        self._lr: float | None = None
+        self._intervals = Intervals(self.interval, self.lr_drop)
         self._reason = ""
         self._mixed = self._mix()
 
@@ -137,7 +134,7 @@ class Accordion(Policy):
         if self._sides is None:
             raise RuntimeError("Accordion needs start(context) before plan()")
         plan = self._in_charge.plan() if self._mixed is None else self._mixed
-        ends = self._step % self.interval == self.interval - 1
+        ends = self._intervals.ends
         return replace(
             plan,
             reason=self._reason or plan.reason,
@@ -157,34 +154,30 @@ class Accordion(Policy):
         if why:
             self._mixed = self._mix()
         self._reason = ""
-        self._step += 1
+        self._intervals.step += 1
         if why:
             self._reason = change(before, self.plan().send, why)
 
     def _watch_learning_rate(self, lr: float) -> str:
         """Critical at once where the rate has dropped; returns why if anything changes."""
-        if not isfinite(lr):
+        ratio = self._intervals.dropped(lr)
+        if not ratio:
             return ""
-        before, self._lr = self._lr, lr
-        if before is None or before <= 0 or lr / before > self.lr_drop:
-            return ""
-        following = self._step // self.interval + 1
-        self._protected_until = (following + 1) * self.interval - 1  # its last step decides again
         quiet = [regime for regime in self._regimes.values() if not regime.critical]
         for regime in quiet:
             regime.critical = True
-        ratio = f"{lr:.4g} / {before:.4g} = {lr / before:.3g} <= lr_drop {self.lr_drop:g}"
         return f"critical regime, learning rate dropped, {ratio}" if quiet else ""
 
     def _detect(self, report: StepReport) -> str:
         """Compare two intervals, if one has just ended; returns why if anything changes."""
-        protected = self._step < self._protected_until
         begun: list[str] = []
         over: list[str] = []
         for name, regime in self._regimes.items():
             layer = report.layers.get(name)
             of_layer = nan if layer is None else layer.sum_norm
-            numbers = regime.detect(of_layer if self.per_layer else report.sum_norm, protected)
+            numbers = regime.detect(
+                of_layer if self.per_layer else report.sum_norm, self._intervals.protected
+            )
             if numbers:
                 told = f"{name}: {numbers}" if self.per_layer else numbers
                 (begun if regime.critical else over).append(told)
@@ -243,20 +236,18 @@ class Accordion(Policy):
     def _compared(self, regimes: list[Regime]) -> tuple[int, str, str]:
         """Steps until their next two sums that count are compared, why that is not at the end of
         this interval, and, where it is known, of what the change is a part."""
-        ends = self._step - self._step % self.interval + self.interval - 1
         known = any(regime.norm is not None for regime in regimes)
-        decides = max(ends if known else ends + self.interval, self._protected_until)
-        left = decides - self._step + 1
+        left, later = self._intervals.left(known)
         if not known:
             return left, " (nothing to compare with yet)", ""
-        if decides > ends:
+        if later:
             return left, " (the learning rate has dropped)", ""
         norm = None if self.per_layer else regimes[0].norm
         return left, "", f" of {norm:.4g}" if norm else ""
 
     def _rate(self, critical: bool) -> str:
         """What the learning rate can do to that."""
-        if self._lr is None and self._step:  # nobody reports it
+        if self._intervals.lr is None and self._intervals.step:  # nobody reports it
             return ""
         drops = f"the learning rate drops to {self.lr_drop:g} of itself"
         if not critical:
@@ -273,7 +264,8 @@ class Accordion(Policy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": {**self._settings, "cfs": self._known()},
-            **{name: getattr(self, f"_{name}") for name in _STATE},
+            **self._intervals.state_dict(),
+            "reason": self._reason,
             "regimes": {name: regime.state_dict() for name, regime in self._regimes.items()},
             "sides": [[side.name, side.state_dict()] for side in self._sides or ()],
         }
@@ -294,8 +286,8 @@ class Accordion(Policy):
             side.load_state_dict(saved)
         for name, regime in self._regimes.items():
             regime.load_state_dict(state["regimes"][name])
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
+        self._intervals.load_state_dict(state)
+        self._reason = str(state["reason"])
         self._mixed = self._mix()
 
 

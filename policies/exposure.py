@@ -36,7 +36,7 @@ class Exposure:
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:
         self._by_bytes = ByBytes(nbytes)
-        self._typical: dict[float, float] = {}
+        self._typical: dict[float, float] = {}  # medians, of the CFs that were run
         self._quiet: dict[float, float] = {}  # the same, as far as only the network is waited for
         self._recent: list[float] = []
         self._same = 0  # steps at the CF in use, on the network as it is now
@@ -56,11 +56,12 @@ class Exposure:
         elif not self._doubted and self._is_doubtful(cf, least):
             self._typical, self._quiet = {}, {}
             self._doubted = True
-        if self._same <= LATELY or cf not in self._typical:
+        if self._same <= LATELY:
             # From then on they stay, so that a change that comes slowly shows, too.
             times = sorted(self._settled())
             self._typical[cf] = median(times)
-            self._quiet[cf] = times[: (SECOND if self._same <= RECENT else THIRD) + 1][-1]
+            place = SECOND if self._same <= RECENT else THIRD
+            self._quiet[cf] = times[min(place, len(times) - 1)]
 
     def seconds(self, cf: float) -> float:
         """At any CF; 0 before the first step. Of a CF not run yet: on the line through the two that

@@ -15,6 +15,7 @@ from statistics import median
 from adaptive import Header, StepRecord
 from policies.base import DENSE
 from policies.cost import CostModel
+from runs.replay.log_cf import part_of_way
 
 MEASURED = "step times of CFs that were never sent: a line fitted through those that were"
 FROM_WAITING = (
@@ -73,7 +74,7 @@ class RecordedCosts:
             return min(self._dense, self._bytes[nearest] * nearest / cf)
         if at <= 0 or self._bytes[above] <= 0:
             return at
-        part = log(cf / below) / log(above / below)
+        part = part_of_way(cf, below, above)
         return exp(log(at) + part * (log(self._bytes[above]) - log(at)))
 
     def compress(self, cf: float) -> float:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, log, nan
+from math import isfinite, nan
 
 from adaptive import StepRecord
 from policies import Measurement
 from policies.base import DENSE
+from runs.replay.log_cf import part_of_way
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class RecordedGains:
         points += [(known, self._newest(i, known)) for known in self.cfs if known > DENSE]
         above = next((n for n, (known, _) in enumerate(points) if known >= cf), len(points) - 1)
         (low, left), (high, right) = points[max(0, above - 1)], points[above]
-        part = log(cf / low) / log(high / low) if high > low else 0.0
+        part = part_of_way(cf, low, high)
 
         def line(start: float, end: float) -> float:
             return min(1.0, max(0.0, start + part * (end - start)))

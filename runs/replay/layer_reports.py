@@ -25,13 +25,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import isfinite, log, nan
+from math import isfinite, nan
 from typing import NamedTuple
 
 from adaptive import StepRecord
 from policies import LayerReport, Plan
 from policies.base import DENSE
 from runs.parser import UsageError
+from runs.replay.log_cf import part_of_way
 
 
 class _Span(NamedTuple):
@@ -228,4 +229,4 @@ def _gain(known: Mapping[float, float], cf: float) -> float:
     below = max((other for other in gains if other < cf), default=DENSE)
     above = min((other for other in gains if other > cf), default=below)
     left, right = gains.get(below, 1.0), gains[above]
-    return left + (right - left) * (log(cf / below) / log(above / below) if above > below else 0.0)
+    return left + (right - left) * part_of_way(cf, below, above)
