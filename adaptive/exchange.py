@@ -114,7 +114,7 @@ class Exchange:
         out = flat.view(self.world_size, payload.numel())
         work = _all_gather(flat, payload, self.group)
         wire = self._count(payload.numel(), gather_wire_bytes)
-        return self._hold(work, wire).then(lambda _: out)
+        return _value_after(self._hold(work, wire), out)
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
@@ -126,13 +126,13 @@ class Exchange:
             flat, payload, [size] * self.world_size, list(sizes), self.group, async_op=True
         )
         wire = self._count(payload.numel(), shard_wire_bytes)
-        return self._hold(work, wire).then(lambda _: out)
+        return _value_after(self._hold(work, wire), out)
 
     def broadcast(self, tensor: Tensor, source: int) -> Future[Tensor]:
         """Make `tensor` on every rank that of the rank `source` of the group, in place."""
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
-        return self._hold(work, wire).then(lambda _: tensor)
+        return _value_after(self._hold(work, wire), tensor)
 
     def hold_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
@@ -154,6 +154,17 @@ class Exchange:
     def _hold(self, work: dist.Work, wire: float) -> Future[Tensor]:
         done: Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
         return self._link.hold(done, wire) if self._link else done
+
+
+def _value_after(done: Future[Tensor], out: Tensor) -> Future[Tensor]:
+    """A future of `out` once `done` is; if `done` failed, so does it. A callback that did not read
+    the future would hand on a receive buffer that nothing was received in."""
+
+    def finish(future: Future[Tensor]) -> Tensor:
+        future.value()  # raises what went wrong
+        return out
+
+    return done.then(finish)
 
 
 def _all_gather(out: Tensor, payload: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -70,6 +70,7 @@ class Session:
         self._slots = Slots(model)
         self._memory = ModelMemory(settings.memory, self._slots)
         self._optimizer, self._scaler = optimizer, scaler
+        self._failed: tuple[int, Exception] | None = None  # the step, and why
         instants = make_instants(settings.clock, self._slots.device)
         self._pipeline = Pipeline(instants)
         self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
@@ -177,7 +178,36 @@ class Session:
         self._reduce_with(clip_norm=None)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The hook's work for one bucket; returns a future of the mean gradient."""
+        """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
+        the exchange of an earlier step has failed."""
+        self._check_whole()
+        step = self.controller.step
+        try:
+            reduced = self._reduce(bucket)
+        except Exception as error:
+            self._failed = self._failed or (step, error)
+            raise
+
+        def arrived(future: Future[Tensor]) -> Tensor:
+            try:
+                return future.value()
+            except Exception as error:
+                self._failed = self._failed or (step, error)
+                raise
+
+        return reduced.then(arrived)
+
+    def _check_whole(self) -> None:
+        """RuntimeError after an exchange that failed: some ranks may have its mean, others not,
+        and what the memory holds may be neither of the step before nor of the step after."""
+        if self._failed is not None:
+            step, error = self._failed
+            raise RuntimeError(
+                f"the gradient exchange of step {step} failed, and what the ranks hold may differ "
+                f"since: start anew, or load a checkpoint on all ranks ({error})"
+            )
+
+    def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         controller = self.controller
         if bucket.index() == 0:
             controller.begin_step()
@@ -232,6 +262,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
+        self._check_whole()
         return {
             **self._identity(),
             "compressor": self.settings.base.state_dict(),
@@ -255,6 +286,7 @@ class Session:
         self._ways.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
         self._instruments.load_state_dict(state, by_name)
+        self._failed = None
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is loaded."""

@@ -27,6 +27,7 @@ class _Waiting:
     left: int
     issued: Future[Tensor]
     done: Future[Tensor]
+    work: Tensor
 
 
 class Pipeline:
@@ -53,8 +54,7 @@ class Pipeline:
             done = issued.then(lambda future: self._finish(rounds, future.value(), work))
         else:
             done = Future(devices=[work.device]) if work.is_cuda else Future()
-            self._queue.append(_Waiting(rounds, collectives - 1, issued, done))
-            done = done.then(lambda _: work)
+            self._queue.append(_Waiting(rounds, collectives - 1, issued, done, work))
         for waiting in earlier:
             self._advance(waiting)
         while last and self._queue:
@@ -97,6 +97,6 @@ class Pipeline:
     def _complete(self, waiting: _Waiting, future: Future[Tensor]) -> None:
         try:
             value = future.value()
-            waiting.done.set_result(self._finish(waiting.rounds, value, value))
+            waiting.done.set_result(self._finish(waiting.rounds, value, waiting.work))
         except Exception as error:  # whoever waits for the bucket must see it, whatever it is
             waiting.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

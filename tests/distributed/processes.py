@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,21 @@ PRELOAD = ["torch", "torch._dynamo", "adaptive", "numpy", "pytest", "hypothesis"
 (optimizers and DDP import torch._dynamo when they are first used)."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = 90) -> list:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit: float = 90,
+    timeout: float = 60,
+    lost: Collection[int] = (),
+) -> list:
     """function(rank, *args) in `world_size` processes; the list of their return values.
 
     Fails if a process raises (with its traceback) or if they take longer than `limit` seconds.
+    timeout: of the process group, in seconds. lost: ranks that die or are stopped on the way;
+    nothing is expected of them, and None stands for what they return.
     """
+    expected = [rank for rank in range(world_size) if rank not in lost]
     with tempfile.TemporaryDirectory() as folder:
         # A fork of the test process would inherit autograd's threads; a fork server has torch
         # imported and nothing run.
@@ -35,7 +45,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: 
         context.set_forkserver_preload(PRELOAD)
         processes = [
             context.Process(
-                target=_run_rank, args=(rank, world_size, folder, function, args), daemon=True
+                target=_run_rank, args=(rank, world_size, folder, timeout, bool(lost), function, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -43,12 +54,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: 
             process.start()
         deadline = time.monotonic() + limit
         try:
-            while any(p.is_alive() for p in processes):
+            while any(processes[rank].is_alive() for rank in expected):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"{function.__name__} hung for {limit} s on {world_size} ranks"
                     )
-                if any(p.exitcode not in (None, 0) for p in processes):
+                if any(processes[rank].exitcode not in (None, 0) for rank in expected):
                     time.sleep(1)  # let the others tell what they saw
                     break
                 time.sleep(0.02)
@@ -61,13 +72,22 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: 
             raise AssertionError("\n".join(error.read_text() for error in errors))
         return [
             torch.load(Path(folder, f"result{rank}"), weights_only=False)
+            if rank in expected
+            else None
             for rank in range(world_size)
         ]
 
 
 def _run_rank(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout: float,
+    alone: bool,
+    function: Callable[..., Any],
+    args: tuple,
 ) -> None:
+    """alone: other ranks may be gone in the end, so that nobody waits for them."""
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -75,12 +95,13 @@ def _run_rank(
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=timeout),
         )
         result = function(rank, *args)
         torch.save(result, Path(folder, f"result{rank}"))
-        dist.barrier()
-        dist.destroy_process_group()
+        if not alone:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         Path(folder, f"error{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise SystemExit(1) from None
