@@ -92,14 +92,18 @@ class MomentumHandover:
     def give_back(self, exchange: Exchange) -> None:
         """Add the ranks' mean velocities to SGD's own buffers, and turn each residual from a sum
         of velocities into a gradient. A collective."""
-        for slot in self._slots.values():
+        slots = list(self._slots.values())
+        device = slots[0].param.device
+        own = torch.tensor([float(slot.started) for slot in slots], device=device)
+        started = exchange.sum_later(own).wait().tolist()  # on how many ranks
+        for slot, ranks in zip(slots, started, strict=True):
             if slot.residual is not None:
                 slot.residual.mul_(1 / self._gradient_to_velocity(slot))
             velocity = slot.velocity if slot.velocity is not None else slot.zeros()
             share = self.rule(slot).change_of_lag(slot.lag, 1.0) / exchange.world_size
             mean = exchange.sum_later(velocity * share).wait()
             exchange.take_traffic()  # no step's
-            if slot.started:
+            if ranks or slot.stepped:
                 self._add_to_buffer(slot, mean)
 
     def to_velocity(self, slot: Slot) -> None:
@@ -162,7 +166,7 @@ class MomentumHandover:
         decay, momentum = group["weight_decay"], group["momentum"]
         state = self._optimizer.state[p]
         buffer = state.get("momentum_buffer")
-        fresh, slot.fresh = slot.fresh, False
+        fresh, slot.stepped = not slot.stepped, True
         if buffer is None:
             if not decay:
                 return

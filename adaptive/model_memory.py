@@ -50,7 +50,8 @@ class ModelMemory:
             self._handover.give_back(exchange)
             self.unhook()
         for slot in self._slots.values():
-            slot.velocity, slot.started, slot.fresh, slot.lag = None, False, False, 1.0
+            slot.velocity, slot.lag = None, 1.0
+            slot.started = slot.fresh = slot.stepped = False
             slot.places.pop("velocity", None)
         keeps = Residual if self.now.keeps_residual else NoMemory
         self.now = keeps(self._slots.maybe_unused)

@@ -143,13 +143,14 @@ class MomentumMemory(Residual):
         state = super().state_dict(slot)
         if slot.started and slot.velocity is not None:
             state |= {"velocity": slot.velocity.clone(), "lag": slot.lag}
-        return state
+        return {**state, "stepped": True} if slot.stepped else state
 
     def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
         super().load_state_dict(slot, state)
         saved = state.get("velocity")
         slot.fresh = False
         slot.started = saved is not None
+        slot.stepped = bool(state.get("stepped", False))
         slot.velocity, slot.lag = None, state.get("lag", 1.0)
         if saved is not None:
             slot.velocity = slot.zeros("velocity").copy_(saved)
@@ -159,7 +160,8 @@ class MomentumMemory(Residual):
             slot.velocity = slot.zeros("velocity")
         _change_lag(slot, rule, lag)
         rule = rule.with_lag(lag)
-        slot.fresh = not slot.started and not self._has_buffer(slot)
+        # Where another rank was the first to use the parameter, its first step is not this one.
+        slot.fresh = not (slot.started or slot.stepped or self._has_buffer(slot))
         if slot.fresh:
             torch.mul(grad, rule.gain, out=slot.velocity)
         else:

@@ -24,8 +24,10 @@ class Slot:
 
     residual: allocated at the first compressed step; meaningless unless `filled`.
     velocity: with momentum correction only. started: the velocity has had its first step.
-    fresh: that first step was this one (SGD does not dampen it). lag: the share of the momentum's
-    lag that the velocity moves with (`MomentumRule.with_lag`).
+    fresh: that first step was this one (SGD does not dampen it). Both are this rank's own: a rank
+    that has not used the parameter has no velocity. stepped: the optimizer has stepped with a mean
+    gradient of it, which is so on all ranks or on none. lag: the share of the momentum's lag that
+    the velocity moves with (`MomentumRule.with_lag`).
     arrived: when its gradient was ready in the first backward, among all. places: where residual
     and velocity go, if they are to lie next to others'.
     """
@@ -37,6 +39,7 @@ class Slot:
     velocity: Tensor | None = None
     started: bool = False
     fresh: bool = False
+    stepped: bool = False
     lag: float = 1.0
     arrived: float = inf
     places: dict[str, Tensor] = field(default_factory=dict)

@@ -45,7 +45,8 @@ def run_ranks(
         context.set_forkserver_preload(PRELOAD)
         processes = [
             context.Process(
-                target=_run_rank, args=(rank, world_size, folder, timeout, bool(lost), function, args),
+                target=_run_rank,
+                args=(rank, world_size, folder, timeout, bool(lost), function, args),
                 daemon=True,
             )
             for rank in range(world_size)
