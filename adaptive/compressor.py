@@ -249,6 +249,12 @@ class AdaptiveCompressor:
         every rank."""
         self._running().controller.flush()
 
+    def discard(self) -> None:
+        """Call this instead of `optimizer.step()` where the gradients of a backward are thrown
+        away (a loss spike): nothing of them may come with later steps, so all that the memory
+        holds is forgotten, what waited from steps before included. On every rank; no collective."""
+        self._running().discard()
+
     def close(self) -> None:
         """At the end of training: take in the last step and close the timeline. Steps after this
         are no longer recorded."""

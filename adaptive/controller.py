@@ -7,12 +7,14 @@ boundary only: every bucket of a step uses the same one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adaptive.exchange import Exchange, reduce_wire_bytes
 from adaptive.instruments import Instruments
@@ -24,6 +26,8 @@ from adaptive.summary import Summary, Totals
 from adaptive.tally import Tally
 from adaptive.timeline import Event
 from policies import DENSE, Plan, Policy
+
+log = logging.getLogger("adaptive")
 
 
 class Controller:
@@ -57,6 +61,8 @@ class Controller:
         self.forced_dense = False
         self.carrying = False  # the residual may hold something
         self.owing = False  # and nothing is to be compressed before it is sent
+        self.changed = False  # gradients were changed before the last step, on some rank
+        self.spoiled = False  # the last step's were not finite
         self._exchange = exchange
         self._recorder = recorder
         self._instruments = instruments
@@ -92,6 +98,12 @@ class Controller:
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
         self.stopwatch.start(plan.send)
+
+    def note(self, reason: str) -> None:
+        """Put something that is no switch on record, in the log and in the timeline."""
+        if self._exchange.rank == 0:
+            log.warning("%s", reason)
+        self._recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
         """The policy's, unless it is detached or must send what the residual holds first."""
@@ -142,15 +154,16 @@ class Controller:
             return finite.index(max(finite))
         return self.step % self._exchange.world_size
 
-    def end_step(self, device: torch.device) -> None:
+    def end_step(self, device: torch.device, changed: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
+        changed: see `Tally.vector`.
 
         Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
         time until the step is over: then it starts with the next step."""
         peers = self._instruments.peers if self.tally.products else None
         if peers is not None:
             self.tally.sketch = peers.sketch()
-        vector = self._exchange.sum_later(self.tally.vector().to(device))
+        vector = self._exchange.sum_later(self.tally.vector(device, changed))
         if self.cf not in self._hooks:
             vector.start()
         traffic = self._exchange.take_traffic()
@@ -239,6 +252,7 @@ class Controller:
         layers, peers = self._instruments.layers, self._instruments.peers
         by_layer = layers.reports(agreed.layers, n) if layers and agreed.layers else {}
         self._energies = agreed.energies
+        self.changed, self.spoiled = agreed.changed, agreed.spoiled > 0
         if peers is not None and pending.tally.products:
             peers.receive(agreed.sketch)
         if pending.cf == DENSE and not agreed.spoiled:

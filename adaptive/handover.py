@@ -12,8 +12,7 @@ this is linear, a buffer that was there before simply goes on decaying.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from torch.optim import SGD, Optimizer
 from adaptive.exchange import Exchange
 from adaptive.momentum import MomentumRule
 from adaptive.residual import Slot
-
-log = logging.getLogger("adaptive")
 
 _NEUTRAL = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 
@@ -39,15 +36,23 @@ class MomentumHandover:
 
     ValueError if a group with momentum holds parameters that the model does not have: their
     momentum would be lost.
+
+    before_gradients_are_read: called in each step, after its closure.
     """
 
-    def __init__(self, optimizer: SGD, slots: Mapping[Tensor, Slot], own: set[Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: SGD,
+        slots: Mapping[Tensor, Slot],
+        own: set[Tensor],
+        before_gradients_are_read: Callable[[], None],
+    ) -> None:
         self._optimizer = optimizer
         self._slots = slots
         self._saved: list[dict[str, Any]] | None = None
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
-        self._reduced = self._warned = False
+        self._before_gradients_are_read = before_gradients_are_read
         for index, group in enumerate(optimizer.param_groups):
             if group["momentum"] and not all(p in own for p in group["params"]):
                 raise ValueError(
@@ -78,17 +83,6 @@ class MomentumHandover:
         for hook in self._hooks:
             hook.remove()
 
-    def expect_step(self) -> None:
-        """Called at each synchronised backward: warns, once, if the optimizer has not stepped
-        since the last, since each of them moves the velocities."""
-        if self._reduced and not self._warned:
-            log.warning(
-                "two synchronised backward passes without optimizer.step() in between: each moves "
-                "the momentum; accumulate gradients under model.no_sync()"
-            )
-            self._warned = True
-        self._reduced = True
-
     def give_back(self, exchange: Exchange) -> None:
         """Add the ranks' mean velocities to SGD's own buffers, and turn each residual from a sum
         of velocities into a gradient. A collective."""
@@ -110,6 +104,18 @@ class MomentumHandover:
         """Turn a residual that was kept as a gradient into a sum of velocities."""
         if slot.filled and slot.residual is not None:
             slot.residual.mul_(self._gradient_to_velocity(slot))
+
+    def to_gradient(self, slot: Slot) -> None:
+        """Turn a sum of velocities, and what the velocity has yet to deliver, into a residual of
+        gradients, on which the optimizer's own momentum is to work."""
+        rule = self.rule(slot)
+        if slot.velocity is not None and rule.momentum != 1:
+            ahead = rule.momentum / (1 - rule.momentum) * rule.change_of_lag(slot.lag, 1.0)
+            slot.open_residual().add_(
+                slot.velocity, alpha=ahead * (rule.momentum if rule.nesterov else 1.0)
+            )
+        if slot.filled and slot.residual is not None:
+            slot.residual.mul_(1 / self._gradient_to_velocity(slot))
 
     def _gradient_to_velocity(self, slot: Slot) -> float:
         """What a gradient adds up to once momentum is through with it."""
@@ -139,8 +145,8 @@ class MomentumHandover:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._restore()  # a step that raised never came to its post-hook
-        self._reduced = False
         args, kwargs = _run_closure(args, kwargs)
+        self._before_gradients_are_read()
         for group in optimizer.param_groups:
             if group["momentum"]:
                 for p in group["params"]:

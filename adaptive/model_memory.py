@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,19 +15,24 @@ from adaptive.slots import Slots
 
 
 class ModelMemory:
-    """now: the memory in use."""
+    """now: the memory in use. before_gradients_are_read: see `MomentumHandover`."""
 
-    def __init__(self, choice: MemoryChoice, slots: Slots) -> None:
+    def __init__(
+        self, choice: MemoryChoice, slots: Slots, before_gradients_are_read: Callable[[], None]
+    ) -> None:
         self.now = NoMemory(slots.maybe_unused)
         self._choice = choice
         self._slots = slots
         self._handover: MomentumHandover | None = None
+        self._before_gradients_are_read = before_gradients_are_read
 
     def choose(self, optimizer: Optimizer | None) -> None:
         """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
         with what was asked for."""
         if self._choice.takes_over(optimizer):
-            self._handover = MomentumHandover(optimizer, self._slots, self._slots.own())
+            self._handover = MomentumHandover(
+                optimizer, self._slots, self._slots.own(), self._before_gradients_are_read
+            )
             for slot in self._slots.values():
                 self._handover.to_velocity(slot)
         self.now = self._choice.make(self._handover, self._slots.maybe_unused)
@@ -49,23 +54,40 @@ class ModelMemory:
         if self._handover is not None:
             self._handover.give_back(exchange)
             self.unhook()
+        self._forget_velocities()
+        keeps = Residual if self.now.keeps_residual else NoMemory
+        self.now = keeps(self._slots.maybe_unused)
+
+    def fall_back(self) -> bool:
+        """Plain error feedback from now on: the optimizer applies its momentum itself, and what
+        velocities have yet to deliver waits in the residual. False, and nothing is changed, if no
+        optimizer could do so."""
+        if self._handover is None:
+            return False
+        for slot in self._slots.values():
+            self._handover.to_gradient(slot)
+        self.unhook()
+        self._forget_velocities()
+        self.now = Residual(self._slots.maybe_unused)
+        return True
+
+    def discard(self) -> None:
+        """Nothing is held any more."""
+        for slot in self._slots.values():
+            slot.filled = False
+            slot.velocity, slot.started, slot.fresh = None, False, False
+
+    def _forget_velocities(self) -> None:
         for slot in self._slots.values():
             slot.velocity, slot.lag = None, 1.0
             slot.started = slot.fresh = slot.stepped = False
             slot.places.pop("velocity", None)
-        keeps = Residual if self.now.keeps_residual else NoMemory
-        self.now = keeps(self._slots.maybe_unused)
 
     def unhook(self) -> None:
         """The optimizer applies its own momentum again."""
         if self._handover is not None:
             self._handover.unhook()
             self._handover = None
-
-    def expect_step(self) -> None:
-        """A synchronised backward begins: the optimizer should step after it."""
-        if self._handover is not None:
-            self._handover.expect_step()
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, of those that have something."""

@@ -66,6 +66,10 @@ class BucketReducer:
         self._scratch = Scratch()
         self._backwards = 0
 
+    def use(self, memory: NoMemory) -> None:
+        """Another memory from the next step on."""
+        self._memory = memory
+
     def joins(self, step: int) -> bool:
         """The tensors of a bucket are compressed as one, in this step's backward."""
         return self._grain.joined and not self._is_early(step)

@@ -9,7 +9,7 @@ memory is as it was before the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -114,6 +114,10 @@ class NoMemory:
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         self._maybe_unused = maybe_unused
+
+    def holds(self, slots: Iterable[Slot]) -> bool:
+        """Something is remembered of earlier steps."""
+        return any(slot.filled or slot.velocity is not None for slot in slots)
 
     def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
         """What a step at `cf`, compressed, has to compress."""

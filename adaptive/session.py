@@ -39,6 +39,7 @@ from adaptive.settings import Settings
 from adaptive.sizes import Sizes
 from adaptive.slots import Slots
 from adaptive.state import check_state
+from adaptive.step_watch import StepWatch
 from adaptive.stopwatch import Stopwatch
 from adaptive.timeline import Header
 from policies import DENSE
@@ -47,6 +48,25 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 log = logging.getLogger("adaptive")
+
+_CHANGED = (
+    "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
+    "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
+)
+_FALLEN_BACK = (
+    "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
+    "with memory='residual'. To keep momentum correction, clip by AdaptiveCompressor(clip_norm=...)"
+    " and hand a GradScaler over: attach(..., scaler=scaler)"
+)
+_UNSTEPPED = (
+    "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
+    " accumulate gradients under model.no_sync()"
+)
+_THROWN_AWAY = (
+    "the gradients of a synchronised backward were cleared without optimizer.step(): what was not "
+    "sent of them waits in the residual and comes with the next steps. Call compressor.discard() "
+    "where gradients are thrown away, or run such passes through model.module"
+)
 
 
 class Session:
@@ -68,7 +88,9 @@ class Session:
         self.model = model
         self.exchange = Exchange(group, EmulatedLink(settings.link) if settings.link else None)
         self._slots = Slots(model)
-        self._memory = ModelMemory(settings.memory, self._slots)
+        self._watch = StepWatch(self._slots)
+        self._memory = ModelMemory(settings.memory, self._slots, lambda: self._watch.compare())
+        self._told: set[str] = set()
         self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
         instants = make_instants(settings.clock, self._slots.device)
@@ -90,6 +112,7 @@ class Session:
             agree(self._prepare, group)
         except Exception:
             self._memory.unhook()
+            self._watch.end()
             raise
         if self._ways.measures:
             self._ways.link = measure_link(self.exchange, settings.clock, self._slots.device)
@@ -153,6 +176,7 @@ class Session:
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood."""
         self._optimizer, self._scaler = optimizer, scaler
+        self._watch = StepWatch(self._slots)
         self._choose_memory()
         self._watch_forward()
         self.controller.forced_dense = False
@@ -174,6 +198,7 @@ class Session:
         if self._arrival is not None:
             self._arrival.end()
         self._memory.release(self.exchange)
+        self._watch.end()
         self._optimizer = None
         self._reduce_with(clip_norm=None)
 
@@ -211,8 +236,7 @@ class Session:
         controller = self.controller
         if bucket.index() == 0:
             controller.begin_step()
-            if self._scaler is None:
-                self._memory.expect_step()
+            self._heed_script()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.instants()
         buffer = bucket.buffer()
         slots = [self._slots.find(p) for p in bucket.parameters()]
@@ -245,10 +269,15 @@ class Session:
                 bucket.is_last(),
             )
         if bucket.is_last():
-            controller.end_step(buffer.device)
+            controller.end_step(buffer.device, self._watch.take_changed())
             self._reducer.end_backward()
+            self._watch.backward_ends(scale, compare=self._memory.now.keeps_velocity)
             if self._arrival is not None:
                 self._arrival.end()
+            if self._watch.thrown_away and self._memory.now.holds(self._slots.values()):
+                self._watch.thrown_away = False
+                if not controller.spoiled:
+                    self._warn_once(_THROWN_AWAY)
         stopwatch.hook_left(entered, self._pipeline.take_waits())
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -259,6 +288,30 @@ class Session:
             return mean
 
         return done.then(finish)
+
+    def discard(self) -> None:
+        """Forget what the memory holds: the last backward's gradients are thrown away."""
+        self._check_whole()
+        self._memory.discard()
+        self._watch.discarded()
+
+    def _heed_script(self) -> None:
+        """What the training script has done since the last backward, and must not do with this
+        memory. Falling back is decided on an agreed statistic, warnings are each rank's own."""
+        controller, watch, memory = self.controller, self._watch, self._memory.now
+        if controller.changed and memory.keeps_velocity:
+            if not self._memory.fall_back():
+                raise RuntimeError(f"{_CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
+            controller.note(f"{_CHANGED}; {_FALLEN_BACK}")
+            self._reducer.use(self._memory.now)
+            self._instruments.begin(self._memory.now)
+        if watch.unstepped and memory.keeps_velocity and not controller.spoiled:
+            self._warn_once(_UNSTEPPED)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            log.warning("%s", message)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from policies import Measurement
 
-_HEAD = 12
+_HEAD = 13
+_CHANGED = _HEAD - 1
 
 
 class Kept(NamedTuple):
@@ -103,13 +104,15 @@ class Tally:
             self.error[i] += share * whole
             self.sample_error[i] += share * sample
 
-    def vector(self) -> Tensor:
-        """float64, flat, 12 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements, with
+    def vector(self, device: torch.device, changed: Tensor | None = None) -> Tensor:
+        """changed: how often gradients were changed before the step, a 0-dim tensor; None: never.
+
+        float64, flat, 13 + 3 * len(cfs) + 2 * len(ladder) + ranks + len(layers) elements, with
         `by_energy` ranks more, and with `products` 2 * len(ladder) + 2 and the sketch: to be summed
         over the ranks."""
         head = [self.grad, self.total, self.sample_total, self.seconds, self.median_seconds]
         head += [self.compress_seconds, self.exchange_seconds, self.lr, self.sum_norm, self.spoiled]
-        head += [self.decode_seconds, self.compute_seconds]
+        head += [self.decode_seconds, self.compute_seconds, 0.0]
         rest = self.kept + self.error + self.sample_error + self.shadow_error + self.shadow_total
         rest += self._by_rank(self.exchange_seconds)
         if self.by_energy:
@@ -117,7 +120,10 @@ class Tally:
         rest += self.layers
         if self.products:
             rest += [self.signal_total, self.peers_total, *self.signal, *self.peers, *self.sketch]
-        return torch.tensor(head + rest, dtype=torch.float64)
+        vector = torch.tensor(head + rest, dtype=torch.float64).to(device)
+        if changed is not None:
+            vector[_CHANGED] = changed
+        return vector
 
     def _by_rank(self, value: float) -> list[float]:
         """Of which the sum over the ranks holds every rank's own."""
@@ -129,6 +135,7 @@ class Agreed:
     """What `Tally.vector` became after the sum: norms summed over ranks, the rest averaged.
 
     network_seconds: the least of the ranks' exchange_seconds. steady: gains of the shadow ladder.
+    changed: whether any rank's gradients were changed between backward and step.
     energies: ||a||^2 rank by rank, if that was wanted. layers: sums of the numbers of each layer,
     if they were read. signal, peers, their totals and sketch: see `Tally`, if they were wanted."""
 
@@ -142,6 +149,7 @@ class Agreed:
     sum_norm: float
     spoiled: float
     network_seconds: float
+    changed: bool
     steady: dict[float, float]
     energies: tuple[float, ...] = ()
     layers: tuple[float, ...] = ()
@@ -182,7 +190,7 @@ class Agreed:
         energies, more = tuple(more[:n_energies]), more[n_energies:]
         layers, more = tuple(more[: len(mine.layers)]), more[len(mine.layers) :]
         norm = sqrt(grad / world_size) if grad >= 0 else nan
-        seconds, median, compress, exchange, lr, sum_norm, spoiled, decode, compute = rest
+        seconds, median, compress, exchange, lr, sum_norm, spoiled, decode, compute, changed = rest
         return cls(
             measurements,
             norm,
@@ -194,6 +202,7 @@ class Agreed:
             sum_norm,
             spoiled,
             min(waits) if all(map(isfinite, waits)) else nan,
+            changed > 0,
             steady,
             energies,
             layers,

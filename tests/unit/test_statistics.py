@@ -53,7 +53,7 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
         tally.products, tally.sketch = True, [1.0, 2.0, 3.0, 4.0]
         tally.signal, tally.signal_total = [0.5, -0.5], -1.0
         tally.peers, tally.peers_total = [2.0, 1.0], 3.0
-        vectors.append(tally.vector())
+        vectors.append(tally.vector(torch.device("cpu")))
     agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 3)
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
     assert agreed.exchange_seconds == pytest.approx(0.02)
@@ -79,7 +79,7 @@ def test_layers_and_products_are_read_back_without_energies() -> None:
         tally.exchange_seconds = nan if rank else 0.01
         tally.layers, tally.sketch = [1.0 + rank], [5.0]
         tally.signal, tally.signal_total, tally.peers, tally.peers_total = [1.0], 2.0, [3.0], 4.0
-        vectors.append(tally.vector())
+        vectors.append(tally.vector(torch.device("cpu")))
     agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 2)
     assert isnan(agreed.network_seconds)  # not known on every rank
     assert (agreed.energies, agreed.layers, agreed.sketch) == ((), (3.0,), (10.0,))

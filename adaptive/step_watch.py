@@ -1,0 +1,158 @@
+"""What a script does with the gradients between `backward()` and `optimizer.step()`.
+
+Two habits that are harmless under plain DDP are not when something is remembered from step to step:
+
+- With momentum correction `p.grad` holds velocities, not gradients. Clipping their norm, decaying
+  weights by hand, adding noise or unscaling them is then something else than what the script means.
+- A backward whose gradients are cleared without a step has left its mark on the memory: what was
+  not sent of it is sent with the steps after it.
+
+Neither can be asked of DDP, so they are noticed: from `p.grad` itself, and from torch's hooks
+around every optimizer's step. Nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+SAMPLE = 4096
+"""Elements of each gradient, the first in memory, that are compared."""
+
+_TOLERANCE = 1e-5
+"""Of a norm: more than rounding, less than any change that means something."""
+
+
+class StepWatch:
+    """Watches the gradients of one model, from the end of a synchronised backward to the step.
+
+    parameters: those that DDP reduces.
+    """
+
+    def __init__(self, parameters: Collection[Tensor]) -> None:
+        self._parameters = parameters
+        self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
+        self._scale: Tensor | None = None
+        self._changed: Tensor | None = None
+        self._version = -1
+        self.unstepped = False
+        """The last synchronised backward has not been followed by a step."""
+        self.thrown_away = False
+        """Gradients of such a backward were cleared before the next."""
+        # The last parameter has its gradient among the first; one tells of all.
+        self._witness = next(reversed(list(parameters)), None)
+        handles: list[Any] = [
+            register_optimizer_step_pre_hook(_weakly(self._before_step)),
+            register_optimizer_step_post_hook(_weakly(self._after_step)),
+        ]
+        if self._witness is not None:
+            handles.append(self._witness.register_hook(_weakly(self._arrives)))
+        self._end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._end()
+
+    def backward_ends(self, scale: Tensor | None, compare: bool) -> None:
+        """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
+        compare: remember the gradients, to see whether they are changed before the step."""
+        self._scale = scale
+        engine = Variable._execution_engine
+        # DDP's own callback, which brings the means into the gradients, is yet to be queued.
+        engine.queue_callback(lambda: engine.queue_callback(lambda: self._remember(compare)))
+
+    def compare(self) -> None:
+        """Before the optimizer reads the gradients: have they been changed since backward?"""
+        if not self._norms:
+            return
+        now = _norms(self._norms)
+        pairs = [(self._norms[p], norm) for p, norm in now.items()]
+        self._norms = {}
+        if not pairs:
+            return
+        before, after = (torch.stack(each) for each in zip(*pairs, strict=True))
+        same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        if self._scale is not None:  # as the scaler is to do, before or in the step
+            unscaled = before / self._scale
+            same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        changed = (~same).any().to(torch.float64)
+        self._changed = changed if self._changed is None else self._changed + changed
+
+    def take_changed(self) -> Tensor | None:
+        """How often gradients were changed since the last time that was asked, a 0-dim tensor where
+        they are; None if nothing was compared."""
+        changed, self._changed = self._changed, None
+        return changed
+
+    def discarded(self) -> None:
+        """The last backward's gradients are thrown away, and somebody has said so."""
+        self.unstepped = self.thrown_away = False
+        self._norms = {}
+
+    def _remember(self, compare: bool) -> None:
+        self.unstepped = True
+        if self._witness is not None:
+            self._version = self._witness._version
+        self._norms = _norms(self._parameters) if compare else {}
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # With a closure, which runs backward, it is too early to compare.
+        if len(args) < 2 and kwargs.get("closure") is None and self._is_for_us(optimizer):
+            self.compare()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_for_us(optimizer):
+            self.unstepped = False
+
+    def _is_for_us(self, optimizer: Optimizer) -> bool:
+        ours = self._parameters
+        return any(p in ours for group in optimizer.param_groups for p in group["params"])
+
+    def _arrives(self, _: Tensor) -> None:
+        """The witness has a new gradient, which is yet to be added to `p.grad`."""
+        p = self._witness
+        assert p is not None
+        # An optimizer of the script's own writes to the parameters, too.
+        if self.unstepped and p._version == self._version and _cleared(p.grad):
+            self.thrown_away = True
+
+
+def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
+    """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
+    with torch.no_grad():
+        grads = {p: p.grad for p in parameters if p.grad is not None and p.grad.numel()}
+        samples = [
+            g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset())
+            for g in grads.values()
+        ]
+        if not samples:
+            return {}
+        norms = torch._foreach_norm(samples, 2, dtype=torch.float64)
+    return dict(zip(grads, norms, strict=True))
+
+
+def _cleared(grad: Tensor | None) -> bool:
+    """None, or on a CPU, where looking costs little, all zero."""
+    return grad is None or (grad.device.type == "cpu" and not bool(grad.any()))
+
+
+def _weakly(method: Any) -> Any:
+    """A hook that does not keep the method's object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call

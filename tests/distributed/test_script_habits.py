@@ -1,0 +1,292 @@
+"""What scripts do with gradients between backward and step, or instead of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import (
+    Scripted,
+    batch,
+    flat_parameters,
+    local_gradients,
+    loss_of,
+    same,
+    small_net,
+)
+
+
+def _listen() -> list[str]:
+    """What the library warns of from now on."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("adaptive").addHandler(handler)
+    return told
+
+
+def _clip(model: DDP) -> None:
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _clip_in_place(model: DDP) -> None:
+    for p in model.parameters():
+        p.grad.data.clamp_(-0.01, 0.01)
+
+
+def _decay(model: DDP) -> None:
+    for p in model.parameters():
+        p.grad = p.grad + 0.1 * p.detach()
+
+
+def _noise(model: DDP) -> None:
+    for p in model.parameters():
+        p.grad += 0.01 * torch.sin(100 * p.grad + 1)
+
+
+def _only_look(model: DDP) -> None:
+    clip_grad_norm_(model.parameters(), float("inf"))
+
+
+HABITS: dict[str, tuple[Callable[[DDP], None], str]] = {
+    "clips": (_clip, "residual"),
+    "clips in place, past autograd": (_clip_in_place, "residual"),
+    "decays": (_decay, "residual"),
+    "adds noise": (_noise, "residual"),
+    "only looks": (_only_look, "momentum"),
+}
+
+
+def _with_habit(habit: str, rank: int, views: bool) -> tuple[str, float, int]:
+    torch.manual_seed(0)
+    model = DDP(small_net(), bucket_cap_mb=0.002, gradient_as_bucket_view=views)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    told = _listen()
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        HABITS[habit][0](model)
+        optimizer.step()
+    own = flat_parameters(model)
+    first = own.clone()
+    dist.broadcast(first, 0)
+    kind = compressor.state_dict()["memory_kind"]
+    return kind, float((own - first).abs().max()), sum("p.grad was changed" in t for t in told)
+
+
+def _with_all_habits(rank: int, views: bool) -> dict[str, tuple[str, float, int]]:
+    return {habit: _with_habit(habit, rank, views) for habit in HABITS}
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["gradients", "views of buckets"])
+def test_changing_velocities_ends_momentum_correction(views: bool) -> None:
+    expected = {habit: (kind, 0.0) for habit, (_, kind) in HABITS.items()}
+    for rank, result in enumerate(run_ranks(2, _with_all_habits, views)):
+        assert {habit: found[:2] for habit, found in result.items()} == expected
+        warned = [int(rank == 0 and kind == "residual") for _, kind in HABITS.values()]
+        assert [found[2] for found in result.values()] == warned
+
+
+def _clipped_losses(rank: int, cf: float | None) -> float:
+    """Held-out loss of a small transformer, trained with the usual clipping of gradients."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    net = nn.Sequential(nn.Linear(12, 16), layer, nn.Linear(16, 12))
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if cf is not None:
+        AdaptiveCompressor(policy=Scripted([cf])).attach(model, optimizer=optimizer)
+
+    def loss(step: int, source: int) -> torch.Tensor:
+        x = batch(step, source, torch.float32)[0].unsqueeze(0)
+        return (model(x) - x.sin().cumsum(dim=1)).square().mean()
+
+    for step in range(80):
+        optimizer.zero_grad()
+        loss(step, rank).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    with torch.no_grad():
+        return sum(float(loss(step, 7)) for step in range(1000, 1020)) / 20
+
+
+def _both_clipped_losses(rank: int) -> list[float]:
+    return [_clipped_losses(rank, cf) for cf in (None, 1.0, 10.0)]
+
+
+def test_a_script_that_clips_trains_as_well_as_under_ddp() -> None:
+    dense, at_1, at_10 = run_ranks(2, _both_clipped_losses)[0]
+    assert at_1 < 1.1 * dense
+    assert at_10 < 1.3 * dense
+
+
+def _switched_once(rank: int, nesterov: bool) -> float:
+    """What is missing of all gradients, relative, after momentum has gone back to the optimizer
+    because gradients were changed (hardly) in one step."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, nesterov=nesterov)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0] * 9 + [1.0] * 200))
+    compressor.attach(model, optimizer=optimizer)
+    start, total = flat_parameters(model), torch.zeros(())
+    for step in range(120):
+        optimizer.zero_grad()
+        if step < 9:
+            gradients = local_gradients(model, step, rank).values()
+            total = total + torch.cat(list(gradients)) / (1 - 0.9)
+        (loss_of(model, step, rank) * (step < 9)).backward()
+        if step == 4:
+            for p in model.parameters():
+                p.grad *= 1.0001
+        optimizer.step()
+    assert compressor.state_dict()["memory_kind"] == "residual"
+    dist.all_reduce(total)
+    total /= dist.get_world_size()
+    moved = (start - flat_parameters(model)) / 1e-6
+    return float((moved - total).norm() / total.norm())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_nothing_is_lost_when_momentum_goes_back(nesterov: bool) -> None:
+    assert max(run_ranks(2, _switched_once, nesterov)) < 1e-3
+
+
+def _scaled(rank: int, handed_over: bool, clips: bool) -> str:
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0]))
+    compressor.attach(model, optimizer=optimizer, scaler=scaler if handed_over else None)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank)).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            _clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+    return compressor.state_dict()["memory_kind"]
+
+
+def _scaled_each_way(rank: int) -> list[str]:
+    return [_scaled(rank, *each) for each in ((True, False), (True, True), (False, False))]
+
+
+def test_a_scaler_that_was_handed_over_may_unscale() -> None:
+    assert run_ranks(2, _scaled_each_way) == [["momentum", "residual", "residual"]] * 2
+
+
+def _momentum_of_its_own(rank: int) -> str:
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    AdaptiveCompressor(policy=Scripted([10.0]), memory="momentum", momentum=0.9).attach(model)
+    try:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            if rank == 0:  # the others must hear of it
+                _clip(model)
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_without_an_optimizer_that_could_take_over_it_is_an_error_on_all_ranks() -> None:
+    for error in run_ranks(2, _momentum_of_its_own, lost=[2]):
+        assert "p.grad was changed" in error
+        assert "clip_norm" in error
+
+
+def _thrown_away(rank: int, how: str, momentum: float) -> int:
+    """How often a backward that was thrown away is warned of."""
+    model = DDP(small_net(), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0]))
+    compressor.attach(model, optimizer=optimizer if momentum else None)
+    told = _listen()
+    for step in range(9):
+        skips = step % 3 == 1
+        if how == "zeroes before forward":
+            optimizer.zero_grad()
+        bypassed = how == "through the module" and skips
+        loss = loss_of(model.module if bypassed else model, step, rank)
+        if how == "zeroes after forward":
+            optimizer.zero_grad()
+        if how == "fills with zeros":
+            optimizer.zero_grad(set_to_none=False)
+        if how == "accumulates" and skips:
+            with model.no_sync():
+                loss_of(model, step, rank).backward()
+            continue
+        (loss * float("inf") if how == "not finite" and skips else loss).backward()
+        if how == "a step of its own":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.02 * p.grad
+        elif not skips:
+            optimizer.step()
+        elif how == "discards":
+            compressor.discard()
+        if how in ("through the module", "discards", "accumulates", "not finite"):
+            optimizer.zero_grad()
+    return sum("discard" in message for message in told)
+
+
+WARNED = {
+    "zeroes before forward": 1,
+    "zeroes after forward": 1,
+    "fills with zeros": 1,
+    "accumulates": 0,
+    "through the module": 0,
+    "a step of its own": 0,
+    "not finite": 0,
+    "discards": 0,
+}
+
+
+def _thrown_away_each_way(rank: int, momentum: float) -> dict[str, int]:
+    return {how: _thrown_away(rank, how, momentum) for how in WARNED}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_backward_that_is_thrown_away_is_warned_of_once(momentum: float) -> None:
+    assert run_ranks(2, _thrown_away_each_way, momentum) == [WARNED, WARNED]
+
+
+def _discarding(rank: int, momentum: float) -> tuple[bool, bool]:
+    """Whether the memory is empty after `discard`, and training goes on as from the start."""
+    ends = []
+    for spike in (False, True):
+        model = DDP(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+        compressor = AdaptiveCompressor(policy=Scripted([10.0]))
+        compressor.attach(model, optimizer=optimizer)
+        loss_of(model, 0, rank).backward()  # DDP's first buckets are others
+        compressor.discard()
+        empty = not any("residual" in m for m in compressor.state_dict()["memory"].values())
+        for step in range(4):
+            optimizer.zero_grad()
+            if spike and step == 0:
+                (1e6 * loss_of(model, 9, rank)).backward()
+                compressor.discard()
+                optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        ends.append(flat_parameters(model))
+    return empty, same(*ends)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_discard_leaves_no_trace_of_a_backward(momentum: float) -> None:
+    assert run_ranks(2, _discarding, momentum) == [(True, True)] * 2
