@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import isfinite, nan, sqrt
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from adaptive.residual import NoMemory, Slot
@@ -84,13 +85,16 @@ class Unit:
 class Bucket:
     """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
     early: it is of the first backward, after which DDP cuts the buckets anew (of the first two with
-    a static graph)."""
+    a static graph). finite: the gradients are, and so are their squares and their sum in that
+    precision; larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or
+    later, or what compressors make of it, and count as not finite."""
 
     def __init__(self, work: Tensor, parts: Sequence[Part], early: bool) -> None:
         self.work = work
         self.parts = parts
         self.early = early
-        self.finite = all(isfinite(part.energy) for part in parts)
+        largest = torch.finfo(work.dtype).max
+        self.finite = all(part.energy <= largest for part in parts)  # nan is not
 
     @classmethod
     def open(
@@ -117,9 +121,9 @@ class Bucket:
             key = Key(slot.name, step, tuple(slot.param.shape))
             parts.append(Part(slot, start, stop, grad, key, energy, held))
             start = stop
-        if not isfinite(tally.grad):  # this step's statistics are to be skipped, by all ranks
-            tally.total = tally.sample_total = nan
         bucket = cls(work, parts, early)
+        if not bucket.finite:  # this step's statistics are to be skipped, by all ranks
+            tally.grad = tally.total = tally.sample_total = nan
         tally.spoiled += not bucket.finite
         return bucket
 

@@ -123,6 +123,8 @@ class BucketReducer:
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
             self._memory.fold(part.slot, part.grad)
+        if not bucket.finite:  # the others' memories are not to take it for a mean
+            bucket.work.fill_(nan)
         for unit, sample in zip(units, samples, strict=True):
             if not unit.held:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])

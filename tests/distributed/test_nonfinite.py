@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
+from compressors import compressor_names
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, loss_of, small_net
 
@@ -21,11 +23,13 @@ class _Poisonable(nn.Module):
         super().__init__()
         self.net = small_net()
         self.bad = 0.0
+        self.net[0].weight.register_hook(self._spoil)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bad:
-            self.net[0].weight.register_hook(lambda g: g * self.bad)
         return self.net(x)
+
+    def _spoil(self, g: torch.Tensor) -> torch.Tensor:
+        return (g.sign() if self.bad > 1 else g) * self.bad if self.bad else g
 
 
 def _run(rank: int, cf: float, momentum: float, bad: float) -> dict[str, Any]:
@@ -104,3 +108,53 @@ def test_the_residual_is_kept_in_unscaled_units(cf: float) -> None:
     for a, b in zip(plain, scaled, strict=True):
         torch.testing.assert_close(a["parameters"], b["parameters"])
         torch.testing.assert_close(a["memory"], b["memory"])
+
+
+def _alike(flags: list[bool]) -> bool:
+    """Whether all ranks have the same."""
+    total = torch.tensor(flags, dtype=torch.float64)
+    dist.all_reduce(total)
+    return bool(((total == 0) | (total == dist.get_world_size())).all())
+
+
+def _memory(compressor: AdaptiveCompressor) -> dict[str, dict[str, Any]]:
+    return compressor.state_dict()["memory"]
+
+
+def _huge(rank: int, size: float, momentum: float) -> dict[str, str]:
+    """What went wrong with each compressor when one rank's gradient was huge in one step."""
+    wrong = {}
+    for base in compressor_names():
+        for cf in (10.0, 1.0):
+            module = _Poisonable().float()
+            model = DDP(module, bucket_cap_mb=0.002)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-30, momentum=momentum)
+            policy = Scripted([10.0, 10.0, 10.0, cf, 10.0])
+            compressor = AdaptiveCompressor(base, (1, 100), policy=policy)
+            compressor.attach(model, optimizer=optimizer)
+            found = ""
+            for step in range(7):
+                optimizer.zero_grad()
+                x, y = batch(step, rank, torch.float32)
+                module.bad = size if rank == 1 and step == 3 else 0.0
+                (model(x) - y).square().mean().backward()
+                finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
+                if step != 3:
+                    optimizer.step()
+                    if not all(finite):
+                        found = f"gradients of step {step} are not finite"
+                elif not _alike(finite):
+                    found = "the ranks end the step differently"
+            held = [torch.as_tensor(t) for m in _memory(compressor).values() for t in m.values()]
+            if not all(bool(tensor.isfinite().all()) for tensor in held):
+                found = found or "the memory is not finite"
+            if found:
+                wrong[f"{base} at CF {cf:g}"] = found
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "momentum"), [(1e18, 0.9), (1e25, 0.0), (1e38, 0.0), (1e38, 0.9), (1e-38, 0.9)]
+)
+def test_a_huge_gradient_in_one_step_is_gone_with_it(size: float, momentum: float) -> None:
+    assert run_ranks(2, _huge, size, momentum) == [{}, {}]
