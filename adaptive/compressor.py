@@ -24,6 +24,7 @@ from adaptive.options import (
     check_cf_range,
     check_choice,
     check_clock,
+    check_debug,
     check_dense_below,
     check_link,
     check_optimizer,
@@ -97,6 +98,10 @@ class AdaptiveCompressor:
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`; None: the
         default group.
+    debug: check that the ranks are still replicas: their plans in every step, their parameters in
+        every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
+        that differ. Costs a small blocking collective a step. None: as the environment variable
+        ADAPTIVE_DEBUG says (a number of steps; 1: as True).
 
     ValueError or TypeError names the argument, its value and what is accepted.
     """
@@ -124,6 +129,7 @@ class AdaptiveCompressor:
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
         process_group: dist.ProcessGroup | None = None,
+        debug: bool | int | None = None,
     ) -> None:
         compressor, rungs = make_base(base, memory, exchange), check_hooks(hooks)
         chosen = make_policy(default_policy(compressor, rungs) if policy is None else policy)
@@ -142,6 +148,7 @@ class AdaptiveCompressor:
             timeline=make_timeline(timeline),
             link=check_link(link),
             clock=check_clock(clock),
+            debug=check_debug(debug),
         )
         self._group = process_group
         self._session: Session | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
@@ -18,6 +19,9 @@ from policies import Policy
 
 GRANULARITIES = ("auto", "layer", "bucket")
 MEMORIES = ("auto", "residual", "momentum", "none")
+
+DEBUG_EVERY = 100
+"""Steps between two comparisons of the ranks' parameters with debug=True."""
 
 VALUES = "int4"
 """How a sparsifier's values travel if nobody says: as good as fp32 with error feedback, and a kept
@@ -176,6 +180,24 @@ def check_clock(clock: Any) -> Callable[[], float]:
     if not callable(clock):
         raise TypeError(f"clock must be a function that returns seconds, got {clock!r}")
     return clock
+
+
+def check_debug(debug: Any) -> int:
+    """Steps between two comparisons of the ranks' parameters, 0 for none: True is `DEBUG_EVERY`,
+    None what the environment variable ADAPTIVE_DEBUG says. ValueError for anything else."""
+    argument, value = "debug", debug
+    if debug is None:
+        argument, text = "ADAPTIVE_DEBUG", os.environ.get("ADAPTIVE_DEBUG", "")
+        value = int(text) if text.isdecimal() else text or 0
+        value = True if value == 1 else value
+    if value is True:
+        return DEBUG_EVERY
+    if not isinstance(value, Integral) or value < 0:
+        raise ValueError(
+            f"{argument} must be True, False or a number of steps >= 0 after which parameters are "
+            f"compared, got {value!r}"
+        )
+    return int(value)
 
 
 def check_optimizer(optimizer: Any) -> None:

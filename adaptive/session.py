@@ -22,6 +22,7 @@ from adaptive.agreement import agree, describe_sizes
 from adaptive.arrival import Arrival
 from adaptive.bucket import Grain
 from adaptive.controller import Controller
+from adaptive.cross_check import CrossCheck
 from adaptive.exchange import Exchange
 from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
 from adaptive.exchanges.pipeline import Pipeline
@@ -118,6 +119,7 @@ class Session:
             self._ways.link = measure_link(self.exchange, settings.clock, self._slots.device)
         if self.exchange.world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
+        self._warn_of(optimizer)
         self.controller = Controller(
             settings.policy,
             self.exchange,
@@ -135,6 +137,8 @@ class Session:
             frozenset(settings.hooks),
             self._ways.by_energy,
         )
+        every = settings.debug
+        self._check = CrossCheck(self._slots.values(), group, every) if every else None
         self._watch_forward()
         # With unused parameters buckets stay as they are from the first backward on.
         fixed = model is None or (model.find_unused_parameters and not model.static_graph)
@@ -178,6 +182,7 @@ class Session:
         self._optimizer, self._scaler = optimizer, scaler
         self._watch = StepWatch(self._slots)
         self._choose_memory()
+        self._warn_of(optimizer)
         self._watch_forward()
         self.controller.forced_dense = False
 
@@ -236,6 +241,8 @@ class Session:
         controller = self.controller
         if bucket.index() == 0:
             controller.begin_step()
+            if self._check is not None:
+                self._check.check(controller.step, controller.plan)
             self._heed_script()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.instants()
         buffer = bucket.buffer()
@@ -307,6 +314,11 @@ class Session:
             self._instruments.begin(self._memory.now)
         if watch.unstepped and memory.keeps_velocity and not controller.spoiled:
             self._warn_once(_UNSTEPPED)
+
+    def _warn_of(self, optimizer: Optimizer | None) -> None:
+        warning = self._memory.warning(optimizer)
+        if warning and self.exchange.rank == 0:
+            self._warn_once(warning)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
