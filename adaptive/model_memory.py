@@ -44,8 +44,8 @@ class ModelMemory:
         return (
             f"optimizer {type(optimizer).__name__} is not torch's SGD: gradients are compressed "
             f"with plain error feedback. What is sent late comes in bursts, and an optimizer that "
-            f"divides by the gradients' own size (Adam, AdamW) takes them for noise: expect a loss of "
-            f"quality at every CF (on a small GPT 18% of perplexity at CF 10)"
+            f"divides by the gradients' own size (Adam, AdamW) takes them for noise: expect a loss "
+            f"of quality at every CF (on a small GPT 18% of perplexity at CF 10)"
         )
 
     def adopt(self, other: ModelMemory) -> None:
