@@ -1,11 +1,12 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
 # make long-test: what takes long. make browser-test: the TensorBoard page in a real browser.
+# make soak: 20,000 steps with all that a long run meets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test long-test browser-test lint bench clean
+.PHONY: demo test long-test browser-test soak lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -25,6 +26,9 @@ browser-test: $(STAMP)
 		exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/integration/browser
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.distributed.soak --steps 20000
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, Goodput, GraVAC, MemoryTimeline
+from adaptive import Accordion, AdaptiveCompressor, Goodput, GraVAC, MemoryTimeline, Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, flat_parameters, loss_of, same, small_net
 
@@ -25,11 +25,11 @@ SHADOWED = {
 }
 
 
-class _Run:
+class Run:
     """A training run that can be stopped into a state and started from one."""
 
     def __init__(
-        self, policy: str, base: str, exchange: str = "auto", static_graph: bool = False
+        self, policy: Policy, base: str, exchange: str, static_graph: bool = False, **options: Any
     ) -> None:
         net = small_net(torch.float32)
         self.model = DDP(net, bucket_cap_mb=0.002, static_graph=static_graph)
@@ -41,10 +41,11 @@ class _Run:
         self.compressor = AdaptiveCompressor(
             base,
             (2, 100),
-            policy={**POLICIES, **SHADOWED}[policy](),
+            policy=policy,
             exchange=exchange,
             clock=self.clock,
             timeline=self.timeline,
+            **options,
         ).attach(self.model, optimizer=self.optimizer)
 
     def train(self, rank: int, start: int, stop: int) -> None:
@@ -72,6 +73,10 @@ class _Run:
         self.clock.now = state["clock"]
 
 
+def _run(policy: str, base: str, exchange: str = "auto", static_graph: bool = False) -> Run:
+    return Run({**POLICIES, **SHADOWED}[policy](), base, exchange, static_graph)
+
+
 def _straight_and_resumed(
     rank: int,
     policy: str,
@@ -81,12 +86,12 @@ def _straight_and_resumed(
     stop: int = STOP,
     static_graph: bool = False,
 ) -> dict[str, Any]:
-    straight = _Run(policy, base, exchange, static_graph)
+    straight = _run(policy, base, exchange, static_graph)
     straight.train(rank, 0, STEPS)
-    stopped = _Run(policy, base, exchange, static_graph)
+    stopped = _run(policy, base, exchange, static_graph)
     stopped.train(rank, 0, stop)
     torch.save(stopped.state(), f"{path}/{rank}")
-    resumed = _Run(policy, base, exchange, static_graph)
+    resumed = _run(policy, base, exchange, static_graph)
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, stop, STEPS)
     return {
@@ -128,7 +133,7 @@ def test_stopped_while_ddp_orders_its_buckets(stop: int, static_graph: bool, tmp
 
 
 def _misfit(rank: int, what: str) -> str:
-    run = _Run("gravac", "topk")
+    run = _run("gravac", "topk")
     run.train(rank, 0, 3)
     state = run.compressor.state_dict()
     if what == "world_size":
@@ -148,7 +153,7 @@ def test_a_state_that_does_not_fit_is_refused(what: str) -> None:
 
 
 def _detached(rank: int) -> dict[str, Any]:
-    run = _Run("gravac", "topk")
+    run = _run("gravac", "topk")
     run.train(rank, 0, 20)
     had = run.compressor.state_dict()["memory"]
     run.compressor.detach()

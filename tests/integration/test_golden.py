@@ -1,0 +1,66 @@
+"""Whole runs end where they ended when golden.json was made, to the last bit.
+
+A change that is meant to change them makes the file anew (python -m tests.integration.golden) and
+says in its commit why each run that differs does.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from adaptive.exchanges import EXCHANGES
+from adaptive.options import MEMORIES
+from compressors import compressor_names
+from policies import policy_names
+from tests.integration.commands import ROOT
+from tests.integration.golden import FILE, RUNS
+
+WRITTEN = json.loads(FILE.read_text(encoding="utf-8"))
+MAKE = "python -m tests.integration.golden"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the runs do now, in a process whose arithmetic is pinned."""
+    command = [sys.executable, "-m", "tests.integration.golden", "--print"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    golden = json.loads(done.stdout)
+    if golden["fingerprint"] != WRITTEN["fingerprint"]:
+        pytest.skip(
+            "plain torch and NumPy operations round differently here than where golden.json was "
+            f"made (another version or kind of processor): {MAKE}, on a commit that is known to be "
+            "right, makes one for this machine"
+        )
+    return golden["runs"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_what_it_was_to_the_bit(name: str, found: dict[str, Any]) -> None:
+    now, then = found[name], WRITTEN["runs"][name]
+    for what in ("cfs", "layer_cfs", "bytes", "parameters"):  # the cause before what it brings on
+        assert now[what] == then[what], f"{what} differ; if they should: {MAKE}"
+
+
+def test_the_file_holds_these_runs_and_no_others() -> None:
+    assert list(WRITTEN["runs"]) == list(RUNS)
+
+
+def test_whatever_can_be_chosen_is_in_some_run() -> None:
+    runs = RUNS.values()
+    policies = {run.policy().name for run in runs}
+    assert policies == set(policy_names())
+    assert {run.base.partition("+")[0] for run in runs} == set(compressor_names())
+    assert {run.memory for run in runs} == set(MEMORIES)
+    assert {run.exchange for run in runs} == set(EXCHANGES)
+    assert {run.granularity for run in runs} == {"auto", "layer", "bucket"}
+
+
+def test_runs_that_may_switch_do() -> None:
+    switching = [run for run in WRITTEN["runs"].values() if len(run["cfs"]) > 2]
+    assert len(switching) > len(RUNS) / 2
