@@ -190,7 +190,7 @@ class AdaptiveCompressor:
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
-        calls `model.register_comm_hook(compressor, compressor.hook)` afterwards."""
+        calls `model.register_comm_hook(compressor, adaptive_hook)` afterwards."""
         check_model(model)
         check_optimizer(optimizer)
         check_scaler(scaler)
