@@ -38,10 +38,10 @@ from adaptive.reduce import BucketReducer
 from adaptive.settings import Settings
 from adaptive.sizes import Sizes
 from adaptive.slots import Slots
-from adaptive.state import check_state
+from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.stopwatch import Stopwatch
 from adaptive.timeline import Header
-from policies import DENSE
+from policies import DENSE, saved
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -243,15 +243,12 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
-        by_name = self._slots.by_name()
-        check_state(state, self._identity(), by_name)
-        before = self.settings.base.state_dict()
-        self.settings.base.load_state_dict(state["compressor"])
-        try:
-            self.controller.load_state_dict(state["controller"], same_clock)
-        except Exception:
-            self.settings.base.load_state_dict(before)
-            raise
+        by_name, base = self._slots.by_name(), self.settings.base
+        controller = self.controller
+        with undone_on_error((base, controller.policy), controller.loaded_parts()):
+            check_state(state, self._identity(), by_name, len(self._instruments.ladder))
+            base.load_state_dict(saved.part(state, "compressor"))
+            controller.load_state_dict(saved.part(state, "controller"), same_clock)
         self._ways.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
         self._instruments.load_state_dict(state, by_name)
@@ -264,6 +261,7 @@ class Session:
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
+            "parameters": shapes(self._slots.by_name()),
         }
 
     def _choose_memory(self) -> None:
