@@ -46,7 +46,7 @@ from policies import DENSE, Policy, make_policy
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 5
+_STATE_VERSION = 6
 
 
 class AdaptiveCompressor:
@@ -292,13 +292,16 @@ class AdaptiveCompressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's `state_dict()`; same model, settings, number of ranks.
 
-        ValueError, with nothing changed, if the state does not fit. An injected clock must go on
+        ValueError, with nothing changed, if the state does not fit or is damaged: a key or a
+        parameter is missing or unknown, a value has another type or shape, a number is not finite.
+        An injected clock must go on
         from where it stood; the real one does not, and the interval is not timed."""
         session = self._named("load_state_dict")
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"state: version is {state.get('version')!r}, expected {_STATE_VERSION}"
-            )
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state: must be a state_dict() of ours, got {type(state).__name__}")
+        version = state.get("version")
+        if not isinstance(version, int) or version != _STATE_VERSION:
+            raise ValueError(f"state: version is {version!r}, expected {_STATE_VERSION}")
         same_clock = self._settings.clock is not time.perf_counter
         session.load_state_dict(state, same_clock)
 

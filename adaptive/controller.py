@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adaptive.exchange import Exchange, reduce_wire_bytes
 from adaptive.instruments import Instruments
+from adaptive.modelled import ModelledClock
 from adaptive.pending import PendingStep
 from adaptive.recorder import Recorder
 from adaptive.step_cfs import StepCFs
@@ -25,7 +26,7 @@ from adaptive.stopwatch import Stopwatch
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Tally
 from adaptive.timeline import Event
-from policies import DENSE, Plan, Policy
+from policies import DENSE, Plan, Policy, saved
 
 log = logging.getLogger("adaptive")
 
@@ -224,24 +225,39 @@ class Controller:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
-        """same_clock: see `Stopwatch.load_state_dict`."""
-        self.policy.load_state_dict(state["policy"])  # first: it may refuse
+        """same_clock: see `Stopwatch.load_state_dict`. An error may leave it half loaded: see
+        `loaded_parts`."""
+        self.policy.load_state_dict(saved.part(state, "policy"))
         layers, peers = self._instruments.layers, self._instruments.peers
-        if layers is not None:
-            layers.load_state_dict(state["layers"])
-        if peers is not None and state["peers"]:
-            peers.load_state_dict(state["peers"])
+        for name, part in (("layers", layers), ("peers", peers)):
+            of_part = saved.part(state, name)
+            if part is not None:
+                part.load_state_dict(of_part)
+            saved.together(part is not None or not of_part, f"{name!r} are not asked for here")
         self._pending = None
         self._exchange.take_traffic()
-        self.step = int(state["step"])
-        self.cf = float(state["cf"])
-        self.carrying, self.owing = bool(state["carrying"]), bool(state["owing"])
-        self._energies = tuple(state["energies"])
-        self._totals = Totals.from_state(state["totals"])
-        step, reason = state["last_switch"]
-        self._last_switch = (int(step), str(reason))
+        self.step = saved.count(state, "step")
+        self.cf = saved.number(state, "cf", least=1)
+        self.carrying, self.owing = saved.flag(state, "carrying"), saved.flag(state, "owing")
+        energies = saved.values(state, "energies")  # of a spoiled step not finite
+        n = self._exchange.world_size
+        whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
+        saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
+        self._energies = tuple(energies)
+        self._totals = Totals.from_state(saved.part(state, "totals"))
+        switch = dict(zip(("step", "reason"), saved.values(state, "last_switch"), strict=False))
+        self._last_switch = (saved.count(switch, "step"), saved.text(switch, "reason"))
+        saved.together(len(saved.values(state, "last_switch")) == 2, "'last_switch' is no pair")
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self._recorder.load_state_dict(state, pause)
+
+    def loaded_parts(self) -> list[object]:
+        """Whatever `load_state_dict` changes beside the policy."""
+        layers, peers = self._instruments.layers, self._instruments.peers
+        watch = self.stopwatch
+        parts = [self, self._exchange, layers, peers, watch, watch.forward, self._recorder]
+        modelled = [watch.clock] if isinstance(watch.clock, ModelledClock) else []
+        return [part for part in (*parts, *modelled) if part is not None]
 
     def _observe_pending(self, now: float) -> None:
         pending, self._pending = self._pending, None

@@ -12,7 +12,7 @@ from math import isfinite, nan
 from typing import Any
 
 from adaptive.residual import Slot
-from policies import LayerReport
+from policies import LayerReport, saved
 
 
 @dataclass
@@ -70,8 +70,16 @@ class LayerStatistics:
         return {name: [s.energy, list(s.error), list(s.total)] for name, s in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, (energy, error, total) in state.items():
-            self._sums[name] = _Sums(float(energy), list(error), list(total))
+        found = {}
+        saved.together(state.keys() == self._sums.keys(), "'layers' are not those of the model")
+        for name, each in state.items():
+            energy, error, total = saved.entries({name: [each]}, name, 3)[0]
+            row = {"energy": energy, "error": error, "total": total}
+            lists = saved.numbers(row, "error"), saved.numbers(row, "total")
+            fits = all(len(each) == len(self._ladder) for each in lists)
+            saved.together(fits, f"'layers' has another ladder for {name!r}")
+            found[name] = _Sums(saved.number(row, "energy", least=0), *lists)
+        self._sums = found
 
     def _empty(self) -> _Sums:
         return _Sums(0.0, [0.0] * len(self._ladder), [0.0] * len(self._ladder))

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.futures import Future
 
+IDLE = 1.0
+"""Seconds without a transfer after which the thread that waits for them ends."""
+
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _RATE = re.compile(r"([0-9.]+)\s*([kmg]?)(?:bit(?:/s|ps)?|bps)", re.IGNORECASE)
 _TIME = re.compile(r"([0-9.]+)\s*(us|ms|s)", re.IGNORECASE)
@@ -69,7 +72,8 @@ class EmulatedLink:
     """Holds back finished collectives until a link of `spec` could have carried their bytes.
 
     Transfers queue behind one another as on a real link; waiting is done by a thread of its own,
-    so that backward goes on meanwhile.
+    so that backward goes on meanwhile. With nothing to hold for IDLE seconds the thread ends, so
+    that none is left behind by a compressor that was detached, closed or thrown away.
     """
 
     def __init__(self, spec: LinkSpec) -> None:
@@ -96,12 +100,21 @@ class EmulatedLink:
         return held
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue or (wait := self._queue[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(wait if self._queue else None)
-                _, _, done, held = heapq.heappop(self._queue)
+        while (next_one := self._take()) is not None:
+            done, held = next_one
             try:
                 held.set_result(done.wait())
             except Exception as error:  # the waiter must see it, whatever it is
                 held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            del next_one, done, held  # nothing is kept alive by a thread that waits
+
+    def _take(self) -> tuple[Future[Tensor], Future[Tensor]] | None:
+        """The next transfer, once it is due; None, and the thread is over, if none has come for
+        IDLE seconds."""
+        with self._changed:
+            while not self._queue or (wait := self._queue[0][0] - time.monotonic()) > 0:
+                if not self._changed.wait(wait if self._queue else IDLE) and not self._queue:
+                    self._thread = None
+                    return None
+            _, _, done, held = heapq.heappop(self._queue)
+            return done, held

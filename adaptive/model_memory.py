@@ -69,18 +69,20 @@ class ModelMemory:
         keeps = Residual if self.now.keeps_residual else NoMemory
         self.now = keeps(self._slots.maybe_unused)
 
-    def fall_back(self) -> bool:
+    @property
+    def may_fall_back(self) -> bool:
+        """An optimizer is there whose momentum was taken over."""
+        return self._handover is not None
+
+    def fall_back(self) -> None:
         """Plain error feedback from now on: the optimizer applies its momentum itself, and what
-        velocities have yet to deliver waits in the residual. False, and nothing is changed, if no
-        optimizer could do so."""
-        if self._handover is None:
-            return False
+        velocities have yet to deliver waits in the residual."""
+        assert self._handover is not None
         for slot in self._slots.values():
             self._handover.to_gradient(slot)
         self.unhook()
         self._forget_velocities()
         self.now = Residual(self._slots.maybe_unused)
-        return True
 
     def discard(self) -> None:
         """Nothing is held any more."""

@@ -21,6 +21,7 @@ import torch
 from adaptive.residual import Slot
 from adaptive.tally import Tally
 from compressors.norms import Array
+from policies import saved
 
 WIDTH = 256
 """Numbers in a sketch: 2 kB in the all-reduce of the statistics."""
@@ -84,7 +85,16 @@ class Peers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        arrays = {name: each.numpy().copy() for name, each in state.items()}
+        wanted = {"grad": (WIDTH,), "kept": (self._cfs, WIDTH), "sum": (WIDTH,)}
+        arrays = {}
+        for name, shape in wanted.items():
+            if name == "sum" and name not in state:
+                continue
+            each = saved.field(state, name)
+            fits = isinstance(each, torch.Tensor) and each.shape == shape
+            fits = fits and each.dtype == torch.float64
+            saved.together(fits, f"'peers' needs {name!r}, float64 of shape {shape}")
+            arrays[name] = each.numpy().copy()
         self._grad, self._kept, self._sum = arrays["grad"], arrays["kept"], arrays.get("sum")
 
 

@@ -8,7 +8,7 @@ from math import isfinite, nan
 from typing import Any
 
 from adaptive.timeline import Event, Header, SafeTimeline, StepRecord, Timeline
-from policies import DENSE, Policy, StepReport
+from policies import DENSE, Policy, StepReport, saved
 
 log = logging.getLogger("adaptive")
 
@@ -92,9 +92,11 @@ class Recorder:
 
     def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
         """Go on after a pause of so many seconds, which do not count."""
-        self._told = list(state["told"])
-        self._active = float(state["active"])
-        self._started_at = state["started_at"]
+        told = saved.values(state, "told")
+        saved.together(all(isinstance(each, str) for each in told), "'told' must be sentences")
+        self._told = told
+        self._active = saved.number(state, "active", least=0)
+        self._started_at = saved.maybe_number(state, "started_at")
         self._started = self._started_at is not None
         if self._started_at is not None:
             self._started_at += pause

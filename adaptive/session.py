@@ -39,11 +39,11 @@ from adaptive.reduce import BucketReducer
 from adaptive.settings import Settings
 from adaptive.sizes import Sizes
 from adaptive.slots import Slots
-from adaptive.state import check_state
+from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.step_watch import StepWatch
 from adaptive.stopwatch import Stopwatch
 from adaptive.timeline import Header
-from policies import DENSE
+from policies import DENSE, saved
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -307,13 +307,18 @@ class Session:
         memory. Falling back is decided on an agreed statistic, warnings are each rank's own."""
         controller, watch, memory = self.controller, self._watch, self._memory.now
         if controller.changed and memory.keeps_velocity:
-            if not self._memory.fall_back():
+            if not self._memory.may_fall_back:
                 raise RuntimeError(f"{_CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
             controller.note(f"{_CHANGED}; {_FALLEN_BACK}")
-            self._reducer.use(self._memory.now)
-            self._instruments.begin(self._memory.now)
+            self._fall_back()
         if watch.unstepped and memory.keeps_velocity and not controller.spoiled:
             self._warn_once(_UNSTEPPED)
+
+    def _fall_back(self) -> None:
+        """Plain error feedback, and the optimizer's own momentum, from the next step on."""
+        self._memory.fall_back()
+        self._reducer.use(self._memory.now)
+        self._instruments.begin(self._memory.now)
 
     def _warn_of(self, optimizer: Optimizer | None) -> None:
         warning = self._memory.warning(optimizer)
@@ -339,15 +344,18 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
-        by_name = self._slots.by_name()
-        check_state(state, self._identity(), by_name)
-        before = self.settings.base.state_dict()
-        self.settings.base.load_state_dict(state["compressor"])
-        try:
-            self.controller.load_state_dict(state["controller"], same_clock)
-        except Exception:
-            self.settings.base.load_state_dict(before)
-            raise
+        by_name, base = self._slots.by_name(), self.settings.base
+        controller, expected = self.controller, self._identity()
+        # It was told in the run that the state is of, and need not be found out again.
+        has_fallen_back = state.get("memory_kind") == "residual" and self._memory.may_fall_back
+        if has_fallen_back:
+            expected["memory_kind"] = "residual"
+        with undone_on_error((base, controller.policy), controller.loaded_parts()):
+            check_state(state, expected, by_name, len(self._instruments.ladder))
+            base.load_state_dict(saved.part(state, "compressor"))
+            controller.load_state_dict(saved.part(state, "controller"), same_clock)
+        if has_fallen_back:
+            self._fall_back()
         self._ways.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
         self._instruments.load_state_dict(state, by_name)
@@ -361,6 +369,7 @@ class Session:
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
+            "parameters": shapes(self._slots.by_name()),
         }
 
     def _choose_memory(self) -> None:

@@ -118,6 +118,9 @@ class ShadowLadder:
         for place in held:
             sent[:, place] = False
         total, weight = _energies(a), group.weight
+        if not np.isfinite(total).all():  # of finite, but huge gradients: it would stay so
+            group.restart()
+            return
         if self.signal is not None:
             self.signal.step(group, parts[0].key.step, g, np.where(sent, a, 0), tally)
         np.copyto(a, 0, where=sent)

@@ -53,6 +53,11 @@ class ShadowGroup:
                 self.arrays[name] = np.zeros((*array.shape[:-1], self.size), array.dtype)
             self.arrays[name][..., self._places[slot]] = array
 
+    def restart(self) -> None:
+        """Nothing is kept any more."""
+        for array in self.arrays.values():
+            array.fill(0)
+
     def array(self, name: str, rows: int, dtype: np.dtype[np.floating]) -> Array:
         """(rows, elements), zeros if it was not there."""
         if name not in self.arrays:

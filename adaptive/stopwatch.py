@@ -14,6 +14,7 @@ from adaptive.instants import HostInstants, Instant, Span
 from adaptive.modelled import ModelledClock
 from adaptive.tally import Tally
 from adaptive.timing import ForwardMark, StepTiming
+from policies import saved
 from policies.step_times import LAST
 
 
@@ -115,11 +116,14 @@ class Stopwatch:
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> float:
         """same_clock: the clock goes on from where it stood when the state was taken; otherwise
         the interval between is a pause and is not timed. Returns the seconds of that pause."""
+        saved_at = saved.number(state, "saved_at")
         if isinstance(self.clock, ModelledClock):
-            self.clock.now = state["saved_at"]
-        self._times = {cf: deque(times, maxlen=LAST) for cf, times in state["times"]}
-        saved = state["timing"]
-        self._running = StepTiming(**saved) if saved and same_clock else None
-        self._over.clear()
+            self.clock.now = saved_at
+        times = saved.lists_by_cf(state, "times")
+        self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
+        running = saved.field(state, "timing") is not None
+        timing = StepTiming.from_state(saved.part(state, "timing")) if running else None
+        self._running = timing if same_clock else None
+        self._over = deque()
         self.forward.take()  # of a step that was not part of the run
-        return 0.0 if same_clock else self.clock() - state["saved_at"]
+        return 0.0 if same_clock else self.clock() - saved_at

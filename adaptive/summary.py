@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any
 
 from adaptive.exchange import Traffic
-from policies import Measurement
+from policies import Measurement, saved
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,22 @@ class Totals:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Totals:
+    def from_state(cls, state: Mapping[str, Any]) -> Totals:
+        """Go on from a `state_dict()`; ValueError if it is damaged."""
+        counts = {name: saved.count(state, name) for name in ("steps", "switches", "payload")}
+        sums = {name: saved.number(state, name, least=0) for name in ("wire", "floats", "dense")}
+        at_cf = saved.by_any_cf(state, "steps_at_cf")
+        terms = saved.lists_by_cf(state, "gain_terms")
+        saved.together(all(len(pair) == 2 for pair in terms.values()), "'gain_terms' are not pairs")
         return cls(
-            **{
-                **state,
-                "steps_at_cf": dict(state["steps_at_cf"]),
-                "gain_terms": {cf: list(terms) for cf, terms in state["gain_terms"]},
-            }
+            steps=counts["steps"],
+            switches=counts["switches"],
+            payload=counts["payload"],
+            **sums,
+            steps_at_cf={
+                cf: saved.count({"steps_at_cf": n}, "steps_at_cf") for cf, n in at_cf.items()
+            },
+            gain_terms=terms,
         )
 
 

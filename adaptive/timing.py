@@ -9,7 +9,7 @@ did (adaptive/instants.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adaptive.instants import Instant, Span
+from policies import saved
 
 Since = Callable[[Instant, Instant], float]
 """Seconds from one instant to another."""
@@ -50,6 +51,22 @@ class StepTiming:
     ended: Instant = None
     forward: Instant = None
 
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> StepTiming:
+        """Go on from the attributes of one on the host, whose instants are numbers."""
+        return cls(
+            began=saved.number(state, "began"),
+            cf=saved.number(state, "cf", least=1),
+            wire=saved.number(state, "wire", least=0),
+            statistics=saved.number(state, "statistics", least=0),
+            calls=_spans(state, "calls"),
+            waits=_spans(state, "waits"),
+            exchanged=saved.maybe_number(state, "exchanged"),
+            decoded=_spans(state, "decoded"),
+            ended=saved.maybe_number(state, "ended"),
+            forward=saved.maybe_number(state, "forward"),
+        )
+
     def split(self, since: Since) -> Parts:
         """Once it has ended. since: seconds between two instants."""
 
@@ -73,6 +90,12 @@ class StepTiming:
             decode=decode,
             exchange=waited + max(0.0, exchanged - left - decode),
         )
+
+
+def _spans(state: Mapping[str, Any], name: str) -> list[Span]:
+    """From when to when, by the host's clock."""
+    spans = [saved.numbers({name: each}, name) for each in saved.entries(state, name, 2)]
+    return [(start, stop) for start, stop in spans]
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> float:

@@ -223,5 +223,7 @@ class Compressor(ABC):
         """What it carries from step to step (plain values and tensors), keyed by parameter."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`; ValueError if it does not fit."""
+        if state:
+            raise ValueError(f"state: compressor {self.name!r} has none, got {sorted(state)}")

@@ -52,7 +52,8 @@ class WarmStart:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """ValueError, and nothing is changed, unless all are finite matrices."""
         for name, rows in state.items():
-            if not isinstance(rows, Tensor) or rows.dim() != 2 or not bool(rows.isfinite().all()):
+            whole = isinstance(rows, Tensor) and rows.dim() == 2 and rows.is_floating_point()
+            if not whole or not bool(rows.isfinite().all()):
                 raise ValueError(f"state of {name!r} must be a finite matrix (rank x columns)")
         self._rows = {name: rows.clone() for name, rows in state.items()}
 

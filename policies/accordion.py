@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import nan
 from typing import Any
 
-from policies import checks
+from policies import checks, saved
 from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.fixed import Fixed
 from policies.intervals import Intervals
@@ -275,19 +275,20 @@ class Accordion(Policy):
         if self._sides is None:
             raise RuntimeError("Accordion needs start(context) before load_state_dict()")
         names = [side.name for side in self._sides]
+        sides, regimes = saved.entries(state, "sides", 2), saved.part(state, "regimes")
         checks.same(
             self.name,
             {**self._settings, "cfs": self._known(), "sides": names},
-            {**state["settings"], "sides": [name for name, _ in state["sides"]]},
+            {**saved.part(state, "settings"), "sides": [name for name, _ in sides]},
         )
         layers = list(self._regimes)
-        checks.same(self.name, {"layers": layers}, {"layers": list(state["regimes"])})
-        for side, (_, saved) in zip(self._sides, state["sides"], strict=True):
-            side.load_state_dict(saved)
+        checks.same(self.name, {"layers": layers}, {"layers": list(regimes)})
+        for side, (_, inner) in zip(self._sides, sides, strict=True):
+            side.load_state_dict(inner)
         for name, regime in self._regimes.items():
-            regime.load_state_dict(state["regimes"][name])
+            regime.load_state_dict(saved.part(regimes, name))
         self._intervals.load_state_dict(state)
-        self._reason = str(state["reason"])
+        self._reason = saved.text(state, "reason")
         self._mixed = self._mix()
 
 

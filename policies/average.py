@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import isfinite, nan
 from typing import Any
 
+from policies import saved
+
 
 def weight_for(world_size: int) -> float:
     """The paper's weight of a new value, workers / 100, capped so that the past counts too."""
@@ -51,6 +53,15 @@ class Average:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.count = int(state["count"])
-        self._top = float(state["top"])
-        self._bottom = float(state["bottom"])
+        self.count = saved.count(state, "count")
+        self._top = saved.number(state, "top")
+        self._bottom = saved.number(state, "bottom", least=0)
+
+
+def averages_by_cf(state: Any, name: str, weight: float) -> dict[float, Average]:
+    """From pairs of a CF and the state of its average, saved under `name`."""
+    found = {}
+    for cf, state_of_one in saved.by_any_cf(state, name).items():
+        found[cf] = Average(weight)
+        found[cf].load_state_dict(state_of_one)
+    return found

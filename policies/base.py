@@ -259,4 +259,7 @@ class Policy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` of a policy with the same settings."""
+        """Go on from a `state_dict()` of a policy with the same settings.
+
+        ValueError if the state is of other settings or damaged; the policy may then be half loaded
+        (the controller puts back what it was)."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import nan
 from typing import Any
 
-from policies import checks
+from policies import checks, saved
 from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.ladder import make_ladder
 from policies.reasons import change
@@ -248,8 +248,10 @@ class Budget(Policy):
         """After start(). Raises ValueError if the state is of other settings or another range."""
         if not self._cfs:
             raise RuntimeError("Budget needs start(context) before load_state_dict()")
-        checks.same(self.name, {**self._settings, "cfs": list(self._cfs)}, state["settings"])
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
-        self._wire.load_state_dict(state["wire"])
-        self._line.load_state_dict(state["line"])
+        settings = saved.part(state, "settings")
+        checks.same(self.name, {**self._settings, "cfs": list(self._cfs)}, settings)
+        self._send, self._look = saved.number(state, "send", least=1), saved.maybe_cf(state, "look")
+        self._since, self._looked = saved.count(state, "since"), saved.count(state, "looked")
+        self._reason = saved.text(state, "reason")
+        self._wire.load_state_dict(saved.part(state, "wire"))
+        self._line.load_state_dict(saved.part(state, "line"))

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from math import inf, isfinite, nan
 from typing import Any
 
-from policies.average import Average
+from policies import saved
+from policies.average import Average, averages_by_cf
 from policies.base import DENSE, StepReport
 from policies.step_times import COMPRESS_WEIGHT, LAST, median, single
 
@@ -111,11 +112,11 @@ class CostModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._seconds = {float(cf): float(value) for cf, value in state["seconds"]}
-        self._bytes = {float(cf): float(value) for cf, value in state["bytes"]}
-        self._compress = {}
-        for cf, saved in state["compress"]:
-            self._compress[float(cf)] = Average(COMPRESS_WEIGHT)
-            self._compress[float(cf)].load_state_dict(saved)
-        since = state["since"]
-        self._since = None if since is None else {float(cf): list(times) for cf, times in since}
+        self._seconds = saved.by_cf(state, "seconds", above=0)
+        self._bytes = saved.by_cf(state, "bytes", least=0)
+        saved.together(
+            self._bytes.keys() <= self._seconds.keys(), "'bytes' has CFs that 'seconds' has not"
+        )
+        self._compress = averages_by_cf(state, "compress", COMPRESS_WEIGHT)
+        forgotten = saved.field(state, "since") is not None
+        self._since = saved.lists_by_cf(state, "since") if forgotten else None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple
 
+from policies import saved
 from policies.average import Average
 from policies.base import GainKind, StepReport
 from policies.step_times import median, without_compression
@@ -186,16 +187,27 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._chosen, self._cf = state["chosen"], state["cf"]
-        self._references = {
-            name: {float(cf): (float(mean), int(windows)) for cf, mean, windows in by_cf}
-            for name, by_cf in state["references"].items()
-        }
-        self._count = int(state["count"])
-        self._times, self._waits = list(state["times"]), list(state["waits"])
-        self._window_gain.load_state_dict(state["window_gain"])
+        self._chosen, self._cf = saved.maybe_cf(state, "chosen"), saved.maybe_cf(state, "cf")
+        references, strikes = saved.part(state, "references"), saved.part(state, "strikes")
+        self._references = {name: _references(references, name) for name in self._signals}
+        self._count = saved.count(state, "count")
+        self._times = saved.numbers(state, "times", least=0)
+        self._waits = saved.numbers(state, "waits", least=0)
+        self._window_gain.load_state_dict(saved.part(state, "window_gain"))
         for name, signal in self._signals.items():
-            signal.strikes = int(state["strikes"][name])
+            signal.strikes = int(saved.whole(strikes, name))
+
+
+def _references(state: Mapping[str, Any], name: str) -> dict[float, tuple[float, int]]:
+    """A mean and its number of windows by CF, saved as triples."""
+    found = {}
+    for cf, mean, windows in saved.entries(state, name, 3):
+        row = {"cf": cf, "mean": mean, "windows": windows}
+        found[saved.number(row, "cf", least=1)] = (
+            saved.number(row, "mean"),
+            saved.count(row, "windows", least=1),
+        )
+    return found
 
 
 class Cooldown:
@@ -229,4 +241,5 @@ class Cooldown:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._steps, self._since = state["steps"], state["since"]
+        self._steps = saved.count(state, "steps", least=1)
+        self._since = saved.maybe_count(state, "since")

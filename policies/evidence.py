@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from policies.average import Average
+from policies import saved
+from policies.average import Average, averages_by_cf
 from policies.base import DENSE, GainKind, StepReport
 from policies.cost import CostModel
 from policies.signal import SignalGain
@@ -154,12 +155,8 @@ class Evidence:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._averages = {}
-        for cf, saved in state["averages"]:
-            self._averages[float(cf)] = Average(self._weight)
-            self._averages[float(cf)].load_state_dict(saved)
-        self._judged = {float(cf): float(gain) for cf, gain in state["judged"]}
-        self._remembered = {float(cf): float(gain) for cf, gain in state["remembered"]}
-        self._cost.load_state_dict(state["cost"])
-        if self.signal is not None:
-            self.signal.load_state_dict(state["signal"])
+        self._averages = averages_by_cf(state, "averages", self._weight)
+        self._judged = saved.by_cf(state, "judged")
+        self._remembered = saved.by_cf(state, "remembered")
+        self._cost.load_state_dict(saved.part(state, "cost"))
+        saved.load_if_there(state, "signal", self.signal)

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from policies import checks, saved
 from policies.base import DENSE
 from policies.choice import nothing_lost
 from policies.evidence import Evidence
 from policies.send_rule import Level, SendRule
+
+PHASES = ("measure", "floor", "explore", "settled", "stay dense")
+"""The last two: whoever explored has chosen."""
 
 _STATE = ("phase", "floor", "rung", "window_step", "quick")
 
@@ -144,5 +148,8 @@ class Exploration:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        for name in _STATE:
-            setattr(self, name, state[name])
+        self.phase = checks.one_of("phase", saved.text(state, "phase"), PHASES)
+        self.floor = saved.number(state, "floor", least=1)
+        self.rung = saved.count(state, "rung", least=1)
+        self.window_step = saved.count(state, "window_step")
+        self.quick = saved.flag(state, "quick")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
+from policies import saved
 from policies.by_bytes import ByBytes
 from policies.step_times import median
 
@@ -90,11 +91,16 @@ class Exposure:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._typical = {float(cf): float(value) for cf, value in state["typical"]}
-        self._quiet = {float(cf): float(value) for cf, value in state["quiet"]}
-        self._recent = [float(value) for value in state["recent"]]
-        self._same, self._doubted = int(state["same"]), bool(state["doubted"])
-        self._cf = None if state["cf"] is None else float(state["cf"])
+        self._typical = saved.by_cf(state, "typical", least=0)
+        self._quiet = saved.by_cf(state, "quiet", least=0)
+        self._recent = saved.numbers(state, "recent", least=0)
+        self._same, self._doubted = saved.count(state, "same"), saved.flag(state, "doubted")
+        self._cf = saved.maybe_cf(state, "cf")
+        alike = self._typical.keys() == self._quiet.keys()
+        saved.together(alike, "'typical' and 'quiet' are of different CFs")
+        saved.together(self._cf is None or self._cf in self._typical, "'cf' has no typical time")
+        enough = len(self._recent) >= min(self._same, LATELY)
+        saved.together(enough, "'recent' has lost some times")
 
     def _predicted(self, cf: float, known: Mapping[float, float]) -> float:
         near = self._by_bytes.nearest(known, cf)

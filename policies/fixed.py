@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from policies import checks
+from policies import checks, saved
 from policies.base import Context, GainKind, Plan, Policy
 
 
@@ -58,4 +58,4 @@ class Fixed(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing but a check: raises ValueError if the state is of another CF."""
-        checks.same(self.name, {"send": self.plan().send}, {"send": state["send"]})
+        checks.same(self.name, {"send": self.plan().send}, {"send": saved.field(state, "send")})

@@ -9,11 +9,12 @@ network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-from policies.average import Average
+from policies import saved
+from policies.average import Average, averages_by_cf
 from policies.base import DENSE, StepReport
 from policies.by_bytes import ByBytes
 from policies.exposure import Exposure
@@ -79,10 +80,13 @@ class Forecast:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._work.load_state_dict(state["work"])
-        self._compress, self._decode = _loaded(state["compress"]), _loaded(state["decode"])
-        self._exposure.load_state_dict(state["exposure"])
-        self._long = int(state["long"])
+        self._work.load_state_dict(saved.part(state, "work"))
+        self._compress = averages_by_cf(state, "compress", WEIGHT)
+        self._decode = averages_by_cf(state, "decode", WEIGHT)
+        both = self._compress.keys() == self._decode.keys()
+        saved.together(both, "'compress' and 'decode' are of different CFs")
+        self._exposure.load_state_dict(saved.part(state, "exposure"))
+        self._long = saved.count(state, "long")
 
     def _coding(self, cf: float) -> float:
         """Of a CF not run yet: with fewer bytes than those that were, on the line through the two
@@ -99,10 +103,3 @@ class Forecast:
             return self._by_bytes.on_line({other: self._coding(other) for other in near}, near, cf)
         decode = self._by_bytes.scaled(self._decode[near[0]].value, near[0], cf)
         return self._compress[near[0]].value + decode
-
-
-def _loaded(saved: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[float, Average]:
-    averages = {float(cf): Average(WEIGHT) for cf, _ in saved}
-    for cf, state in saved:
-        averages[float(cf)].load_state_dict(state)
-    return averages

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from policies import saved
+
 MAX_DOUBLINGS = 6
 """After so many looks for nothing the wait grows no more (64 times the first)."""
 
@@ -50,4 +52,6 @@ class Glance:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._wait, self._since = state["wait"], state["since"]
+        self._wait = saved.maybe_count(state, "wait", least=1)
+        self._since = saved.count(state, "since")
+        saved.together((self._wait is None) == (self._first is None), "'wait' is of other settings")

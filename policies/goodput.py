@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from math import inf, isfinite, nan
 from typing import Any
 
-from policies import checks
-from policies.average import Average
+from policies import checks, saved
+from policies.average import Average, averages_by_cf
 from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.forecast import Forecast
 from policies.ladder import SCALINGS, make_ladder
@@ -193,14 +193,17 @@ class Goodput(Policy):
         """After start(). Raises ValueError if the state is of other settings or another range."""
         if not self._ladder:
             raise RuntimeError("Goodput needs start(context) before load_state_dict()")
-        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, state["settings"])
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
-        for cf, saved in state["gains"]:
-            self._gains[float(cf)].load_state_dict(saved)
-        self._time.load_state_dict(state["time"])
-        if self._signal is not None:
-            self._signal.load_state_dict(state["signal"])
+        settings = saved.part(state, "settings")
+        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, settings)
+        self._send = saved.number(state, "send", least=1)
+        self._since, self._steps = saved.count(state, "since"), saved.count(state, "steps")
+        self._left = saved.maybe_cf(state, "left")
+        self._reason = saved.text(state, "reason")
+        gains = averages_by_cf(state, "gains", GAIN_WEIGHT)
+        saved.together(gains.keys() == self._gains.keys(), "'gains' are of other CFs")
+        self._gains = gains
+        self._time.load_state_dict(saved.part(state, "time"))
+        saved.load_if_there(state, "signal", self._signal)
 
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from math import nan
 from typing import Any, get_args
 
-from policies import checks
+from policies import checks, saved
 from policies.average import weight_for
 from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.choice import choose
@@ -282,10 +282,14 @@ class GraVAC(Policy):
         """After start(). Raises ValueError if the state is of other settings or another range."""
         if not self._ladder:
             raise RuntimeError("GraVAC needs start(context) before load_state_dict()")
-        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, state["settings"])
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
+        settings = saved.part(state, "settings")
+        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, settings)
+        self._chosen = saved.maybe_cf(state, "chosen")
+        self._reason = saved.text(state, "reason")
+        self._verdict = saved.text(state, "verdict")
         self._walk.load_state_dict(state)
-        self._seen.load_state_dict(state["seen"])
-        self._rule.load_state_dict(state["rule"])
-        self._vigil.load_state_dict(state["vigil"])
+        exploring = self._walk.phase not in ("settled", "stay dense")
+        saved.together(exploring == (self._chosen is None), "'chosen' and 'phase' contradict")
+        self._seen.load_state_dict(saved.part(state, "seen"))
+        self._rule.load_state_dict(saved.part(state, "rule"))
+        self._vigil.load_state_dict(saved.part(state, "vigil"))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from policies import saved
+
 
 class Intervals:
     """length: of an interval, in steps. lr_drop: a learning rate that falls to this part of itself
@@ -51,5 +53,6 @@ class Intervals:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`, which may hold more."""
-        self.step, self._protected_until = int(state["step"]), int(state["protected_until"])
-        self.lr = state["lr"]
+        self.step = saved.count(state, "step")
+        self._protected_until = saved.count(state, "protected_until")
+        self.lr = saved.maybe_number(state, "lr")

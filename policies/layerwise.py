@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from policies import checks
+from policies import checks, saved
 from policies.allocation import Allocation, Option, allocate
 from policies.base import DENSE, Context, LayerReport, Plan, Policy, StepReport
 from policies.gravac import GraVAC
@@ -203,19 +203,25 @@ class Layerwise(Policy):
         layers or another policy that sets the CF."""
         if not self._cfs:
             raise RuntimeError("Layerwise needs start(context) before load_state_dict()")
-        name, inner = state["then"]
+        name, inner = saved.nested(state, "then")
         ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
         checks.same(
-            self.name, {**ours, "then": self._then.name}, {**state["settings"], "then": name}
+            self.name,
+            {**ours, "then": self._then.name},
+            {**saved.part(state, "settings"), "then": name},
         )
         self._then.load_state_dict(inner)
-        self._step = int(state["step"])
-        self._told = str(state["told"])
+        self._step = saved.count(state, "step")
+        self._told = saved.text(state, "told")
         self._solved = {}
-        self._known = {
-            layer: LayerReport(energy, steady={float(cf): gain for cf, gain in steady})
-            for layer, energy, steady in state["known"]
-        }
+        self._known = {}
+        for layer, energy, steady in saved.entries(state, "known", 3):
+            if layer not in self._layers:
+                raise ValueError(f"state: 'known' has {layer!r:.80}, which is no layer")
+            row = {"energy": energy, "steady": steady}
+            self._known[layer] = LayerReport(
+                saved.number(row, "energy", least=0), steady=saved.by_cf(row, "steady")
+            )
 
 
 def _usable(layers: Mapping[str, LayerReport]) -> dict[str, LayerReport]:

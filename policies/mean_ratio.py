@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
+from policies import saved
 from policies.base import DENSE
 
 WEIGHT = 0.02
@@ -32,6 +33,18 @@ class Moments(NamedTuple):
     squares: Sequence[Sequence[float]] = ()
     weight: float = 0.0
     weight2: float = 0.0
+
+    @classmethod
+    def saved_in(cls, state: Any) -> Moments:
+        """Those saved under "moments", as a list."""
+        fields = dict(zip(cls._fields, saved.values(state, "moments"), strict=False))
+        cfs, means = saved.numbers(fields, "cfs", least=1), saved.numbers(fields, "means")
+        rows = saved.entries(fields, "squares", len(cfs))
+        squares = [saved.numbers({"squares": row}, "squares") for row in rows]
+        saved.together(len(cfs) == len(means) == len(rows), "'moments' has lost some CFs")
+        saved.together(not cfs or DENSE in cfs, "'moments' has no total")
+        weight = saved.number(fields, "weight", **({"above": 0} if cfs else {"least": 0}))
+        return cls(cfs, means, squares, weight, saved.number(fields, "weight2", least=0))
 
     def mean(self, cf: float) -> float:
         """nan if nothing is known."""
@@ -137,5 +150,7 @@ class MeanRatio:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.clear, self.count = bool(state["clear"]), int(state["count"])
-        self.moments = Moments(*state["moments"])
+        self.clear, self.count = saved.flag(state, "clear"), saved.count(state, "count")
+        self.moments = Moments.saved_in(state)
+        known = bool(self.moments.cfs)
+        saved.together((self.count > 0) == known, "'count' and 'moments' do not go together")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import inf, isfinite
 from typing import Any
 
+from policies import saved
+
 
 class Regime:
     """Critical until two intervals can be compared; then as their norms say.
@@ -39,4 +41,5 @@ class Regime:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.critical, self.norm = bool(state["critical"]), state["norm"]
+        self.critical = saved.flag(state, "critical")
+        self.norm = saved.maybe_number(state, "norm", least=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from policies import checks
+from policies import checks, saved
 from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
 from policies.reasons import change
 
@@ -88,6 +88,7 @@ class Schedule(Policy):
         """After start(). Raises ValueError if the state is of another schedule."""
         if not self._cfs:
             raise RuntimeError("Schedule needs start(context) before load_state_dict()")
-        saved = [list(piece) for piece in state["cfs"]]
-        checks.same(self.name, {"cfs": self._saved_pieces()}, {"cfs": saved})
-        self._step = int(state["step"])
+        checks.same(
+            self.name, {"cfs": self._saved_pieces()}, {"cfs": saved.entries(state, "cfs", 2)}
+        )
+        self._step = saved.count(state, "step")

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
+from policies import saved
+
 MIN_OBSERVATIONS = 5
 """Steps that a gain must have been measured in before anyone believes it."""
 
@@ -104,7 +106,7 @@ class SendRule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.level = Level(state["level"])
-        self._cooldown = state["cooldown"]
-        self._since_move = state["since_move"]
-        self._since_up = state["since_up"]
+        self.level = Level(saved.count(state, "level"))
+        self._cooldown = saved.count(state, "cooldown", least=1)
+        self._since_move = saved.maybe_count(state, "since_move")
+        self._since_up = saved.maybe_count(state, "since_up")

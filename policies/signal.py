@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from math import isfinite, sqrt
 from typing import Any
 
-from policies.average import Average
+from policies import saved
+from policies.average import Average, averages_by_cf
 from policies.base import StepReport
 from policies.isotonic import descending
 from policies.mean_ratio import WEIGHT, MeanRatio, Moments
@@ -112,12 +113,9 @@ class SignalGain:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.peers.load_state_dict(state["peers"])
-        self.next.load_state_dict(state["next"])
-        self._steady = {}
-        for cf, saved in state["steady"]:
-            self._steady[float(cf)] = Average(WEIGHT)
-            self._steady[float(cf)].load_state_dict(saved)
-        self._held = {float(cf): float(gain) for cf, gain in state["held"]}
-        self._moments = Moments(*state["moments"])
-        self._norm = float(state["norm"])
+        self.peers.load_state_dict(saved.part(state, "peers"))
+        self.next.load_state_dict(saved.part(state, "next"))
+        self._steady = averages_by_cf(state, "steady", WEIGHT)
+        self._held = saved.by_cf(state, "held")
+        self._moments = Moments.saved_in(state)
+        self._norm = saved.number(state, "norm", least=0)

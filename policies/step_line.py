@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from policies import saved
 from policies.average import Average
 from policies.base import DENSE, StepReport
 from policies.drift import apart
@@ -96,6 +97,7 @@ class StepLine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.a, self.b = state["a"], float(state["b"])
-        self._times = {float(cf): list(times) for cf, times in state["times"]}
-        self._compress.load_state_dict(state["compress"])
+        self.a = saved.maybe_number(state, "a", least=0)
+        self.b = saved.number(state, "b", least=0)
+        self._times = saved.lists_by_cf(state, "times")
+        self._compress.load_state_dict(saved.part(state, "compress"))

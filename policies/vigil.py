@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from policies import saved
 from policies.base import DENSE, GainKind, StepReport
 from policies.drift import Cooldown, Drift, Watch
 from policies.evidence import Evidence
@@ -140,10 +141,10 @@ class Vigil:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._chosen, self._bottom = state["chosen"], state["bottom"]
-        self._others = tuple(state["others"])
-        self._wanting = int(state["wanting"])
-        if self._watch is not None:
-            self._watch.load_state_dict(state["watch"])
-        self._cooldown.load_state_dict(state["cooldown"])
-        self._glance.load_state_dict(state["glance"])
+        self._chosen = saved.maybe_cf(state, "chosen")
+        self._bottom = saved.number(state, "bottom", least=1)
+        self._others = tuple(saved.numbers(state, "others", least=1))
+        self._wanting = saved.count(state, "wanting")
+        saved.load_if_there(state, "watch", self._watch)
+        self._cooldown.load_state_dict(saved.part(state, "cooldown"))
+        self._glance.load_state_dict(saved.part(state, "glance"))

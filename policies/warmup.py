@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from policies import checks
+from policies import checks, saved
 from policies.base import DENSE, Context, Plan, Policy, StepReport
 from policies.fixed import Fixed
 from policies.reasons import change, counted_steps
@@ -125,12 +125,12 @@ class Warmup(Policy):
         follow."""
         if not self._cfs:
             raise RuntimeError("Warmup needs start(context) before load_state_dict()")
-        checks.same(self.name, self._settings, state["settings"])
-        name, inner = state["then"]
+        checks.same(self.name, self._settings, saved.part(state, "settings"))
+        name, inner = saved.nested(state, "then")
         checks.same(
             self.name,
             {"cfs": list(self._cfs), "then": self._then.name},
-            {"cfs": list(state["cfs"]), "then": name},
+            {"cfs": saved.numbers(state, "cfs", least=1), "then": name},
         )
+        self._step = saved.count(state, "step")
         self._then.load_state_dict(inner)
-        self._step = int(state["step"])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from math import inf, isfinite, log
 from typing import Any
 
+from policies import saved
 from policies.base import DENSE, StepReport
 
 
@@ -57,5 +58,5 @@ class WireBytes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self._measured = {float(cf): float(nbytes) for cf, nbytes in state["measured"]}
-        self._dense = state["dense"]
+        self._measured = saved.by_cf(state, "measured", least=0)
+        self._dense = saved.maybe_number(state, "dense", above=0)

@@ -89,7 +89,8 @@ def flat_parameters(model: nn.Module) -> Tensor:
 def same(a: Any, b: Any) -> bool:
     """Equal to the bit, whatever is nested in whatever; nan equals nan."""
     if isinstance(a, Tensor):
-        return torch.equal(a, b)
+        alike = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

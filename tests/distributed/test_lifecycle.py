@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Event, Fixed, RandomK, StepRecord, Timeline, adaptive_hook
+from adaptive import (
+    AdaptiveCompressor,
+    Event,
+    Fixed,
+    RandomK,
+    StepRecord,
+    Timeline,
+    adaptive_hook,
+    link,
+)
 from policies import DENSE
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
@@ -307,3 +318,25 @@ def _refusing_a_state(rank: int) -> bool:
 
 def test_a_refused_state_changes_nothing() -> None:
     assert all(run_ranks(2, _refusing_a_state))
+
+
+def _threads_left(rank: int) -> int:
+    """Threads of emulated links once as many compressors as there were are gone."""
+    link.IDLE = 0.05
+    model = DDP(small_net())
+    for step in range(4):
+        compressor = AdaptiveCompressor("topk", (2, 100), link="1gbit").attach(model)
+        loss_of(model, step, rank).backward()
+        compressor.detach()
+    deadline = time.monotonic() + 10
+    while (left := _link_threads()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _link_threads() -> int:
+    return sum(thread.name == "emulated-link" for thread in threading.enumerate())
+
+
+def test_an_emulated_link_leaves_no_thread_behind() -> None:
+    assert run_ranks(2, _threads_left) == [0, 0]

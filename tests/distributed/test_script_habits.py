@@ -160,6 +160,37 @@ def test_nothing_is_lost_when_momentum_goes_back(nesterov: bool) -> None:
     assert max(run_ranks(2, _switched_once, nesterov)) < 1e-3
 
 
+def _resumed(rank: int) -> tuple[str, bool]:
+    """A script that clips, stopped and continued: the memory, and whether nothing differs."""
+    ends: list[torch.Tensor] = []
+    for stops in (False, True):
+        model = DDP(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+        for step in range(9):
+            if stops and step == 5:
+                saved = compressor.state_dict(), model.state_dict(), optimizer.state_dict()
+                model = DDP(small_net())
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+                compressor = AdaptiveCompressor(policy=Scripted([10.0]))
+                compressor.attach(model, optimizer=optimizer)
+                loss_of(model, 0, rank).backward()  # DDP's first buckets are others
+                optimizer.step()
+                compressor.load_state_dict(saved[0])
+                model.load_state_dict(saved[1])
+                optimizer.load_state_dict(saved[2])
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            _clip(model)
+            optimizer.step()
+        ends.append(flat_parameters(model))
+    return compressor.state_dict()["memory_kind"], same(*ends)
+
+
+def test_a_run_that_has_fallen_back_resumes_so() -> None:
+    assert run_ranks(2, _resumed) == [("residual", True)] * 2
+
+
 def _scaled(rank: int, handed_over: bool, clips: bool) -> str:
     model = DDP(small_net(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

@@ -1,0 +1,212 @@
+"""A damaged state is refused with a ValueError and changes nothing, or it loads as a whole."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import (
+    Accordion,
+    AdaptiveCompressor,
+    Budget,
+    Fixed,
+    Goodput,
+    GraVAC,
+    Layerwise,
+    Policy,
+    Schedule,
+    Warmup,
+)
+from tests.distributed.setting import Clock, loss_of, same, small_net
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "accordion": lambda: Accordion(GraVAC(window=4, dense_window=3), interval=4),
+    "accordion per layer": lambda: Accordion(interval=4, per_layer=True),
+    "budget": lambda: Budget(window=6),
+    "budget of bytes": lambda: Budget(bytes_per_step=900),
+    "fixed": lambda: Fixed(cf=8, probe=(20,)),
+    "goodput": lambda: Goodput(opening=3, cooldown=2),
+    "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05, retry=1),
+    "gravac, signal gain": lambda: GraVAC(window=4, dense_window=3, gain="signal"),
+    "layerwise": lambda: Layerwise(Fixed(cf=8), window=4),
+    "schedule": lambda: Schedule({0: 4, 5: 20}),
+    "warmup": lambda: Warmup(Goodput(), steps=2, stages=2),
+}
+RUNS = [
+    *((policy, "topk") for policy in POLICIES),
+    ("gravac", "dgc"),
+    ("gravac", "powersgd"),
+    ("gravac", "sketch"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    """A world of one, in this process."""
+    logging.getLogger("adaptive").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/one", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+    logging.getLogger("adaptive").setLevel(logging.NOTSET)
+
+
+class _Run:
+    """good: a state of it that nothing is wrong with."""
+
+    good: dict[str, Any]
+
+    def __init__(self, policy: str, base: str) -> None:
+        self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.clock = Clock()
+        self.compressor = AdaptiveCompressor(
+            base, (2, 100), policy=POLICIES[policy](), clock=self.clock
+        ).attach(self.model, optimizer=self.optimizer)
+        self.step = 0
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.clock.now += 0.01 + 0.05 / self.compressor.cf
+            self.optimizer.zero_grad()
+            loss_of(self.model, self.step, 0).backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return self.compressor.state_dict()
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=" with ".join)
+def run(request: pytest.FixtureRequest) -> _Run:
+    """A run that has trained."""
+    trained = _Run(*request.param)
+    trained.train(30)
+    trained.good = deepcopy(trained.state())
+    return trained
+
+
+def _places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where there is something in a state, at any depth."""
+    if path:
+        yield path
+    keys = state if isinstance(state, dict) else range(len(state)) if _is_list(state) else ()
+    for key in keys:
+        yield from _places(state[key], (*path, key))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+OTHERS = ("x", None, [], {}, 2.5, True, -1, torch.zeros(2), [1.0, "y"])
+
+
+def _damaged(value: Any, how: str, pick: int) -> Any:
+    """What becomes of a value; itself if it cannot be damaged so."""
+    if how == "type":
+        other = OTHERS[pick % len(OTHERS)]
+        return value if type(other) is type(value) else other
+    if how == "not finite" and isinstance(value, Tensor) and value.is_floating_point():
+        broken = value.clone()
+        broken.view(-1)[pick % value.numel()] = (nan, inf)[pick % 2]
+        return broken
+    if how == "not finite" and isinstance(value, float | int) and not isinstance(value, bool):
+        return (nan, inf, -inf)[pick % 3]
+    if how == "shape" and isinstance(value, Tensor):
+        return (value[:-1], value[None], torch.cat((value, value)))[pick % 3]
+    if how == "truncated" and (_is_list(value) or isinstance(value, str)):
+        return value[: pick % (len(value) + 1)]
+    return value
+
+
+def _with(state: Any, path: tuple[Any, ...], how: str, pick: int) -> Any:
+    """A copy of the state, damaged at one place."""
+    key, *rest = path
+    copied = list(state) if _is_list(state) else dict(state)
+    if rest:
+        copied[key] = _with(copied[key], tuple(rest), how, pick)
+    elif how == "missing":
+        del copied[key]
+    else:
+        copied[key] = _damaged(copied[key], how, pick)
+    return copied
+
+
+def _without_time(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "controller": {**state["controller"], "saved_at": 0.0}}
+
+
+def _check(run: _Run, damaged: dict[str, Any]) -> None:
+    before, refused = run.state(), ""
+    try:
+        run.compressor.load_state_dict(damaged)
+    except ValueError as error:
+        refused = str(error)
+    if refused:
+        assert refused.startswith("state")
+        assert same(run.state(), before)
+    else:
+        assert same(_without_time(run.state()), _without_time(damaged))
+        run.train(3)
+        run.compressor.load_state_dict(run.good)
+        assert same(_without_time(run.state()), _without_time(run.good))
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_damaged_state_changes_nothing_or_loads_whole(run: _Run, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(list(_places(run.good))))
+    how = data.draw(st.sampled_from(("missing", "type", "not finite", "shape", "truncated")))
+    _check(run, _with(run.good, path, how, data.draw(st.integers(0, 50))))
+
+
+def test_a_state_of_another_model_names_the_parameters() -> None:
+    run = _Run("fixed", "topk")
+    run.train(3)
+    state = run.state()
+    here = state["parameters"]
+    there = {name: shape for name, shape in here.items() if name != "0.bias"}
+    there |= {"0.weight": [41, 12], "stranger": [7]}
+    with pytest.raises(ValueError, match="state: of another model") as caught:
+        run.compressor.load_state_dict({**state, "parameters": there})
+    assert "that the model has not: stranger" in str(caught.value)
+    assert "knows nothing of the parameters: 0.bias" in str(caught.value)
+    assert "0.weight (41, 12), here (40, 12)" in str(caught.value)
+
+
+class _Careless(Fixed):
+    """A policy of a user's own, which raises what it likes, half-way."""
+
+    loaded = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": self.loaded}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state["mine"]
+        int(state.get("other", 0))
+
+
+def test_whatever_a_policy_raises_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "careless", lambda: _Careless(cf=8))
+    run = _Run("careless", "powersgd")
+    run.train(4)
+    state = run.state()
+    damaged = {**state, "compressor": {"q": {}}}
+    damaged["controller"] = {**state["controller"], "policy": {"mine": 4, "other": None}}
+    with pytest.raises(ValueError, match="state: it cannot be loaded, TypeError: int"):
+        run.compressor.load_state_dict(damaged)
+    assert same(run.state(), state)
