@@ -76,7 +76,7 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
             f"--steps {config.steps}: the run in {config.log_dir} has done {checkpoint.step} "
             f"already, nothing to resume; accepted: --steps above {checkpoint.step}"
         )
-    return Job(config, Checkpoint(checkpoint.folder, checkpoint.step, config.workers, config))
+    return Job(config, replace(checkpoint, config=config))
 
 
 def _check_folder(config: TrainConfig) -> None:

@@ -14,7 +14,7 @@ from adaptive import Summary, Timeline
 from adaptive.exchange import reduce_wire_bytes
 from policies import DENSE
 from runs.build import build_compressor, build_task
-from runs.checkpoint import Checkpoint, save_checkpoint
+from runs.checkpoint import Checkpoint, check_replicas, raise_on_all, save_checkpoint
 from runs.config import TrainConfig
 from runs.interrupt import Stop
 from runs.logbook import Logbook
@@ -99,13 +99,16 @@ class Trainer:
             "rng": torch.get_rng_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`, bit-identically given the same step times."""
-        # DDP orders its buckets anew after the first backward, which changes the order of
-        # summation, so that one must not count. Whatever it changes is loaded afterwards.
+    def throw_away_a_step(self) -> None:
+        """Before `load_state_dict`: DDP orders its buckets anew after the first backward, which
+        changes the order of summation, so that one must not count. Whatever it changes is loaded
+        afterwards."""
         self.loss().backward()
         self.optimizer.step()  # without it, the library warns of a step that was left out
         self.optimizer.zero_grad()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, bit-identically given the same step times."""
         self.step = state["step"]
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -152,6 +155,8 @@ def train(
     trainer = Trainer(config, logbook, task)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
+    if logbook is not None:
+        logbook.open()
     vote = Vote(voters)
     first, loss, stop = trainer.step, float("nan"), False
     saved_at = first if checkpoint is not None else 0
@@ -191,7 +196,9 @@ def _save(config: TrainConfig, trainer: Trainer, logbook: Logbook | None) -> Non
     state = trainer.state_dict()  # takes in the last step, which goes on record
     if logbook is not None:
         logbook.flush()
-    save_checkpoint(config, trainer.step, state)
+    problem = save_checkpoint(config, trainer.step, state)
+    if problem:
+        raise RuntimeError(f"the checkpoint could not be saved: {problem}")
 
 
 def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
@@ -205,10 +212,17 @@ def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
 
 
 def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -> None:
-    state = checkpoint.load(trainer.rank)
+    """Go on from a checkpoint, or UsageError on all ranks if that is not possible."""
+    state, folder, problem = checkpoint.load(), checkpoint.config.log_dir, ""
     if logbook is not None:
         logbook.muted = True  # the throwaway step is no part of the record
-    trainer.load_state_dict(state)
+    trainer.throw_away_a_step()
+    try:
+        trainer.load_state_dict(state)
+    except Exception as error:  # whatever does not fit, the other ranks must hear of it
+        problem = f"--resume {folder}: the checkpoint does not fit this program: {error!r}"
+    raise_on_all(problem)
+    check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False
 

@@ -42,7 +42,6 @@ def run_rank(
     if rank == 0:
         first = checkpoint.step if checkpoint is not None else 0
         print(header(config, first), file=output(config), flush=True)
-        config.save()
         logbook = Logbook(config, first)
     try:
         outcome = train(

@@ -89,7 +89,6 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     interrupt = join(config.threads, rank, world_size, init_method)
     logbook = None
     if rank == 0:
-        config.save()
         logbook = Logbook(config, checkpoint.step if checkpoint is not None else 0)
     try:
         outcome = train(

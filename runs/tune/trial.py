@@ -76,8 +76,6 @@ def _run(tuning: Tuning, order: Order, desk: Desk | None, interrupt: Interrupt) 
             name = f"trial {order.number}, {order.place} of {tuning.trials}"
             if len(tuning.seeds) > 1:
                 name += f", seed {seed}"
-            config.folder.mkdir(parents=True, exist_ok=True)
-            config.save()
             progress = StudyProgress(config, done, total, name)
             logbook = TrialLogbook(config, tuning.objective, desk_prune, progress)
         go_on = _rank_0s(_train(tuning, config, desk, logbook, interrupt, runs))
