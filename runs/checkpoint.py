@@ -106,16 +106,21 @@ class Checkpoint:
         return f"holds numbers in {name} that are not finite" if name else ""
 
 
+class NotFiniteError(Exception):
+    """A state holds numbers that are not finite, and so must not take the place of a checkpoint."""
+
+
 def save_checkpoint(config: TrainConfig, step: int, state: Mapping[str, Any]) -> str:
     """Save this rank's state (a collective: returns when all ranks' are there).
 
-    Returns why it could not be saved, alike on all ranks, or "". The checkpoint before is then
-    still there and valid.
+    Returns why it could not be saved, alike on all ranks, or "". NotFiniteError, on all ranks, if
+    the state of one is not finite. Both times the checkpoint before is still there and valid.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     folder = _folder(config.folder)
     path = _rank_file(folder, step, rank)
     problem = digest = ""
+    raise_on_all(not_finite(state), NotFiniteError)
     try:
         digest = _write(path, {"run": _identity(config, step, rank, world_size), **state})
     except OSError as error:
@@ -173,11 +178,11 @@ def newest_run(logs: Path = Path("logs")) -> Path:
     return metas[-1].parent.parent
 
 
-def raise_on_all(problem: str) -> None:
-    """UsageError on every rank if one of them has a problem: the first one's. A collective."""
+def raise_on_all(problem: str, kind: type[Exception] = UsageError) -> None:
+    """An error on every rank if one of them has a problem: the first one's. A collective."""
     for theirs in _everyones(problem):
         if theirs:
-            raise UsageError(theirs)
+            raise kind(theirs)
 
 
 def check_replicas(model: nn.Module, log_dir: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runs.config import TrainConfig
-from runs.interrupt import INTERRUPTED, Interrupt
+from runs.interrupt import DIVERGED, INTERRUPTED, Interrupt
 from runs.job import Job
 from runs.logbook import Logbook
 from runs.result import header, make_report
@@ -20,10 +20,18 @@ from runs.train import Outcome, train
 
 
 def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
-    """Train as one of `world_size` ranks; returns the exit code (130 if interrupted)."""
+    """Train as one of `world_size` ranks; returns the exit code, see `exit_code`."""
     interrupt = join(job.config.threads, rank, world_size, init_method)
     outcome = run_rank(_rank_0s(job), rank, interrupt)
     dist.destroy_process_group()
+    return exit_code(outcome, rank)
+
+
+def exit_code(outcome: Outcome, rank: int) -> int:
+    """How that rank's process ends. What has gone wrong is rank 0's to say, which needs time for
+    it: a failure of another would cut that short."""
+    if outcome.diverged:
+        return DIVERGED if rank == 0 else 0
     return INTERRUPTED if outcome.interrupted else 0
 
 

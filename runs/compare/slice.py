@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -104,8 +105,10 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     if logbook is not None:
         seconds = outcome.seconds - outcome.first_seconds
         _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds))
-        if outcome.steps_done == config.steps:
-            save_result(config, outcome, logbook)
+        if outcome.steps_done == config.steps or outcome.diverged:
+            save_result(config, outcome, logbook)  # it would diverge again
+        if outcome.diverged:
+            print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
     dist.destroy_process_group()
     # Also after its last step, or the next contender's turn would come.
     return INTERRUPTED if outcome.interrupted or interrupt.requested else 0

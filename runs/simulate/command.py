@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def simulate(job: Job) -> int:
-    """Train as the job says; 0, or 130 if interrupted, or 1 after saying which worker failed.
+    """Train as the job says; the exit code, 1 after saying which worker failed.
 
     UsageError if that is what a worker raised."""
     import torch
@@ -43,7 +43,7 @@ def simulate(job: Job) -> int:
     from runs.build import build_task
     from runs.simulate.ranks import WorkerError, run_ranks
     from runs.train import Outcome
-    from runs.worker import run_rank
+    from runs.worker import exit_code, run_rank
 
     config = job.config
     torch.set_num_threads(config.threads)
@@ -65,7 +65,7 @@ def simulate(job: Job) -> int:
         return 1
     finally:
         interrupt.restore()
-    return INTERRUPTED if outcomes[0].interrupted else 0
+    return exit_code(outcomes[0], 0)
 
 
 class _Answer:

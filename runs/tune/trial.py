@@ -17,7 +17,7 @@ from runs.tune.desk import Desk, Order
 from runs.tune.objective import Metrics, measure
 from runs.tune.storage import needed
 from runs.tune.tuning import Tuning
-from runs.tune.watch import REACHED, StopFor, StudyProgress, TrialLogbook
+from runs.tune.watch import DIVERGED, REACHED, StopFor, StudyProgress, TrialLogbook
 from runs.worker import join
 
 _T = TypeVar("_T")
@@ -102,6 +102,8 @@ def _train(
             logbook.close()
     if desk is None or logbook is None:
         return False
+    if outcome.diverged:
+        logbook.end(DIVERGED, outcome.diverged)
     save_result(config, outcome, logbook)
     if outcome.interrupted and logbook.ending is None:
         desk.interrupted()

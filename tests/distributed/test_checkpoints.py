@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runs.checkpoint import check_replicas, find_checkpoint, not_finite, save_checkpoint
+from runs.checkpoint import (
+    NotFiniteError,
+    check_replicas,
+    find_checkpoint,
+    not_finite,
+    save_checkpoint,
+)
 from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.records import keep_before
@@ -107,6 +113,13 @@ def _all_cases(rank: int, root: str) -> dict[str, str]:
     residual = find_checkpoint(Path(root, "good")).load()["compressor"]["memory"]["weight"]
     assert torch.equal(residual["residual"], torch.full((3,), float(rank)))
     said["replicas"] = _replicas(rank)
+    state = _state(4, rank)
+    if rank == 1:  # the others' state is good, and yet the checkpoint must stay on all
+        state["optimizer"]["state"][0]["momentum_buffer"][1, 2] = float("inf")
+    config = TrainConfig(log_dir=str(Path(root, "good")))
+    with pytest.raises(NotFiniteError, match=r"^optimizer\.state\.0\.momentum_buffer$"):
+        save_checkpoint(config, 4, state)
+    assert find_checkpoint(config.folder).load()["step"] == 3
     return said
 
 
