@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runs.checkpoint import Checkpoint, find_checkpoint
+from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig, write_text
 from runs.interrupt import INTERRUPTED
 from runs.launch import launch
@@ -71,7 +72,8 @@ def train_until(config: TrainConfig, until: int) -> int:
     checkpoint = _checkpoint(config)
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
-    code = launch(_run, _Part(config, checkpoint, until), config.workers)
+    with claim(config.folder, f"--log-dir: {config.folder}", config.command):
+        code = launch(_run, _Part(config, checkpoint, until), config.workers)
     if is_finished(config):
         shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
     return code

@@ -24,9 +24,10 @@ def main(args: argparse.Namespace) -> int:
     """Run the simulation; returns the exit code."""
     try:
         # torch is imported late, so that help and wrong options need not wait for it.
-        from runs.job import make_job
+        from runs.job import claimed, make_job
 
-        return simulate(make_job(with_defaults(vars(args)), None, simulated=True))
+        with claimed(make_job(with_defaults(vars(args)), None, simulated=True)) as job:
+            return simulate(job)
     except UsageError as error:
         return fail("python -m runs simulate", error)
     except KeyboardInterrupt:
