@@ -1,96 +1,170 @@
 """Checkpoints: a file for each rank, and a small meta.json that makes them valid.
 
-Files are written to a temporary name and renamed; meta.json is written last, when every rank's
-file is there. A crash at any moment leaves the checkpoint before.
+Files are written to a temporary name, synced to the disk and renamed; meta.json, which holds the
+digest of each, is written last, when every rank's file is there. Only then the step before is
+deleted. A crash at any moment leaves the checkpoint before. Nothing is loaded on any rank before
+every rank's file has been found to be the one that was saved.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from runs.config import TrainConfig, write_text
 from runs.parser import UsageError
 
+_ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
+
+_CONTENTS = ("step", "model", "optimizer", "compressor", "rng")
+"""What a rank's file holds, beside the entry that says of which run and step it is."""
+
+_FREE = (
+    "log_dir",
+    "data",
+    "workers",
+    "steps",
+    "threads",
+    "eval_every",
+    "checkpoint_every",
+    "json",
+    "simulated",
+    "command",
+)
+"""Entries of a configuration that may be others when a run goes on; the rest is its identity."""
+
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stopped: `step` steps done by `world_size` ranks."""
+    """Where a run stopped: `step` steps done by `world_size` ranks. digests: SHA-256 of each rank's
+    file."""
 
     folder: Path
     step: int
     world_size: int
     config: TrainConfig
+    digests: tuple[str, ...]
 
-    def load(self, rank: int) -> dict[str, Any]:
-        """This rank's state. UsageError if its file is missing or damaged."""
+    def load(self) -> dict[str, Any]:
+        """This rank's state, once every rank's file has been found to be good. A collective.
+
+        UsageError on all ranks, naming the file, if one of them is missing, damaged, of another
+        run or step, or holds numbers that are not finite.
+        """
+        state, problem = {}, ""
+        try:
+            state = self.read(dist.get_rank())
+        except UsageError as error:
+            problem = str(error)
+        raise_on_all(problem)
+        return state
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """The state of one rank. UsageError if its file is not what was saved."""
         path = _rank_file(self.folder, self.step, rank)
         try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if digest != self.digests[rank]:
+                    raise ValueError(f"its SHA-256 is not the one in {self.folder / 'meta.json'}")
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file raises almost anything
             raise UsageError(
                 f"--resume {self.config.log_dir}: {path} is missing or damaged: {error}"
             ) from error
-        return state
+        problem = self._problem(state, rank)
+        if problem:
+            raise UsageError(f"--resume {self.config.log_dir}: {path} {problem}")
+        return dict(state)
+
+    def _problem(self, state: Any, rank: int) -> str:
+        """Why this is not the state of that rank of this run at this step; "" if it is."""
+        missing = [key for key in ("run", *_CONTENTS) if key not in state]
+        if missing:
+            return f"is no state of a run: {', '.join(missing)} missing"
+        expected = _identity(self.config, self.step, rank, self.world_size)
+        for name, ours in expected.items():
+            theirs = state["run"].get(name, ours)  # an option may be newer than the file
+            if theirs != ours:
+                return f"is of another run or step: its {name} is {theirs!r}, expected {ours!r}"
+        name = not_finite(state)
+        return f"holds numbers in {name} that are not finite" if name else ""
 
 
-def save_checkpoint(config: TrainConfig, step: int, state: dict[str, Any]) -> None:
-    """Save this rank's state (a collective: returns when all ranks' are there)."""
-    rank = dist.get_rank()
+class NotFiniteError(Exception):
+    """A state holds numbers that are not finite, and so must not take the place of a checkpoint."""
+
+
+def save_checkpoint(config: TrainConfig, step: int, state: Mapping[str, Any]) -> str:
+    """Save this rank's state (a collective: returns when all ranks' are there).
+
+    Returns why it could not be saved, alike on all ranks, or "". NotFiniteError, on all ranks, if
+    the state of one is not finite. Both times the checkpoint before is still there and valid.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     folder = _folder(config.folder)
     path = _rank_file(folder, step, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    dist.barrier()
-    if rank == 0:
-        meta = {
-            "step": step,
-            "world_size": dist.get_world_size(),
-            "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "torch": torch.__version__,
-            "command": config.command,
-            "config": config.as_json(),
-        }
-        write_text(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
-        for old in folder.glob("step-*"):
-            if old != path.parent:
-                shutil.rmtree(old, ignore_errors=True)
+    problem = digest = ""
+    raise_on_all(not_finite(state), NotFiniteError)
+    try:
+        digest = _write(path, {"run": _identity(config, step, rank, world_size), **state})
+    except OSError as error:
+        problem = _told(path, error)
+    said = _everyones((problem, digest))
+    problem = next((problem for problem, _ in said if problem), "")
+    if not problem and rank == 0:
+        try:
+            _make_valid(config, step, [digest for _, digest in said])
+        except OSError as error:
+            problem = _told(folder / "meta.json", error)
+    problem = _everyones(problem)[0] or problem
+    if problem:
+        _take_back(path)
+    return problem
 
 
 def find_checkpoint(log_dir: Path) -> Checkpoint:
     """The checkpoint in a run's folder. UsageError if there is none that can be resumed."""
     folder = _folder(log_dir)
-    accepted = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
+    path = folder / "meta.json"
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(path.read_text(encoding="utf-8"))
         config = TrainConfig.from_json({**meta["config"], "log_dir": str(log_dir)})
-        found = Checkpoint(folder, int(meta["step"]), int(meta["world_size"]), config)
+        step, world_size = int(meta["step"]), int(meta["world_size"])
+        if "digests" not in meta:
+            raise UsageError(
+                f"--resume {log_dir}: the checkpoint is of an older version, without the digests "
+                f"of its files, and cannot be checked; {_ACCEPTED}"
+            )
+        digests = tuple(str(digest) for digest in meta["digests"])
+        if len(digests) != world_size:
+            raise ValueError(f"{len(digests)} digests for {world_size} ranks")
+        found = Checkpoint(folder, step, world_size, config, digests)
     except OSError as error:
         raise UsageError(
-            f"--resume {log_dir}: nothing to resume, {folder / 'meta.json'}: "
-            f"{error.strerror or error}; {accepted}"
+            f"--resume {log_dir}: nothing to resume, {path}: {error.strerror or error}; {_ACCEPTED}"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--resume {log_dir}: {folder / 'meta.json'} is damaged: {error}; {accepted}"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UsageError(f"--resume {log_dir}: {path} is damaged: {error}; {_ACCEPTED}") from error
     for rank in range(found.world_size):
-        path = _rank_file(folder, found.step, rank)
-        if not path.exists():
-            raise UsageError(f"--resume {log_dir}: {path} is missing; {accepted}")
+        file = _rank_file(folder, found.step, rank)
+        if not file.exists():
+            raise UsageError(f"--resume {log_dir}: {file} is missing; {_ACCEPTED}")
     return found
 
 
@@ -102,6 +176,160 @@ def newest_run(logs: Path = Path("logs")) -> Path:
             f"--resume: no run with a checkpoint in {logs}/; accepted: --resume LOGDIR"
         )
     return metas[-1].parent.parent
+
+
+def raise_on_all(problem: str, kind: type[Exception] = UsageError) -> None:
+    """An error on every rank if one of them has a problem: the first one's. A collective."""
+    for theirs in _everyones(problem):
+        if theirs:
+            raise kind(theirs)
+
+
+def check_replicas(model: nn.Module, log_dir: str) -> None:
+    """UsageError on all ranks unless they hold the same parameters, bit by bit. A collective.
+
+    Buffers that count must be equal, too. Running means need not: each rank has its own of its own
+    batches, until rank 0's are broadcast with the next forward pass.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors |= {n: b for n, b in model.named_buffers() if not b.is_floating_point()}
+    ours = [(name, _digest(tensor)) for name, tensor in tensors.items()]
+    everyones = _everyones(ours)
+    for rank, theirs in enumerate(everyones):
+        for (name, first), (_, other) in zip(everyones[0], theirs, strict=True):
+            if first != other:
+                raise UsageError(
+                    f"--resume {log_dir}: the ranks have loaded different models: {name} of rank "
+                    f"{rank} is not that of rank 0; the checkpoint cannot be resumed"
+                )
+
+
+def not_finite(state: Any, name: str = "") -> str:
+    """The name of the first tensor in a state that has a NaN or an infinity in it; "" if none."""
+    if isinstance(state, Tensor):
+        floating = state.is_floating_point() or state.is_complex()
+        return name if floating and not bool(torch.isfinite(state).all()) else ""
+    parts: Any = ()
+    if isinstance(state, Mapping):
+        parts = state.items()
+    elif isinstance(state, (list, tuple)):
+        parts = enumerate(state)
+    found = (not_finite(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
+    return next(filter(None, found), "")
+
+
+def _identity(config: TrainConfig, step: int, rank: int, world_size: int) -> dict[str, Any]:
+    """What must be the same in a rank's file and where it is loaded, as JSON values."""
+    options = {name: v for name, v in config.as_json().items() if name not in _FREE}
+    plain: dict[str, Any] = json.loads(json.dumps(options))
+    return {"step": step, "rank": rank, "world_size": world_size, **plain}
+
+
+def _write(path: Path, state: dict[str, Any]) -> str:
+    """Write one rank's file, whole or not at all; returns its digest."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        digesting = _Digesting(file)
+        torch.save(state, cast(IO[bytes], digesting))
+        digesting.check()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync(path.parent)
+    return digesting.sha256.hexdigest()
+
+
+def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
+    """Every rank's file of this step is there: make it the checkpoint, and delete the old one."""
+    folder = _folder(config.folder)
+    _sync(folder)
+    meta = {
+        "step": step,
+        "world_size": len(digests),
+        "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "torch": torch.__version__,
+        "command": config.command,
+        "digests": digests,
+        "config": config.as_json(),
+    }
+    write_text(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
+    try:
+        _sync(folder)
+        _sync(config.folder)
+    except OSError:
+        return  # which of the two a power failure leaves is not known, so both stay
+    for old in folder.glob("step-*"):
+        if old.name != f"step-{step}":
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _take_back(path: Path) -> None:
+    """Remove what was written of a checkpoint that did not become valid."""
+    for left in (path, path.with_name(path.name + ".tmp")):
+        try:
+            left.unlink(missing_ok=True)
+            path.parent.rmdir()
+        except OSError:
+            continue  # other ranks' files are in it, or the disk is gone
+
+
+class _Digesting:
+    """A file for torch.save that is digested while it is written.
+
+    An error of the disk is kept for `check`: raised into torch's writer, it would come out as
+    something else.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.sha256 = hashlib.sha256()
+        self._file = file
+        self._error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        if self._error is None:
+            try:
+                self._file.write(data)
+                self.sha256.update(data)
+            except OSError as error:
+                self._error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed when it is whole."""
+
+    def check(self) -> None:
+        """OSError if one occurred."""
+        if self._error is not None:
+            raise self._error
+
+
+def _sync(folder: Path) -> None:
+    """Have a folder's entries on the disk, where its file system can do that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).hexdigest()
+
+
+def _everyones(mine: _T) -> list[_T]:
+    """What each rank says, by rank. A collective."""
+    said = [mine] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
+
+
+def _told(path: Path, error: OSError) -> str:
+    return f"{path}: {error.strerror or error}"
 
 
 def _folder(log_dir: Path) -> Path:

@@ -35,19 +35,20 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from runs.job import make_job
+    from runs.job import claimed, make_job
     from runs.launch import launch
     from runs.worker import run_worker
 
-    job = make_job(vars(args), None)
-    workers = "1 worker" if job.config.workers == 1 else f"{job.config.workers} workers"
-    print(f"starting {workers}", file=sys.stderr, flush=True)  # seconds, in which they import torch
-    return launch(run_worker, job, job.config.workers)
+    with claimed(make_job(vars(args), None)) as job:
+        workers = "1 worker" if job.config.workers == 1 else f"{job.config.workers} workers"
+        # It takes seconds, in which they import torch.
+        print(f"starting {workers}", file=sys.stderr, flush=True)
+        return launch(run_worker, job, job.config.workers)
 
 
 def _as_torchrun_worker(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from runs.job import make_job
-    from runs.worker import run_worker
+    from runs.worker import run_torchrun_worker
 
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return run_worker(make_job(vars(args), world_size), rank, world_size, "env://")
+    return run_torchrun_worker(make_job(vars(args), world_size), rank, world_size)

@@ -11,6 +11,9 @@ from typing import Protocol
 INTERRUPTED = 130
 """The exit code of an interrupted run, as shells have it."""
 
+DIVERGED = 3
+"""The exit code of a run that has failed by its loss or its parameters: see `Outcome.diverged`."""
+
 STOPPING = "\nstopping after this step; once more ends at once\n"
 """What the first Ctrl-C is answered with."""
 

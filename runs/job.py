@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
+from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.options import NEWEST, RESUME_OPTIONS, make_config
 from runs.parser import UsageError, check_writable, option
@@ -16,10 +18,12 @@ from runs.parser import UsageError, check_writable, option
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and the checkpoint to go on from, if any."""
+    """What to train, and the checkpoint to go on from, if any. named: the folder is the one that
+    the user gave, and not one of our making."""
 
     config: TrainConfig
     checkpoint: Checkpoint | None = None
+    named: bool = True
 
 
 def make_job(given: Mapping[str, Any], world_size: int | None, simulated: bool = False) -> Job:
@@ -41,10 +45,47 @@ def make_job(given: Mapping[str, Any], world_size: int | None, simulated: bool =
     else:
         if workers is not None:
             options["workers"] = workers
-        job = Job(make_config({**options, "simulated": simulated}))
-        _check_folder(job.config)
+        config = make_config({**options, "simulated": simulated})
+        job = Job(config, named="log_dir" in options)
+        if job.named:
+            _check_folder(config)
+        else:
+            check_writable(config.folder)
     check(job.config)
     return job
+
+
+@contextmanager
+def claimed(job: Job) -> Iterator[Job]:
+    """The job, for as long as the `with` lasts with its folder to itself; a folder of our naming
+    gets another name if a run has it already.
+
+    UsageError if another run has the folder, or has changed what is in it since the job was made.
+    """
+    config, checkpoint = job.config, job.checkpoint
+    if not job.named:
+        config = replace(config, log_dir=_made_folder(config.folder))
+    what = f"--log-dir {config.log_dir}" if checkpoint is None else f"--resume {config.log_dir}"
+    with claim(config.folder, what, config.command):
+        if checkpoint is None:
+            _check_folder(config)
+        elif find_checkpoint(config.folder).digests != checkpoint.digests:
+            raise UsageError(f"{what}: another run has just gone on there; try again")
+        yield replace(job, config=config)
+
+
+def _made_folder(wanted: Path) -> str:
+    """A folder that this call has made: `wanted`, or that with a number."""
+    folder, count = wanted, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            count += 1
+            folder = wanted.with_name(f"{wanted.name}-{count}")
+        except OSError as error:
+            raise UsageError(f"--log-dir {folder}: {error.strerror or error}") from error
 
 
 def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulated: bool) -> Job:
@@ -76,7 +117,7 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
             f"--steps {config.steps}: the run in {config.log_dir} has done {checkpoint.step} "
             f"already, nothing to resume; accepted: --steps above {checkpoint.step}"
         )
-    return Job(config, Checkpoint(checkpoint.folder, checkpoint.step, config.workers, config))
+    return Job(config, replace(checkpoint, config=config))
 
 
 def _check_folder(config: TrainConfig) -> None:

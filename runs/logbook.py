@@ -9,7 +9,7 @@ from array import array
 from dataclasses import asdict
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from adaptive import (
     Event,
@@ -31,6 +31,8 @@ from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before
 class Logbook(Timeline):
     """A timeline sink that passes on to the files, and the run's own numbers besides.
 
+    Its files are opened, and made where they are not there, by `open`: before, nothing is written.
+
     first_step: steps done already; the records of later ones are dropped from the files. progress:
     what it says while it runs; None: as train does.
     """
@@ -46,28 +48,38 @@ class Logbook(Timeline):
         self.progress = progress or Progress(
             first_step, config.steps, emulated(config), gain_kind(config)
         )
-        folder = config.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (TIMELINE_FILE, METRICS_FILE):
-            keep_before(folder / name, first_step)
-        self._metrics = (folder / METRICS_FILE).open("a" if first_step else "w", encoding="utf-8")
-        self._writer = self._tensorboard(first_step)
+        self._metrics: TextIO | None = None
+        self._writer: Any = None
         self._pace = _Pace()
-        self._done = first_step
+        self._first = self._done = first_step
         self._board: TensorBoardTimeline | None = None
         self._sinks: list[Timeline] = []
         self._json: JSONLTimeline | None = None
+        self._handler = _Handler(self)
+        logging.getLogger("adaptive").addHandler(self._handler)
+        logging.getLogger("adaptive").propagate = False
+
+    def open(self) -> None:
+        """Training is about to begin: make the folder, config.json and the other files, or go on in
+        them. After a checkpoint was found to be good, or its records would be dropped in vain."""
+        config, first = self.config, self._first
+        folder = config.folder
+        config.save()
+        for name in (TIMELINE_FILE, METRICS_FILE):
+            damaged = keep_before(folder / name, first)
+            if damaged:
+                lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first line"
+                self.progress.say(f"warning: {folder / name}: dropped damaged {lines} {damaged[0]}")
+        self._metrics = (folder / METRICS_FILE).open("a" if first else "w", encoding="utf-8")
+        self._writer = self._tensorboard(first)
         if config.policy != "off":
-            self._json = JSONLTimeline(folder / TIMELINE_FILE, append=first_step > 0)
+            self._json = JSONLTimeline(folder / TIMELINE_FILE, append=first > 0)
             self._sinks.append(self._json)
             if self._writer is not None:
                 self._board = TensorBoardTimeline(self._writer, hparams=_hparams(config))
                 self._sinks.append(self._board)
         elif self._writer is not None:
             start_session(self._writer, _hparams(config))
-        self._handler = _Handler(self)
-        logging.getLogger("adaptive").addHandler(self._handler)
-        logging.getLogger("adaptive").propagate = False
 
     # -- the compressor's timeline -------------------------------------------------------------
 
@@ -102,7 +114,9 @@ class Logbook(Timeline):
         for sink in self._sinks:
             sink.close()
         self._sinks, self._json = [], None
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._writer is not None:
             if self.config.policy == "off":
                 end_session(self._writer, self._pace.last, self._pace.metrics(), completed)
@@ -113,7 +127,8 @@ class Logbook(Timeline):
 
     def flush(self) -> None:
         """Hand the records to the operating system: a checkpoint must not be ahead of them."""
-        self._metrics.flush()
+        if self._metrics is not None:
+            self._metrics.flush()
         if self._json is not None:
             self._json.flush()
 
@@ -139,7 +154,8 @@ class Logbook(Timeline):
 
     def _metric(self, step: int, name: str, value: float) -> None:
         known = value if isfinite(value) else None
-        self._metrics.write(json.dumps({"step": step, name: known}) + "\n")
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"step": step, name: known}) + "\n")
 
     def _tensorboard(self, first_step: int) -> Any:
         try:

@@ -48,7 +48,8 @@ examples:
       under torchrun the processes are there already; --workers may be left out
 
 Ctrl-C stops all workers after the step they are in and saves a checkpoint (exit code 130); a
-second Ctrl-C ends at once. Wrong options end with exit code 2, a failed worker with 1."""
+second Ctrl-C ends at once. Wrong options end with exit code 2, a failed worker with 1. A run that
+diverges, by its loss or its parameters, stops with 3 and keeps the last checkpoint before."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -271,12 +272,8 @@ def _below_one(text: str) -> float:
 
 
 def _new_folder(name: str) -> str:
-    folder = Path("logs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    free, count = folder, 1
-    while free.exists():
-        count += 1
-        free = folder.with_name(f"{folder.name}-{count}")
-    return str(free)
+    """A folder's name; whoever makes it sees whether it is there already."""
+    return str(Path("logs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 _TASK_HELP = "text (no download), cifar10, cifar100 or fashion-mnist (text)"

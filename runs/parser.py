@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,11 @@ def switch_or_number(text: str) -> bool | float:
         return number(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be on, off or a CF >= 1, got {text!r}") from None
+
+
+def typed() -> str:
+    """The command line that this process was started with, to be shown."""
+    return shlex.join(["python", "-m", "runs", *sys.argv[1:]])
 
 
 def option(name: str) -> str:

@@ -62,26 +62,42 @@ def read_records(path: Path) -> Recorded:
     with _no_collection():
         for line, value in json_lines(path, told=True):
             try:
-                if value["kind"] == "step":
-                    recorded.steps.append(_step(value))
-                elif value["kind"] == "header":
-                    header = _header(value)
-                else:
-                    recorded.events.append(_only(Event, value))
+                record = _record(value)
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"{path}, line {line}: not a timeline record ({error!r})"
                 ) from error
+            if isinstance(record, StepRecord):
+                recorded.steps.append(record)
+            elif isinstance(record, Header):
+                header = record
+            else:
+                recorded.events.append(record)
     return replace(recorded, header=header)
 
 
-def keep_before(path: Path, step: int) -> None:
-    """Drop the records of `step` and later ones, and a last line that was cut short. The header
-    belongs to no step, and stays."""
-    if path.exists():
-        kept = [value for _, value in json_lines(path) if _step_of(value) < step]
-        lines = (json.dumps(value, separators=(",", ":")) + "\n" for value in kept)
-        write_text(path, "".join(lines))
+def keep_before(path: Path, step: int) -> list[int]:
+    """Drop the records of `step` and later ones, of a timeline or of metrics, and a last line that
+    was cut short. The header belongs to no step, and stays.
+
+    Returns the numbers of the lines before the last that are damaged, and dropped, too.
+    """
+    if not path.exists():
+        return []
+    kept, damaged = [], []
+    lines = path.read_bytes().split(b"\n")  # a damaged byte must not hide the other lines
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+            if "kind" in value:
+                _record(value)  # whoever reads the file must understand it
+            if _step_of(value) < step:
+                kept.append(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if number < len(lines):  # after the last line end is nothing, or a line cut short
+                damaged.append(number)
+    write_text(path, "".join(kept))
+    return damaged
 
 
 def stretches(recorded: Recorded) -> list[Stretch]:
@@ -132,6 +148,16 @@ def _step_of(value: dict[str, Any]) -> int:
     if value.get("kind") == "header":
         return -1
     return int(value["report"]["step"] if value.get("kind") == "step" else value["step"])
+
+
+def _record(value: dict[str, Any]) -> StepRecord | Header | Event:
+    """The record that a line of a timeline is."""
+    if value["kind"] == "step":
+        return _step(value)
+    if value["kind"] == "header":
+        return _header(value)
+    event: Event = _only(Event, value)
+    return event
 
 
 def _step(value: dict[str, Any]) -> StepRecord:

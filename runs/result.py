@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
@@ -65,6 +66,20 @@ def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: Te
     print(table(config, outcome, result, notes), file=out, flush=True)
     if config.json:
         print(json.dumps(result, allow_nan=False), flush=True)
+    if outcome.diverged:
+        print(f"error: {_divergence(config, outcome)}", file=sys.stderr, flush=True)
+
+
+def _divergence(config: TrainConfig, outcome: Outcome) -> str:
+    """That a run has diverged, why, and what is left of it."""
+    left = "no checkpoint was saved (--checkpoint-every N saves them)"
+    if outcome.saved_at:
+        folder = config.folder / "checkpoint"
+        left = f"the last checkpoint is of step {outcome.saved_at}, in {folder}"
+    return (
+        f"the run has diverged by step {outcome.steps_done} of {config.steps}: {outcome.diverged}; "
+        f"{left}"
+    )
 
 
 def save_result(
@@ -103,6 +118,7 @@ def make_result(
         "steps": outcome.steps_done,
         "resumed_at": outcome.first_step,
         "interrupted": outcome.interrupted,
+        "diverged": outcome.diverged or None,
         "quality_name": task.quality_name,
         "higher_is_better": task.higher_is_better,
         "quality": _known(outcome.quality),
@@ -161,7 +177,7 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
         lines += [f"    {line}" for line in str(summary).splitlines()]
     lines += [f"  note: {note}" for note in notes]
     lines += [f"files in {config.log_dir}; to look at them: tensorboard --logdir {config.log_dir}"]
-    if outcome.interrupted:
+    if outcome.interrupted and outcome.saved_at == outcome.steps_done:
         lines += [
             f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "
             f"with: python -m runs {config.program} --resume {config.log_dir}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -14,12 +15,25 @@ from adaptive import Summary, Timeline
 from adaptive.exchange import reduce_wire_bytes
 from policies import DENSE
 from runs.build import build_compressor, build_task
-from runs.checkpoint import Checkpoint, save_checkpoint
+from runs.checkpoint import (
+    Checkpoint,
+    NotFiniteError,
+    check_replicas,
+    not_finite,
+    raise_on_all,
+    save_checkpoint,
+)
 from runs.config import TrainConfig
 from runs.interrupt import Stop
 from runs.logbook import Logbook
 from runs.tasks import Task
 from runs.vote import Vote
+
+HOPELESS = 1e6
+"""A loss from which training does not come back: every task's is a cross-entropy, in nats."""
+
+PATIENCE = 3
+"""Steps in a row with such a loss, or one that is not finite, after which a run has diverged."""
 
 
 class Trainer:
@@ -99,13 +113,16 @@ class Trainer:
             "rng": torch.get_rng_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`, bit-identically given the same step times."""
-        # DDP orders its buckets anew after the first backward, which changes the order of
-        # summation, so that one must not count. Whatever it changes is loaded afterwards.
+    def throw_away_a_step(self) -> None:
+        """Before `load_state_dict`: DDP orders its buckets anew after the first backward, which
+        changes the order of summation, so that one must not count. Whatever it changes is loaded
+        afterwards."""
         self.loss().backward()
         self.optimizer.step()  # without it, the library warns of a step that was left out
         self.optimizer.zero_grad()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, bit-identically given the same step times."""
         self.step = state["step"]
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -119,7 +136,8 @@ class Outcome:
     """How training ended. seconds: of the loop, evaluations and checkpoints not counted;
     first_seconds: of its first step, in which a process warms up.
     quality: on held-out data, on rank 0 (elsewhere, and at a pause, None). loss: the last, mean
-    over workers."""
+    over workers. saved_at: the step of the last checkpoint, 0 if there is none. diverged: why
+    training has failed and ended early, or ""; the checkpoint is from before."""
 
     steps_done: int
     first_step: int
@@ -129,6 +147,8 @@ class Outcome:
     summary: Summary
     quality: float | None
     first_seconds: float = 0.0
+    saved_at: int = 0
+    diverged: str = ""
 
 
 def train(
@@ -152,46 +172,105 @@ def train(
     trainer = Trainer(config, logbook, task)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
+    if logbook is not None:
+        logbook.open()
     vote = Vote(voters)
     first, loss, stop = trainer.step, float("nan"), False
-    saved_at = first if checkpoint is not None else 0
+    keeper = _Keeper(config, trainer, logbook)
     timer = _Timer()
     last = config.steps if pause_at is None else min(pause_at, config.steps)
-    while trainer.step < last and not stop:
+    while trainer.step < last and not stop and not keeper.diverged:
         with timer:
             local = trainer.loss()
             vote.cast(local.item(), interrupt is not None and interrupt.requested)
             trainer.descend(local)
             loss, stop = vote.count()
+            keeper.watch(loss)
             if logbook is not None:
                 logbook.trained(trainer.step, loss)
         done = trainer.step == config.steps
         every = config.checkpoint_every
         if (every and trainer.step % every == 0) or (done and (every or checkpoint is not None)):
-            _save(config, trainer, logbook)
-            saved_at = trainer.step
+            keeper.save()
         if config.eval_every and trainer.step % config.eval_every == 0 and not done:
             _evaluate(trainer, logbook)
     interrupted = stop and trainer.step < config.steps
-    if keep and trainer.step < config.steps and saved_at != trainer.step:
-        _save(config, trainer, logbook)
-    if interrupted and keep and logbook is not None:
+    if keep and trainer.step < config.steps and keeper.saved_at != trainer.step:
+        keeper.save()
+    if interrupted and keeper.saved_at == trainer.step and logbook is not None:
         logbook.progress.say(f"stopped after step {trainer.step}, checkpoint saved")
     summary = trainer.summary()
-    dist.barrier()  # rank 0 goes on alone from here
+    keeper.check_model()  # rank 0 goes on alone from here
     vote.close()
     paused = pause_at is not None and trainer.step < config.steps
     quality = None if paused else _evaluate(trainer, logbook)
+    diverged = keeper.diverged
+    if quality is not None and not isfinite(quality) and not diverged:
+        diverged = f"held-out {trainer.task.quality_name} is {quality} in the end"
     return Outcome(
-        trainer.step, first, interrupted, timer.seconds, loss, summary, quality, timer.first
+        trainer.step,
+        first,
+        interrupted,
+        timer.seconds,
+        loss,
+        summary,
+        quality,
+        timer.first,
+        keeper.saved_at,
+        diverged,
     )
 
 
-def _save(config: TrainConfig, trainer: Trainer, logbook: Logbook | None) -> None:
-    state = trainer.state_dict()  # takes in the last step, which goes on record
-    if logbook is not None:
-        logbook.flush()
-    save_checkpoint(config, trainer.step, state)
+class _Keeper:
+    """Saves checkpoints, and sees to it that no state of a run that has diverged becomes one.
+
+    All ranks come to the same conclusions, since what they rest on is agreed. saved_at: the step of
+    the last checkpoint, 0 if there is none. diverged: why the run is to end, or "".
+    """
+
+    def __init__(self, config: TrainConfig, trainer: Trainer, logbook: Logbook | None) -> None:
+        self.saved_at = trainer.step
+        self.diverged = ""
+        self._config, self._trainer, self._logbook = config, trainer, logbook
+        self._hopeless = 0  # steps in a row
+        self._loss = 0.0
+
+    def watch(self, loss: float) -> None:
+        """Take in the mean loss of a step."""
+        self._loss = loss
+        self._hopeless = 0 if abs(loss) < HOPELESS else self._hopeless + 1
+        if self._hopeless >= PATIENCE:
+            self.diverged = (
+                f"the loss was not finite, or above {HOPELESS:g}, in {self._hopeless} steps in a "
+                f"row, {loss:g} in the last"
+            )
+
+    def save(self) -> None:
+        """Make the present state the checkpoint, unless training seems to have failed. On all
+        ranks."""
+        state = self._trainer.state_dict()  # takes in the last step, which goes on record
+        if self._logbook is not None:
+            self._logbook.flush()
+        if self._hopeless:
+            return
+        try:
+            problem = save_checkpoint(self._config, self._trainer.step, state)
+        except NotFiniteError as error:
+            self.diverged = f"there are numbers in {error} that are not finite"
+            return
+        if problem:
+            raise RuntimeError(f"the checkpoint could not be saved: {problem}")
+        self.saved_at = self._trainer.step
+
+    def check_model(self) -> None:
+        """Training has ended: it has failed, too, if its last step has spoilt the model. On all
+        ranks."""
+        if self._hopeless and not self.diverged:
+            self.diverged = f"the loss of the last step is {self._loss:g}"
+        try:
+            raise_on_all(not_finite(self._trainer.model.module.state_dict()), NotFiniteError)
+        except NotFiniteError as error:
+            self.diverged = self.diverged or f"there are numbers in {error} that are not finite"
 
 
 def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
@@ -205,10 +284,17 @@ def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
 
 
 def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -> None:
-    state = checkpoint.load(trainer.rank)
+    """Go on from a checkpoint, or UsageError on all ranks if that is not possible."""
+    state, folder, problem = checkpoint.load(), checkpoint.config.log_dir, ""
     if logbook is not None:
         logbook.muted = True  # the throwaway step is no part of the record
-    trainer.load_state_dict(state)
+    trainer.throw_away_a_step()
+    try:
+        trainer.load_state_dict(state)
+    except Exception as error:  # whatever does not fit, the other ranks must hear of it
+        problem = f"--resume {folder}: the checkpoint does not fit this program: {error!r}"
+    raise_on_all(problem)
+    check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False
 

@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from multiprocessing import parent_process
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from runs.config import TrainConfig
-from runs.interrupt import INTERRUPTED, Interrupt
-from runs.job import Job
+from runs.interrupt import DIVERGED, INTERRUPTED, Interrupt
+from runs.job import Job, claimed
 from runs.logbook import Logbook
+from runs.parser import UsageError
 from runs.result import header, make_report
 from runs.tasks import Task
 from runs.train import Outcome, train
 
 
 def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
-    """Train as one of `world_size` ranks; returns the exit code (130 if interrupted)."""
+    """Train as one of `world_size` ranks; returns the exit code, see `exit_code`."""
     interrupt = join(job.config.threads, rank, world_size, init_method)
-    outcome = run_rank(_rank_0s(job), rank, interrupt)
+    return _work(job, rank, interrupt)
+
+
+def run_torchrun_worker(job: Job, rank: int, world_size: int) -> int:
+    """The same in a process of torchrun's: there is no launcher that has claimed the folder, so
+    rank 0 does, and tells the others which it is. job: as this rank has understood the command."""
+    interrupt = join(job.config.threads, rank, world_size, "env://")
+    with ExitStack() as held:
+        said: list[Any] = [None, ""]
+        if rank == 0:
+            try:
+                said[0] = held.enter_context(claimed(job))
+            except UsageError as error:
+                said[1] = str(error)
+        dist.broadcast_object_list(said, src=0)
+        agreed, problem = said
+        if problem:
+            raise UsageError(problem)
+        return _work(agreed, rank, interrupt)
+
+
+def _work(job: Job, rank: int, interrupt: Interrupt) -> int:
+    outcome = run_rank(job, rank, interrupt)
     dist.destroy_process_group()
+    return exit_code(outcome, rank)
+
+
+def exit_code(outcome: Outcome, rank: int) -> int:
+    """How that rank's process ends. What has gone wrong is rank 0's to say, which needs time for
+    it: a failure of another would cut that short."""
+    if outcome.diverged:
+        return DIVERGED if rank == 0 else 0
     return INTERRUPTED if outcome.interrupted else 0
 
 
@@ -42,7 +74,6 @@ def run_rank(
     if rank == 0:
         first = checkpoint.step if checkpoint is not None else 0
         print(header(config, first), file=output(config), flush=True)
-        config.save()
         logbook = Logbook(config, first)
     try:
         outcome = train(
@@ -74,10 +105,3 @@ def join(threads: int, rank: int, world_size: int, init_method: str) -> Interrup
 def output(config: TrainConfig) -> TextIO:
     """Where text for people goes: stdout, unless that is for JSON."""
     return sys.stderr if config.json else sys.stdout
-
-
-def _rank_0s(job: Job) -> Job:
-    """Rank 0's job: under torchrun, each rank has made up its own name for the log folder."""
-    jobs = [job]
-    dist.broadcast_object_list(jobs, src=0)
-    return jobs[0]

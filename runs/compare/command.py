@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 
+from runs.claim import claim
 from runs.compare.options import HELP, Comparison, add_arguments, make_comparison
 from runs.interrupt import INTERRUPTED
-from runs.parser import UsageError, check_writable, fail
+from runs.parser import UsageError, check_writable, fail, typed
 
 __all__ = ["HELP", "add_arguments", "main"]
 
@@ -20,7 +21,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         comparison = make_comparison(vars(args))
         _check(comparison)
-        return _compare(comparison)
+        with claim(comparison.folder, f"--log-dir {comparison.folder}", typed()):
+            return _compare(comparison)
     except UsageError as error:
         return fail("python -m runs compare", error)
     except KeyboardInterrupt:

@@ -23,7 +23,8 @@ class Digest:
     """One run. evaluations: (steps done, quality) in order, smoothed; quality: the last one;
     bytes_sent, dense_bytes: a worker's;
     sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
-    network (empty for a run without records); explored: what finding out has cost."""
+    network (empty for a run without records); explored: what finding out has cost; diverged: why
+    it ended early, if it did."""
 
     seed: int
     quality: float
@@ -35,6 +36,7 @@ class Digest:
     sent: tuple[float, ...]
     ends: tuple[tuple[float, ...], ...]
     explored: Exploration
+    diverged: str = ""
 
     def quality_after(self, steps: int | None) -> float:
         """Of the last evaluation by then; None: at the end."""
@@ -79,6 +81,7 @@ def read_digest(
             for network in networks
         ),
         explored=exploration(recorded.steps),
+        diverged=result.get("diverged") or "",
     )
 
 

@@ -68,6 +68,12 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
             f"scaling eff.: T_N / (N T_1), of the steps/s; a step of one worker takes "
             f"{comparison.one_worker_seconds:g} s"
         )
+    notes += [
+        f"{label}, seed {run.seed}, has diverged: {run.diverged}"
+        for label, runs in digests.items()
+        for run in runs
+        if run.diverged
+    ]
     if missing:
         notes.append(f"{missing} runs are not finished and not in the table")
     try:

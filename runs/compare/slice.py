@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from runs.checkpoint import Checkpoint, find_checkpoint
+from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig, write_text
 from runs.interrupt import INTERRUPTED
 from runs.launch import launch
@@ -70,7 +72,8 @@ def train_until(config: TrainConfig, until: int) -> int:
     checkpoint = _checkpoint(config)
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
-    code = launch(_run, _Part(config, checkpoint, until), config.workers)
+    with claim(config.folder, f"--log-dir: {config.folder}", config.command):
+        code = launch(_run, _Part(config, checkpoint, until), config.workers)
     if is_finished(config):
         shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
     return code
@@ -89,7 +92,6 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     interrupt = join(config.threads, rank, world_size, init_method)
     logbook = None
     if rank == 0:
-        config.save()
         logbook = Logbook(config, checkpoint.step if checkpoint is not None else 0)
     try:
         outcome = train(
@@ -105,8 +107,10 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     if logbook is not None:
         seconds = outcome.seconds - outcome.first_seconds
         _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds))
-        if outcome.steps_done == config.steps:
-            save_result(config, outcome, logbook)
+        if outcome.steps_done == config.steps or outcome.diverged:
+            save_result(config, outcome, logbook)  # it would diverge again
+        if outcome.diverged:
+            print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
     dist.destroy_process_group()
     # Also after its last step, or the next contender's turn would come.
     return INTERRUPTED if outcome.interrupted or interrupt.requested else 0

@@ -135,7 +135,8 @@ def stand(
 
     def halted(run: Digest, network: int) -> float:
         everyone = (other for runs in digests.values() for other in runs)
-        lengths = [o.ends[network][-1] for o in everyone if o.seed == run.seed and o.ends[network]]
+        whole = [o for o in everyone if o.seed == run.seed and not o.diverged]
+        lengths = [other.ends[network][-1] for other in whole if other.ends[network]]
         fastest = min(filter(isfinite, lengths), default=nan)
         return quality_at(fastest, run.evaluations, run.ends[network])
 

@@ -24,9 +24,10 @@ def main(args: argparse.Namespace) -> int:
     """Run the simulation; returns the exit code."""
     try:
         # torch is imported late, so that help and wrong options need not wait for it.
-        from runs.job import make_job
+        from runs.job import claimed, make_job
 
-        return simulate(make_job(with_defaults(vars(args)), None, simulated=True))
+        with claimed(make_job(with_defaults(vars(args)), None, simulated=True)) as job:
+            return simulate(job)
     except UsageError as error:
         return fail("python -m runs simulate", error)
     except KeyboardInterrupt:
@@ -34,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def simulate(job: Job) -> int:
-    """Train as the job says; 0, or 130 if interrupted, or 1 after saying which worker failed.
+    """Train as the job says; the exit code, 1 after saying which worker failed.
 
     UsageError if that is what a worker raised."""
     import torch
@@ -43,7 +44,7 @@ def simulate(job: Job) -> int:
     from runs.build import build_task
     from runs.simulate.ranks import WorkerError, run_ranks
     from runs.train import Outcome
-    from runs.worker import run_rank
+    from runs.worker import exit_code, run_rank
 
     config = job.config
     torch.set_num_threads(config.threads)
@@ -65,7 +66,7 @@ def simulate(job: Job) -> int:
         return 1
     finally:
         interrupt.restore()
-    return INTERRUPTED if outcomes[0].interrupted else 0
+    return exit_code(outcomes[0], 0)
 
 
 class _Answer:

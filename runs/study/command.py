@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 
+from runs.claim import claim
 from runs.interrupt import INTERRUPTED
-from runs.parser import UsageError, fail
+from runs.parser import UsageError, fail, typed
 from runs.study.options import HELP, Study, add_arguments, make_study
 
 __all__ = ["HELP", "add_arguments", "main"]
@@ -17,22 +18,30 @@ def main(args: argparse.Namespace) -> int:
     """Run the study; returns the exit code."""
     try:
         study = make_study(vars(args))
-        return _train(study) or _report(study)
+        _check(study)
+        with claim(study.folder, f"--log-dir {study.folder}", typed()):
+            return _train(study) or _report(study)
     except UsageError as error:
         return fail("python -m runs study", error)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _train(study: Study) -> int:
-    """Every run that is not finished; the exit code of the first that fails."""
+def _check(study: Study) -> None:
+    """Have all errors before the first worker starts."""
     from runs.build import check, check_compression
-    from runs.compare.slice import steps_done, train_until
+    from runs.compare.slice import steps_done
 
     check(study.runs[0].config)  # reads the data, the same for all
     for run in study.runs:
         check_compression(run.config)
         steps_done(run.config)
+
+
+def _train(study: Study) -> int:
+    """Every run that is not finished; the exit code of the first that fails."""
+    from runs.compare.slice import steps_done, train_until
+
     out = sys.stderr if study.json else sys.stdout
     for number, run in enumerate(study.runs, start=1):
         if steps_done(run.config) >= run.config.steps:

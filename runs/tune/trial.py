@@ -17,7 +17,7 @@ from runs.tune.desk import Desk, Order
 from runs.tune.objective import Metrics, measure
 from runs.tune.storage import needed
 from runs.tune.tuning import Tuning
-from runs.tune.watch import REACHED, StopFor, StudyProgress, TrialLogbook
+from runs.tune.watch import DIVERGED, REACHED, StopFor, StudyProgress, TrialLogbook
 from runs.worker import join
 
 _T = TypeVar("_T")
@@ -76,8 +76,6 @@ def _run(tuning: Tuning, order: Order, desk: Desk | None, interrupt: Interrupt) 
             name = f"trial {order.number}, {order.place} of {tuning.trials}"
             if len(tuning.seeds) > 1:
                 name += f", seed {seed}"
-            config.folder.mkdir(parents=True, exist_ok=True)
-            config.save()
             progress = StudyProgress(config, done, total, name)
             logbook = TrialLogbook(config, tuning.objective, desk_prune, progress)
         go_on = _rank_0s(_train(tuning, config, desk, logbook, interrupt, runs))
@@ -104,6 +102,8 @@ def _train(
             logbook.close()
     if desk is None or logbook is None:
         return False
+    if outcome.diverged:
+        logbook.end(DIVERGED, outcome.diverged)
     save_result(config, outcome, logbook)
     if outcome.interrupted and logbook.ending is None:
         desk.interrupted()

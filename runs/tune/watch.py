@@ -48,7 +48,7 @@ class TrialLogbook(Logbook):
             self.ends.append(self.ends[-1] + now - self._mark if self.ends else 0.0)
         self._mark = now
         if not isfinite(loss):
-            self._end(DIVERGED, f"loss {loss} in step {done}")
+            self.end(DIVERGED, f"loss {loss} in step {done}")
 
     def evaluated(self, done: int, name: str, quality: float) -> None:
         super().evaluated(done, name, quality)
@@ -56,18 +56,19 @@ class TrialLogbook(Logbook):
         if self.ending is not None:
             return
         if not isfinite(quality):
-            self._end(DIVERGED, f"{name} {quality} after {done} steps")
+            self.end(DIVERGED, f"{name} {quality} after {done} steps")
         elif self._objective.reached(quality):
-            self._end(REACHED, f"{name} {quality:.4g} after {done} steps")
+            self.end(REACHED, f"{name} {quality:.4g} after {done} steps")
         elif self._prune(done, self._objective.intermediate(quality)) and done < self.config.steps:
-            self._end(PRUNED, f"{name} {quality:.4g} after {done} steps")
+            self.end(PRUNED, f"{name} {quality:.4g} after {done} steps")
 
     def _modelled(self, compute: float) -> float:
         """Seconds of a step with --fixed-clock; the last report has those of the step before."""
         seconds = nan if self.last is None else self.last.report.seconds
         return seconds if isfinite(seconds) else compute
 
-    def _end(self, why: str, detail: str) -> None:
+    def end(self, why: str, detail: str) -> None:
+        """The run is to stop, unless it was to before."""
         if self.ending is None:
             self.ending, self.detail = why, detail
 

@@ -261,6 +261,10 @@ def test_the_table_of_hand_made_runs() -> None:
     assert isnan(dense.halted[0][0])  # its first evaluation comes at second 5
     assert fast.explored_steps.values == (4, 5)
 
+    ended = replace(digests["fast"][0], ends=((0.1,),), quality=nan, diverged="its loss is nan")
+    standings = stand({**digests, "ended": [ended]}, "dense", networks=1, higher_is_better=False)
+    assert standings[1].halted == fast.halted  # who has diverged is not through first
+
     lines = make_table([dense, fast, bad], "perplexity", ["100 Mbit/s"]).splitlines()
     assert lines[0].split() == ["100", "Mbit/s:", "modelled", "s,", "perplexity"]
     assert [line.split()[0] for line in lines[1:]] == ["contender", "dense", "fast", "bad"]

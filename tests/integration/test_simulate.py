@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runs.__main__ import main
+from runs.checkpoint import find_checkpoint, not_finite
 from runs.config import TrainConfig
 from runs.records import read_records
 from runs.tasks import TASKS, TextTask
@@ -144,3 +145,23 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     ours, theirs = (read_records(folder / "timeline.jsonl").steps for folder in (run, whole))
     assert repr(ours) == repr(theirs)
     assert len(ours) == done + 4
+
+
+@pytest.mark.parametrize("words", ["--lr 1e25", "--lr 1e38 --policy fixed --cf 10"])
+def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
+    text: Path, tmp_path: Path, capsys: Any, words: str
+) -> None:
+    run = tmp_path / "run"
+    options = ("--workers", "2", "--checkpoint-every", "1", *words.split())
+    assert _simulate(text, run, "--steps", "12", *options) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "error: the run has diverged by step" in said
+    checkpoint = find_checkpoint(run)
+    assert f"the last checkpoint is of step {checkpoint.step}, in {run / 'checkpoint'}" in said
+    states = _states(run)
+    assert [state["step"] for state in states] == [checkpoint.step] * 2
+    assert not_finite(states) == ""
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] < 12
+    assert result["quality"] is None
+    assert result["diverged"] in said

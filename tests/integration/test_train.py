@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -175,7 +176,7 @@ def test_killing_one_process_ends_all(
         time.sleep(0.05)
 
 
-def test_sigterm_stops_cleanly_and_a_failing_worker_ends_all_with_its_traceback(
+def test_sigterm_stops_cleanly_and_a_checkpoint_that_does_not_fit_is_refused(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
     folder = tmp_path / "log"
@@ -187,15 +188,23 @@ def test_sigterm_stops_cleanly_and_a_failing_worker_ends_all_with_its_traceback(
     assert not (folder / "timeline.jsonl").exists()
     assert json.loads((folder / "result.json").read_text())["summary"]["wire_factor"] == 1
 
-    step = json.loads((folder / "checkpoint" / "meta.json").read_text())["step"]
-    path = folder / "checkpoint" / f"step-{step}" / "rank1.pt"
+    meta = folder / "checkpoint" / "meta.json"
+    saved = json.loads(meta.read_text())
+    path = folder / "checkpoint" / f"step-{saved['step']}" / "rank1.pt"
     state = torch.load(path, weights_only=True)
     torch.save({**state, "model": {}}, path)
-    broken = start(*TRAIN, "--resume", folder)
-    assert broken.end() == 1
-    assert broken.err.count("Traceback") == 1
-    assert "Missing key(s) in state_dict" in broken.err
-    assert "worker 1 failed" in broken.err
+    records = (folder / "metrics.jsonl").read_bytes()
+    damaged = start(*TRAIN, "--resume", folder)
+    assert damaged.end() == 2
+    assert f"{path} is missing or damaged: its SHA-256" in damaged.err
+    assert (folder / "metrics.jsonl").read_bytes() == records
+
+    saved["digests"][1] = hashlib.sha256(path.read_bytes()).hexdigest()
+    meta.write_text(json.dumps(saved))
+    broken = start(*TRAIN, "--resume", folder)  # a program whose model is another
+    assert broken.end() == 2
+    assert "Traceback" not in broken.err
+    assert "does not fit this program: RuntimeError('Error(s) in loading state_dict" in broken.err
 
 
 def test_a_schedule_with_a_learning_rate_that_drops_and_no_momentum(

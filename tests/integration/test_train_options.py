@@ -108,7 +108,7 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_with_other_worke
     assert main(["train", "--log-dir", str(run)]) == 2
     assert f"--log-dir {run}: holds a run already" in capfd.readouterr().err
 
-    meta = {"step": 5, "world_size": 2, "config": config}
+    meta = {"step": 5, "world_size": 2, "digests": ["", ""], "config": config}
     (run / "checkpoint" / "meta.json").write_text(json.dumps(meta))
     assert main(["train", "--resume", str(run)]) == 2
     assert "rank0.pt is missing" in capfd.readouterr().err

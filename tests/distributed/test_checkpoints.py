@@ -1,0 +1,178 @@
+"""A checkpoint is loaded on all ranks or on none: damaged, mixed and foreign files are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runs.checkpoint import (
+    NotFiniteError,
+    check_replicas,
+    find_checkpoint,
+    not_finite,
+    save_checkpoint,
+)
+from runs.config import TrainConfig
+from runs.parser import UsageError
+from runs.records import keep_before
+from tests.distributed.processes import run_ranks
+
+
+def _state(step: int, rank: int) -> dict[str, Any]:
+    """What a rank of a run might have, small."""
+    compressor = {"memory": {"weight": {"residual": torch.full((3,), float(rank))}}}
+    return {
+        "step": step,
+        "model": {"weight": torch.full((2, 3), float(step))},
+        "optimizer": {"state": {0: {"momentum_buffer": torch.ones(2, 3)}}},
+        "compressor": compressor,
+        "rng": torch.get_rng_state(),
+    }
+
+
+def _file(folder: Path, rank: int) -> Path:
+    [path] = (folder / "checkpoint").glob(f"step-*/rank{rank}.pt")
+    return path
+
+
+def _flip(folder: Path, rank: int) -> None:
+    path = _file(folder, rank)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _mix(folder: Path, rank: int, other: Path) -> None:
+    """Put another run's file in the place of a rank's, with a digest that says it is right."""
+    content = _file(other, rank).read_bytes()
+    _file(folder, rank).write_bytes(content)
+    _reseal(folder, rank)
+
+
+def _reseal(folder: Path, rank: int) -> None:
+    path = folder / "checkpoint" / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["digests"][rank] = hashlib.sha256(_file(folder, rank).read_bytes()).hexdigest()
+    path.write_text(json.dumps(meta))
+
+
+def _poison(folder: Path, rank: int) -> None:
+    path = _file(folder, rank)
+    state = torch.load(path, weights_only=True)
+    state["compressor"]["memory"]["weight"]["residual"][1] = float("nan")
+    torch.save(state, path)
+    _reseal(folder, rank)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped0": (lambda folder: _flip(folder, 0), "rank0.pt is missing or damaged: its SHA-256"),
+    "flipped1": (lambda folder: _flip(folder, 1), "rank1.pt is missing or damaged: its SHA-256"),
+    "gone": (lambda folder: _file(folder, 1).unlink(), "rank1.pt is missing"),
+    "empty": (lambda folder: _file(folder, 0).write_bytes(b""), "rank0.pt is missing or damaged"),
+    "mixed seeds": (
+        lambda folder: _mix(folder, 1, folder.with_name("another seed")),
+        "rank1.pt is of another run or step: its seed is 1, expected 0",
+    ),
+    "mixed steps": (
+        lambda folder: _mix(folder, 1, folder.with_name("another step")),
+        "rank1.pt is of another run or step: its step is 6, expected 3",
+    ),
+    "not finite": (
+        lambda folder: _poison(folder, 1),
+        "rank1.pt holds numbers in compressor.memory.weight.residual that are not finite",
+    ),
+}
+OTHERS = {"another seed": {"seed": 1}, "another step": {}, "good": {}}
+
+
+def _all_cases(rank: int, root: str) -> dict[str, str]:
+    """Save and load on real ranks; what each damage was answered with on this rank."""
+    for name in (*DAMAGES, *OTHERS):
+        config = TrainConfig(log_dir=str(Path(root, name)), **OTHERS.get(name, {}))
+        step = 6 if name == "another step" else 3
+        assert save_checkpoint(config, step, _state(step, rank)) == ""
+    said = {}
+    for name, (damage, _) in DAMAGES.items():
+        folder = Path(root, name)
+        if rank == 0:
+            damage(folder)
+        dist.barrier()
+        try:
+            find_checkpoint(folder).load()
+            said[name] = "loaded"
+        except UsageError as error:
+            said[name] = str(error)
+    residual = find_checkpoint(Path(root, "good")).load()["compressor"]["memory"]["weight"]
+    assert torch.equal(residual["residual"], torch.full((3,), float(rank)))
+    said["replicas"] = _replicas(rank)
+    state = _state(4, rank)
+    if rank == 1:  # the others' state is good, and yet the checkpoint must stay on all
+        state["optimizer"]["state"][0]["momentum_buffer"][1, 2] = float("inf")
+    config = TrainConfig(log_dir=str(Path(root, "good")))
+    with pytest.raises(NotFiniteError, match=r"^optimizer\.state\.0\.momentum_buffer$"):
+        save_checkpoint(config, 4, state)
+    assert find_checkpoint(config.folder).load()["step"] == 3
+    return said
+
+
+def _replicas(rank: int) -> str:
+    """What is said of models that differ in one parameter."""
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    check_replicas(model, "x")
+    nn.init.constant_(model.bias, rank)
+    try:
+        check_replicas(model, "x")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_damaged_mixed_or_not_finite_is_refused_alike_on_all_ranks(tmp_path: Path) -> None:
+    said = run_ranks(2, _all_cases, str(tmp_path))
+    assert said[0] == said[1]
+    for name, (_, expected) in DAMAGES.items():
+        assert expected in said[0][name], name
+    assert "bias of rank 1 is not that of rank 0" in said[0]["replicas"]
+
+
+def test_a_checkpoint_without_digests_is_of_an_older_version(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    (folder / "step-3").mkdir(parents=True)
+    meta = {"step": 3, "world_size": 1, "config": {"log_dir": ""}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UsageError, match="is of an older version") as refused:
+        find_checkpoint(tmp_path)
+    assert "\n" not in str(refused.value)
+    for damaged in ({**meta, "digests": 3}, {**meta, "digests": []}, [], {**meta, "step": 1e999}):
+        (folder / "meta.json").write_text(json.dumps(damaged))
+        with pytest.raises(UsageError, match="is damaged"):
+            find_checkpoint(tmp_path)
+
+
+def test_a_tensor_that_is_not_finite_is_found_by_name() -> None:
+    state = {"a": [torch.ones(2), (torch.zeros(1),)], "n": float("nan"), "i": torch.tensor([1])}
+    assert not_finite(state) == ""
+    state["a"][1][0][0] = float("inf")  # type: ignore[index]
+    assert not_finite(state) == "a.1.0"
+
+
+def test_damaged_lines_do_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 2.5}).encode() for step in range(6)]
+    lines[1] = lines[1].replace(b'"loss"', b'"lo\xf3s"')  # bits that flipped
+    lines[3] = b"[" * 5000
+    event = b'{"kind":"event","step":2}'  # a record, but not a whole one
+    path.write_bytes(b"\n".join([*lines[:3], event, *lines[3:], b'{"step": 6, "lo']))
+    assert keep_before(path, 5) == [2, 4, 5]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2, 4]
+    assert keep_before(path, 5) == []
