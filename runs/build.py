@@ -59,12 +59,18 @@ def build_task(config: TrainConfig) -> Task:
 
 def build_policy(config: TrainConfig) -> Policy:
     """The policy with the settings that were given, its own defaults otherwise."""
-    policy = _POLICIES[config.policy](**policy_settings(config))
+    settings = policy_settings(config)
+    policy = _POLICIES[config.policy](**settings)
     return Layerwise(policy) if config.layerwise else policy
 
 
 def policy_settings(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of the policy's class that were given."""
+    """The arguments of the policy's class that were given. ValueError if there is no such policy,
+    as a configuration that was read from a file may have it."""
+    if config.policy not in POLICY_OPTIONS:
+        raise ValueError(
+            f"policy={config.policy!r} is unknown; accepted: {', '.join(POLICY_OPTIONS)}"
+        )
     names = POLICY_OPTIONS[config.policy]
     given = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
     return {_ARGUMENTS.get(name, name): value for name, value in given.items()}

@@ -8,7 +8,10 @@ import shlex
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from runs.files import read_json
 
 CONFIG_FILE = "config.json"
 
@@ -113,22 +116,41 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> TrainConfig:
-        """Inverse of `as_json`. ValueError if `saved` is no configuration."""
+        """Inverse of `as_json`. ValueError if `saved` is no configuration: its entries have the
+        types of the fields, and numbers are not negative."""
         if not isinstance(saved, dict):
             raise ValueError("must be a JSON object")
         known = {option.name for option in fields(cls)}
         unknown = sorted(set(saved) - known - {"command"})
         if unknown or "log_dir" not in saved:
             raise ValueError(f"unknown entries {unknown}" if unknown else "no log_dir")
-        values = {name: value for name, value in saved.items() if name in known}
-        if values.get("cf_range") is not None:
-            low, high = values["cf_range"]
-            values["cf_range"] = (float(low), float(high))
-        if values.get("probe") is not None:
-            values["probe"] = tuple(float(cf) for cf in values["probe"])
-        if values.get("schedule") is not None:
-            values["schedule"] = tuple(values["schedule"])
+        types = get_type_hints(cls)
+        values = {
+            name: _checked(name, value, types[name])
+            for name, value in saved.items()
+            if name in known
+        }
         return cls(**values)
+
+
+def load_config(folder: Path) -> TrainConfig | None:
+    """The configuration in a run's folder, with that folder as its own; None if there is none.
+
+    ValueError names the file and what is wrong with it. Whoever is to run what it says must check
+    it first, and its `expression` names a policy of the library or none (see `policy_from`).
+    """
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        return None
+    try:
+        saved = read_json(path)
+        if not isinstance(saved, dict):
+            raise ValueError("must be a JSON object")
+        return TrainConfig.from_json({**saved, "log_dir": str(folder)})
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -145,6 +167,31 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """A value read from a file, as the field's type has it. ValueError if it is another's."""
+    least = 1 if name in ("workers", "steps", "threads", "batch_size") else 0
+    for one in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        parts = get_args(one) if get_origin(one) is tuple else ()
+        if parts and isinstance(value, (list, tuple)):
+            of_each = parts[:1] * len(value) if parts[-1] is ... else parts
+            if len(of_each) == len(value):
+                return tuple(_checked(name, v, k) for v, k in zip(value, of_each, strict=True))
+        elif one is float and type(value) in (int, float):
+            if 0 <= value < _MOST:
+                return float(value)
+        elif one is int and type(value) is int:
+            if least <= value < _MOST:
+                return value
+        elif not parts and one not in (int, float) and isinstance(value, one):
+            return value
+    wanted = getattr(kind, "__name__", str(kind))
+    raise ValueError(f"{name} must be {wanted}, with numbers >= {least}, got {repr(value)[:80]}")
+
+
+_MOST = 2**63
+"""No number of a configuration is as large."""
 
 
 def _words(value: Any) -> list[str]:

@@ -111,6 +111,11 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
             f"--workers {workers}: the checkpoint in {checkpoint.config.log_dir} is of "
             f"{checkpoint.world_size} workers; accepted: {checkpoint.world_size}"
         )
+    if options.get("expression", checkpoint.config.expression) != checkpoint.config.expression:
+        raise UsageError(
+            f"--expression {options['expression']!r}: the run in {checkpoint.config.log_dir} has "
+            f"{checkpoint.config.expression!r}; accepted: the same, or leave it out"
+        )
     config = replace(checkpoint.config, **{"json": False, **options})
     if config.steps <= checkpoint.step:
         raise UsageError(

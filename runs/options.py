@@ -26,7 +26,7 @@ from runs.policy_options import (
     set_schedule,
 )
 
-RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json")
+RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json", "expression")
 EMULATED = "emulate a slow network"
 NEWEST = ""
 
@@ -194,7 +194,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         metavar="LOGDIR",
         help="go on from "
         "the checkpoint in LOGDIR (the newest in logs/), with its options; only "
-        "--steps, --eval-every, --checkpoint-every, --json can be given anew",
+        "--steps, --eval-every, --checkpoint-every, --json can be given anew; an --expression that "
+        "names a class of your own has to be given again",
     )
     output.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"

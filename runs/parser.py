@@ -35,8 +35,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def fail(prog: str, error: Exception) -> int:
-    """Print `error` as one line on stderr; returns the exit code 2."""
-    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    """Print `error` as one line on stderr; returns the exit code 2. What it quotes of a file may
+    hold anything, also what would steer a terminal."""
+    line = " ".join(str(error).split())
+    shown = "".join(char if char.isprintable() else "?" for char in line)
+    print(f"{prog}: error: {shown}", file=sys.stderr)
     return 2
 
 

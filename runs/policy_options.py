@@ -9,7 +9,7 @@ from typing import Any
 from adaptive.options import default_policy
 from compressors import make_compressor
 from runs.parser import UsageError, number, piece, shown, switch, whole
-from runs.policy_expression import EXAMPLE
+from runs.policy_expression import EXAMPLE, Typed
 
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
@@ -71,6 +71,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     expression = parser.add_argument_group("with --policy expression")
     expression.add_argument(
         "--expression",
+        type=Typed,
         metavar="POLICY",
         help="a policy with all of its settings, or with others in it, as Python writes it: "
         f'"{EXAMPLE}"; or MODULE.CLASS(...) of your own',

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
-from runs.config import CONFIG_FILE, TrainConfig, write_text
+from runs.config import TrainConfig, load_config, write_text
 from runs.interrupt import INTERRUPTED
 from runs.launch import launch
 from runs.logbook import Logbook
@@ -43,13 +43,12 @@ class _Part:
 
 def steps_done(config: TrainConfig) -> int:
     """How far a run got. UsageError if its folder holds another run."""
-    saved = config.folder / CONFIG_FILE
-    if not saved.exists():
-        return 0
     try:
-        there = TrainConfig.from_json(json.loads(saved.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--log-dir: {saved} is damaged: {error}") from error
+        there = load_config(config.folder)
+    except ValueError as error:
+        raise UsageError(f"--log-dir: {error}") from error
+    if there is None:
+        return 0
     for name, value in asdict(config).items():
         other = getattr(there, name)
         if name != "log_dir" and other != value:

@@ -82,6 +82,7 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
             )
         extra = sorted(set(given) - {"log_dir"})
         if not extra:
+            check_compression(recorded)
             return recorded
         raise UsageError(
             f"--{extra[0].replace('_', '-')} needs --policy; without, the recorded policy is "
@@ -169,7 +170,14 @@ def _base(config: TrainConfig) -> Compressor:
 
 def _numel(source: Source) -> int:
     """Elements of the model; in older records roughly, from the bytes of a dense step on two
-    ranks."""
+    ranks. UsageError if nothing tells."""
     if source.recorded.header is not None:
         return source.recorded.header.numel
-    return max(1, int(source.recorded.steps[0].report.dense_wire_bytes / 4))
+    dense = (record.report.dense_wire_bytes for record in source.recorded.steps)
+    known = next((nbytes for nbytes in dense if nbytes > 0), None)
+    if known is None:
+        raise UsageError(
+            f"TIMELINE: {source.path} has neither a header nor the bytes of a dense step, so the "
+            f"size of the model is not known; accepted: a record that has one of them"
+        )
+    return max(1, int(known / 4))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs.config import CONFIG_FILE, TrainConfig
+from runs.config import TrainConfig, load_config
 from runs.parser import UsageError
 from runs.records import TIMELINE_FILE, Recorded, read_records
 
@@ -35,14 +34,7 @@ def read_source(given: str) -> Source:
         raise UsageError(f"TIMELINE {given}: {error}; {ACCEPTED}") from error
     if not recorded.steps:
         raise UsageError(f"TIMELINE {given}: {path} holds no step; {ACCEPTED}")
-    return Source(path, recorded, _config(path.parent / CONFIG_FILE))
-
-
-def _config(path: Path) -> TrainConfig | None:
-    if not path.exists():
-        return None
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        return TrainConfig.from_json({**saved, "log_dir": str(path.parent)})
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"TIMELINE: {path} beside it is damaged: {error}") from error
+        return Source(path, recorded, load_config(path.parent))
+    except ValueError as error:
+        raise UsageError(f"TIMELINE {given}: beside it, {error}") from error

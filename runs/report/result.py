@@ -81,6 +81,11 @@ def run_notes(run: Run) -> list[str]:
         notes.append("no config.json: settings, command and quality are not known")
     elif not run.finished:
         notes.append(f"not finished: {run.trained} of {run.config.steps} steps")
+    if run.unknown_policy:
+        notes.append(
+            "its policy is not one of the library's and was not imported: gains are shown as "
+            "measured on the gradient, whatever it decides on"
+        )
     if run.config is not None and run.config.policy == "off":
         notes.append(
             "plain DDP keeps no timeline: bytes and seconds are spread evenly over the steps"

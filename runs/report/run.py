@@ -19,6 +19,7 @@ from policies.base import GainKind
 from runs.config import TrainConfig
 from runs.logbook import emulated, gain_kind
 from runs.option_rules import HOOK_OPTIONS
+from runs.policy_expression import UntrustedPolicyError
 from runs.policy_options import POLICY_OPTIONS
 from runs.records import Recorded, Stretch, stretches
 from runs.result import title
@@ -109,8 +110,20 @@ class Run:
 
     @cached_property
     def gain_kind(self) -> GainKind:
-        """The gain that the policy decides on."""
-        return gain_kind(self.config) if self.config is not None else "gradient"
+        """The gain that the policy decides on, as far as that is known."""
+        if self.config is None or self.unknown_policy:
+            return "gradient"
+        return gain_kind(self.config)
+
+    @cached_property
+    def unknown_policy(self) -> bool:
+        """It is a class of the user's own, which a report does not import."""
+        try:
+            if self.config is not None:
+                gain_kind(self.config)
+        except UntrustedPolicyError:
+            return True
+        return False
 
     @property
     def records(self) -> list[StepRecord]:

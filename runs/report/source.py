@@ -11,9 +11,10 @@ from typing import Any
 
 from runs.compare.digest import rate
 from runs.compare.slice import SLICES_FILE, read_slices
-from runs.config import CONFIG_FILE, TrainConfig
+from runs.config import CONFIG_FILE, TrainConfig, load_config
 from runs.logbook import gain_kind
 from runs.parser import UsageError
+from runs.policy_expression import UntrustedPolicyError
 from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, json_lines, read_records
 from runs.report.run import Ending, Run
 from runs.result import RESULT_FILE, title
@@ -74,7 +75,7 @@ def read_run(place: Place) -> Run:
 
 def _read_run(place: Place) -> Run:
     recorded = read_records(place.timeline) if place.timeline.exists() else Recorded([], [])
-    config = _config(place.folder / CONFIG_FILE)
+    config = _config(place.folder)
     trained, evaluations = _metrics(place.folder / METRICS_FILE)
     ending = _ending(place.folder / RESULT_FILE)
     if recorded.steps:
@@ -144,16 +145,16 @@ def _printable(name: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _config(path: Path) -> TrainConfig | None:
-    if not path.exists():
-        return None
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        config = TrainConfig.from_json({**saved, "log_dir": str(path.parent)})
-        title(config)  # knows the task and the link
-        gain_kind(config)  # and this the policy
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+def _config(folder: Path) -> TrainConfig | None:
+    config = load_config(folder)
+    if config is not None:
+        try:
+            title(config)  # knows the task and the link
+            gain_kind(config)  # and this the policy
+        except UntrustedPolicyError:
+            pass  # is not needed to tell what happened; the report says what it does not know
+        except (ValueError, TypeError, KeyError, UsageError) as error:
+            raise ValueError(f"{folder / CONFIG_FILE} is damaged: {error}") from error
     return config
 
 

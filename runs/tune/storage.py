@@ -7,12 +7,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from urllib.parse import quote, quote_plus
 
 import optuna
 from filelock import FileLock
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from runs.parser import UsageError
@@ -29,12 +30,34 @@ PATIENCE = 5.0
 ACCEPTED = "accepted: a URL of Optuna, e.g. sqlite:///study.db or postgresql+psycopg2://HOST/NAME"
 
 
+HIDDEN = "***"
+"""Stands for a secret, as in SQLAlchemy."""
+
+HARMLESS = (
+    *("host", "port", "user", "dbname", "service", "driver", "unix_socket", "sslmode", "charset"),
+    *("timeout", "connect_timeout", "application_name", "isolation_level", "target_session_attrs"),
+    *("uri", "mode", "cache", "vfs", "nolock", "immutable", "check_same_thread"),
+)
+"""Settings after the question mark of a URL that may be shown. The others may be a password by any
+name (password, passwd, sslpassword, key, ...)."""
+
+
 class LostStorageError(UsageError):
     """A storage that was there does not answer any more."""
 
 
 def open_storage(url: str) -> RDBStorage:
-    """UsageError if there is none at `url`."""
+    """UsageError if there is none at `url`, or if its password was taken out of it."""
+    if _was_hidden(url):
+        raise UsageError(
+            f"--storage {shown_url(url)}: {HIDDEN} stands where a password was left out; accepted: "
+            f"the URL with the password"
+        )
+    if _parts(url) is None:
+        raise UsageError(
+            f"--storage {shown_url(url)}: is no URL, or its password has a character that has to "
+            f"be written as %40 (@), %2F (/) or %3A (:); {ACCEPTED}"
+        )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     # We ask and tell, and so give the signs of life ourselves (desk.py).
@@ -51,8 +74,8 @@ def open_storage(url: str) -> RDBStorage:
             hopeless = isinstance(error, (ImportError, ArgumentError))
             if hopeless or attempt == ATTEMPTS - 1 or time.monotonic() - began > PATIENCE:
                 raise UsageError(
-                    f"--storage {shown_url(url)}: {_why(error)}; {ACCEPTED}"
-                ) from error
+                    f"--storage {shown_url(url)}: {without_secrets(_why(error), url)}; {ACCEPTED}"
+                ) from None  # the cause may hold the URL
             time.sleep(0.1 * 2**attempt)
     raise AssertionError("unreachable")
 
@@ -75,18 +98,70 @@ def needed(url: str) -> Iterator[None]:
     except (StorageInternalError, SQLAlchemyError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) else error
         raise LostStorageError(
-            f"--storage {shown_url(url)}: {_said(cause or error)}; the same command goes on from "
-            f"here when it can be reached"
-        ) from error
+            f"--storage {shown_url(url)}: {without_secrets(_said(cause or error), url)}; the same "
+            f"command goes on from here when it can be reached"
+        ) from None  # the cause may hold the URL
 
 
 def shown_url(url: str) -> str:
-    """For people to read, without the password."""
+    """For people to read and for files, without what may be secret: the password, and all settings
+    after the question mark that are not known to be harmless. Of what cannot be told apart, only
+    the beginning is left."""
+    parts = _parts(url)
+    if parts is None:
+        kind, colons, _ = url.partition("://")
+        return url if not set("@?=") & set(url) else f"{kind}://{HIDDEN}" if colons else HIDDEN
+    if parts.password is None and not _secret(parts):
+        return url
+    query = {name: HIDDEN if name in _secret(parts) else v for name, v in parts.query.items()}
+    # As it is written where there is no query, which would have the asterisks as %2A.
+    shown = parts.set(query={}).render_as_string(hide_password=True)
+    words = [
+        f"{name}={one}"
+        for name, value in query.items()
+        for one in ((value,) if isinstance(value, str) else value)
+    ]
+    return f"{shown}?{'&'.join(words)}" if words else shown
+
+
+def without_secrets(text: str, url: str) -> str:
+    """What a database's module has said about `url`, which may quote it or a part of it."""
+    text = text.replace(url, shown_url(url))
+    parts = _parts(url)
+    if parts is None:
+        return text
+    secrets = [] if parts.password is None else [str(parts.password)]
+    for value in _secret(parts).values():
+        secrets += [value] if isinstance(value, str) else value
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        for written in {secret, quote(secret), quote_plus(secret)}:
+            text = text.replace(written, HIDDEN)
+    return text
+
+
+def _parts(url: str) -> URL | None:
+    """None for what is no URL, or may have been taken apart in the wrong place: a password with an
+    @ or a slash that is not written as %40 or %2F."""
     try:
         parts = make_url(url)
     except (ArgumentError, ValueError):
-        return url
-    return url if parts.password is None else parts.render_as_string(hide_password=True)
+        return None
+    file = parts.drivername.startswith("sqlite") and not parts.host and not parts.username
+    mixed_up = not file and "@" in f"{parts.host}{parts.database}{parts.username}"
+    return None if mixed_up else parts
+
+
+def _was_hidden(url: str) -> bool:
+    """It was copied from where it is shown without its secrets."""
+    parts = _parts(url)
+    if parts is None:
+        return url.endswith(HIDDEN)
+    return HIDDEN in (parts.host, parts.password, *_secret(parts).values())
+
+
+def _secret(parts: URL) -> dict[str, str | tuple[str, ...]]:
+    """The settings after the question mark that may be secret, by name."""
+    return {name: v for name, v in parts.query.items() if name.lower() not in HARMLESS}
 
 
 def _why(error: Exception) -> str:

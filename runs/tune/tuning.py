@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Tuning:
     plan_seed: int
     pruner: str
     folder: Path
-    url: str
+    url: str = field(repr=False)  # it may have a password
     name: str
     screen: Screen | None
     json: bool

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from policies import Accordion, Fixed, Goodput, GraVAC, Layerwise, Schedule, Warmup
+from runs.__main__ import main
 from runs.compare.contender import parse_contender
-from runs.policy_expression import EXAMPLE, policy_from
+from runs.config import TrainConfig
+from runs.job import make_job
+from runs.options import make_config
+from runs.policy_expression import EXAMPLE, Typed, UntrustedPolicyError, policy_from
+from tests.integration.commands import assert_refused
 
 OWN = """
 from policies import Fixed
@@ -38,12 +48,139 @@ def test_calls_with_literals_and_calls_in_them() -> None:
 def test_a_class_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_their_own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    policy = policy_from("of_their_own.Mine(cf=20)")
+    policy = policy_from(Typed("of_their_own.Mine(cf=20)"))
     assert isinstance(policy, Fixed)
     assert (policy.name, policy.cf) == ("mine", 20.0)
     for wrong in ("of_their_own.helper()", "of_their_own.Other()", "not_there.Mine()"):
         with pytest.raises(ValueError, match=r"MODULE\.CLASS of a policy of your own"):
-            policy_from(wrong)
+            policy_from(Typed(wrong))
+
+
+def test_what_was_typed_stays_so_in_a_configuration() -> None:
+    """Worker processes, contenders and studies get copies."""
+    config = make_config({"policy": "expression", "expression": Typed("a.B()"), "log_dir": "x"})
+    for same in (
+        replace(config, steps=7),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    ):
+        assert isinstance(same.expression, Typed)
+    read = TrainConfig.from_json(json.loads(json.dumps(config.as_json())))
+    assert read == config
+    assert not isinstance(read.expression, Typed)
+    contender = parse_contender("expression:expression=Warmup(then=a.B(cf=2))")
+    assert isinstance(contender.given["expression"], Typed)
+
+
+def test_the_librarys_own_may_be_named_with_their_module_by_anyone() -> None:
+    for name in ("Fixed", "policies.Fixed", "adaptive.Fixed"):
+        assert isinstance(policy_from(f"{name}(cf=20)"), Fixed)
+
+
+# -- a run's folder may not name code to run ------------------------------------------------------
+
+PAYLOAD = """
+from pathlib import Path
+Path(__file__).with_name("was_imported").touch()
+from policies import Fixed
+
+class Mine(Fixed):
+    pass
+"""
+
+
+class Folder:
+    """A run's folder as somebody has sent it: it names a class beside it."""
+
+    def __init__(self, path: Path, expression: str) -> None:
+        self.path, self.expression = path, expression
+        config = TrainConfig(
+            log_dir="elsewhere", steps=4, policy="expression", expression=expression
+        )
+        self.path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(config.as_json()))
+        steps = [
+            {"kind": "step", "elapsed": 0.1 * i, "t_sys": 1.0, "t_comp": 1.0, "status": {}}
+            | {"report": {"step": i, "cf": 20.0, "measurements": {}, "dense_wire_bytes": 4000}}
+            for i in range(4)
+        ]
+        (path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        (path / "checkpoint" / "step-4").mkdir(parents=True)
+        meta = {"step": 4, "world_size": 2, "config": config.as_json()}
+        (path / "checkpoint" / "meta.json").write_text(json.dumps(meta))
+        for rank in range(2):
+            (path / "checkpoint" / "step-4" / f"rank{rank}.pt").touch()
+
+    @property
+    def imported(self) -> bool:
+        return any(self.path.parent.rglob("was_imported"))
+
+
+@pytest.fixture(params=["{}.X()", "{}.Mine(cf=20)", "Warmup(steps=1, then={}.Mine(cf=20))"])
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Folder:
+    name = f"payload_{tmp_path.name}"  # not imported in an earlier test
+    package = tmp_path / name / "evil.py"
+    package.parent.mkdir()
+    package.write_text(PAYLOAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    return Folder(tmp_path / "run", request.param.format(f"{name}.evil"))
+
+
+@pytest.mark.parametrize(
+    "words", [["replay", "RUN"], ["train", "--resume", "RUN", "--steps", "9"]], ids=" ".join
+)
+def test_a_folder_cannot_have_its_code_run(folder: Folder, words: list[str], capfd: Any) -> None:
+    command, *options = (str(folder.path) if word == "RUN" else word for word in words)
+    parts = ["--expression: the run's folder names", "is not imported", "on the command line"]
+    assert_refused(capfd, command, *options, parts=parts)
+    assert not folder.imported
+
+
+def test_a_report_does_without_the_folders_code(folder: Folder, capfd: Any) -> None:
+    assert main(["report", str(folder.path), "--json"]) == 0
+    assert not folder.imported
+    [run] = json.loads(capfd.readouterr().out)["runs"]
+    assert run["steps"] == 4
+    assert any("was not imported" in note for note in run["notes"])
+
+
+def test_who_names_it_again_goes_on_with_it(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    if ".X()" in folder.expression:
+        pytest.skip("names no policy")
+    again = ["--policy", "expression", "--expression", folder.expression]
+    assert main(["replay", str(folder.path), *again]) == 0
+    assert folder.imported
+    given = {"resume": str(folder.path), "steps": 9}
+    monkeypatch.setattr("runs.job.check", lambda config: None)  # reads data
+    job = make_job({**given, "expression": Typed(folder.expression)}, None)
+    assert isinstance(job.config.expression, Typed)
+    assert not isinstance(make_job(given, None).config.expression, Typed)
+    other = ["--resume", folder.path, "--steps", 9, "--expression", "Goodput()"]
+    capfd.readouterr()
+    assert_refused(capfd, "train", *other, parts=["--expression 'Goodput()'", "accepted: the same"])
+
+
+def test_an_unimportable_name_in_a_folder_is_not_even_looked_for() -> None:
+    with pytest.raises(UntrustedPolicyError, match="on the command line"):
+        policy_from("not_there.Mine()")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["-" * 5000 + "1", "(" * 5000, "[" * 150 + "]" * 150, "Warmup(then=" * 3000 + ")" * 3000],
+    ids=["minus", "brackets", "lists", "calls"],
+)
+def test_what_is_nested_too_deep_is_one_short_line(expression: str, capfd: Any) -> None:
+    parts = ["--expression", "must be"]
+    with pytest.raises(ValueError, match=r"^expression must be") as error:
+        policy_from(expression)
+    assert len(str(error.value)) < 1000
+    words = ["--policy", "expression", f"--expression={expression}"]
+    assert_refused(capfd, "train", *words, parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +198,15 @@ def test_a_class_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("Warmup(then=Schedule())", "pieces"),
         ("__import__('os').getcwd()", "cannot be imported"),
         ("os.system('true')", "os.system is no policy"),
+        ("Fixed(cf=1e999)", "cf"),
+        ("Schedule([1])", ""),
+        ("Warmup(then=3)", ""),
+        ("Fixed(cf=\0)", ""),
     ],
 )
 def test_what_it_is_not(expression: str, says: str) -> None:
     with pytest.raises(ValueError, match=r"^expression must be") as error:
-        policy_from(expression)
+        policy_from(Typed(expression))
     assert says in str(error.value)
     assert repr(expression) in str(error.value)
 

@@ -76,8 +76,68 @@ def test_what_is_wrong_is_said_in_one_line_without_the_password(
 
 
 def test_urls_without_a_password_are_shown_as_they_are() -> None:
-    for url in ("sqlite:///logs/a@b/study.db", "postgresql://me@host/x", "nonsense"):
+    for url in (
+        "sqlite:///logs/a@b/study.db",
+        "sqlite:////logs/***/study.db",
+        "postgresql://me@host/x",
+        "postgresql://me@host/x?sslmode=require&connect_timeout=5",
+        "nonsense",
+    ):
         assert shown_url(url) == url
+
+
+SECRETS = {
+    "postgresql://me:hush@host/x": "postgresql://me:***@host/x",
+    "postgresql://host/x?user=me&password=hush": "postgresql://host/x?user=me&password=***",
+    "postgresql://host/x?sslmode=require&sslpassword=hush": (
+        "postgresql://host/x?sslmode=require&sslpassword=***"
+    ),
+    "postgresql://me:hush@host/x?passfile=/hush": "postgresql://me:***@host/x?passfile=***",
+    "mysql://host/x?passwd=hush&passwd=hush2": "mysql://host/x?passwd=***",
+    "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BPWD%3Dhush": "mssql+pyodbc:///?odbc_connect=***",
+    "sqlite:///file:x.db?uri=true&password=hush": "sqlite:///file%3Ax.db?uri=true&password=***",
+    "sqlite+pysqlcipher://:hush@/x.db": "sqlite+pysqlcipher://:***@/x.db",
+    "postgresql://me:hush@sh@host/x": "postgresql://***",  # an @ that is not %40
+    "postgresql://m/e:hush@host/x": "postgresql://***",
+    "postgresql://me:hush@host:port/x": "postgresql://***",
+    "me:hush@host/x": "***",
+}
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_no_secret_of_a_url_is_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown_url(url) == SECRETS[url]
+    said = ConnectionError(f"cannot open {url}: PWD=hush, password 'hush' is wrong")
+    monkeypatch.setattr(storage, "RDBStorage", _Opening(OperationalError("SELECT 1", {}, said)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(UsageError) as caught:
+        open_storage(url)
+    if "odbc" not in url:  # whose parts are its driver's business
+        assert "hush" not in str(caught.value)
+    assert caught.value.__cause__ is None  # whose text a traceback would show
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_url_without_its_secret_is_asked_for_again(url: str) -> None:
+    with pytest.raises(UsageError, match="stands where a password was left out"):
+        open_storage(shown_url(url))
+
+
+def test_a_study_with_a_password_in_its_query_keeps_it_to_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """SQLite is as good as any here: the rest of the URL is not its business."""
+    url = f"sqlite:///file:{tmp_path / 'other.db'}?uri=true&password=hush"
+    given = {"log_dir": str(tmp_path / "study"), "storage": url, "trials": 1, "steps": 4}
+    tuning = make_tuning(given)
+    study = open_study(tuning, open_storage(tuning.url))
+    result, text = make_report(tuning, study)
+    assert "hush" not in text + json.dumps(result) + repr(tuning) + tuning.command
+    assert "password=***" in result["storage"]
+    for file in tmp_path.rglob("*.*"):
+        assert b"hush" not in file.read_bytes(), file
+    again = open_study(make_tuning(given), open_storage(url))  # the same options, URL and all
+    assert again.user_attrs == study.user_attrs
 
 
 def test_without_a_storage_no_folder_is_made(
