@@ -106,7 +106,7 @@ class Folder:
         ]
         (path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
         (path / "checkpoint" / "step-4").mkdir(parents=True)
-        meta = {"step": 4, "world_size": 2, "config": config.as_json()}
+        meta = {"step": 4, "world_size": 2, "digests": ["", ""], "config": config.as_json()}
         (path / "checkpoint" / "meta.json").write_text(json.dumps(meta))
         for rank in range(2):
             (path / "checkpoint" / "step-4" / f"rank{rank}.pt").touch()
