@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from typing import Any
 
-from adaptive.timeline import Event, Header, SafeTimeline, StepRecord, Timeline
+from adaptive.timeline import Event, Header, SafeTimeline, StepRecord
 from policies import DENSE, Policy, StepReport, saved
 
 log = logging.getLogger("adaptive")
@@ -18,9 +18,9 @@ class Recorder:
     workers; 1 if throughput is to be steps/s."""
 
     def __init__(
-        self, timeline: Timeline, writes: bool, header: Callable[[], Header], samples: float
+        self, timeline: SafeTimeline, writes: bool, header: Callable[[], Header], samples: float
     ) -> None:
-        self._timeline = SafeTimeline(timeline)
+        self._timeline = timeline
         self._writes = writes
         self._header = header
         self._samples = samples
@@ -79,7 +79,7 @@ class Recorder:
     def close(self) -> None:
         """Nothing is recorded any more."""
         self._timeline.close()
-        self._timeline = SafeTimeline(Timeline())
+        self._timeline = SafeTimeline([])
 
     def _start(self) -> None:
         if not self._started:

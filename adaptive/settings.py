@@ -9,7 +9,7 @@ from typing import Any
 from adaptive.foreign import HookRung
 from adaptive.link import LinkSpec
 from adaptive.memory import MemoryChoice
-from adaptive.timeline import Timeline
+from adaptive.timeline import SafeTimeline
 from compressors import Compressor
 from policies import Policy
 
@@ -29,7 +29,7 @@ class Settings:
     clip_norm: float | None
     shadow_sample: float
     samples_per_step: float | None
-    timeline: Timeline
+    timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
     debug: int

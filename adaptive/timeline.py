@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
 from pathlib import Path
@@ -102,35 +103,48 @@ class Timeline:
     def event(self, event: Event) -> None:
         """Called at each switch."""
 
+    def flush(self) -> None:
+        """Hand over to the operating system what was recorded so far."""
+
     def close(self) -> None:
         """Flush and release; nothing comes after."""
 
 
 class SafeTimeline(Timeline):
-    """Passes on to a sink until that fails, which is logged: a full disk must not take one rank
-    out of the collectives that the others wait in."""
+    """Passes everything on to several sinks, to each until it fails, which is logged once: a full
+    disk must neither take one rank out of the collectives that the others wait in, nor silence the
+    other sinks."""
 
-    def __init__(self, sink: Timeline) -> None:
-        self._sink = sink
+    def __init__(self, sinks: Sequence[Timeline]) -> None:
+        self.sinks = list(sinks)
 
     def start(self, header: Header) -> None:
-        self._try(lambda: self._sink.start(header))
+        self._each(lambda sink: sink.start(header))
 
     def step(self, record: StepRecord) -> None:
-        self._try(lambda: self._sink.step(record))
+        self._each(lambda sink: sink.step(record))
 
     def event(self, event: Event) -> None:
-        self._try(lambda: self._sink.event(event))
+        self._each(lambda sink: sink.event(event))
+
+    def flush(self) -> None:
+        self._each(lambda sink: sink.flush())
 
     def close(self) -> None:
-        self._try(self._sink.close)
+        self._each(lambda sink: sink.close())
 
-    def _try(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception:
-            log.exception("the timeline failed, and is no longer written")
-            self._sink = Timeline()
+    def _each(self, write: Callable[[Timeline], None]) -> None:
+        for sink in list(self.sinks):
+            try:
+                write(sink)
+            except Exception as error:
+                name = type(sink).__name__
+                log.warning(
+                    "the %s has failed, and gets no more records: %r", name, error, exc_info=True
+                )
+                self.sinks.remove(sink)
+                with suppress(Exception):  # what it still holds cannot be saved
+                    sink.close()
 
 
 class MemoryTimeline(Timeline):
@@ -175,15 +189,14 @@ class JSONLTimeline(Timeline):
         self.flush()
 
     def flush(self) -> None:
-        """Bring the file up to date with what was recorded."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
             atexit.unregister(self.close)
-            self._file.close()
-            self._file, self._append = None, True
+            file, self._file, self._append = self._file, None, True
+            file.close()
 
     def _write(self, value: dict[str, Any]) -> None:
         if self._file is None:
@@ -197,33 +210,11 @@ class JSONLTimeline(Timeline):
         return self.path.open("a" if self._append else "w", encoding="utf-8")
 
 
-class SeveralTimelines(Timeline):
-    """Passes everything on to several sinks."""
-
-    def __init__(self, sinks: Sequence[Timeline]) -> None:
-        self.sinks = list(sinks)
-
-    def start(self, header: Header) -> None:
-        for sink in self.sinks:
-            sink.start(header)
-
-    def step(self, record: StepRecord) -> None:
-        for sink in self.sinks:
-            sink.step(record)
-
-    def event(self, event: Event) -> None:
-        for sink in self.sinks:
-            sink.event(event)
-
-    def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
-
-
-def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> Timeline:
-    """One sink from what the user gave. TypeError if it is not a `Timeline` or several."""
+def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> SafeTimeline:
+    """One sink that never fails from what the user gave. TypeError if it is not a `Timeline` or
+    several."""
     if timeline is None or isinstance(timeline, Timeline):
-        sinks: list[Any] = [timeline or Timeline()]
+        sinks: list[Any] = [] if timeline is None else [timeline]
     else:
         sinks = list(timeline) if isinstance(timeline, (list, tuple)) else [timeline]
     if not all(isinstance(sink, Timeline) for sink in sinks):
@@ -231,7 +222,7 @@ def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> Timeline:
             f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline), a "
             f"list of them or None, got {timeline!r}"
         )
-    return sinks[0] if len(sinks) == 1 else SeveralTimelines(sinks)
+    return SafeTimeline(sinks)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,9 @@ INTERRUPTED = 130
 DIVERGED = 3
 """The exit code of a run that has failed by its loss or its parameters: see `Outcome.diverged`."""
 
+UNSAVED = 4
+"""The exit code of a run whose result, or last checkpoint, could not be written."""
+
 STOPPING = "\nstopping after this step; once more ends at once\n"
 """What the first Ctrl-C is answered with."""
 

@@ -146,7 +146,8 @@ def _verdict(
         print(f"{what}error: worker {rank} failed (traceback above); all ended", file=sys.stderr)
         failed(f"worker {rank} failed: {what.strip().splitlines()[-1]}")
         return 1
-    return max((code or 0 for code in codes), default=0)
+    first, *others = (code or 0 for code in codes)
+    return first or max(others, default=0)  # rank 0 knows best
 
 
 def _run(

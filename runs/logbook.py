@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from array import array
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
@@ -21,17 +25,23 @@ from adaptive import (
     Timeline,
 )
 from adaptive.tensorboard import end_session, start_session
+from adaptive.timeline import SafeTimeline
 from policies.base import GainKind
 from runs.build import build_policy
-from runs.config import TrainConfig
+from runs.config import CONFIG_FILE, TrainConfig
+from runs.parser import UsageError
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before
+
+EVENTS = "TensorBoard's event file"
 
 
 class Logbook(Timeline):
     """A timeline sink that passes on to the files, and the run's own numbers besides.
 
-    Its files are opened, and made where they are not there, by `open`: before, nothing is written.
+    What cannot be written, on a full disk or to a folder that has been removed, is dropped with one
+    warning: no record is worth the training. Its files are opened, and made where they are not
+    there, by `open`: before, nothing is written.
 
     first_step: steps done already; the records of later ones are dropped from the files. progress:
     what it says while it runs; None: as train does.
@@ -53,52 +63,54 @@ class Logbook(Timeline):
         self._pace = _Pace()
         self._first = self._done = first_step
         self._board: TensorBoardTimeline | None = None
-        self._sinks: list[Timeline] = []
-        self._json: JSONLTimeline | None = None
+        self._sinks = SafeTimeline([])
+        self._dropped: set[str] = set()
         self._handler = _Handler(self)
         logging.getLogger("adaptive").addHandler(self._handler)
         logging.getLogger("adaptive").propagate = False
 
     def open(self) -> None:
         """Training is about to begin: make the folder, config.json and the other files, or go on in
-        them. After a checkpoint was found to be good, or its records would be dropped in vain."""
+        them. After a checkpoint was found to be good, or its records would be dropped in vain.
+
+        UsageError if not even config.json of a new run can be written: nothing is lost yet.
+        """
         config, first = self.config, self._first
-        folder = config.folder
-        config.save()
+        try:
+            config.save()
+        except OSError as error:
+            if not first:
+                raise UsageError(f"--log-dir {config.log_dir}: {error.strerror}") from error
+            self._drop(CONFIG_FILE, error)
         for name in (TIMELINE_FILE, METRICS_FILE):
-            damaged = keep_before(folder / name, first)
-            if damaged:
-                lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first line"
-                self.progress.say(f"warning: {folder / name}: dropped damaged {lines} {damaged[0]}")
-        self._metrics = (folder / METRICS_FILE).open("a" if first else "w", encoding="utf-8")
-        self._writer = self._tensorboard(first)
+            self._try(name, self._keep_before, config.folder / name)
+        self._try(METRICS_FILE, self._open_metrics)
+        self._try(EVENTS, self._open_events)
         if config.policy != "off":
-            self._json = JSONLTimeline(folder / TIMELINE_FILE, append=first > 0)
-            self._sinks.append(self._json)
+            if TIMELINE_FILE not in self._dropped:
+                path = config.folder / TIMELINE_FILE
+                self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
             if self._writer is not None:
                 self._board = TensorBoardTimeline(self._writer, hparams=_hparams(config))
-                self._sinks.append(self._board)
+                self._sinks.sinks.append(self._board)
         elif self._writer is not None:
-            start_session(self._writer, _hparams(config))
+            self._try(EVENTS, start_session, self._writer, _hparams(config))
 
     # -- the compressor's timeline -------------------------------------------------------------
 
     def start(self, header: Header) -> None:
         if not self.muted:
-            for sink in self._sinks:
-                sink.start(header)
+            self._sinks.start(header)
 
     def step(self, record: StepRecord) -> None:
         if not self.muted:
             self.last = record
-            for sink in self._sinks:
-                sink.step(record)
+            self._sinks.step(record)
 
     def event(self, event: Event) -> None:
         if self.muted:
             return
-        for sink in self._sinks:
-            sink.event(event)
+        self._sinks.event(event)
         if event.cf != event.cf_before:
             self.announce(f"step {event.step}: {event.reason or 'switch'}")
 
@@ -111,26 +123,30 @@ class Logbook(Timeline):
         completed = self._done >= self.config.steps
         if self._board is not None:
             self._board.completed = completed
-        for sink in self._sinks:
-            sink.close()
-        self._sinks, self._json = [], None
+        self.flush()
+        self._sinks.close()
+        self._sinks = SafeTimeline([])
         if self._metrics is not None:
-            self._metrics.close()
+            with suppress(OSError):  # what it still holds cannot be written, which was said
+                self._metrics.close()
             self._metrics = None
         if self._writer is not None:
             if self.config.policy == "off":
-                end_session(self._writer, self._pace.last, self._pace.metrics(), completed)
-            self._writer.close()
+                pace = self._pace.last, self._pace.metrics(), completed
+                self._try(EVENTS, end_session, self._writer, *pace)
+            self._try(EVENTS, self._writer.close)
             self._writer = None
         self.progress.close()
         logging.getLogger("adaptive").removeHandler(self._handler)
 
     def flush(self) -> None:
         """Hand the records to the operating system: a checkpoint must not be ahead of them."""
+        self._sinks.flush()
         if self._metrics is not None:
-            self._metrics.flush()
-        if self._json is not None:
-            self._json.flush()
+            self._try(METRICS_FILE, self._metrics.flush)
+            self._try(METRICS_FILE, os.stat, self._metrics.name)  # somebody may have removed it
+        if self.last is not None and self.config.policy != "off":
+            self._try(TIMELINE_FILE, os.stat, self.config.folder / TIMELINE_FILE)
 
     # -- the run's own numbers -----------------------------------------------------------------
 
@@ -140,7 +156,7 @@ class Logbook(Timeline):
         self._pace.step(done - 1)
         self._metric(done - 1, "loss", loss)
         if self._writer is not None and isfinite(loss):
-            self._writer.add_scalar("train/loss", loss, done - 1)
+            self._try(EVENTS, self._writer.add_scalar, "train/loss", loss, done - 1)
         self.progress.update(done, loss, self.last)
 
     def evaluated(self, done: int, name: str, quality: float) -> None:
@@ -148,22 +164,54 @@ class Logbook(Timeline):
         self.evaluations.append((done, quality))
         self._metric(done - 1, "quality", quality)
         if self._writer is not None and isfinite(quality):
-            self._writer.add_scalar("eval/quality", quality, done - 1)
+            self._try(EVENTS, self._writer.add_scalar, "eval/quality", quality, done - 1)
         if done < self.config.steps:
             self.announce(f"step {done}: held-out {name} {quality:.4g}")
 
     def _metric(self, step: int, name: str, value: float) -> None:
         known = value if isfinite(value) else None
         if self._metrics is not None:
-            self._metrics.write(json.dumps({"step": step, name: known}) + "\n")
+            line = json.dumps({"step": step, name: known}) + "\n"
+            self._try(METRICS_FILE, self._metrics.write, line)
 
-    def _tensorboard(self, first_step: int) -> Any:
+    # -- what may fail -------------------------------------------------------------------------
+
+    def _try(self, name: str, write: Callable[..., object], *args: object) -> None:
+        """Do some of the work for a file, unless that has failed before."""
+        if name not in self._dropped:
+            try:
+                write(*args)
+            except Exception as error:  # a full disk, or whatever an event writer has met
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self._dropped.add(name)
+        if name == EVENTS and self._board is not None:
+            if self._board not in self._sinks.sinks:
+                return  # the other user of that file, which has said so
+            self._sinks.sinks.remove(self._board)
+        self.progress.say(
+            f"warning: {name} in {self.config.log_dir} is no longer written, and training goes on: "
+            f"{error!r}"
+        )
+
+    def _keep_before(self, path: Path) -> None:
+        damaged = keep_before(path, self._first)
+        if damaged:
+            lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first line"
+            self.progress.say(f"warning: {path}: dropped damaged {lines} {damaged[0]}")
+
+    def _open_metrics(self) -> None:
+        path = self.config.folder / METRICS_FILE
+        self._metrics = path.open("a" if self._first else "w", encoding="utf-8")
+
+    def _open_events(self) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             self.notes.append("no TensorBoard events: tensorboard is not installed")
-            return None
-        return SummaryWriter(str(self.config.folder), purge_step=first_step if first_step else None)
+            return
+        self._writer = SummaryWriter(str(self.config.folder), purge_step=self._first or None)
 
 
 class _Pace:

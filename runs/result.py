@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from typing import Any, TextIO
@@ -60,45 +61,71 @@ def _modelled(config: TrainConfig) -> str:
     return f"{config.fixed_clock:g} s a step{link}{size}"
 
 
-def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> None:
-    """Write result.json and the plot, print the table to `out` and JSON to stdout if asked."""
-    result, notes = save_result(config, outcome, logbook)
+def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> bool:
+    """Write result.json and the plot, print the table to `out` and JSON to stdout if asked; then,
+    on stderr, what has gone wrong. Returns whether everything could be written."""
+    result, notes, unsaved = save_result(config, outcome, logbook)
     print(table(config, outcome, result, notes), file=out, flush=True)
     if config.json:
         print(json.dumps(result, allow_nan=False), flush=True)
-    if outcome.diverged:
-        print(f"error: {_divergence(config, outcome)}", file=sys.stderr, flush=True)
+        lost = getattr(sys.stdout, "lost", "")
+        unsaved += [f"the result could not be printed: {lost}"] if lost else []
+    errors = [_divergence(config, outcome)] if outcome.diverged else []
+    for error in errors + unsaved:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return not unsaved
 
 
 def _divergence(config: TrainConfig, outcome: Outcome) -> str:
     """That a run has diverged, why, and what is left of it."""
-    left = "no checkpoint was saved (--checkpoint-every N saves them)"
-    if outcome.saved_at:
-        folder = config.folder / "checkpoint"
-        left = f"the last checkpoint is of step {outcome.saved_at}, in {folder}"
     return (
         f"the run has diverged by step {outcome.steps_done} of {config.steps}: {outcome.diverged}; "
-        f"{left}"
+        f"{_left(config, outcome)}"
     )
+
+
+def _left(config: TrainConfig, outcome: Outcome) -> str:
+    """The checkpoint that there is."""
+    if not outcome.saved_at:
+        how = "" if config.checkpoint_every else " (--checkpoint-every N saves them)"
+        return f"there is no checkpoint{how}"
+    return f"the last checkpoint is of step {outcome.saved_at}, in {config.folder / 'checkpoint'}"
 
 
 def save_result(
     config: TrainConfig, outcome: Outcome, logbook: Logbook
-) -> tuple[dict[str, Any], list[str]]:
-    """Write result.json and the plot; returns the result, and what the user should know."""
-    timeline = config.folder / TIMELINE_FILE
-    recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
-    notes = list(logbook.notes)
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Write result.json and the plot; returns the result, what the user should know, and what
+    could not be saved: the last checkpoint, or the result itself."""
+    timeline, notes = config.folder / TIMELINE_FILE, list(logbook.notes)
+    recorded = Recorded([], [])
+    try:
+        recorded = read_records(timeline) if timeline.exists() else recorded
+    except (OSError, ValueError) as error:
+        notes.append(f"no CF history: {error}")
+    if config.policy != "off" and len(recorded.steps) < outcome.steps_done:
+        notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {outcome.steps_done} steps")
     if recorded.steps:
+        path = config.folder / PLOT_FILE
         try:
-            path = config.folder / PLOT_FILE
             draw_timeline(recorded, path, title(config), gain_kind(config))
         except ImportError:
             notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
+        except OSError as error:
+            notes.append(f"no {PLOT_FILE}: {error}")
+            with suppress(OSError):
+                path.unlink()  # the half of it that there was room for
     result = make_result(config, outcome, logbook.evaluations, recorded)
-    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    write_text(config.folder / RESULT_FILE, text)
-    return result, notes
+    unsaved = []
+    if outcome.unsaved:
+        left = _left(config, outcome)
+        unsaved.append(f"the last checkpoint could not be saved: {outcome.unsaved}; {left}")
+    try:
+        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+        write_text(config.folder / RESULT_FILE, text)
+    except OSError as error:
+        unsaved.append(f"{config.folder / RESULT_FILE} could not be written: {error.strerror}")
+    return result, notes, unsaved
 
 
 def make_result(
@@ -111,7 +138,8 @@ def make_result(
     task = TASKS[config.task]
     made = outcome.steps_done - outcome.first_step
     rate = made / outcome.seconds if outcome.seconds > 0 else None
-    modelled = seconds_by_clock(config, recorded)
+    whole = len(recorded.steps) >= outcome.steps_done  # nothing has been dropped
+    modelled = seconds_by_clock(config, recorded) if whole else None
     by_clock = outcome.steps_done / modelled if modelled else rate
     return {
         "title": title(config),

@@ -137,7 +137,8 @@ class Outcome:
     first_seconds: of its first step, in which a process warms up.
     quality: on held-out data, on rank 0 (elsewhere, and at a pause, None). loss: the last, mean
     over workers. saved_at: the step of the last checkpoint, 0 if there is none. diverged: why
-    training has failed and ended early, or ""; the checkpoint is from before."""
+    training has failed and ended early, or ""; the checkpoint is from before. unsaved: why the last
+    checkpoint that was due could not be saved, or ""."""
 
     steps_done: int
     first_step: int
@@ -149,6 +150,7 @@ class Outcome:
     first_seconds: float = 0.0
     saved_at: int = 0
     diverged: str = ""
+    unsaved: str = ""
 
 
 def train(
@@ -218,6 +220,7 @@ def train(
         timer.first,
         keeper.saved_at,
         diverged,
+        keeper.unsaved,
     )
 
 
@@ -225,12 +228,13 @@ class _Keeper:
     """Saves checkpoints, and sees to it that no state of a run that has diverged becomes one.
 
     All ranks come to the same conclusions, since what they rest on is agreed. saved_at: the step of
-    the last checkpoint, 0 if there is none. diverged: why the run is to end, or "".
+    the last checkpoint, 0 if there is none. diverged: why the run is to end, or "". unsaved: why
+    there is none of the last step at which one was due, or "".
     """
 
     def __init__(self, config: TrainConfig, trainer: Trainer, logbook: Logbook | None) -> None:
         self.saved_at = trainer.step
-        self.diverged = ""
+        self.diverged = self.unsaved = ""
         self._config, self._trainer, self._logbook = config, trainer, logbook
         self._hopeless = 0  # steps in a row
         self._loss = 0.0
@@ -246,21 +250,27 @@ class _Keeper:
             )
 
     def save(self) -> None:
-        """Make the present state the checkpoint, unless training seems to have failed. On all
-        ranks."""
+        """Make the present state the checkpoint, unless training seems to have failed. If it cannot
+        be written, training goes on with the one before. On all ranks."""
         state = self._trainer.state_dict()  # takes in the last step, which goes on record
         if self._logbook is not None:
             self._logbook.flush()
         if self._hopeless:
             return
+        step = self._trainer.step
         try:
-            problem = save_checkpoint(self._config, self._trainer.step, state)
+            self.unsaved = save_checkpoint(self._config, step, state)
         except NotFiniteError as error:
             self.diverged = f"there are numbers in {error} that are not finite"
             return
-        if problem:
-            raise RuntimeError(f"the checkpoint could not be saved: {problem}")
-        self.saved_at = self._trainer.step
+        if not self.unsaved:
+            self.saved_at = step
+        elif self._logbook is not None:
+            left = f"the one of step {self.saved_at} stays" if self.saved_at else "there is none"
+            self._logbook.progress.say(
+                f"warning: the checkpoint of step {step} could not be saved, and {left}: "
+                f"{self.unsaved}"
+            )
 
     def check_model(self) -> None:
         """Training has ended: it has failed, too, if its last step has spoilt the model. On all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from runs.config import TrainConfig
-from runs.interrupt import DIVERGED, INTERRUPTED, Interrupt
+from runs.interrupt import DIVERGED, INTERRUPTED, UNSAVED, Interrupt
 from runs.job import Job, claimed
 from runs.logbook import Logbook
 from runs.parser import UsageError
@@ -22,7 +23,7 @@ from runs.train import Outcome, train
 
 
 def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
-    """Train as one of `world_size` ranks; returns the exit code, see `exit_code`."""
+    """Train as one of `world_size` ranks; returns the exit code, see `Ended`."""
     interrupt = join(job.config.threads, rank, world_size, init_method)
     return _work(job, rank, interrupt)
 
@@ -46,17 +47,26 @@ def run_torchrun_worker(job: Job, rank: int, world_size: int) -> int:
 
 
 def _work(job: Job, rank: int, interrupt: Interrupt) -> int:
-    outcome = run_rank(job, rank, interrupt)
+    ended = run_rank(job, rank, interrupt)
     dist.destroy_process_group()
-    return exit_code(outcome, rank)
+    return ended.code(rank)
 
 
-def exit_code(outcome: Outcome, rank: int) -> int:
-    """How that rank's process ends. What has gone wrong is rank 0's to say, which needs time for
-    it: a failure of another would cut that short."""
-    if outcome.diverged:
-        return DIVERGED if rank == 0 else 0
-    return INTERRUPTED if outcome.interrupted else 0
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's run has ended. saved: everything that should be on the disk is there."""
+
+    outcome: Outcome
+    saved: bool
+
+    def code(self, rank: int) -> int:
+        """The exit code of that rank's process. What has gone wrong is rank 0's to say, which needs
+        time for it: a failure of another would cut that short."""
+        if rank == 0 and self.outcome.diverged:
+            return DIVERGED
+        if rank == 0 and not self.saved:
+            return UNSAVED
+        return INTERRUPTED if self.outcome.interrupted else 0
 
 
 def run_rank(
@@ -65,7 +75,7 @@ def run_rank(
     interrupt: Interrupt,
     task: Task | None = None,
     voters: dist.ProcessGroup | None = None,
-) -> Outcome:
+) -> Ended:
     """Train as that rank of the default group, and if it is 0 keep the run's files and report.
 
     task, voters: see `train`."""
@@ -87,9 +97,8 @@ def run_rank(
     finally:
         if logbook is not None:
             logbook.close()
-    if logbook is not None:
-        make_report(config, outcome, logbook, output(config))
-    return outcome
+    saved = logbook is None or make_report(config, outcome, logbook, output(config))
+    return Ended(outcome, saved and not outcome.unsaved)
 
 
 def join(threads: int, rank: int, world_size: int, init_method: str) -> Interrupt:

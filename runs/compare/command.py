@@ -8,7 +8,7 @@ import sys
 
 from runs.claim import claim
 from runs.compare.options import HELP, Comparison, add_arguments, make_comparison
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.parser import UsageError, check_writable, fail, typed
 
 __all__ = ["HELP", "add_arguments", "main"]
@@ -73,7 +73,11 @@ def _compare(comparison: Comparison) -> int:
             break
     if code not in (0, INTERRUPTED):
         return code
-    result, text = make_report(comparison)
+    try:
+        result, text = make_report(comparison)
+    except OSError as error:
+        print(f"error: the report could not be written: {error}", file=sys.stderr)
+        return UNSAVED
     print(f"\n{text}\nfiles in {comparison.folder}", file=out, flush=True)
     if code == INTERRUPTED:
         print(GOES_ON, file=out, flush=True)

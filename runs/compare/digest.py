@@ -14,7 +14,15 @@ from runs.compare.exploration import Exploration, exploration
 from runs.compare.network import model_bytes, modelled_seconds
 from runs.compare.slice import read_slices
 from runs.config import TrainConfig
-from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, Stretch, read_records, stretches
+from runs.records import (
+    METRICS_FILE,
+    TIMELINE_FILE,
+    Recorded,
+    Stretch,
+    json_lines,
+    read_records,
+    stretches,
+)
 from runs.result import RESULT_FILE
 
 
@@ -107,8 +115,8 @@ def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[fl
 
 
 def _evaluations(config: TrainConfig) -> list[tuple[int, float]]:
-    text = (config.folder / METRICS_FILE).read_text(encoding="utf-8")
-    values = [json.loads(line) for line in text.splitlines()]
+    path = config.folder / METRICS_FILE
+    values = [value for _, value in json_lines(path)] if path.exists() else []
     found = [(v["step"] + 1, _known(v["quality"])) for v in values if "quality" in v]
     return [(done, quality) for done, quality in found if isfinite(quality)]
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
 from runs.config import TrainConfig, load_config, write_text
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.launch import launch
 from runs.logbook import Logbook
 from runs.parser import UsageError
 from runs.result import RESULT_FILE, save_result
-from runs.train import train
+from runs.train import Outcome, train
 from runs.worker import join
 
 SLICES_FILE = "slices.jsonl"
@@ -81,8 +81,14 @@ def train_until(config: TrainConfig, until: int) -> int:
 def read_slices(folder: Path) -> list[Slice]:
     """The slices that were recorded, in order."""
     path = folder / SLICES_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Slice(**json.loads(line)) for line in lines]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    slices = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            slices.append(Slice(**json.loads(line)))
+        except (ValueError, TypeError):  # it only tells how fast some steps were
+            print(f"warning: {path}: left out damaged line {number}", file=sys.stderr)
+    return slices
 
 
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
@@ -103,16 +109,29 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     finally:
         if logbook is not None:
             logbook.close()
-    if logbook is not None:
-        seconds = outcome.seconds - outcome.first_seconds
-        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds))
-        if outcome.steps_done == config.steps or outcome.diverged:
-            save_result(config, outcome, logbook)  # it would diverge again
-        if outcome.diverged:
-            print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
+    saved = logbook is None or _keep(config, outcome, logbook)
     dist.destroy_process_group()
+    if not saved:
+        return UNSAVED
     # Also after its last step, or the next contender's turn would come.
     return INTERRUPTED if outcome.interrupted or interrupt.requested else 0
+
+
+def _keep(config: TrainConfig, outcome: Outcome, logbook: Logbook) -> bool:
+    """Write down what this turn has brought; could everything be saved?"""
+    unsaved = [outcome.unsaved] if outcome.unsaved else []
+    if outcome.steps_done == config.steps or outcome.diverged:  # it would diverge again
+        _, _, unsaved = save_result(config, outcome, logbook)
+    if outcome.diverged:
+        print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
+    seconds = outcome.seconds - outcome.first_seconds
+    try:
+        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds))
+    except OSError as error:
+        unsaved.append(f"{config.folder / SLICES_FILE} could not be written: {error.strerror}")
+    for problem in unsaved:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    return not unsaved
 
 
 def _note(folder: Path, made: Slice) -> None:

@@ -43,30 +43,33 @@ def simulate(job: Job) -> int:
 
     from runs.build import build_task
     from runs.simulate.ranks import WorkerError, run_ranks
-    from runs.train import Outcome
-    from runs.worker import exit_code, run_rank
+    from runs.worker import Ended, run_rank
 
     config = job.config
     torch.set_num_threads(config.threads)
     task = build_task(config)
     interrupt = Interrupt(own_parent=False)
 
-    def work(rank: int, group: dist.ProcessGroup) -> Outcome:
+    def work(rank: int, group: dist.ProcessGroup) -> Ended:
         return run_rank(job, rank, interrupt, task, voters=group)
 
     try:
-        outcomes = run_ranks(config.workers, work, _Answer(interrupt))
+        ended = run_ranks(config.workers, work, _Answer(interrupt))
     except WorkerError as error:
         cause = error.__cause__
         if isinstance(cause, UsageError):
             raise cause from None
         path = config.folder / TRACE_FILE
-        write_text(path, "".join(traceback.format_exception(cause)))
-        print(f"error: {error}; all ended (traceback in {path})", file=sys.stderr)
+        where = f"traceback in {path}"
+        try:
+            write_text(path, "".join(traceback.format_exception(cause)))
+        except OSError as full:
+            where = f"no traceback in {path}: {full.strerror}"
+        print(f"error: {error}; all ended ({where})", file=sys.stderr)
         return 1
     finally:
         interrupt.restore()
-    return exit_code(outcomes[0], 0)
+    return int(ended[0].code(0))
 
 
 class _Answer:

@@ -7,7 +7,7 @@ import json
 import sys
 
 from runs.claim import claim
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.parser import UsageError, fail, typed
 from runs.study.options import HELP, Study, add_arguments, make_study
 
@@ -57,7 +57,11 @@ def _train(study: Study) -> int:
 def _report(study: Study) -> int:
     from runs.study.report import make_report
 
-    result, text = make_report(study)
+    try:
+        result, text = make_report(study)
+    except OSError as error:
+        print(f"error: the report could not be written: {error}", file=sys.stderr)
+        return UNSAVED
     out = sys.stderr if study.json else sys.stdout
     print(f"\n{text}\nfiles in {study.folder}", file=out, flush=True)
     if study.json:

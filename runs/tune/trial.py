@@ -104,7 +104,9 @@ def _train(
         return False
     if outcome.diverged:
         logbook.end(DIVERGED, outcome.diverged)
-    save_result(config, outcome, logbook)
+    _, _, unsaved = save_result(config, outcome, logbook)
+    if unsaved:
+        raise OSError("; ".join(unsaved))
     if outcome.interrupted and logbook.ending is None:
         desk.interrupted()
         return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,7 @@ def _all_cases(rank: int, root: str) -> dict[str, str]:
     residual = find_checkpoint(Path(root, "good")).load()["compressor"]["memory"]["weight"]
     assert torch.equal(residual["residual"], torch.full((3,), float(rank)))
     said["replicas"] = _replicas(rank)
+    said |= _full_disks(rank, TrainConfig(log_dir=str(Path(root, "good"))))
     state = _state(4, rank)
     if rank == 1:  # the others' state is good, and yet the checkpoint must stay on all
         state["optimizer"]["state"][0]["momentum_buffer"][1, 2] = float("inf")
@@ -121,6 +124,33 @@ def _all_cases(rank: int, root: str) -> dict[str, str]:
         save_checkpoint(config, 4, state)
     assert find_checkpoint(config.folder).load()["step"] == 3
     return said
+
+
+def _full_disks(rank: int, config: TrainConfig) -> dict[str, str]:
+    """What is said where one rank finds no room, for its file or (rank 0's) for meta.json. The
+    checkpoint of step 3 stays."""
+    said = {}
+    for full, name in ((1, "rank1.pt"), (0, "meta.json")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == full:
+                patch.setattr(os, "replace", _no_room_for(name))
+            said[f"no room for {name}"] = save_checkpoint(config, 4, _state(4, rank))
+        dist.barrier()
+        assert [path.name for path in (config.folder / "checkpoint").glob("step-*")] == ["step-3"]
+        assert not list(config.folder.rglob("*.tmp"))
+        assert find_checkpoint(config.folder).load()["step"] == 3
+        dist.barrier()
+    return said
+
+
+def _no_room_for(name: str) -> Callable[[Path, Path], None]:
+    def replace(source: Path, target: Path) -> None:
+        if target.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    real = os.replace
+    return replace
 
 
 def _replicas(rank: int) -> str:
@@ -142,6 +172,8 @@ def test_what_is_damaged_mixed_or_not_finite_is_refused_alike_on_all_ranks(tmp_p
     assert said[0] == said[1]
     for name, (_, expected) in DAMAGES.items():
         assert expected in said[0][name], name
+    for name in ("rank1.pt", "meta.json"):
+        assert said[0][f"no room for {name}"].endswith(f"{name}: No space left on device")
     assert "bias of rank 1 is not that of rank 0" in said[0]["replicas"]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from runs.__main__ import main
 from runs.progress import Progress
@@ -53,6 +56,24 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
         assert command.wait(LIMIT) == 0, (tmp_path / "err").read_text()
     assert "Traceback" not in (tmp_path / "err").read_text()
     assert json.loads((tmp_path / "log" / "result.json").read_text())["steps"] == 4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_the_output_ends_nothing() -> None:
+    script = """
+import sys
+from runs.pipes import outlive_readers
+outlive_readers()
+print("x" * 100_000)
+print("and flushed", flush=True)
+assert sys.stdout.lost == "No space left on device"
+sys.exit(7)
+"""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, cwd=ROOT
+        )
+    assert (done.returncode, done.stderr) == (7, b"")
 
 
 def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:

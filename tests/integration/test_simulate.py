@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import signal
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from adaptive import JSONLTimeline, StepRecord
+from runs import checkpoint as checkpoints
 from runs.__main__ import main
 from runs.checkpoint import find_checkpoint, not_finite
 from runs.config import TrainConfig
@@ -165,3 +168,63 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
     assert result["steps"] < 12
     assert result["quality"] is None
     assert result["diverged"] in said
+
+
+def test_a_full_disk_costs_records_and_checkpoints_and_not_the_training(
+    text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from step 3 on; what can still be written at the end is."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    real_step, real_write = JSONLTimeline.step, checkpoints._write
+
+    def step(self: JSONLTimeline, record: StepRecord) -> None:
+        if record.report.step >= 3:
+            raise full
+        real_step(self, record)
+
+    def write(path: Path, state: dict[str, Any]) -> str:
+        if state["step"] > 3 and path.name == "rank1.pt":
+            raise full
+        return real_write(path, state)
+
+    def add_scalar(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(JSONLTimeline, "step", step)
+    monkeypatch.setattr(checkpoints, "_write", write)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", add_scalar)
+    run = tmp_path / "run"
+    options = ("--workers", "2", "--checkpoint-every", "3", "--steps", "8")
+    assert _simulate(text, run, *options) == 4
+    err = capsys.readouterr().err
+    for said in (
+        "JSONLTimeline has failed",
+        "TensorBoard's event file",
+        "the checkpoint of step 6 could not be saved, and the one of step 3 stays",
+        "error: the last checkpoint could not be saved",
+    ):
+        assert err.count(said) == 1, err
+    assert f"the last checkpoint is of step 3, in {run / 'checkpoint'}" in err
+    assert find_checkpoint(run).step == 3
+    assert len(_states(run)) == 2
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == 8
+    assert result["quality"] is not None
+    assert result["modelled_seconds"] is None  # of steps that are not all on record
+    assert len(read_records(run / "timeline.jsonl").steps) == 3
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 9  # is not on that disk
+
+    monkeypatch.undo()
+    assert main(["simulate", "--resume", str(run), "--steps", "9"]) == 0
+    assert find_checkpoint(run).step == 9
+
+
+def test_a_result_that_cannot_be_written_is_an_exit_status(
+    text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    (run / "result.json" / "x").mkdir(parents=True)  # in its way
+    assert _simulate(text, run, "--workers", "1", "--steps", "2") == 4
+    said = capsys.readouterr()
+    assert f"error: {run / 'result.json'} could not be written" in said.err
+    assert "held-out perplexity" in said.out

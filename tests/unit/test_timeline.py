@@ -6,9 +6,11 @@ import json
 from math import nan
 from pathlib import Path
 
+import pytest
+
 from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.summary import Totals
-from adaptive.timeline import SeveralTimelines, make_timeline
+from adaptive.timeline import make_timeline
 from policies import Measurement
 from runs.records import keep_before, read_records
 
@@ -88,11 +90,46 @@ def test_the_header_is_the_first_line_and_read_back(tmp_path: Path) -> None:
 def test_several_sinks_see_the_same() -> None:
     sinks = [MemoryTimeline(), MemoryTimeline()]
     several = make_timeline(sinks)
-    assert isinstance(several, SeveralTimelines)
     several.step(_record(0))
     several.event(Event(0, 1.0, 10.0, "why"))
     assert sinks[0].steps[0] is sinks[1].steps[0]
     assert sinks[0].events == sinks[1].events == [Event(0, 1.0, 10.0, "why")]
+
+
+class _Failing(MemoryTimeline):
+    """Has no room for a second record."""
+
+    def step(self, record: StepRecord) -> None:
+        if self.steps:
+            raise OSError(28, "No space left on device")
+        super().step(record)
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_fails_is_dropped_with_one_warning_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failing, others = _Failing(), [MemoryTimeline(), MemoryTimeline()]
+    timeline = make_timeline([others[0], failing, others[1]])
+    for step in range(4):
+        timeline.step(_record(step))
+    timeline.flush()
+    timeline.close()
+    assert [len(sink.steps) for sink in (others[0], failing, others[1])] == [4, 1, 4]
+    [said] = caplog.records
+    assert "_Failing has failed" in said.getMessage()
+    assert "No space left" in said.getMessage()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_file_on_a_full_disk_is_given_up_without_an_error_at_exit() -> None:
+    sink = JSONLTimeline("/dev/full")
+    sink.step(_record(0))  # buffered
+    with pytest.raises(OSError, match="No space left"):
+        sink.close()
+    sink.close()  # as at exit
 
 
 def test_the_summary_prints_a_table() -> None:
