@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from runs.config import TrainConfig, write_text
+from runs.files import read_json
 from runs.parser import UsageError
 
 
@@ -75,7 +76,7 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
     folder = _folder(log_dir)
     accepted = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "meta.json")
         config = TrainConfig.from_json({**meta["config"], "log_dir": str(log_dir)})
         found = Checkpoint(folder, int(meta["step"]), int(meta["world_size"]), config)
     except OSError as error:
@@ -83,7 +84,7 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
             f"--resume {log_dir}: nothing to resume, {folder / 'meta.json'}: "
             f"{error.strerror or error}; {accepted}"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UsageError(
             f"--resume {log_dir}: {folder / 'meta.json'} is damaged: {error}; {accepted}"
         ) from error

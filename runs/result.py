@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -71,9 +72,8 @@ def save_result(
     config: TrainConfig, outcome: Outcome, logbook: Logbook
 ) -> tuple[dict[str, Any], list[str]]:
     """Write result.json and the plot; returns the result, and what the user should know."""
-    timeline = config.folder / TIMELINE_FILE
-    recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     notes = list(logbook.notes)
+    recorded = _read(config.folder / TIMELINE_FILE, notes)
     if recorded.steps:
         try:
             path = config.folder / PLOT_FILE
@@ -84,6 +84,19 @@ def save_result(
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     write_text(config.folder / RESULT_FILE, text)
     return result, notes
+
+
+def _read(timeline: Path, notes: list[str]) -> Recorded:
+    """What the run has left on record; a file that somebody has spoilt is no reason to lose the
+    result."""
+    try:
+        recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
+    except (OSError, ValueError) as error:
+        notes.append(f"no CF history: {error}")
+        return Recorded([], [])
+    if recorded.damage:
+        notes.append(recorded.damage)
+    return recorded
 
 
 def make_result(

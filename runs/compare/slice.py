@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.config import TrainConfig, load_config, write_text
+from runs.files import json_lines
 from runs.interrupt import INTERRUPTED
 from runs.launch import launch
 from runs.logbook import Logbook
@@ -78,8 +79,7 @@ def train_until(config: TrainConfig, until: int) -> int:
 def read_slices(folder: Path) -> list[Slice]:
     """The slices that were recorded, in order."""
     path = folder / SLICES_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Slice(**json.loads(line)) for line in lines]
+    return [Slice(**value) for _, value in json_lines(path)] if path.exists() else []
 
 
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
