@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runs.config import TrainConfig, write_text
+from runs.files import read_json
 from runs.parser import UsageError
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
@@ -143,7 +144,7 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
     folder = _folder(log_dir)
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
         config = TrainConfig.from_json({**meta["config"], "log_dir": str(log_dir)})
         step, world_size = int(meta["step"]), int(meta["world_size"])
         if "digests" not in meta:

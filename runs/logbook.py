@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
@@ -83,7 +82,7 @@ class Logbook(Timeline):
                 raise UsageError(f"--log-dir {config.log_dir}: {error.strerror}") from error
             self._drop(CONFIG_FILE, error)
         for name in (TIMELINE_FILE, METRICS_FILE):
-            self._try(name, self._keep_before, config.folder / name)
+            self._try(name, keep_before, config.folder / name, first)
         self._try(METRICS_FILE, self._open_metrics)
         self._try(EVENTS, self._open_events)
         if config.policy != "off":
@@ -194,12 +193,6 @@ class Logbook(Timeline):
             f"warning: {name} in {self.config.log_dir} is no longer written, and training goes on: "
             f"{error!r}"
         )
-
-    def _keep_before(self, path: Path) -> None:
-        damaged = keep_before(path, self._first)
-        if damaged:
-            lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first line"
-            self.progress.say(f"warning: {path}: dropped damaged {lines} {damaged[0]}")
 
     def _open_metrics(self) -> None:
         path = self.config.folder / METRICS_FILE

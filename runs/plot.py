@@ -9,7 +9,7 @@ from typing import Any
 from adaptive import StepRecord
 from policies.base import DENSE, GainKind
 from runs.progress import cf_name, gain_of
-from runs.records import Recorded
+from runs.records import Recorded, planned
 
 PLOT_FILE = "cf_timeline.png"
 
@@ -47,7 +47,7 @@ def _draw_cf(axes: Any, recorded: Recorded) -> None:
     steps = _numbers(recorded.steps)
     axes.set_yscale("log")
     for name, colour, style in (("candidate", _CANDIDATE, "--"), ("floor", _FLOOR, ":")):
-        values = [record.status.get(name, nan) for record in recorded.steps]
+        values = [planned(record, name) for record in recorded.steps]
         if any(map(isfinite, values)):
             axes.step(
                 steps,
@@ -71,12 +71,12 @@ def _draw_cf(axes: Any, recorded: Recorded) -> None:
             markerfacecolor="white",
             label="switch",
         )
-    planned = (_finite(recorded.steps, name) for name in ("candidate", "floor"))
-    ticks = sorted({DENSE, *sent}.union(*planned))
+    wanted = {planned(record, n) for record in recorded.steps for n in ("candidate", "floor")}
+    ticks = sorted({DENSE, *sent, *filter(isfinite, wanted)})
     if len(ticks) <= 9:
         axes.set_yticks(ticks, [cf_name(cf) for cf in ticks])
         axes.minorticks_off()
-    axes.set_ylim(0.8, 1.4 * max([2.0, *sent, *_finite(recorded.steps, "candidate")]))
+    axes.set_ylim(0.8, 1.4 * max(2.0, *ticks))
     _label(axes, "compression factor", columns=4)
 
 

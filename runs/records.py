@@ -1,35 +1,65 @@
-"""Reading timeline.jsonl back, as the objects that `JSONLTimeline` wrote."""
+"""Reading timeline.jsonl back, as the objects that `JSONLTimeline` wrote.
+
+The file may have been cut short, damaged, or written by somebody else. Every line is checked: one
+that is no record, or has a number that no run can have, is left out with a warning, and the others
+are put in order. So nobody who works on records has to expect a CF below 1 or a step that comes
+twice.
+"""
 
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from math import nan
+from math import nan, prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from adaptive import Event, Header, StepRecord, StepReport
 from policies import LayerReport, Measurement
 from runs.config import write_text
-from runs.stages import counted
+from runs.files import Damage, json_lines, parse_object, raw_lines
+
+__all__ = [
+    "METRICS_FILE",
+    "TIMELINE_FILE",
+    "Metrics",
+    "Recorded",
+    "Stretch",
+    "amount",
+    "json_lines",
+    "keep_before",
+    "number",
+    "planned",
+    "read_metrics",
+    "read_records",
+    "stretches",
+    "whole_number",
+]
 
 TIMELINE_FILE = "timeline.jsonl"
 METRICS_FILE = "metrics.jsonl"
+
+LAST_STEP = 2**53
+"""Steps, CFs and sizes beyond are not exact in double precision, and nobody has them."""
+
+LARGE = 1e100
+"""Beyond what a squared norm in single precision can reach, summed over any number of elements."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's records, in order of their steps. header: None in files older than it."""
+    """A run's records, in order of their steps. header: None in files older than it. damage: what
+    was left out of them, in a sentence; "" if nothing was."""
 
     steps: list[StepRecord]
     events: list[Event]
     header: Header | None = None
+    damage: str = ""
 
     @property
     def bytes_sent(self) -> float:
@@ -54,50 +84,62 @@ class Stretch:
 
 
 def read_records(path: Path) -> Recorded:
-    """All records of a timeline file. A last line cut short by a crash is left out.
+    """All records of a timeline file, in order of their steps; of two of one step the later counts.
+    A last line cut short by a crash is left out, and so is, with a warning, every damaged line.
 
-    ValueError names the file and the line that is not a record.
+    OSError for a file that cannot be read; ValueError, naming the file and its first line, if
+    there are lines and none of them is a record.
     """
-    recorded, header = Recorded([], []), None
+    damage = Damage(path)
+    steps: dict[int, tuple[int, StepRecord]] = {}
+    events: list[Event] = []
+    header = None
     with _no_collection():
-        for line, value in json_lines(path, told=True):
+        for line, value in json_lines(path, told=True, damage=damage):
             try:
-                record = _record(value)
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{path}, line {line}: not a timeline record ({error!r})"
-                ) from error
-            if isinstance(record, StepRecord):
-                recorded.steps.append(record)
-            elif isinstance(record, Header):
-                header = record
-            else:
-                recorded.events.append(record)
-    return replace(recorded, header=header)
+                kind = value.get("kind")
+                if kind == "step":
+                    record = _make(StepRecord, value)
+                    step = record.report.step
+                    if step in steps:
+                        damage.add(steps[step][0], f"step {step} comes again in line {line}")
+                    elif steps and step < next(reversed(steps)):
+                        damage.unordered = True
+                    steps[step] = (line, record)
+                elif kind == "event":
+                    events.append(_make(Event, value))
+                elif kind == "header":
+                    header = _make(Header, value)
+                else:
+                    raise ValueError(f"kind must be step, event or header, got {_shown(kind)}")
+            except ValueError as error:
+                damage.add(line, f"not a timeline record: {error}")
+    if damage.count and not (steps or events or header):
+        raise ValueError(f"{path}, {damage.first}")
+    damage.warn()
+    return Recorded(
+        [steps[step][1] for step in sorted(steps)],
+        sorted(events, key=lambda event: event.step),
+        header,
+        damage.text,
+    )
 
 
-def keep_before(path: Path, step: int) -> list[int]:
-    """Drop the records of `step` and later ones, of a timeline or of metrics, and a last line that
-    was cut short. The header belongs to no step, and stays.
-
-    Returns the numbers of the lines before the last that are damaged, and dropped, too.
-    """
+def keep_before(path: Path, step: int) -> None:
+    """Drop the records of `step` and later ones, and a last line that was cut short. The header
+    belongs to no step, and stays. Damaged lines go too, with a warning."""
     if not path.exists():
-        return []
-    kept, damaged = [], []
-    lines = path.read_bytes().split(b"\n")  # a damaged byte must not hide the other lines
-    for number, line in enumerate(lines, start=1):
+        return
+    damage, kept = Damage(path), []
+    for number, line in raw_lines(path, damage):
         try:
-            value = json.loads(line)
-            if "kind" in value:
-                _record(value)  # whoever reads the file must understand it
-            if _step_of(value) < step:
-                kept.append(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            if number < len(lines):  # after the last line end is nothing, or a line cut short
-                damaged.append(number)
+            if _step_of(parse_object(line)) < step:
+                kept.append(line.decode().rstrip("\r\n") + "\n")
+        except ValueError as error:
+            if line.endswith(b"\n"):
+                damage.add(number, str(error))
+    damage.warn()
     write_text(path, "".join(kept))
-    return damaged
 
 
 def stretches(recorded: Recorded) -> list[Stretch]:
@@ -114,22 +156,41 @@ def stretches(recorded: Recorded) -> list[Stretch]:
     return found
 
 
-def json_lines(path: Path, told: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and values of a file of JSON lines. A last line cut short is left out. told: say
-    how far it is, in a long file.
+@dataclass(frozen=True)
+class Metrics:
+    """A run's own numbers, from metrics.jsonl. trained: steps done. evaluations: (steps done,
+    quality) in order, nan for what was not finite. damage: as in `Recorded`."""
 
-    ValueError names the file and the line.
-    """
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    shown = counted(lines, len(lines), f"reading {path}", "lines") if told else lines
-    for number, line in enumerate(shown, start=1):
+    trained: int
+    evaluations: tuple[tuple[int, float], ...]
+    damage: str = ""
+
+
+def read_metrics(path: Path) -> Metrics:
+    """All metrics of a run, none if the file is not there; damaged lines are left out with a
+    warning (which is left to the caller if no line was good). OSError for a file that cannot be
+    read."""
+    if not path.exists():
+        return Metrics(0, ())
+    damage, trained = Damage(path), 0
+    evaluations: list[tuple[int, float]] = []
+    for line, value in json_lines(path, damage=damage):
         try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                return
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            done = _step_of(value) + 1
+            if "quality" in value:
+                evaluations.append((done, number("quality", value["quality"])))
+            trained = max(trained, done)
+        except ValueError as error:
+            damage.add(line, f"not a metric: {error}")
+    if trained:
+        damage.warn()
+    return Metrics(trained, tuple(sorted(evaluations, key=lambda pair: pair[0])), damage.text)
+
+
+def planned(record: StepRecord, name: str) -> float:
+    """A CF of the policy's own status, its candidate or floor; nan if it has none of that name."""
+    cf = record.status.get(name, nan)
+    return cf if 1 <= cf <= LAST_STEP else nan
 
 
 @contextmanager
@@ -147,63 +208,197 @@ def _no_collection() -> Iterator[None]:
 def _step_of(value: dict[str, Any]) -> int:
     if value.get("kind") == "header":
         return -1
-    return int(value["report"]["step"] if value.get("kind") == "step" else value["step"])
+    whose = _object("report", value.get("report")) if value.get("kind") == "step" else value
+    return whole_number("step", whose.get("step"))
 
 
-def _record(value: dict[str, Any]) -> StepRecord | Header | Event:
-    """The record that a line of a timeline is."""
-    if value["kind"] == "step":
-        return _step(value)
-    if value["kind"] == "header":
-        return _header(value)
-    event: Event = _only(Event, value)
-    return event
+# -- from JSON to dataclasses, each field by its declared type -------------------------------------
 
 
-def _step(value: dict[str, Any]) -> StepRecord:
-    report = dict(value["report"])
-    for name, numbers in report.items():
-        if isinstance(numbers, dict) and name not in ("measurements", "layers"):
-            report[name] = {_key(key): _number(number) for key, number in numbers.items()}
-    report["measurements"] = {
-        float(cf): _only(Measurement, measured) for cf, measured in report["measurements"].items()
-    }
-    report["layers"] = {name: _layer(of_it) for name, of_it in report.get("layers", {}).items()}
-    status = {name: _number(number) for name, number in value["status"].items()}
-    return _only(StepRecord, {**value, "report": _only(StepReport, report), "status": status})
-
-
-def _layer(value: dict[str, Any]) -> LayerReport:
-    steady = {float(cf): _number(gain) for cf, gain in value["steady"].items()}
-    return _only(LayerReport, {**value, "steady": steady})
-
-
-def _header(value: dict[str, Any]) -> Header:
-    low, high = value["cf_range"]
-    tables = {
-        name: {_key(key): _number(number) for key, number in value[name].items()}
-        for name in ("supported", "wire_bytes")
-    }
-    return _only(Header, {**value, **tables, "cf_range": (float(low), float(high))})
-
-
-def _only(kind: Callable[..., _T], value: dict[str, Any]) -> _T:
-    """Make a dataclass from the entries that it has; null is a number that is not known."""
-    return kind(**{name: _number(value[name]) for name in _names(kind) if name in value})
+def _make(kind: Callable[..., _T], value: Mapping[str, Any]) -> _T:
+    """A dataclass from the entries that it has; others are passed over. ValueError names the one
+    that is missing or wrong."""
+    made = {}
+    for name, read, required in _fields(kind):
+        if name in value:
+            made[name] = read(name, value[name])
+        elif required:
+            raise ValueError(f"{name} is missing")
+    return kind(**made)
 
 
 @cache
-def _names(kind: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+def _fields(kind: Callable[..., Any]) -> tuple[tuple[str, Callable[[str, Any], Any], bool], ...]:
+    """Name, reader, and whether it must be there."""
+    types = get_type_hints(kind)
+    return tuple(
+        (
+            field.name,
+            _BY_NAME.get((field.name, types[field.name])) or _READERS[types[field.name]],
+            field.default is MISSING and field.default_factory is MISSING,
+        )
+        for field in fields(kind)  # type: ignore[arg-type]
+    )
 
 
-def _key(text: str) -> float | str:
-    """JSON has only strings as keys; most of ours are CFs."""
+def number(name: str, value: Any) -> float:
+    """A finite number of a record; null, and what other programs write as NaN, is one that is not
+    known. ValueError names the entry."""
+    if value is None or value != value:
+        return nan
+    if type(value) is not float and type(value) is not int:
+        raise ValueError(f"{name} must be a number, got {_shown(value)}")
+    if not -LARGE <= value <= LARGE:
+        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
+    return value
+
+
+def amount(name: str, value: Any) -> float:
+    """The same for bytes, seconds and energies, which are never negative."""
+    known = number(name, value)
+    if known < 0:
+        raise ValueError(f"{name} must not be negative, got {_shown(value)}")
+    return known
+
+
+def _cf(name: str, value: Any) -> float:
+    cf = number(name, value)
+    if not 1 <= cf <= LAST_STEP:
+        raise ValueError(f"{name} must be a CF, a number >= 1, got {_shown(value)}")
+    return cf
+
+
+def _cf_if_known(name: str, value: Any) -> float:
+    return nan if value is None or value != value else _cf(name, value)
+
+
+def whole_number(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LAST_STEP:
+        raise ValueError(f"{name} must be a whole number from 0 to 2^53, got {_shown(value)}")
+    return value
+
+
+def _counted(name: str, value: Any) -> int:
+    return whole_number(name, value) or _refuse(name, value, "must be at least 1")
+
+
+def _text(name: str, value: Any) -> str:
+    return value if isinstance(value, str) else _refuse(name, value, "must be a text")
+
+
+def _flag(name: str, value: Any) -> bool:
+    return value if isinstance(value, bool) else _refuse(name, value, "must be true or false")
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else _refuse(name, value, "must be an object")
+
+
+def _refuse(name: str, value: Any, what: str) -> Any:
+    raise ValueError(f"{name} {what}, got {_shown(value)}")
+
+
+def _by_cf(name: str, value: Any) -> dict[float, float]:
+    """JSON has only strings as keys."""
+    found = _object(name, value)
+    return {_key(name, key): number(name, value) for key, value in found.items()}
+
+
+def _key(name: str, text: str) -> float:
     try:
-        return float(text)
+        cf = float(text)
     except ValueError:
-        return text
+        cf = nan
+    if not 0 < cf <= LAST_STEP:
+        raise ValueError(f"{name} must have CFs as keys, got {_shown(text)}")
+    return cf
 
 
-def _number(value: Any) -> Any:
-    return nan if value is None else value
+def _by_name(name: str, value: Any) -> dict[str, float]:
+    return {key: number(key, value) for key, value in _object(name, value).items()}
+
+
+def _measurements(name: str, value: Any) -> dict[float, Measurement]:
+    found = _object(name, value)
+    return {_key(name, cf): _make(Measurement, _object(cf, one)) for cf, one in found.items()}
+
+
+def _pair(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"{name} must be two numbers, got {_shown(value)}")
+    return float(_cf(name, value[0])), float(_cf(name, value[1]))
+
+
+def _shapes(name: str, value: Any) -> dict[str, Sequence[int]]:
+    found = _object(name, value)
+    for layer, shape in found.items():
+        sizes = [whole_number(layer, size) for size in shape] if isinstance(shape, list) else [-1]
+        if len(sizes) > _DEEPEST or not 0 <= prod(sizes) <= LAST_STEP:
+            raise ValueError(f"{name} must be the shapes of tensors, got {_shown(shape)}")
+    return found
+
+
+def _settings(name: str, value: Any) -> dict[str, Any]:
+    """Plain values, in one another a few times at most."""
+    found = _object(name, value)
+    _check_depth(name, found, 0)
+    return found
+
+
+def _check_depth(name: str, value: Any, depth: int) -> None:
+    if depth > _DEEPEST:
+        raise ValueError(f"{name} is nested too deep")
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, (dict, list)):
+            _check_depth(name, part, depth + 1)
+
+
+_DEEPEST = 32
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested, or a number of thousands of digits
+        text = type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_READERS: dict[Any, Callable[[str, Any], Any]] = {
+    float: number,
+    int: whole_number,
+    str: _text,
+    bool: _flag,
+    Mapping[float, float]: _by_cf,
+    Mapping[str, float]: _by_name,
+    Mapping[str, Any]: _settings,
+    Mapping[str, Sequence[int]]: _shapes,
+    Mapping[float, Measurement]: _measurements,
+    Mapping[str, LayerReport]: lambda name, value: {
+        layer: _make(LayerReport, _object(layer, one))
+        for layer, one in _object(name, value).items()
+    },
+    StepReport: lambda name, value: _make(StepReport, _object(name, value)),
+    tuple[float, float]: _pair,
+}
+"""How a field of each type is read."""
+
+_BY_NAME: dict[tuple[str, Any], Callable[[str, Any], Any]] = {
+    ("cf", float): _cf,
+    ("cf_before", float): _cf,
+    ("timed_cf", float): _cf_if_known,
+    ("layer_cfs", Mapping[str, float]): lambda name, value: {
+        layer: _cf(layer, cf) for layer, cf in _object(name, value).items()
+    },
+    ("numel", int): _counted,
+    ("world_size", int): _counted,
+    **{
+        (name, float): amount
+        for name in (
+            *("seconds", "median_seconds", "grad_norm", "sum_norm", "energy"),
+            *("kept", "total", "grad", "sample_total"),
+            *("wire_bytes", "dense_wire_bytes", "timed_bytes", "statistics_bytes", "dense_bytes"),
+        )
+    },
+}
+"""How a field is read whose name says more than its type."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -97,12 +98,8 @@ def save_result(
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """Write result.json and the plot; returns the result, what the user should know, and what
     could not be saved: the last checkpoint, or the result itself."""
-    timeline, notes = config.folder / TIMELINE_FILE, list(logbook.notes)
-    recorded = Recorded([], [])
-    try:
-        recorded = read_records(timeline) if timeline.exists() else recorded
-    except (OSError, ValueError) as error:
-        notes.append(f"no CF history: {error}")
+    notes = list(logbook.notes)
+    recorded = _read(config.folder / TIMELINE_FILE, notes)
     if config.policy != "off" and len(recorded.steps) < outcome.steps_done:
         notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {outcome.steps_done} steps")
     if recorded.steps:
@@ -126,6 +123,19 @@ def save_result(
     except OSError as error:
         unsaved.append(f"{config.folder / RESULT_FILE} could not be written: {error.strerror}")
     return result, notes, unsaved
+
+
+def _read(timeline: Path, notes: list[str]) -> Recorded:
+    """What the run has left on record; a file that somebody has spoilt is no reason to lose the
+    result."""
+    try:
+        recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
+    except (OSError, ValueError) as error:
+        notes.append(f"no CF history: {error}")
+        return Recorded([], [])
+    if recorded.damage:
+        notes.append(recorded.damage)
+    return recorded
 
 
 def make_result(

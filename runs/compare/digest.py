@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,12 +13,14 @@ from runs.compare.exploration import Exploration, exploration
 from runs.compare.network import model_bytes, modelled_seconds
 from runs.compare.slice import read_slices
 from runs.config import TrainConfig
+from runs.files import read_json
+from runs.parser import UsageError
 from runs.records import (
     METRICS_FILE,
     TIMELINE_FILE,
     Recorded,
     Stretch,
-    json_lines,
+    read_metrics,
     read_records,
     stretches,
 )
@@ -65,9 +66,21 @@ def read_digest(
     smooth: int = 1,
 ) -> Digest:
     """The digest of a finished run. model_mb: for the modelled seconds, the size of its model.
-    smooth: evaluations whose mean is a quality."""
+    smooth: evaluations whose mean is a quality. UsageError if its files are damaged."""
+    try:
+        return _read(config, networks, model_mb, smooth)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"--log-dir: the run in {config.folder} is damaged: {error}; accepted: the same "
+            f"command without that folder, to train it again"
+        ) from error
+
+
+def _read(
+    config: TrainConfig, networks: Sequence[LinkSpec], model_mb: float | None, smooth: int
+) -> Digest:
     folder = config.folder
-    result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+    result = read_json(folder / RESULT_FILE)
     timeline = folder / TIMELINE_FILE
     recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     summary = result["summary"]
@@ -89,7 +102,7 @@ def read_digest(
             for network in networks
         ),
         explored=exploration(recorded.steps),
-        diverged=result.get("diverged") or "",
+        diverged=str(result.get("diverged") or ""),
     )
 
 
@@ -115,9 +128,7 @@ def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[fl
 
 
 def _evaluations(config: TrainConfig) -> list[tuple[int, float]]:
-    path = config.folder / METRICS_FILE
-    values = [value for _, value in json_lines(path)] if path.exists() else []
-    found = [(v["step"] + 1, _known(v["quality"])) for v in values if "quality" in v]
+    found = read_metrics(config.folder / METRICS_FILE).evaluations
     return [(done, quality) for done, quality in found if isfinite(quality)]
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
 from runs.config import TrainConfig, load_config, write_text
+from runs.files import json_lines
 from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.launch import launch
 from runs.logbook import Logbook
@@ -81,14 +82,7 @@ def train_until(config: TrainConfig, until: int) -> int:
 def read_slices(folder: Path) -> list[Slice]:
     """The slices that were recorded, in order."""
     path = folder / SLICES_FILE
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    slices = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            slices.append(Slice(**json.loads(line)))
-        except (ValueError, TypeError):  # it only tells how fast some steps were
-            print(f"warning: {path}: left out damaged line {number}", file=sys.stderr)
-    return slices
+    return [Slice(**value) for _, value in json_lines(path)] if path.exists() else []
 
 
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:

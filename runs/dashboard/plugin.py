@@ -93,7 +93,7 @@ def _span(first: str | None, last: str | None) -> tuple[float, float] | None:
         low, high = float(first or 0), float(last or "inf")
     except ValueError:
         low = high = math.nan
-    if not low <= high:
+    if not (low <= high and math.isfinite(low)):
         raise errors.InvalidArgumentError(
             f"from and to must be steps, from <= to, got {first!r} and {last!r}"
         )

@@ -29,6 +29,9 @@ QUALITY = re.compile(r"loss|quality|acc|perplexity|\bppl\b|error_rate|top1|bleu|
 
 _OWN = re.compile(r"(cf|cf_layer|gain|throughput|bytes|time|policy|gradient|final)/")
 
+MOST = 2.0**53
+"""No CF is larger, and no run takes as many seconds."""
+
 _ALL = 1_000_000  # more than TensorBoard keeps
 
 
@@ -39,6 +42,11 @@ class Series:
     steps: Floats
     wall: Floats
     values: Floats
+
+    def between(self, low: float, high: float) -> Series:
+        """Without the points whose values lie elsewhere, or are not finite."""
+        good = (self.values >= low) & (self.values <= high)
+        return Series(self.steps[good], self.wall[good], self.values[good])
 
 
 class Reader:
@@ -66,14 +74,19 @@ class Reader:
         return tags if SENT in tags else []
 
     def scalars(self, run: str, tags: list[str]) -> dict[str, Series]:
-        """The tags of a run that have points."""
+        """The tags of a run that have points. Any program can write event files: a CF below 1, or
+        seconds before the beginning, are left out."""
         read = self._provider.read_scalars(
             **self._asked,
             plugin_name="scalars",
             downsample=_ALL,
             run_tag_filter=RunTagFilter(runs=[run], tags=tags),
         )
-        return {tag: _series(points) for tag, points in read.get(run, {}).items() if points}
+        found = {tag: _series(points) for tag, points in read.get(run, {}).items() if points}
+        for tag in found:
+            if tag in (SENT, ACTIVE) or tag.startswith(LAYER):
+                found[tag] = found[tag].between(0.0 if tag == ACTIVE else 1.0, MOST)
+        return {tag: series for tag, series in found.items() if len(series.steps)}
 
     def switches(self, run: str) -> list[Switch]:
         """In order of their steps. What cannot be read is left out."""
@@ -105,6 +118,7 @@ def _switch(step: int, content: Any) -> Switch | None:
     try:
         known = json.loads(np.asarray(content).item())
         before, cf = float(known["cf_before"]), float(known["cf"])
-        return Switch(step, before, cf, str(known["reason"]))
-    except (ValueError, TypeError, KeyError):
+        is_one = 1 <= before <= MOST and 1 <= cf <= MOST
+        return Switch(step, before, cf, str(known["reason"])) if is_one else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from runs.dashboard.reader import ACTIVE, LAYER, NUMBERS, SENT, Reader, Series, quality_tags
+from runs.dashboard.reader import (
+    ACTIVE,
+    LAYER,
+    MOST,
+    NUMBERS,
+    SENT,
+    Reader,
+    Series,
+    quality_tags,
+)
 from runs.dashboard.thin import Floats, changes, evenly, held, held_within, longest, marks
 
 POINTS = 400
@@ -97,6 +106,7 @@ class _Clock:
     def __init__(self, sent: Series, active: Series | None) -> None:
         self._steps = sent.steps if active is None else active.steps
         seconds = sent.wall if active is None else active.values
+        seconds = np.clip(np.nan_to_num(seconds), -MOST, MOST)
         self._seconds = np.maximum.accumulate(seconds - seconds[0])
 
     def __call__(self, steps: float | Floats) -> Any:
@@ -159,7 +169,8 @@ def _layers(
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key by which block2 comes before block10."""
     return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+        (int(part), "") if part.isdecimal() and len(part) < 20 else (-1, part)
+        for part in re.split(r"(\d+)", name)
     ]
 
 

@@ -93,7 +93,7 @@ def make_table(source: Source, result: dict[str, Any]) -> str:
 
 
 def _notes(source: Source, replayed: Replayed) -> list[str]:
-    notes = []
+    notes = [source.recorded.damage] if source.recorded.damage else []
     if not replayed.identical:
         step = source.recorded.steps[replayed.followed].report.step
         notes.append(

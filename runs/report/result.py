@@ -76,7 +76,7 @@ def _to_target(row: Row, networks: Sequence[LinkSpec]) -> dict[str, Any]:
 
 def run_notes(run: Run) -> list[str]:
     """What a reader should know of one run's data."""
-    notes = []
+    notes = list(run.damage)
     if run.config is None:
         notes.append("no config.json: settings, command and quality are not known")
     elif not run.finished:

@@ -45,7 +45,8 @@ class Run:
     """name: unique in the report. config: None if only the timeline is there. trained: steps done,
     as far as the files tell. evaluations: (steps done, quality) in order,
     nan for what was not finite. rate: steps/s by the
-    slices of a comparison; nan otherwise. ending: None if the run has no result yet."""
+    slices of a comparison; nan otherwise. ending: None if the run has no result yet. damage: what
+    was left out of its files, in sentences."""
 
     name: str
     folder: Path
@@ -55,6 +56,7 @@ class Run:
     evaluations: tuple[tuple[int, float], ...]
     rate: float
     ending: Ending | None
+    damage: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -220,9 +222,13 @@ class Run:
         """Steps whose time has an evaluation or a checkpoint in it: the step before the pause on
         the rank that makes it, the step after on the others, which wait for that rank there."""
         every = self.config.checkpoint_every if self.config is not None else 0
-        done = {done for done, _ in self.evaluations}
-        done.update(range(every, self.trained, every) if every else ())
-        return done | {steps - 1 for steps in done}
+        evaluated = {done for done, _ in self.evaluations}
+
+        def pauses(done: int) -> bool:
+            saved = every > 0 and 0 < done < self.trained and done % every == 0
+            return saved or done in evaluated
+
+        return {step for step in self._steps if pauses(step) or pauses(step + 1)}
 
 
 def _shown(value: Any) -> str:

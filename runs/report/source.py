@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from runs.compare.digest import rate
 from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig, load_config
+from runs.files import read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.policy_expression import UntrustedPolicyError
-from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, json_lines, read_records
+from runs.records import (
+    METRICS_FILE,
+    TIMELINE_FILE,
+    Recorded,
+    amount,
+    number,
+    read_metrics,
+    read_records,
+    whole_number,
+)
 from runs.report.run import Ending, Run
 from runs.result import RESULT_FILE, title
 
@@ -76,7 +85,8 @@ def read_run(place: Place) -> Run:
 def _read_run(place: Place) -> Run:
     recorded = read_records(place.timeline) if place.timeline.exists() else Recorded([], [])
     config = _config(place.folder)
-    trained, evaluations = _metrics(place.folder / METRICS_FILE)
+    metrics = read_metrics(place.folder / METRICS_FILE)
+    trained, evaluations = metrics.trained, list(metrics.evaluations)
     ending = _ending(place.folder / RESULT_FILE)
     if recorded.steps:
         trained = max(trained, recorded.steps[-1].report.step + 1)
@@ -87,6 +97,8 @@ def _read_run(place: Place) -> Run:
     elif not evaluations and ending is not None and isfinite(ending.quality):
         evaluations = [(ending.steps, ending.quality)]
     slices = _slices(place.folder)
+    if not trained and metrics.damage:
+        raise ValueError(metrics.damage)
     if not trained:
         raise NoStepError(f"LOGDIR {place.given}: {place.folder} holds no step; {ACCEPTED}")
     return Run(
@@ -98,6 +110,7 @@ def _read_run(place: Place) -> Run:
         tuple(evaluations),
         slices,
         ending,
+        tuple(damage for damage in (recorded.damage, metrics.damage) if damage),
     )
 
 
@@ -158,33 +171,18 @@ def _config(folder: Path) -> TrainConfig | None:
     return config
 
 
-def _metrics(path: Path) -> tuple[int, list[tuple[int, float]]]:
-    """Steps done, and (steps done, quality) of each evaluation, nan for one that was not finite."""
-    trained, evaluations = 0, []
-    for line, value in json_lines(path) if path.exists() else ():
-        try:
-            done = value["step"] + 1
-            quality = _known(value["quality"]) if "quality" in value else None
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {line}: not a metric ({error!r})") from error
-        trained = max(trained, done)
-        if quality is not None:
-            evaluations.append((done, quality))
-    return trained, evaluations
-
-
 def _ending(path: Path) -> Ending | None:
     if not path.exists():
         return None
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result: dict[str, Any] = read_json(path)
         summary = result["summary"]
         return Ending(
-            steps=int(result["steps"]),
-            quality=_known(result["quality"]),
-            bytes_sent=_known(summary["bytes_sent"]),
-            dense_bytes=_known(summary["dense_bytes"]),
-            steps_per_second=_known(result["steps_per_second"]),
+            steps=whole_number("steps", result["steps"]),
+            quality=number("quality", result["quality"]),
+            bytes_sent=amount("bytes_sent", summary["bytes_sent"]),
+            dense_bytes=amount("dense_bytes", summary["dense_bytes"]),
+            steps_per_second=amount("steps_per_second", result["steps_per_second"]),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
@@ -196,7 +194,3 @@ def _slices(folder: Path) -> float:
         return rate([(part.last - part.first - 1, part.seconds) for part in read_slices(folder)])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / SLICES_FILE} is damaged: {error}") from error
-
-
-def _known(value: float | None) -> float:
-    return nan if value is None else float(value)

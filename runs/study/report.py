@@ -7,6 +7,8 @@ from math import isfinite
 from typing import Any
 
 from runs.config import write_text
+from runs.files import read_json
+from runs.parser import UsageError
 from runs.progress import cf_name
 from runs.records import TIMELINE_FILE, read_records
 from runs.result import RESULT_FILE
@@ -44,7 +46,14 @@ def make_report(study: Study) -> tuple[dict[str, Any], str]:
 
 
 def _end(run: Run) -> dict[str, Any]:
-    return dict(json.loads((run.config.folder / RESULT_FILE).read_text(encoding="utf-8")))
+    path = run.config.folder / RESULT_FILE
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"--log-dir: {path} is damaged: {error}; accepted: the same command without that "
+            f"folder, to train the run again"
+        ) from error
 
 
 def _shown(run: Run, end: dict[str, Any]) -> dict[str, Any]:

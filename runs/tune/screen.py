@@ -159,6 +159,8 @@ def _screened_names(tuning: Tuning) -> set[str]:
 def _basis(tuning: Tuning, record: Record) -> list[str]:
     """What the proxy rests on."""
     notes = [record.reports.costs.basis]
+    if record.source.recorded.damage:
+        notes.append(record.source.recorded.damage)
     if record.reports.guessed:
         notes.append(
             "steady-state gains were not recorded for all CFs: error-fed gains stand in for them, "

@@ -6,10 +6,15 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorboard import errors
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -21,7 +26,7 @@ from werkzeug.test import Client
 from adaptive import Event, TensorBoardTimeline
 from adaptive.tensorboard.summaries import PLUGIN, SWITCHES, _string
 from runs.dashboard import timeline as row
-from runs.dashboard.plugin import Loader
+from runs.dashboard.plugin import CFTimelinePlugin, Loader
 from tests.unit.test_tensorboard import _record
 
 
@@ -171,6 +176,109 @@ def test_switches_that_nobody_can_read_are_left_out(tmp_path: Path) -> None:
             value = _string(SWITCHES, PLUGIN, content)
             writer._get_file_writer().add_summary(Summary(value=[value]), step)
     assert Board(tmp_path).row("a")["switches"]["reason"] == ["<b>why</b> 1"]
+
+
+def _is_strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_cf_that_is_none_is_left_out(tmp_path: Path) -> None:
+    """Any program can write event files; a NaN was answered with an error 500."""
+    with SummaryWriter(str(tmp_path / "a")) as writer:
+        cfs = [10.0, nan, inf, -inf, 0.0, -3.0, 1e38, 0.5, 20.0]
+        for step, cf in enumerate(cfs):
+            writer.add_scalar("cf/sent", cf, step)
+            writer.add_scalar("cf_layer/fc", cf, step)
+            writer.add_scalar("time/total", -cf, step)
+            writer.add_scalar("time/step", cf, step)
+            writer.add_scalar("eval/quality", cf, step)
+        writer.add_scalar("cf/sent", 40.0, 10**18)
+    with SummaryWriter(str(tmp_path / "b")) as writer:
+        writer.add_scalar("cf/sent", nan, 1)
+    board = Board(tmp_path)
+    answer = board.get("/timeline", run="a")
+    assert answer.status_code == 200
+    a = _is_strict(answer.text)
+    assert a["band"]["cf"] == [10, 20, 40]
+    assert a["band"]["step"] == [0, 8, 1e18]
+    assert a["numbers"]["values"]["time/step"][:2] == [10, 20]
+    with pytest.raises(errors.NotFoundError, match="run must be one with a CF"):
+        board.get("/timeline", run="b")
+
+
+class _Provider:
+    """Whatever a data provider may say of one run."""
+
+    def __init__(self, points: dict[str, list[Any]], switches: list[Any]) -> None:
+        self._points, self._switches = points, switches
+
+    def list_scalars(self, **_: Any) -> Any:
+        return {"a": dict.fromkeys(self._points)}
+
+    def read_scalars(self, **_: Any) -> Any:
+        return {"a": self._points}
+
+    def read_tensors(self, **_: Any) -> Any:
+        return {"a": {SWITCHES: self._switches}}
+
+
+_STEPS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30)
+_VALUES = st.floats() | st.sampled_from([1.0, 10.0, nan, inf, -inf, 0.0, 1e308, -1e308])
+_POINTS = st.lists(
+    st.builds(
+        lambda step, wall, value: SimpleNamespace(step=step, wall_time=wall, value=value),
+        _STEPS,
+        _VALUES,
+        _VALUES,
+    ),
+    max_size=6,
+)
+_CONTENT = (
+    st.binary(max_size=8)
+    | st.sampled_from([b'{"cf": NaN, "cf_before": 1, "reason": ""}', b"[" * 100_000])
+    | st.builds(
+        lambda before, cf, why: json.dumps({"cf_before": before, "cf": cf, "reason": why}).encode(),
+        _VALUES | st.just(10**400),
+        _VALUES,
+        st.text(max_size=3) | st.none(),
+    )
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"cf/sent": _POINTS},
+        optional=dict.fromkeys(
+            ["time/total", "time/step", "gain/error_fed", "eval/quality", "cf_layer/" + "9" * 5000],
+            _POINTS,
+        ),
+    ),
+    st.lists(
+        st.builds(lambda s, c: SimpleNamespace(step=s, numpy=np.array(c)), _STEPS, _CONTENT),
+        max_size=4,
+    ),
+    st.none() | st.tuples(_VALUES, _VALUES),
+)
+def test_whatever_is_in_event_files_the_answer_is_json_or_a_sentence(
+    points: dict[str, list[Any]], switches: list[Any], span: tuple[float, float] | None
+) -> None:
+    provider: Any = _Provider(points, switches)
+    app = CFTimelinePlugin(TBContext(data_provider=provider)).get_plugin_apps()["/timeline"]
+    query = {} if span is None else {"from": span[0], "to": span[1]}
+    refused: errors.PublicError | None = None
+    try:
+        answer = Client(app).get("/", query_string={"run": "a", **query})
+    except errors.PublicError as error:  # TensorBoard answers with its code and sentence
+        refused = error
+    if refused is not None:
+        assert refused.http_code in (400, 404)
+        assert "must" in str(refused)
+    else:
+        assert answer.status_code == 200
+        _is_strict(answer.text)
 
 
 def test_the_page_is_served_file_by_file(board: Board) -> None:

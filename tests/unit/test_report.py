@@ -291,7 +291,7 @@ def test_records_that_are_cut_short_are_read_as_far_as_they_go(tmp_path: Path) -
 
 DAMAGED = {
     "timeline.jsonl": ("{\n{}\n", ["line 1", "not JSON"]),
-    "metrics.jsonl": ('{"loss": 1}\n{}\n', ["line 1", "not a metric"]),
+    "metrics.jsonl": ('{"loss": 1}\n{}\n', ["line 1", "not a metric", "step"]),
     "config.json": ('{"task": "text", "what": 1, "log_dir": ""}', ["damaged", "what"]),
     "result.json": ("{}", ["damaged", "summary"]),
     "slices.jsonl": ('{"first": 1}\n', ["slices.jsonl", "last"]),

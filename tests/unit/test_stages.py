@@ -92,6 +92,6 @@ def test_reading_a_long_record_says_how_far_it_is(
         timeline.step(StepRecord(StepReport(step, 1.0), 0.0, 0.0, 0.0))
     timeline.close()
     loads = json.loads
-    monkeypatch.setattr("runs.records.json.loads", lambda text: (work(1.5), loads(text))[1])
+    monkeypatch.setattr("runs.files.json.loads", lambda text: (work(1.5), loads(text))[1])
     assert len(read_records(path).steps) == 5
     assert capsys.readouterr().err == f"reading {path} 3 of 5 lines\n"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, log, nan
+from math import isfinite, log
 from typing import Any
 
 import numpy as np
 
+from runs.records import planned
 from runs.report.figures.panels import grid, in_pictures
 from runs.report.figures.style import Picture, cf_axis, labelled, legend, titled
 from runs.report.run import Run
@@ -54,7 +55,7 @@ def _draw(figure: Any, runs: Sequence[Run]) -> None:
     cfs = {part.cf for run in runs for part in run.history}
     for axes, run in zip(panels, runs, strict=True):
         for name, colour, style in (("candidate", _CANDIDATE, "--"), ("floor", _FLOOR, ":")):
-            values = [record.status.get(name, nan) for record in run.records]
+            values = [planned(record, name) for record in run.records]
             if any(map(isfinite, values)):
                 steps, kept = corners([r.report.step for r in run.records], values)
                 if len(kept) > _CROWDED:
