@@ -8,6 +8,7 @@ from adaptive.foreign import HookRung
 from adaptive.hook import adaptive_hook
 from adaptive.link import LinkSpec
 from adaptive.modelled import ModelledClock
+from adaptive.reshard import reshard_states
 from adaptive.summary import Summary
 from adaptive.tensorboard import TensorBoardTimeline
 from adaptive.timeline import (
@@ -63,4 +64,5 @@ __all__ = [
     "TopK",
     "Warmup",
     "adaptive_hook",
+    "reshard_states",
 ]

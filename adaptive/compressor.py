@@ -290,7 +290,8 @@ class AdaptiveCompressor:
         return {"version": _STATE_VERSION, **self._named("state_dict").state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from this rank's `state_dict()`; same model, settings, number of ranks.
+        """Go on from this rank's `state_dict()`; same model, settings, number of ranks
+        (`reshard_states` makes states for another number).
 
         ValueError, with nothing changed, if the state does not fit or is damaged: a key or a
         parameter is missing or unknown, a value has another type or shape, a number is not finite.

@@ -142,7 +142,8 @@ class MomentumMemory(Residual):
     def state_dict(self, slot: Slot) -> dict[str, Any]:
         state = super().state_dict(slot)
         if slot.started and slot.velocity is not None:
-            state |= {"velocity": slot.velocity.clone(), "lag": slot.lag}
+            full = self._rule(slot).change_of_lag(slot.lag, 1.0)  # for `adaptive.reshard_states`
+            state |= {"velocity": slot.velocity.clone(), "lag": slot.lag, "to_full_lag": full}
         return {**state, "stepped": True} if slot.stepped else state
 
     def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:

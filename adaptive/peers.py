@@ -92,8 +92,8 @@ class Peers:
                 continue
             each = saved.field(state, name)
             fits = isinstance(each, torch.Tensor) and each.shape == shape
-            fits = fits and each.dtype == torch.float64
-            saved.together(fits, f"'peers' needs {name!r}, float64 of shape {shape}")
+            fits = fits and each.dtype == torch.float64 and bool(each.isfinite().all())
+            saved.together(fits, f"'peers' needs {name!r}, finite, float64, of shape {shape}")
             arrays[name] = each.numpy().copy()
         self._grad, self._kept, self._sum = arrays["grad"], arrays["kept"], arrays.get("sum")
 

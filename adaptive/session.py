@@ -335,6 +335,7 @@ class Session:
         self._check_whole()
         return {
             **self._identity(),
+            "resharded_from": None,
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._ways.link).values()),
             "memory": self._memory.state_dict(),
@@ -354,9 +355,12 @@ class Session:
             check_state(state, expected, by_name, len(self._instruments.ladder))
             base.load_state_dict(saved.part(state, "compressor"))
             controller.load_state_dict(saved.part(state, "controller"), same_clock)
+            if state["resharded_from"] is not None:
+                controller.policy.rescale()
         if has_fallen_back:
             self._fall_back()
-        self._ways.link = LinkCost(*state["link"])
+        if state["link"] is not None:
+            self._ways.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
         self._instruments.load_state_dict(state, by_name)
         self._failed = None

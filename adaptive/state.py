@@ -13,7 +13,7 @@ from torch import Tensor
 from adaptive.residual import Slot
 from policies import saved
 
-CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller")
+CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resharded_from")
 """What a state holds beside what must be equal."""
 
 TENSORS = {"none": (), "residual": ("residual",), "momentum": ("residual", "velocity")}
@@ -69,7 +69,9 @@ def check_state(
         raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
     for what, ours in expected.items():
         if what != "parameters" and state[what] != ours:
-            raise ValueError(f"state: {what} is {state[what]!r}, expected {ours!r}")
+            hint = "; adaptive.reshard_states makes states for another number of ranks"
+            told = f"state: {what} is {state[what]!r}, expected {ours!r}"
+            raise ValueError(told + (hint if what == "world_size" else ""))
     memory, sums, shadow = (saved.part(state, what) for what in ("memory", "sum", "shadow"))
     _check_parameters(saved.part(state, "parameters"), expected["parameters"])
     unknown = sorted({*map(str, memory), *map(str, sums), *map(str, shadow)} - set(by_name))
@@ -84,6 +86,9 @@ def check_state(
         raise ValueError("state: it has a shadow ladder, which this policy does not ask for")
     for name in shadow:
         _check_shadow(name, saved.part(shadow, name), by_name[name], ladder)
+    if saved.maybe_count(state, "resharded_from", least=1) is not None:
+        saved.together(state["link"] is None, "'link' must be None in a resharded state")
+        return  # it was measured when the compressor was attached
     link = saved.values(state, "link")
     saved.together(len(link) == 2, f"'link' must be two numbers, got {link!r}")
     saved.number({"link": link[0]}, "link", least=0)
@@ -117,7 +122,7 @@ def _check_parameters(state: Mapping[str, Any], ours: Mapping[str, list[int]]) -
 
 def _check_memory(name: str, kept: Mapping[str, Any], slot: Slot, kind: str) -> None:
     """What a memory keeps of one parameter."""
-    known = {*TENSORS[kind], *(("lag",) if "velocity" in kept else ())}
+    known = {*TENSORS[kind], *(("lag", "to_full_lag") if "velocity" in kept else ())}
     if kind == "momentum" and "stepped" in kept:
         saved.together(
             kept["stepped"] is True, f"'stepped' of {name!r} must be True if it is there"
@@ -131,6 +136,7 @@ def _check_memory(name: str, kept: Mapping[str, Any], slot: Slot, kind: str) -> 
             _check_tensor(what, name, kept[what], _flat(slot), slot.dtype)
     if "velocity" in kept:
         lag = saved.number(kept, "lag", above=0)
+        saved.number(kept, "to_full_lag", above=0)
         saved.together(lag <= 1, f"'lag' of {name!r} must be in (0, 1], got {lag!r}")
 
 

@@ -254,6 +254,15 @@ class Accordion(Policy):
             return f", or {'all of them ' if self.per_layer else ''}at once if {drops}"
         return f", unless {drops} before" if self._mixed is None else ""
 
+    def rescale(self) -> None:
+        """The regimes stay what they are until two sums of the new number of ranks can be compared:
+        the norm of a mean over more ranks has less noise in it."""
+        for side in self._sides or ():
+            side.rescale()
+        for regime in self._regimes.values():
+            regime.norm = None
+        self._intervals.restart()
+
     def candidates(self) -> tuple[float, ...]:
         sent = {side.plan().send for side in self._sides or ()}
         return tuple(sorted(sent.union(self._known())))

@@ -253,6 +253,11 @@ class Policy(ABC):
         """In one sentence, what would make the CF change; "" if the policy does not say."""
         return ""
 
+    def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
+        """A state was loaded that another number of ranks has left: forget what depends on it (step
+        times, bytes on the wire, norms of the mean gradient and of sums of it, which begin anew),
+        and keep the rest."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly from here, in plain JSON-like values."""

@@ -80,7 +80,8 @@ class Budget(Policy):
         rungs = make_ladder(cf_range, "geometric", self.step_size)
         known = (context.supported(cf) for cf in rungs)
         self._cfs = tuple(sorted({DENSE, *known} - context.unknown))
-        self._wire = WireBytes(context.wire_bytes)
+        self._computed = context.wire_bytes
+        self._wire = WireBytes(self._computed)
         self._line = StepLine()
         self._look: float | None = None  # the second CF, while it is looked at
         self._since = 0  # steps since the window or look began
@@ -235,6 +236,17 @@ class Budget(Policy):
             f"it changes when communication takes more than {most:.3g} of a step ({now}), or a "
             f"smaller CF would take less than {least:.3g}"
         )
+
+    def rescale(self) -> None:
+        """It stays at its CF and looks what the network costs; a number of bytes it keeps to at
+        once, where sizes can be computed."""
+        before = self._now
+        self._wire, self._line = WireBytes(self._computed), StepLine()
+        self._look, self._since, self._looked = None, 0, 0
+        if self.bytes_per_step is not None:
+            self._send = self._within(self.bytes_per_step)
+        self._line.restart(self._send)
+        self._reason = change(before, self._now, "the number of ranks has changed")
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -77,7 +77,7 @@ def cf_within(name: str, cf: float, allowed: tuple[float, float]) -> float:
 def same(policy: str, settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse a state that was saved under other settings: it would go on as something else."""
     for name in sorted({*settings, *saved}):
-        here, there = settings.get(name), saved.get(name)
+        here, there = settings.get(name, "nothing"), saved.get(name, "nothing")
         if here != there:
             raise ValueError(
                 f"state of policy {policy!r} was saved with {name}={there!r}: it can only be "

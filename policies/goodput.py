@@ -180,6 +180,13 @@ class Goodput(Policy):
             f"promises {others[first]:.4g} and needs more than {self._needed(first, promised):.4g}"
         )
 
+    def rescale(self) -> None:
+        """It stays at its CF for a cooldown, in which the step times are measured anew."""
+        self._time = Forecast(self._bytes)
+        self._since, self._left = 0, None
+        if self._signal is not None:
+            self._signal.rescale()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": {**self._settings, "ladder": list(self._ladder)},

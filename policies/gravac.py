@@ -229,6 +229,19 @@ class GraVAC(Policy):
         self._vigil.begin(DENSE, self._walk.tried, self._seen)
         return why
 
+    def rescale(self) -> None:
+        """The gains stay known, the step times do not: it explores again, as after a change of the
+        network."""
+        sent, why = self._send, "the number of ranks has changed"
+        if self._seen.signal is not None:
+            self._seen.signal.rescale()
+        if self._chosen is not None:
+            why = self._open_again("time", why)
+        else:
+            self._seen.forget_times()
+            self._open(quick=False)
+        self._reason = change(sent, self._send, why)
+
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
 

@@ -47,6 +47,11 @@ class Intervals:
         decides = max(ends if known else ends + self._length, self._protected_until)
         return decides - self.step + 1, decides > ends
 
+    def restart(self) -> None:
+        """The interval begins anew, and with it what is protected."""
+        left = -self.step % self._length
+        self.step, self._protected_until = self.step + left, self._protected_until + left
+
     def state_dict(self) -> dict[str, Any]:
         """Everything, in JSON-like values."""
         return {"step": self.step, "protected_until": self._protected_until, "lr": self.lr}

@@ -185,6 +185,10 @@ class Layerwise(Policy):
         rest = f"the layers' CFs are solved anew in {counted_steps(left)}"
         return "; ".join(filter(None, (self._then.outlook(), rest)))
 
+    def rescale(self) -> None:
+        """What waits in the layers' residuals stays in proportion, and so does the solution."""
+        self._then.rescale()
+
     def state_dict(self) -> dict[str, Any]:
         known = [
             [name, layer.energy, [list(item) for item in layer.steady.items()]]

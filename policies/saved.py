@@ -80,14 +80,17 @@ def numbers(state: Any, name: str, *, least: float = -inf) -> list[float]:
 
 
 def by_cf(state: Any, name: str, *, least: float = -inf, above: float = -inf) -> dict[float, float]:
-    """Finite numbers by CF, from pairs: JSON has no float keys."""
-    pairs = entries(state, name, 2)
-    return {_number(name, cf, 1): _number(name, value, least, above) for cf, value in pairs}
+    """Finite numbers by CF."""
+    pairs = by_any_cf(state, name).items()
+    return {cf: _number(name, value, least, above) for cf, value in pairs}
 
 
 def by_any_cf(state: Any, name: str) -> dict[float, Any]:
-    """Whatever is saved by CF, from pairs."""
-    return {_number(name, cf, 1): value for cf, value in entries(state, name, 2)}
+    """Whatever is saved by CF, from pairs: JSON has no float keys."""
+    pairs = entries(state, name, 2)
+    found = {_number(name, cf, 1): value for cf, value in pairs}
+    together(len(found) == len(pairs), f"{name!r} has a CF twice")
+    return found
 
 
 def lists_by_cf(state: Any, name: str) -> dict[float, list[float]]:

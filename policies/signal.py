@@ -100,6 +100,11 @@ class SignalGain:
             "next_errors": self.next.errors,
         }
 
+    def rescale(self) -> None:
+        """Another number of ranks: pairs of ranks are as many, and their products as noisy, as
+        never before. The gains are held until a ratio is clear again."""
+        self.peers, self.next, self._norm = MeanRatio(), MeanRatio(), 0.0
+
     def state_dict(self) -> dict[str, Any]:
         """Everything, in JSON-like values: pairs, since JSON has no float keys."""
         return {

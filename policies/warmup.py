@@ -112,6 +112,10 @@ class Warmup(Policy):
     def verdict(self) -> str:
         return self._then.verdict() if self._cfs and self._over else ""
 
+    def rescale(self) -> None:
+        if self._over:
+            self._then.rescale()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": self._settings,

@@ -1,0 +1,145 @@
+"""After a change of the number of ranks: what a policy keeps, and what it measures again."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+import pytest
+
+from policies import (
+    DENSE,
+    Accordion,
+    Budget,
+    Context,
+    Fixed,
+    Goodput,
+    GraVAC,
+    Layerwise,
+    Measurement,
+    Plan,
+    Policy,
+    Schedule,
+    StepReport,
+    Warmup,
+)
+
+LADDER = (10.0, 20.0, 40.0)
+
+
+def _context(world_size: int) -> Context:
+    return Context(
+        (10, 40),
+        world_size,
+        wire_bytes=lambda cf: 1e6 * (world_size - 1) / cf,
+        layers={"w": 900, "b": 100},
+        layer_bytes=lambda layer, cf: 4e3 / cf,
+    )
+
+
+def _run(policy: Policy, world_size: int, steps: int, norm: float = 1.0) -> list[Plan]:
+    plans = []
+    for step in range(steps):
+        plan = policy.plan()
+        plans.append(plan)
+        cf, nbytes = plan.send, 1e6 * (world_size - 1) / plan.send
+        gain = 0.9 if cf == 10 else 0.8
+        measured = {c: Measurement(gain, 1 - gain, 1, 1, 1 - gain, 1) for c in (cf, *plan.probe)}
+        policy.observe(
+            StepReport(
+                step=step,
+                cf=cf,
+                measurements=measured,
+                timed_cf=cf,
+                seconds=0.01 + nbytes / 1e7,
+                median_seconds=0.01 + nbytes / 1e7,
+                compress_seconds=0.0,
+                exchange_seconds=nbytes / 1e7,
+                network_seconds=nbytes / 1e7,
+                wire_bytes=nbytes,
+                dense_wire_bytes=1e6 * (world_size - 1),
+                timed_bytes=nbytes,
+                grad_norm=1.0,
+                sum_norm=norm if plan.read_sum else nan,
+                steady=dict.fromkeys(LADDER, 0.5),
+            )
+        )
+    return plans
+
+
+def _rescaled(make: Any, steps: int) -> tuple[Policy, Policy]:
+    """After `steps` at 2 ranks, and the same at 4."""
+    before, after = make(), make()
+    before.start(_context(2))
+    _run(before, 2, steps)
+    after.start(_context(4))
+    after.load_state_dict(before.state_dict())
+    after.rescale()
+    return before, after
+
+
+MAKERS = {
+    "accordion": lambda: Accordion(interval=4),
+    "budget": lambda: Budget(window=5),
+    "budget of bytes": lambda: Budget(bytes_per_step=60_000),
+    "fixed": lambda: Fixed(cf=20),
+    "goodput": lambda: Goodput(gain="error_fed", opening=2, cooldown=3),
+    "gravac": lambda: GraVAC(window=4, dense_window=2),
+    "layerwise": lambda: Layerwise(Fixed(cf=20), window=4),
+    "schedule": lambda: Schedule({0: 10, 30: 20}),
+    "warmup": lambda: Warmup(GraVAC(window=4, dense_window=2), steps=2, stages=1),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+def test_every_policy_goes_on_and_its_state_too(name: str, steps: int) -> None:
+    _, after = _rescaled(MAKERS[name], steps)
+    again = MAKERS[name]()
+    again.start(_context(4))
+    again.load_state_dict(after.state_dict())
+    assert again.plan() == after.plan()
+    assert _run(again, 4, 30) == _run(after, 4, 30)
+
+
+def test_goodput_stays_at_its_cf_until_the_times_are_known() -> None:
+    before, after = _rescaled(MAKERS["goodput"], 40)
+    assert after.plan().send == before.plan().send > DENSE
+    assert isinstance(after, Goodput)
+    assert after.t_comp() == {}
+    assert {plan.send for plan in _run(after, 4, 3)} == {before.plan().send}
+    assert after.t_comp()
+
+
+def test_gravac_explores_again_and_knows_the_gains() -> None:
+    before, after = _rescaled(MAKERS["gravac"], 60)
+    assert before.status()["exploring"] == 0
+    assert after.status()["exploring"] == 1
+    assert "the number of ranks has changed" in after.plan().reason
+    judged = dict(before.state_dict()["seen"]["judged"])
+    assert after.status()["gain_floor"] == pytest.approx(judged[10.0])
+    _run(after, 4, 60)
+    assert after.status()["exploring"] == 0
+
+
+def test_a_warm_up_that_is_not_over_leaves_the_next_policy_alone() -> None:
+    before, after = _rescaled(lambda: Warmup(GraVAC(window=4), steps=9, stages=1), 3)
+    assert after.state_dict() == before.state_dict()
+
+
+def test_budget_keeps_to_its_bytes_at_once() -> None:
+    before, after = _rescaled(MAKERS["budget of bytes"], 10)
+    assert 1e6 / before.plan().send <= 60_000
+    assert 3e6 / before.plan().send > 60_000
+    assert after.plan().send == 40  # not even the largest keeps to it
+    assert "the number of ranks has changed" in after.plan().reason
+
+
+def test_accordion_compares_no_norms_of_different_numbers_of_ranks() -> None:
+    before, after = _rescaled(MAKERS["accordion"], 13)
+    assert before.plan().send == after.plan().send == 40  # not critical
+    plans = _run(after, 4, 20, norm=0.1)
+    assert {plan.send for plan in plans} == {40.0}
+    assert [i for i, plan in enumerate(plans) if plan.read_sum] == [3, 7, 11, 15, 19]
+    _run(before, 2, 4, norm=0.1)  # on the same number of ranks that is a critical regime
+    assert before.plan().send == 10
