@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptive.exchanges import strategies
 from adaptive.options import make_base
@@ -43,17 +43,27 @@ UNHARMED = "ended as if nothing had been"
 SKIPPED = "bad steps skipped on every rank, good ones as ever"
 REFUSED = "refused on every rank"
 RESUMED = "resumed to the bit"
+VALUES = "values in a gradient of one rank"
 MISSED = "over before the fault"
+
+
+class Found(NamedTuple):
+    """outcome: in words, which the table counts. more: what was said. fault: the row, if a trial
+    has several."""
+
+    outcome: str
+    more: str = ""
+    fault: str = ""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """fault: its row in the table. detail: which one of its kind. run: makes it; its outcome, and
-    more outcomes of the same kind where several are tried in one."""
+    """fault: its row in the table. detail: which one of its kind. run: makes it; its outcome, or
+    several where many are tried at once."""
 
     fault: str
     detail: str
-    run: Callable[[], list[tuple[str, str]]]
+    run: Callable[[], list[Found]]
     expected: tuple[str, ...]
 
 
@@ -104,15 +114,15 @@ def judge_training(ranks: Ranks, world: int, victim: int | None, limit: float) -
     return "SILENT: some ranks ended well, others with an error"
 
 
-def strike(how: str, world: int, given: Mapping[str, Any]) -> list[tuple[str, str]]:
+def strike(how: str, world: int, given: Mapping[str, Any]) -> list[Found]:
     """A signal to one rank of training. how: "kill", "terminate", "stop", "pause", "raise"."""
     victim = given["victim"]
     others = [rank for rank in range(world) if rank != victim]
     with Ranks(training.signalled, world, given) as ranks:
         if not ranks.until(lambda: ranks.last(victim, "fault") or ranks.ended([victim]), START):
-            return [("HANG before the fault", _told(ranks, world))]
+            return [Found("HANG before the fault", _told(ranks, world))]
         if not ranks.last(victim, "fault"):
-            return [(MISSED, "")]
+            return [Found(MISSED)]
         limit = training.TIMEOUT + SLACK
         if how == "pause":
             ranks.until(lambda: ranks.stopped(victim), START)
@@ -123,16 +133,16 @@ def strike(how: str, world: int, given: Mapping[str, Any]) -> list[tuple[str, st
             ranks.go_on(victim)
         if how in ("stop", "pause", "raise"):
             if not ranks.until(lambda: ranks.ended([victim]), 2 * limit):
-                return [("HANG of the rank with the fault", _told(ranks, world))]
+                return [Found("HANG of the rank with the fault", _told(ranks, world))]
             victim = None
         if how == "stop":  # it was late by as long as the others took to notice
             limit *= 3
-        return [(judge_training(ranks, world, victim, limit), _told(ranks, world))]
+        return [Found(judge_training(ranks, world, victim, limit), _told(ranks, world))]
 
 
-def values(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+def values(given: Mapping[str, Any]) -> list[Found]:
     """Bad values in a gradient: each trial's outcome. A process group for as long as it lasts."""
-    outcomes: list[tuple[str, str]] = []
+    outcomes: list[Found] = []
     trials = given["trials"]
     while len(outcomes) < len(trials):
         first = len(outcomes)
@@ -143,7 +153,10 @@ def values(given: Mapping[str, Any]) -> list[tuple[str, str]]:
             for index in range(first, len(trials) if well else begun + 1):
                 last = None if well or index < begun else _told(ranks, 2)
                 found = _judge_values(ranks, str(index), trials[index], last)
-                outcomes.append((found, f"{trials[index]}; {last or ''}"))
+                trial = trials[index]
+                ever = "for ever" if trial["ever"] else "for a step"
+                fault = f"{trial['value']} in a gradient of one rank, {ever}"
+                outcomes.append(Found(found, f"memory {trial['memory']}; {last or ''}", fault))
     return outcomes
 
 
@@ -168,17 +181,17 @@ def _judge_values(ranks: Ranks, name: str, trial: Mapping[str, Any], error: str 
     return SKIPPED
 
 
-def record(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+def record(given: Mapping[str, Any]) -> list[Found]:
     with Ranks(training.recorded, 2, given) as ranks:
         ranks.until(lambda: ranks.ended([0, 1]), START)
         found = judge_training(ranks, 2, None, training.TIMEOUT)
         done = ranks.last(0, "done")
         if found == UNHARMED and done and done["found"] < training.STEPS:
             found = f"another sink was told {done['found']} of {training.STEPS} steps"
-        return [(found, _told(ranks, 2))]
+        return [Found(found, _told(ranks, 2))]
 
 
-def disagree(about: str, world: int) -> list[tuple[str, str]]:
+def disagree(about: str, world: int) -> list[Found]:
     with Ranks(training.disagreeing, world, {"about": about}) as ranks:
         ranks.until(lambda: ranks.ended(list(range(world))), START)
         digests: dict[int, set[str]] = {}
@@ -187,11 +200,11 @@ def disagree(about: str, world: int) -> list[tuple[str, str]]:
                 if n["what"] == "step":
                     digests.setdefault(n["step"], set()).add(n["digest"])
         if any(len(each) > 1 for each in digests.values()):
-            return [("SILENT: replicas part", _told(ranks, world))]
+            return [Found("SILENT: replicas part", _told(ranks, world))]
         found = judge_training(ranks, world, None, training.TIMEOUT + SLACK)
         if found == UNHARMED:
             found = "SILENT: trained as if they agreed"
-        return [(found, _told(ranks, world))]
+        return [Found(found, _told(ranks, world))]
 
 
 def _told(ranks: Ranks, world: int) -> str:
@@ -257,37 +270,37 @@ def launch(world: int, given: Mapping[str, Any], limit: float = START) -> tuple[
         return (codes if ended else ["HANG", *codes]), said
 
 
-def interrupted(runs: Runs, world: int, fault: str, seed: int) -> list[tuple[str, str]]:
+def interrupted(runs: Runs, world: int, fault: str, seed: int) -> list[Found]:
     """A rank is killed while it saves or at any moment, or told to end; then the run is resumed."""
     folder = runs[f"trial-{fault}-{world}-{seed}"]
     given = {"words": saving.words(runs.data, folder), "log_dir": str(folder), "seed": seed}
     victim = seed % world
     codes, said = launch(world, {**given, "fault": fault, "victim": victim})
     if "HANG" in codes:
-        return [("HANG", f"{codes} {said}")]
+        return [Found("HANG", f"{codes} {said}")]
     if all(code == 0 for code in codes):
-        return [(MISSED, "")]
+        return [Found(MISSED)]
     if any(code == 0 for rank, code in enumerate(codes) if rank != victim):
-        return [("SILENT: a rank ended well", f"{codes} {said}")]
+        return [Found("SILENT: a rank ended well", f"{codes} {said}")]
     return [_resume(runs, folder, world)]
 
 
-def _resume(runs: Runs, folder: Path, world: int, fault: str = "killed") -> tuple[str, str]:
+def _resume(runs: Runs, folder: Path, world: int, fault: str = "killed") -> Found:
     if not (folder / "checkpoint" / "meta.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        return ERROR + ", before there was a checkpoint", ""
+        return Found(ERROR + ", before there was a checkpoint")
     codes, said = launch(world, {"words": ["--resume", folder, "--steps", saving.STEPS]})
     if "nothing to resume" in said and saving.alike(folder, runs[f"{world}-whole"]):
         codes = [0] * world
     if any(codes):
-        return "UNUSABLE checkpoint", f"{codes} {said}"
+        return Found("UNUSABLE checkpoint", f"{codes} {said}")
     if not saving.alike(folder, runs[f"{world}-whole"]):
-        return "SILENT: resumed to another result", f"{codes} {said}"
+        return Found("SILENT: resumed to another result", f"{codes} {said}")
     shutil.rmtree(folder, ignore_errors=True)
-    return RESUMED, ""
+    return Found(RESUMED)
 
 
-def damaged(runs: Runs, how: str, seed: int) -> list[tuple[str, str]]:
+def damaged(runs: Runs, how: str, seed: int) -> list[Found]:
     folder = runs[f"trial-{how.replace(' ', '-').replace(chr(39), '')}-{seed}"]
     shutil.copytree(runs["2-half"], folder)
     others = {
@@ -298,8 +311,8 @@ def damaged(runs: Runs, how: str, seed: int) -> list[tuple[str, str]]:
     codes, said = launch(2, {"words": ["--resume", folder, "--steps", saving.STEPS]}, limit=60)
     if "HANG" in codes:
         found = "HANG"
-    elif all(code not in (0,) for code in codes):
-        found = REFUSED
+    elif all(codes):
+        found = REFUSED if 2 in codes else "a traceback on every rank"
     elif any(codes):
         found = "SILENT: refused on some ranks only"
     elif saving.alike(folder, runs["2-whole"]):
@@ -307,31 +320,31 @@ def damaged(runs: Runs, how: str, seed: int) -> list[tuple[str, str]]:
     else:
         found = "SILENT: resumed to another result"
     shutil.rmtree(folder, ignore_errors=True)
-    return [(found, f"{what}: {codes} {said}")]
+    return [Found(found, f"{what}: {codes} {said}")]
 
 
-def full_disk(runs: Runs, what: str, seed: int) -> list[tuple[str, str]]:
-    """No file can grow beyond a limit: too small for the records, or only for checkpoints."""
+def full_disk(runs: Runs, what: str, seed: int) -> list[Found]:
+    """No file can grow beyond a limit. A run that keeps no checkpoints loses only records; one that
+    does has a good one from before."""
     folder = runs[f"trial-disk-{what}-{seed}"]
-    shutil.copytree(runs["2-half"], folder)
-    largest = max(path.stat().st_size for path in folder.glob("checkpoint/*/*.pt"))
-    records = (folder / "timeline.jsonl").stat().st_size
-    limit = records + 200 if what == "records" else largest // 2
-    given = {
-        "words": ["--resume", folder, "--steps", saving.STEPS],
-        "fault": "disk",
-        "limit": limit,
-    }
-    codes, said = launch(2, given)
+    if what == "records":
+        given = {"words": saving.words(runs.data, folder, 60, every=None), "limit": 15_000}
+    else:
+        shutil.copytree(runs["2-half"], folder)
+        limit = max(path.stat().st_size for path in folder.glob("checkpoint/*/*.pt")) // 2
+        given = {"words": ["--resume", folder, "--steps", saving.STEPS], "limit": limit}
+    codes, said = launch(2, {**given, "fault": "disk"})
     if "HANG" in codes:
-        return [("HANG", f"{codes} {said}")]
+        return [Found("HANG", f"{codes} {said}")]
     if len({code == 0 for code in codes}) > 1:
-        return [("SILENT: a rank ended well, another did not", f"{codes} {said}")]
+        return [Found("SILENT: a rank ended well, another did not", f"{codes} {said}")]
     ended = "trained to the end" if codes[0] == 0 else "error on every rank"
-    found, more = _resume(runs, folder, 2)
+    if what == "records":
+        return [Found(ended, f"{codes} {said}")]
+    found, more, _ = _resume(runs, folder, 2)
     if found != RESUMED:
-        return [(found, f"{codes} {said} {more}")]
-    return [(f"{ended}; the checkpoint: {found}", f"{codes} {said}")]
+        return [Found(found, f"{codes} {said} {more}")]
+    return [Found(f"{ended}; the checkpoint: {found}", f"{codes} {said}")]
 
 
 # -- The table -----------------------------------------------------------------------------------
@@ -340,53 +353,47 @@ def full_disk(runs: Runs, what: str, seed: int) -> list[tuple[str, str]]:
 def training_trials(seed: int, quick: bool) -> Iterator[Trial]:
     chance = random.Random(seed)
     every = pairs()
-    plans: list[tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = [
-        ("a rank is killed in its backward", "kill", "backward", (ERROR,), ("kill",)),
-        ("a rank is killed at any moment", "kill", "any", (ERROR,), ("kill",)),
-        ("a rank is terminated between steps", "terminate", "between", (ERROR,), ()),
-        ("a rank is stopped in its backward, beyond the timeout", "stop", "backward", (ERROR,), ()),
-        ("a rank is stopped between steps, beyond the timeout", "stop", "between", (ERROR,), ()),
-        ("a rank is stopped and goes on in time", "pause", "any", (UNHARMED,), ()),
-        ("a forward raises on one rank", "raise", "forward", (ERROR,), ()),
+    # Fault, how, moment, of how many pairs one is tried, what is expected.
+    plans = [
+        ("a rank is killed in its backward", "kill", "backward", 1, ERROR),
+        ("a rank is killed at any moment", "kill", "any", 2, ERROR),
+        ("a rank is terminated between steps", "terminate", "between", 3, ERROR),
+        ("a rank is stopped in its backward, beyond the timeout", "stop", "backward", 1, ERROR),
+        ("a rank is stopped between steps, beyond the timeout", "stop", "between", 3, ERROR),
+        ("a rank is stopped at any moment, and goes on in time", "pause", "any", 2, UNHARMED),
+        ("a forward raises on one rank", "raise", "forward", 3, ERROR),
     ]
-    for fault, how, moment, expected, _ in plans:
-        chosen = chance.sample(every, 3 if how != "stop" else 1) if quick else every
-        if not quick and fault in (
-            "a rank is terminated between steps",
-            "a rank is stopped between steps, beyond the timeout",
-            "a forward raises on one rank",
-        ):
-            chosen = chance.sample(every, len(every) // 3)
-        for number, (base, exchange) in enumerate(chosen):
-            worlds = (2 + number % 2,) if quick or moment != "backward" or how != "kill" else (2, 3)
-            for world in worlds:
-                given = {
-                    "base": base,
-                    "exchange": exchange,
-                    "moment": moment,
-                    "signal": "stop" if how == "pause" else how,
-                    "seed": chance.randrange(10**6),
-                    "victim": chance.randrange(world),
-                }
-                detail = f"{base}, {exchange}, {world} ranks, seed {given['seed']}"
-                yield Trial(fault, detail, partial(strike, how, world, given), expected)
+    for fault, how, moment, share, expected in plans:
+        count = (1 if how == "stop" else 2) if quick else len(every) // share
+        for number, (base, exchange) in enumerate(chance.sample(every, count)):
+            world = 2 + number % 2
+            given = {
+                "base": base,
+                "exchange": exchange,
+                "moment": moment,
+                "signal": "stop" if how == "pause" else how,
+                "seed": chance.randrange(10**6),
+                "victim": chance.randrange(world),
+            }
+            detail = f"{base}, {exchange}, {world} ranks, seed {given['seed']}"
+            yield Trial(fault, detail, partial(strike, how, world, given), (expected,))
 
 
 def value_trials(seed: int, quick: bool) -> Iterator[Trial]:
+    """All of a base in one process group, as long as that lasts."""
     chance = random.Random(seed + 1)
     names = compressor_names()
-    for base in chance.sample(names, 3) if quick else names:
-        memories = (
-            ["residual", "momentum", "none"]
-            if make_base(base, "auto", "auto").error_feedback
-            else ["none"]
-        )
-        for value in training.VALUES:
-            for ever in (False, True):
-                trials = [{"memory": m, "value": value, "ever": ever} for m in memories]
-                given = {"base": base, "trials": trials, "seed": chance.randrange(10**6)}
-                fault = f"{value} in a gradient of one rank, {'for ever' if ever else 'for a step'}"
-                yield Trial(fault, base, partial(values, given), (SKIPPED,))
+    for base in chance.sample(names, 4) if quick else names:
+        feeds_back = make_base(base, "auto", "auto").error_feedback
+        memories = ("residual", "momentum", "none") if feeds_back else ("none",)
+        trials = [
+            {"memory": memory, "value": value, "ever": ever}
+            for value in training.VALUES
+            for ever in (False, True)
+            for memory in memories
+        ]
+        given = {"base": base, "trials": trials, "seed": chance.randrange(10**6)}
+        yield Trial("", base, partial(values, given), (SKIPPED,))
 
 
 def other_trials(seed: int, quick: bool) -> Iterator[Trial]:
@@ -408,7 +415,7 @@ def other_trials(seed: int, quick: bool) -> Iterator[Trial]:
 
 
 def saving_trials(runs: Runs, seed: int, quick: bool) -> Iterator[Trial]:
-    ends = (RESUMED, ERROR + ", before there was a checkpoint")
+    interrupted_well = (RESUMED, ERROR + ", before there was a checkpoint")
     for number in range(2 if quick else 24):
         for fault, name in (
             ("saving", "`runs train`: a rank is killed while it saves"),
@@ -419,21 +426,22 @@ def saving_trials(runs: Runs, seed: int, quick: bool) -> Iterator[Trial]:
                 continue
             world = 2 if quick else 2 + number % 2
             run = partial(interrupted, runs, world, fault, seed * 1000 + number)
-            yield Trial(name, f"{world} ranks, {number}", run, ends)
+            yield Trial(name, f"{world} ranks, {number}", run, interrupted_well)
     for how in saving.DAMAGES:
-        expected = (RESUMED,) if "records" in how else (REFUSED,)
+        right: tuple[str, ...] = (RESUMED,) if "records" in how else (REFUSED,)
         fault = f"checkpoint: {how}"
         if how == "a flipped bit in meta.json":
-            expected = (REFUSED, RESUMED)
+            right = (REFUSED, RESUMED)
         count = 1 if quick else 8 if how == "a flipped bit" else 4
         for number in range(count):
             run = partial(damaged, runs, how, seed * 1000 + number)
-            yield Trial(fault, str(number), run, expected)
+            yield Trial(fault, str(number), run, right)
     for what in ("records", "checkpoints"):
         for number in range(1 if quick else 2):
-            expected = (f"trained to the end; the checkpoint: {RESUMED}",)
+            expected: tuple[str, ...] = ("trained to the end",)
             if what == "checkpoints":
-                expected += (f"error on every rank; the checkpoint: {RESUMED}",)
+                ends = ("trained to the end", "error on every rank")
+                expected = tuple(f"{end}; the checkpoint: {RESUMED}" for end in ends)
             run = partial(full_disk, runs, what, number)
             yield Trial(f"a full disk: no room for {what}", str(number), run, expected)
 
@@ -452,9 +460,9 @@ def main() -> int:
     """0 if all went as expected, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--quick", action="store_true", help="a part of it, in about a minute")
+    parser.add_argument("--seed", type=int, default=0, help="of what is random in the faults (0)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in the name")
     parser.add_argument("--out", type=Path, help="write the table there, too")
     args = parser.parse_args()
     began = time.monotonic()
@@ -467,20 +475,22 @@ def main() -> int:
             *other_trials(args.seed, args.quick),
             *saving_trials(runs, args.seed, args.quick),
         ]
-        trials = [trial for trial in trials if args.only in trial.fault]
-        for trial in trials:  # in this order in the table
-            rows.setdefault(trial.fault, Row())
+        trials = [trial for trial in trials if args.only in (trial.fault or VALUES)]
         if any("checkpoint" in t.fault or "runs" in t.fault or "disk" in t.fault for t in trials):
             runs.make((2,) if args.quick else (2, 3))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for trial, found in zip(trials, pool.map(_run, trials), strict=True):
-                row = rows[trial.fault]
-                for outcome, more in found:
+                for outcome, more, fault in found:
+                    row = rows.setdefault(fault or trial.fault, Row())
                     row.tries += 1
                     row.outcomes[_kind(outcome)] += 1
                     if outcome not in (*trial.expected, MISSED):
                         row.unexpected.append(f"{trial.detail}: {outcome}\n    {more}")
-                        print(f"{trial.fault}: {row.unexpected[-1]}", file=sys.stderr, flush=True)
+                        print(
+                            f"{fault or trial.fault}: {row.unexpected[-1]}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
     finally:
         shutil.rmtree(runs.folder, ignore_errors=True)
     print(table(rows))
@@ -491,11 +501,11 @@ def main() -> int:
     return int(bad > 0)
 
 
-def _run(trial: Trial) -> list[tuple[str, str]]:
+def _run(trial: Trial) -> list[Found]:
     try:
         return trial.run()
     except Exception as error:
-        return [(f"the trial itself failed: {type(error).__name__}: {error}", "")]
+        return [Found(f"the trial itself failed: {type(error).__name__}: {error}", "")]
 
 
 def _kind(outcome: str) -> str:

@@ -98,9 +98,12 @@ def _strike(log_dir: Path, number: int, chance: random.Random, note: Note) -> No
     os.kill(os.getpid(), number)
 
 
-def words(data: Path, log_dir: Path, steps: int = STEPS, seed: int = 0, every: int = EVERY) -> list:
+def words(
+    data: Path, log_dir: Path, steps: int = STEPS, seed: int = 0, every: int | None = EVERY
+) -> list:
     """Of a new run."""
-    given = ["--data", data, "--log-dir", log_dir, "--steps", steps, "--checkpoint-every", every]
+    given = ["--data", data, "--log-dir", log_dir, "--steps", steps]
+    given += ["--checkpoint-every", every] if every else []
     given += ["--seed", seed, "--fixed-clock", 0.02, "--link", "100mbit", "--batch-size", 1]
     return [*given, "--policy", "gravac", "--window", 3]
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline, ModelledClock, StepReport, Timeline
-from compressors import make_compressor
+from compressors import RandomK, Sketch
 from tests.distributed.setting import Scripted
 from tests.faults.ranks import START, Note
 
@@ -230,6 +230,8 @@ class _Wayward(Scripted):
             self.cfs = [self._own]
 
 
+SEEDED = {"randomk": RandomK, "sketch": Sketch}
+
 DISAGREEMENTS: dict[str, list[dict[str, Any]]] = {
     "base": [{"base": "topk"}, {"base": "randomk"}],
     "base of the same size": [{"base": "int8"}, {"base": "twobit"}],
@@ -255,7 +257,7 @@ def disagreeing(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], n
     mine = dict(options[-1] if rank == ranks - 1 else options[0])
     if isinstance(mine["base"], tuple):
         name, seed = mine["base"]
-        mine["base"] = type(make_compressor(name))(seed=seed)
+        mine["base"] = SEEDED[name](seed=seed)
     if mine.get("wayward"):
         mine["options"] = {"policy": _Wayward(rank)}
     note("fault")
