@@ -31,7 +31,7 @@ soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000
 
 faults: $(STAMP)
-	$(BIN)/python -m tests.faults
+	$(BIN)/python -m tests.faults --out docs/reliability.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

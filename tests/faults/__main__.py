@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from adaptive.exchanges import strategies
 from adaptive.options import make_base
 from compressors import compressor_names, make_compressor
@@ -463,7 +465,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a part of it, in about a minute")
     parser.add_argument("--seed", type=int, default=0, help="of what is random in the faults (0)")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in the name")
-    parser.add_argument("--out", type=Path, help="write the table there, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="put the table into that page")
     args = parser.parse_args()
     began = time.monotonic()
     runs = Runs()
@@ -493,12 +495,28 @@ def main() -> int:
                         )
     finally:
         shutil.rmtree(runs.folder, ignore_errors=True)
-    print(table(rows))
     tries, bad = sum(r.tries for r in rows.values()), sum(len(r.unexpected) for r in rows.values())
-    print(f"{tries} tries in {time.monotonic() - began:.0f} s, {bad} not as expected")
+    how = f"torch {torch.__version__}, seed {args.seed}{', a quick part' if args.quick else ''}"
+    minutes = (time.monotonic() - began) / 60
+    text = (
+        f"{table(rows)}\n{tries} tries in {minutes:.0f} minutes, {bad} not as expected ({how}).\n"
+    )
+    print(text)
     if args.out:
-        args.out.write_text(table(rows), encoding="utf-8")
+        args.out.write_text(into_page(args.out.read_text("utf-8"), text), encoding="utf-8")
     return int(bad > 0)
+
+
+BEGIN, END = "<!-- made by python -m tests.faults -->\n", "<!-- end -->\n"
+
+
+def into_page(page: str, text: str) -> str:
+    """The page with another table. ValueError if it has no place for one."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page must have the lines {BEGIN.strip()} and {END.strip()}")
+    return before + begin + text + end + after
 
 
 def _run(trial: Trial) -> list[Found]:
