@@ -1,12 +1,12 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
 # make long-test: what takes long. make browser-test: the TensorBoard page in a real browser.
-# make soak: 20,000 steps with all that a long run meets.
+# make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test long-test browser-test soak lint bench clean
+.PHONY: demo test long-test browser-test soak faults lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -29,6 +29,9 @@ browser-test: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults --out docs/reliability.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Faults, made on purpose, in real processes: what becomes of each (make faults)."""

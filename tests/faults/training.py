@@ -1,0 +1,267 @@
+"""What a rank does in a trial of training: given gradients, a fault, and notes of every step.
+
+The gradients are made, not found: no parameter has anything to do with them. So every step's right
+result is known whatever happened before, and a value of 1e38 spoils nothing but what it is in. A
+first pass without the fault tells the parameters after each step; the second has the fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline, ModelledClock, StepReport, Timeline
+from compressors import RandomK, Sketch
+from tests.distributed.setting import Scripted
+from tests.faults.ranks import START, Note
+
+TIMEOUT = 6.0
+"""Seconds of the process group: a peer that is so late is an error."""
+
+STEPS = 12
+SHAPES = ((30, 12), (40, 12), (40,), (14, 40), (14,), (3, 14), (3,))
+
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
+
+
+class Given(nn.Module):
+    """A model whose gradients are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        return sum(
+            ((p * g).sum() for p, g in zip(self.all, gradients, strict=True)), torch.zeros(())
+        )
+
+
+def gradients(step: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def enter(rank: int, ranks: int, folder: Path) -> None:
+    """The process group, with its short timeout, once everybody is there."""
+    (folder / f"here{rank}").touch()
+    deadline = time.monotonic() + START
+    while not all((folder / f"here{each}").exists() for each in range(ranks)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other ranks did not start")
+        time.sleep(0.01)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+
+
+class Pass:
+    """Steps on a new model with a new compressor; notes of each under `name`."""
+
+    def __init__(self, name: str, rank: int, given: Mapping[str, Any], note: Note) -> None:
+        self.name, self.rank, self.note = name, rank, note
+        self.model = DDP(Given(), bucket_cap_mb=0.002)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        options = {
+            "policy": Fixed(),
+            "cf_range": (8, 64),
+            "memory": given.get("memory", "auto"),
+            "exchange": given.get("exchange", "auto"),
+            **given.get("options", {}),
+        }
+        if given.get("policy") == "default":
+            options["policy"] = None
+        if "timeline" in given:
+            options["timeline"] = given["timeline"]
+        if given.get("debug") and "debug" in inspect.signature(AdaptiveCompressor).parameters:
+            options["debug"] = True
+        self.compressor = AdaptiveCompressor(
+            given["base"], clock=ModelledClock(0.01), **options
+        ).attach(self.model, optimizer=self.optimizer)
+
+    def step(self, step: int, local: list[Tensor], raising: bool = False) -> None:
+        """One step, skipped if a gradient is not finite."""
+        self.optimizer.zero_grad()
+        loss = self.model(*local)
+        if raising:
+            raise OSError("a batch could not be read")
+        loss.backward()
+        finite = all(
+            bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None
+        )
+        if finite:
+            self.optimizer.step()
+        self.note("step", name=self.name, step=step, digest=self.digest(), finite=finite)
+
+    def digest(self) -> str:
+        flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def signalled(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], note: Note) -> None:
+    """One rank gets a signal, or its forward raises: at `step`, at a moment.
+
+    moment: "between" (steps), "backward" (at some parameter's gradient) or "any" (time).
+    """
+    enter(rank, ranks, folder)
+    right = Pass("right", rank, given, note)
+    began = time.monotonic()
+    for step in range(STEPS):
+        right.step(step, gradients(step, rank))
+    lasted = time.monotonic() - began
+    run = Pass("fault", rank, given, note)
+    chance = random.Random(given["seed"])
+    at, moment = chance.randrange(1, STEPS - 3), given["moment"]
+    victim = rank == given["victim"]
+
+    def strike() -> None:
+        note("fault")
+        os.kill(os.getpid(), SIGNALS[given["signal"]])
+
+    parameter = chance.choice(list(run.model.module.all))
+    if victim and moment == "any":
+        timer = threading.Timer(chance.random() * 0.4 * lasted, strike)
+        timer.daemon = True
+        timer.start()
+    for step in range(STEPS):
+        now = victim and step == at
+        if now and moment == "between":
+            strike()
+        if now and moment == "backward":
+            handle = parameter.register_hook(lambda _: strike())
+        raising = now and moment == "forward"
+        if raising:
+            note("fault")
+        run.step(step, gradients(step, rank), raising)
+        if now and moment == "backward":
+            handle.remove()
+    dist.destroy_process_group()
+
+
+VALUES = {"NaN": math.nan, "infinity": math.inf, "1e38": 1e38, "denormal": 1e-41}
+
+
+def valued(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], note: Note) -> None:
+    """One rank's gradient has bad values, from step 4 on, for a step or for ever; trial by trial,
+    as many as go well in one process group."""
+    enter(rank, ranks, folder)
+    for index in range(given["first"], len(given["trials"])):
+        trial = given["trials"][index]
+        note("begin", index=index)
+        run = Pass(str(index), rank, {**given, **trial}, note)
+        chance = random.Random(given["seed"] + index)
+        place, whole = chance.randrange(len(SHAPES)), chance.random() < 0.5
+        for step in range(STEPS):
+            local = gradients(step, rank)
+            if rank == 1 and (step == 4 or (step > 4 and trial["ever"])):
+                flat = local[place].view(-1)
+                flat[: None if whole else 1] = VALUES[trial["value"]]
+            run.step(step, local)
+        run.compressor.detach()
+    dist.destroy_process_group()
+
+
+class _Throwing(Timeline):
+    """A sink that fails at its third step."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.steps = error, 0
+
+    def step(self, record: Any) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            raise self.error
+
+
+ERRORS = {
+    "OSError": OSError(28, "No space left on device"),
+    "ValueError": ValueError("cannot be written"),
+    "MemoryError": MemoryError(),
+}
+
+
+def recorded(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], note: Note) -> int:
+    """A sink of the timeline throws; returns how many steps the other one was told."""
+    enter(rank, ranks, folder)
+    right = Pass("right", rank, given, note)
+    for step in range(STEPS):
+        right.step(step, gradients(step, rank))
+    kept = MemoryTimeline()
+    sinks = [_Throwing(ERRORS[given["error"]]), kept]
+    run = Pass("fault", rank, {**given, "timeline": sinks if given["first"] else sinks[::-1]}, note)
+    note("fault")
+    for step in range(STEPS):
+        run.step(step, gradients(step, rank))
+    run.compressor.close()
+    dist.destroy_process_group()
+    return len(kept.steps)
+
+
+class _Wayward(Scripted):
+    """Plans another CF than the others from step 4 on."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__([8.0])
+        self._own = 32.0 if rank == 1 else 8.0
+
+    def observe(self, report: StepReport) -> None:
+        super().observe(report)
+        if self.step == 4:
+            self.cfs = [self._own]
+
+
+SEEDED = {"randomk": RandomK, "sketch": Sketch}
+
+DISAGREEMENTS: dict[str, list[dict[str, Any]]] = {
+    "base": [{"base": "topk"}, {"base": "randomk"}],
+    "base of the same size": [{"base": "int8"}, {"base": "twobit"}],
+    "values": [{"base": "topk+fp32"}, {"base": "topk+bf16"}],
+    "policy": [{"base": "topk"}, {"base": "topk", "policy": "default"}],
+    "cf_range": [{"base": "topk"}, {"base": "topk", "options": {"cf_range": (9, 64)}}],
+    "exchange": [{"base": "topk", "exchange": x} for x in ("all_gather", "sharded")],
+    "granularity": [{"base": "topk", "options": {"granularity": g}} for g in ("layer", "bucket")],
+    "memory": [{"base": "topk", "memory": m} for m in ("residual", "momentum")],
+    "dense_below": [{"base": "topk", "options": {"dense_below": n}} for n in (0, 20)],
+    "clip_norm": [{"base": "topk", "options": {"clip_norm": n}} for n in (None, 1.0)],
+    "seed of randomk": [{"base": ("randomk", 0)}, {"base": ("randomk", 1)}],
+    "seed of the sketch": [{"base": ("sketch", 0)}, {"base": ("sketch", 1)}],
+    "the plan of a step": [{"base": "topk", "wayward": True}],
+    "the plan of a step, debug=True": [{"base": "topk", "wayward": True, "debug": True}],
+}
+
+
+def disagreeing(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], note: Note) -> None:
+    """The last rank has made its compressor otherwise than the others."""
+    enter(rank, ranks, folder)
+    options = DISAGREEMENTS[given["about"]]
+    mine = dict(options[-1] if rank == ranks - 1 else options[0])
+    if isinstance(mine["base"], tuple):
+        name, seed = mine["base"]
+        mine["base"] = SEEDED[name](seed=seed)
+    if mine.get("wayward"):
+        mine["options"] = {"policy": _Wayward(rank)}
+    note("fault")
+    run = Pass("fault", rank, mine, note)
+    for step in range(STEPS):
+        run.step(step, gradients(step, rank))
+    dist.destroy_process_group()
