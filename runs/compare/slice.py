@@ -48,7 +48,7 @@ def steps_done(config: TrainConfig) -> int:
         return 0
     try:
         there = TrainConfig.from_json(json.loads(saved.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--log-dir: {saved} is damaged: {error}") from error
     for name, value in asdict(config).items():
         other = getattr(there, name)
