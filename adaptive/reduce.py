@@ -139,6 +139,8 @@ class BucketReducer:
                     self._memory.commit_dense(part.slot)
                 else:
                     self._memory.undo_fold(part.slot)
+            if sending and not arrived:  # what was folded in is not to be taken for sent
+                mean.fill_(nan)
             if on_mean and arrived:
                 for part in bucket.parts:
                     on_mean(part.slot, mean[part.start : part.stop])
