@@ -202,7 +202,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         metavar="LOGDIR",
         help="go on from "
         "the checkpoint in LOGDIR (the newest in logs/), with its options; only "
-        "--steps, --eval-every, --checkpoint-every, --json can be given anew; an --expression that "
+        "--steps, --eval-every, --checkpoint-every, --json can be given anew, and --workers, to go "
+        "on with another number of them; an --expression that "
         "names a class of your own has to be given again",
     )
     output.add_argument(
