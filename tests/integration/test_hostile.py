@@ -212,7 +212,7 @@ def test_what_lies_beside_may_be_no_file_either(
     folder = _folder(tmp_path / "run", _lines())
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    assert_refused(capfd, command, folder, parts=[str(folder), "regular file"])
+    assert_refused(capfd, command, folder, parts=[f"{folder / name}", "regular file"])
 
 
 @pytest.mark.usefixtures("undrawn")
