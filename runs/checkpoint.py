@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from adaptive import reshard_states
 from runs.config import TrainConfig, write_text
-from runs.files import read_json
+from runs.files import not_a_link, read_json
 from runs.parser import UsageError
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
@@ -253,7 +253,7 @@ def _identity(config: TrainConfig, step: int, rank: int, world_size: int) -> dic
 def _write(path: Path, state: dict[str, Any]) -> str:
     """Write one rank's file, whole or not at all; returns its digest."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = not_a_link(path.with_name(path.name + ".tmp"))
     with temporary.open("wb") as file:
         digesting = _Digesting(file)
         torch.save(state, cast(IO[bytes], digesting))

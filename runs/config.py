@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from runs.files import read_json
+from runs.files import not_a_link, read_json
 
 CONFIG_FILE = "config.json"
 
@@ -157,7 +157,7 @@ def load_config(folder: Path) -> TrainConfig | None:
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or none: to a temporary one beside it, synced and then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = not_a_link(path.with_name(path.name + ".tmp"))
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -1,5 +1,5 @@
-"""Reading files that somebody else may have written, or that were damaged: a run's folder can come
-from anywhere.
+"""Files that somebody else may have written, or that were damaged: a run's folder can come from
+anywhere.
 
 Only regular files are opened (a FIFO would never end), and no line is read without a limit. All
 that is wrong with a file is an `OSError` or a `ValueError` that says so in one sentence.
@@ -41,6 +41,14 @@ def open_regular(path: Path) -> BinaryIO:
         file.close()
         raise OSError(None, "is not a regular file", str(path))
     return file
+
+
+def not_a_link(path: Path) -> Path:
+    """A path to write to: a link that somebody has put there is removed, since what would be
+    overwritten lies elsewhere."""
+    if path.is_symlink():
+        path.unlink()
+    return path
 
 
 def read_json(path: Path) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from adaptive import StepRecord
 from policies.base import DENSE, GainKind
+from runs.files import not_a_link
 from runs.progress import cf_name, gain_of
 from runs.records import Recorded, planned
 
@@ -40,7 +41,7 @@ def draw_timeline(recorded: Recorded, path: Path, title: str, gain: GainKind = "
         axes.tick_params(labelsize=8, colors=_INK)
         axes.margins(x=0.01)
     traffic.set_xlabel("step", fontsize=9, color=_INK)
-    figure.savefig(path)
+    figure.savefig(not_a_link(path))
 
 
 def _draw_cf(axes: Any, recorded: Recorded) -> None:

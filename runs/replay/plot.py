@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from pathlib import Path
 
+from runs.files import not_a_link
 from runs.progress import cf_name
 from runs.records import Recorded
 from runs.replay.replay import Replayed
@@ -47,4 +48,4 @@ def draw_replay(recorded: Recorded, replayed: Replayed, path: Path, title: str) 
     above.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
     below.set_ylabel("modelled seconds", fontsize=9, color=_INK)
     below.set_xlabel("step", fontsize=9, color=_INK)
-    figure.savefig(path)
+    figure.savefig(not_a_link(path))

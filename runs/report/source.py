@@ -78,7 +78,7 @@ def read_run(place: Place) -> Run:
     try:
         return _read_run(place)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise UsageError(f"LOGDIR {place.given}: {place.folder}: {said}; {ACCEPTED}") from error
 
 

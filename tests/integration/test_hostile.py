@@ -212,7 +212,7 @@ def test_what_lies_beside_may_be_no_file_either(
     folder = _folder(tmp_path / "run", _lines())
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    assert_refused(capfd, command, folder, parts=[str(folder), "regular file"])
+    assert_refused(capfd, command, folder, parts=[f"{folder / name}", "regular file"])
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -246,3 +246,20 @@ def test_what_a_file_says_does_not_steer_the_terminal(tmp_path: Path, capfd: Any
     folder = _folder(tmp_path / "other", _lines(), task="\x1b[2Jx")
     assert main(["report", str(folder)]) == 2
     assert "\x1b" not in capfd.readouterr().err
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, capfd: Any) -> None:
+    """What a report or replay writes has known names, and a folder may hold links of those."""
+    folder = _folder(tmp_path / "run", _lines())
+    (folder / "report").mkdir()
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    names = ["report.html", "report.html.tmp", "report.json.tmp", "quality.png", "gains.png"]
+    for name in [*(f"report/{name}" for name in names), "replay-gravac.png"]:
+        (folder / name).symlink_to(mine)
+    assert main(["report", str(folder)]) == 0
+    assert main(["replay", str(folder)]) == 0
+    assert mine.read_text() == "precious"
+    for name in ("report/report.html", "report/quality.png", "replay-gravac.png"):
+        assert (folder / name).stat().st_size > 1000
+        assert not (folder / name).is_symlink()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from policies import DENSE
+from runs.files import not_a_link
 from runs.progress import cf_name
 from runs.report.run import Run
 
@@ -47,7 +48,7 @@ def paint(picture: Picture, path: Path) -> None:
         figure = Figure(figsize=(_WIDTH, picture.height), dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         picture.draw(figure)
-        figure.savefig(path)
+        figure.savefig(not_a_link(path))
 
 
 @dataclass(frozen=True)
