@@ -218,9 +218,10 @@ def _several(rank: int, several: tuple[Combination, ...]) -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(6))
 def test_resuming_to_the_bit_on_real_ranks(ranks: int, part: int) -> None:
-    for found in run_ranks(ranks, _several, quick()[part::3], limit=170):
+    for found in run_ranks(ranks, _several, quick()[part::6], limit=550):
         assert not [f"{made}: {what} differ" for made, what in found.items() if what]
 
 

@@ -158,7 +158,9 @@ def values(given: Mapping[str, Any]) -> list[Found]:
                 trial = trials[index]
                 ever = "for ever" if trial["ever"] else "for a step"
                 fault = f"{trial['value']} in a gradient of one rank, {ever}"
-                outcomes.append(Found(found, f"memory {trial['memory']}; {last or ''}", fault))
+                where = "a tensor" if trial["whole"] else "an element"
+                more = f"memory {trial['memory']}, in {where}; {last or ''}"
+                outcomes.append(Found(found, more, fault))
     return outcomes
 
 
@@ -339,7 +341,7 @@ def full_disk(runs: Runs, what: str, seed: int) -> list[Found]:
     if "HANG" in codes:
         return [Found("HANG", f"{codes} {said}")]
     if len({code == 0 for code in codes}) > 1:
-        return [Found("SILENT: a rank ended well, another did not", f"{codes} {said}")]
+        return [Found("a rank ended with an error", f"{codes} {said}")]
     ended = "trained to the end" if codes[0] == 0 else "error on every rank"
     if what == "records":
         return [Found(ended, f"{codes} {said}")]
@@ -389,10 +391,11 @@ def value_trials(seed: int, quick: bool) -> Iterator[Trial]:
         feeds_back = make_base(base, "auto", "auto").error_feedback
         memories = ("residual", "momentum", "none") if feeds_back else ("none",)
         trials = [
-            {"memory": memory, "value": value, "ever": ever}
+            {"memory": memory, "value": value, "ever": ever, "whole": whole}
             for value in training.VALUES
             for ever in (False, True)
             for memory in memories
+            for whole in ((False, True) if value == "1e38" else (memory == "momentum",))
         ]
         given = {"base": base, "trials": trials, "seed": chance.randrange(10**6)}
         yield Trial("", base, partial(values, given), (SKIPPED,))

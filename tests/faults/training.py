@@ -170,12 +170,12 @@ def valued(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], note: 
         note("begin", index=index)
         run = Pass(str(index), rank, {**given, **trial}, note)
         chance = random.Random(given["seed"] + index)
-        place, whole = chance.randrange(len(SHAPES)), chance.random() < 0.5
+        place = chance.randrange(len(SHAPES))
         for step in range(STEPS):
             local = gradients(step, rank)
             if rank == 1 and (step == 4 or (step > 4 and trial["ever"])):
                 flat = local[place].view(-1)
-                flat[: None if whole else 1] = VALUES[trial["value"]]
+                flat[: None if trial["whole"] else 1] = VALUES[trial["value"]]
             run.step(step, local)
         run.compressor.detach()
     dist.destroy_process_group()
