@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adaptive.adjoin import as_one
-from adaptive.bucket import Bucket, Part, Unit
+from adaptive.bucket import Bucket, Part, Unit, as_one
 from adaptive.residual import Addition, NoMemory, Slot
 from adaptive.scratch import Scratch
 from compressors.base import Payload

@@ -12,11 +12,10 @@ from torch import Tensor
 from adaptive.bucket import Bucket, Unit
 from adaptive.bucket_memory import BucketMemory
 from adaptive.exchange import Exchange
-from adaptive.multilevel import measure_levels, record_levels
+from adaptive.multilevel import measure_levels, record_levels, strided_sample
 from adaptive.residual import NoMemory, Slot
-from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
-from adaptive.tally import Tally
+from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Payload
 

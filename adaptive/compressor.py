@@ -18,7 +18,7 @@ from adaptive.exchanges import check_exchange
 from adaptive.foreign import DDPHook, HookRung, check_hooks
 from adaptive.hook import adaptive_hook
 from adaptive.link import LinkSpec
-from adaptive.memory import MemoryChoice
+from adaptive.memory.model_memory import MemoryChoice
 from adaptive.options import (
     GRANULARITIES,
     check_cf_range,
@@ -37,9 +37,9 @@ from adaptive.options import (
 )
 from adaptive.session import Session
 from adaptive.settings import Settings
-from adaptive.shadow import SHARE
+from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
-from adaptive.timeline import Timeline, make_timeline
+from adaptive.timeline.records import Timeline, make_timeline
 from compressors import Compressor
 from policies import DENSE, Policy, make_policy
 

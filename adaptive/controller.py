@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaptive.bucket import StepCFs
 from adaptive.exchange import Exchange, reduce_wire_bytes
-from adaptive.instruments import Instruments
-from adaptive.modelled import ModelledClock
-from adaptive.pending import PendingStep
-from adaptive.recorder import Recorder
-from adaptive.step_cfs import StepCFs
-from adaptive.stopwatch import Stopwatch
+from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.timing import ModelledClock, Stopwatch
+from adaptive.statistics.vector import PendingStep, Tally
 from adaptive.summary import Summary, Totals
-from adaptive.tally import Tally
-from adaptive.timeline import Event
+from adaptive.timeline.records import Event, Recorder
 from policies import DENSE, Plan, Policy, saved
 
 log = logging.getLogger("adaptive")

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from adaptive.link import LinkSpec
-from adaptive.shadow import ShadowLadder
+from adaptive.statistics.shadow import ShadowLadder
 from compressors import Compressor, make_compressor
 from compressors.sparsifier import Sparsifier
 from policies import Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from adaptive.options import check_layerwise
 from adaptive.settings import Settings
 from adaptive.sizes import Sizes
-from adaptive.timeline import Header
+from adaptive.timeline.records import Header
 from policies import DENSE, Context, Fixed
 
 

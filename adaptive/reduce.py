@@ -19,20 +19,17 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.adjoin import lay_out
-from adaptive.bucket import Bucket, Grain, Unit
+from adaptive.bucket import Bucket, Grain, StepCFs, Unit, lay_out
 from adaptive.bucket_step import BucketStep, OnMean
 from adaptive.exchange import Exchange
 from adaptive.exchanges import Strategy
 from adaptive.exchanges.pipeline import Pipeline
 from adaptive.foreign import only
-from adaptive.instruments import Instruments
-from adaptive.multilevel import measure_levels
+from adaptive.multilevel import measure_levels, strided_sample
 from adaptive.residual import NoMemory, Slot
-from adaptive.sample import strided_sample
 from adaptive.scratch import Scratch
-from adaptive.step_cfs import StepCFs
-from adaptive.tally import Tally
+from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Payload
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from adaptive.foreign import HookRung
 from adaptive.link import LinkSpec
-from adaptive.memory import MemoryChoice
-from adaptive.timeline import SafeTimeline
+from adaptive.memory.model_memory import MemoryChoice
+from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor
 from policies import Policy
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.instants import Instant, Span
+from adaptive.statistics.timing import Instant, Span
 
 Rounds = Generator[Future[Tensor], Tensor, None]
 """An exchange under way: yields the future of each collective it has issued and is sent its value.

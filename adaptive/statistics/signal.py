@@ -1,4 +1,6 @@
-"""<c_t, g_t> between different ranks, for the price of a small sketch in the statistics.
+"""Signal gain: which part of the true gradient gets through.
+
+<c_t, g_t> between different ranks, for the price of a small sketch in the statistics.
 
 A rank's noise is independent of every other rank's in the same step, so E<c_t of rank i, g_t of
 rank j> is the product of what i keeps with the true gradient *here*. Unlike the next step's
@@ -7,21 +9,33 @@ others' gradients it learns the sum of a sketch: signs drawn alike on every rank
 step, elements added up in WIDTH places. Products of sketches are unbiased, with a relative standard
 deviation of 1 / sqrt(WIDTH) of the product of the norms (Charikar and others, 2002), below the
 noise that a step's product has anyway.
+
+What of the true gradient gets through: inner products of what is kept with another gradient,
+whose noise is independent: the next step's, or another rank's (adaptive/statistics/signal.py).
+
+Signal gain is E<c_t, g_{t+1}> / E<g_t, g_{t+1}>. c is what *plain* error feedback would send (no
+momentum, which overshoots), whatever memory is in use, on the shadow ladder's sample. Each rank
+multiplies its own c_t and g_{t+1}: summed over ranks whose shards are alike that has the
+expectation of the product of the workers' averages (with unlike shards it also counts, as signal,
+how much the ranks' own gradients differ from their mean).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 import torch
 
 from adaptive.residual import Slot
-from adaptive.tally import Tally
+from adaptive.statistics.vector import Tally
 from compressors.norms import Array
 from policies import saved
+
+if TYPE_CHECKING:
+    from adaptive.statistics.shadow import ShadowGroup
 
 WIDTH = 256
 """Numbers in a sketch: 2 kB in the all-reduce of the statistics."""
@@ -112,3 +126,20 @@ def _fold(rows: Array) -> Array:
     tail = rows[..., whole:]
     folded[..., : tail.shape[-1]] += tail
     return np.asarray(folded)
+
+
+class Signal:
+    """The products of one step with the one before, and the sketches. cfs: how many."""
+
+    def __init__(self, cfs: int) -> None:
+        self.peers = Peers(cfs)
+
+    def step(self, group: ShadowGroup, step: int, g: Array, sent: Array, tally: Tally) -> None:
+        """Take in a group's sample, and what each CF sends of it as the shadow has found it."""
+        before = group.arrays
+        if "grad" in before:
+            for i, product in enumerate((before["sent"] @ g).tolist()):
+                tally.signal[i] += group.weight * product
+            tally.signal_total += group.weight * float(before["grad"] @ g)
+        before["grad"], before["sent"] = g.copy(), sent
+        self.peers.add(group.slots[0], step, g, sent, group.weight)

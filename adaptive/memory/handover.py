@@ -1,4 +1,8 @@
-"""Taking SGD's momentum over into the compressor's memory, and leaving the optimizer its settings.
+"""Taking SGD's momentum over into the compressor's memory.
+
+What the user's optimizer and gradient scaler say.
+
+Taking SGD's momentum over into the compressor's memory, and leaving the optimizer its settings.
 
 The memory sends velocities, so the optimizer must not apply momentum a second time. The user's
 hyper-parameters stay in the parameter groups, where schedulers and checkpoints expect them; they
@@ -13,7 +17,8 @@ this is linear, a buffer that was there before simply goes on decaying.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from math import nan
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +27,30 @@ from torch.optim import SGD, Optimizer
 from adaptive.exchange import Exchange
 from adaptive.momentum import MomentumRule
 from adaptive.residual import Slot
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+
+def learning_rate(optimizer: Optimizer | None) -> float:
+    """Of the first parameter group; nan without an optimizer."""
+    return float(optimizer.param_groups[0]["lr"]) if optimizer else nan
+
+
+def loss_scale(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
+    """The loss scale as a tensor, never read on the host; None without an active scaler."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler.scale(torch.ones((), device=device))
+
+
+def describe(optimizer: Optimizer | None) -> str:
+    """What must be alike on all ranks."""
+    if optimizer is None:
+        return "none"
+    momenta = [group.get("momentum") for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} with momentum {momenta}"
+
 
 _NEUTRAL = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 

@@ -1,5 +1,11 @@
 """The shadow ladder: what every CF would keep in steady state, without sending any of them.
 
+The largest elements of each row, row after row and step after step.
+
+What the shadow ladder keeps of the parameters whose gradients are compressed as one.
+
+The shadow ladder: what every CF would keep in steady state, without sending any of them.
+
 A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
 that the candidate would leave has not built up. So on a fixed strided sample of each gradient a
 residual of its own is kept for every CF of the ladder, as if that CF had been sent all along. Costs
@@ -16,14 +22,90 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Bucket, Part
-from adaptive.largest import largest
-from adaptive.layer_statistics import LayerStatistics
 from adaptive.residual import MomentumRule, NoMemory, Slot
-from adaptive.shadow_group import ShadowGroup
-from adaptive.signal import Signal
-from adaptive.tally import Tally
+from adaptive.statistics.layers import LayerStatistics
+from adaptive.statistics.signal import Signal
+from adaptive.statistics.vector import Tally
 from compressors import Compressor, Sparsifier
+from compressors.base import kept
 from compressors.norms import Array, on_numpy
+
+BELOW = 0.8
+"""Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""
+
+
+def largest(a: Array, wanted: Sequence[int], above: Array) -> Array:
+    """Of each row of `a` the elements of largest magnitude, as a mask; as many as `wanted` for that
+    row, and all that equal the smallest of them.
+
+    above: (rows,), magnitudes above which to look first, zeros to begin with; updated for the next
+    step. They save time, and never change what is found.
+    """
+    magnitude = np.abs(a)
+    smallest = np.empty(len(wanted), a.dtype)
+    for i, (row, k) in enumerate(zip(magnitude, wanted, strict=True)):
+        few = row[row >= float(above[i])]
+        if few.size < k:
+            few = row.copy()
+        few.partition(few.size - k)
+        smallest[i] = few[few.size - k]
+    np.multiply(smallest, BELOW, out=above)
+    return np.asarray(magnitude >= smallest[:, None])
+
+
+class ShadowGroup:
+    """Arrays over the samples of all slots, one after the other: residual (CFs, elements), and
+    where they are wanted velocity (CFs, elements), the last step's grad (elements,) and what was
+    kept of it, sent (CFs, elements).
+
+    slots: in order. strides: of each one's sample. weight: elements that a sampled one stands for.
+    wanted: sampled elements that each CF keeps. above: where to look for these first; speed, not
+    state.
+    """
+
+    def __init__(self, slots: Sequence[Slot], strides: Sequence[int], cfs: Sequence[float]) -> None:
+        self.slots, self.strides = tuple(slots), tuple(strides)
+        sizes = [
+            -(-slot.param.numel() // stride) for slot, stride in zip(slots, strides, strict=True)
+        ]
+        ends = np.cumsum([0, *sizes]).tolist()
+        self._places = {
+            slot: slice(a, b) for slot, a, b in zip(slots, ends[:-1], ends[1:], strict=True)
+        }
+        self.size = ends[-1]
+        numel = sum(slot.param.numel() for slot in slots)
+        self.weight = numel / self.size  # what is large is sampled more thinly
+        self.wanted = [max(1, round(kept(numel, cf) * self.size / numel)) for cf in cfs]
+        self.above = np.zeros(len(cfs))
+        self.arrays: dict[str, Array] = {}
+
+    def place(self, slot: Slot) -> slice:
+        """Where a slot's sample is among the elements."""
+        return self._places[slot]
+
+    def of(self, slot: Slot) -> dict[str, Array]:
+        """What is kept of one slot, as views."""
+        place = self._places[slot]
+        return {name: array[..., place] for name, array in self.arrays.items()}
+
+    def take_over(self, slot: Slot, arrays: Mapping[str, Array]) -> None:
+        """Go on from what was kept of a slot before, in another group."""
+        for name, array in arrays.items():
+            if name not in self.arrays:
+                self.arrays[name] = np.zeros((*array.shape[:-1], self.size), array.dtype)
+            self.arrays[name][..., self._places[slot]] = array
+
+    def restart(self) -> None:
+        """Nothing is kept any more."""
+        for array in self.arrays.values():
+            array.fill(0)
+
+    def array(self, name: str, rows: int, dtype: np.dtype[np.floating]) -> Array:
+        """(rows, elements), zeros if it was not there."""
+        if name not in self.arrays:
+            self.arrays[name] = np.zeros((rows, self.size), dtype)
+        return self.arrays[name]
+
 
 WHOLE = 1024
 """Elements up to which a tensor is its own sample."""
@@ -39,8 +121,8 @@ class ShadowLadder:
     """Keeps the largest, whatever the rule of the sparsifier that it stands for. cfs: ascending.
 
     memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
-    that signal gain is made of as well (adaptive/signal.py); they are of plain error feedback, so
-    that the shadow then leaves momentum out. layers: told of each layer, if somebody asks. joined:
+    that signal gain is made of as well (signal.py); they are of plain error feedback, so that the
+    shadow then leaves momentum out. layers: told of each layer, if somebody asks. joined:
     the parameters of a bucket are compressed as one. share: of the elements of what is large.
     """
 

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from adaptive.bucket import Bucket
-from adaptive.gradient_sum import GradientSum
-from adaptive.layer_statistics import LayerStatistics
-from adaptive.peers import Peers
 from adaptive.residual import NoMemory, Slot
-from adaptive.shadow import ShadowLadder
-from adaptive.tally import Tally
+from adaptive.statistics.layers import GradientSum, LayerStatistics
+from adaptive.statistics.shadow import ShadowLadder
+from adaptive.statistics.signal import Peers
+from adaptive.statistics.vector import Tally
 from policies import Policy
 
 

@@ -1,12 +1,17 @@
-"""The statistics of one step: added up locally, then agreed by one small all-reduce.
+"""The statistics of one step: one vector, added up locally and agreed by one small all-reduce.
+
+The statistics of one step: added up locally, then agreed by one small all-reduce.
 
 The vector's layout follows from the plan, which is the same on every rank, so its size is too.
 After the sum every rank holds the same bits (measured for gloo and NCCL rings), which makes every
 number here an agreed statistic.
+
+A step whose statistics are under way: what is known of it, and what the ranks agree on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, nan, sqrt
 from typing import NamedTuple
@@ -14,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from policies import Measurement
+from adaptive.exchange import PendingSum, Traffic
+from policies import LayerReport, Measurement, StepReport
 
 _HEAD = 13
 _CHANGED = _HEAD - 1
@@ -37,7 +43,7 @@ class Tally:
     ladder: the CFs of the shadow ladder, if there is one; shadow_error, shadow_total: a number for
         each of them. products: signal gain is wanted; signal, signal_total: <c_t, g_{t+1}> for each
         CF of the ladder, <g_t, g_{t+1}>, t + 1 being this step; peers, peers_total: <c_t, g_t>,
-        <g_t, g_t> between different ranks; sketch: of this rank's gradient (adaptive/peers.py).
+        <g_t, g_t> between different ranks; sketch: of this rank's gradient (signal.py).
     layers: numbers of each layer, if they are read in this step.
     ranks: world size; rank: this one's. by_energy: energies are to be agreed rank by rank.
     """
@@ -219,3 +225,54 @@ def _products(
     signal, peers, rest = values[2:], values[2 + len(ladder) :], values[2 + 2 * len(ladder) :]
     by_cf = [dict(zip(ladder, part, strict=False)) for part in (signal, peers)]
     return values[0], values[1], by_cf[0], by_cf[1], tuple(rest)
+
+
+@dataclass
+class PendingStep:
+    """tally: this rank's part of the sum, `vector`. timed: CF and wire bytes of the step whose
+    times it holds. read_sum: it holds the norm of a sum that was read."""
+
+    step: int
+    cf: float
+    tally: Tally
+    layer_cfs: Mapping[str, float]
+    vector: PendingSum
+    traffic: Traffic
+    read_sum: bool
+    timed: tuple[float, float]
+
+    def agree(self, world_size: int) -> Agreed:
+        """Wait for the sum over the ranks."""
+        return Agreed.read(self.vector.wait(), self.tally, world_size)
+
+    def report(
+        self, agreed: Agreed, layers: Mapping[str, LayerReport], dense_wire_bytes: float
+    ) -> StepReport:
+        """For the policy; `layers` where they were read."""
+        timed_cf, timed_bytes = self.timed
+        return StepReport(
+            step=self.step,
+            cf=self.cf,
+            measurements=agreed.measurements,
+            timed_cf=timed_cf,
+            seconds=agreed.seconds,
+            median_seconds=agreed.median_seconds,
+            compress_seconds=agreed.compress_seconds,
+            exchange_seconds=agreed.exchange_seconds,
+            network_seconds=agreed.network_seconds,
+            decode_seconds=agreed.decode_seconds,
+            compute_seconds=agreed.compute_seconds,
+            wire_bytes=self.traffic.wire,
+            statistics_bytes=self.traffic.statistics,
+            dense_wire_bytes=dense_wire_bytes,
+            timed_bytes=timed_bytes,
+            grad_norm=agreed.grad_norm,
+            sum_norm=agreed.sum_norm,
+            lr=agreed.lr,
+            steady=agreed.steady,
+            layers=layers,
+            signal=agreed.signal,
+            signal_total=agreed.signal_total,
+            peers=agreed.peers,
+            peers_total=agreed.peers_total,
+        )
