@@ -26,6 +26,7 @@ from adaptive.options import (
     check_clock,
     check_debug,
     check_dense_below,
+    check_flag,
     check_link,
     check_optimizer,
     check_policy,
@@ -102,6 +103,16 @@ class AdaptiveCompressor:
         every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. Costs a small blocking collective a step. None: as the environment variable
         ADAPTIVE_DEBUG says (a number of steps; 1: as True).
+    checksum: send a checksum of 4 bytes behind each payload of a bucket (behind each shard of it
+        where it is sharded), so that bytes changed on the way are found before they are decoded:
+        CorruptPayload (out of backward, as a RuntimeError that names it, the bucket and the rank
+        the payload came from) on each rank that receives them, in that step. That rank goes no
+        further, so that the others fail when it ends, or at the group's timeout. Covered is what
+        is gathered, scattered or broadcast: "all_gather", both rounds of "sharded", the index list
+        of "shared_indices". A sum has no checksum: "all_reduce" (dense steps, randomk, half
+        precision, powersgd, sketch), the values of "shared_indices", foreign hooks and the
+        statistics are not covered. Of compressing and decoding on two ranks it costs 0.1% (top-k
+        at CF 100) to 15% (int8) more.
 
     ValueError or TypeError names the argument, its value and what is accepted.
     """
@@ -130,6 +141,7 @@ class AdaptiveCompressor:
         clock: Callable[[], float] = time.perf_counter,
         process_group: dist.ProcessGroup | None = None,
         debug: bool | int | None = None,
+        checksum: bool = False,
     ) -> None:
         compressor, rungs = make_base(base, memory, exchange), check_hooks(hooks)
         chosen = make_policy(default_policy(compressor, rungs) if policy is None else policy)
@@ -149,6 +161,7 @@ class AdaptiveCompressor:
             link=check_link(link),
             clock=check_clock(clock),
             debug=check_debug(debug),
+            checksum=check_flag("checksum", checksum),
         )
         self._group = process_group
         self._session: Session | None = None

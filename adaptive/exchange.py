@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive import checksum
 from adaptive.link import EmulatedLink
 from compressors.scratch import fresh
 
@@ -81,15 +83,20 @@ class PendingSum:
 class Exchange:
     """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
 
-    traffic: since the last `take_traffic`.
+    traffic: since the last `take_traffic`. check_bytes: payloads that are gathered, scattered or
+    broadcast carry a checksum (adaptive/checksum.py). Where it is not that of what has arrived,
+    the future raises CorruptPayload, which begins with the `what` of the call.
     """
 
-    def __init__(self, group: dist.ProcessGroup, link: EmulatedLink | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, link: EmulatedLink | None = None, check_bytes: bool = False
+    ) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.traffic = Traffic()
         self._link = link
+        self._check_bytes = check_bytes
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
@@ -108,17 +115,24 @@ class Exchange:
         self.traffic.statistics += wire
         return PendingSum(tensor, self.group)
 
-    def all_gather(self, payload: Tensor) -> Future[Tensor]:
+    def all_gather(self, payload: Tensor, what: str = "a payload") -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
+        if self._check_bytes:
+            payload = checksum.signed(payload)
         flat = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
         out = flat.view(self.world_size, payload.numel())
         work = _all_gather(flat, payload, self.group)
         wire = self._count(payload.numel(), gather_wire_bytes)
-        return _value_after(self._hold(work, wire), out)
+        return self._checked(self._hold(work, wire), out, what)
 
-    def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
+    def all_to_all(
+        self, payload: Tensor, sizes: Sequence[int], what: str = "a payload"
+    ) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
         1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
+        if self._check_bytes:
+            payload = torch.cat([checksum.signed(part) for part in payload.split(list(sizes))])
+            sizes = [size + checksum.NBYTES for size in sizes]
         size = sizes[self.rank]
         flat = fresh(self.world_size * size, payload.dtype, payload.device)
         out = flat.view(self.world_size, size)
@@ -126,13 +140,17 @@ class Exchange:
             flat, payload, [size] * self.world_size, list(sizes), self.group, async_op=True
         )
         wire = self._count(payload.numel(), shard_wire_bytes)
-        return _value_after(self._hold(work, wire), out)
+        return self._checked(self._hold(work, wire), out, what)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Future[Tensor]:
-        """Make `tensor` on every rank that of the rank `source` of the group, in place."""
+    def broadcast(self, tensor: Tensor, source: int, what: str = "a payload") -> Future[Tensor]:
+        """What `tensor` (flat uint8) is on the rank `source` of the group; in place, or in memory
+        of its own."""
+        if self._check_bytes:
+            tensor = checksum.signed(tensor)
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
-        return _value_after(self._hold(work, wire), tensor)
+        out = tensor[None] if self._check_bytes else tensor
+        return self._checked(self._hold(work, wire), out, what, source)
 
     def hold_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
@@ -151,20 +169,24 @@ class Exchange:
         self.traffic.wire += wire
         return wire
 
+    def _checked(
+        self, done: Future[Tensor], out: Tensor, what: str, source: int | None = None
+    ) -> Future[Tensor]:
+        """A future of `out` once `done` is; if `done` failed, so does it. A callback that did not
+        read the future would hand on a receive buffer that nothing was received in."""
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            future.value()  # raises what went wrong
+            if not self._check_bytes:
+                return out
+            rows = checksum.check(out, what, source)
+            return rows if source is None else rows[0]
+
+        return done.then(finish)
+
     def _hold(self, work: dist.Work, wire: float) -> Future[Tensor]:
         done: Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
         return self._link.hold(done, wire) if self._link else done
-
-
-def _value_after(done: Future[Tensor], out: Tensor) -> Future[Tensor]:
-    """A future of `out` once `done` is; if `done` failed, so does it. A callback that did not read
-    the future would hand on a receive buffer that nothing was received in."""
-
-    def finish(future: Future[Tensor]) -> Tensor:
-        future.value()  # raises what went wrong
-        return out
-
-    return done.then(finish)
 
 
 def _all_gather(out: Tensor, payload: Tensor, group: dist.ProcessGroup) -> dist.Work:

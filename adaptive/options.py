@@ -200,6 +200,13 @@ def check_debug(debug: Any) -> int:
     return int(value)
 
 
+def check_flag(argument: str, value: Any) -> bool:
+    """`value` if it is True or False; ValueError otherwise."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{argument} must be True or False, got {value!r}")
+    return value
+
+
 def check_optimizer(optimizer: Any) -> None:
     """TypeError unless it is a torch optimizer or None."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):

@@ -83,7 +83,9 @@ class Session:
     ) -> None:
         self.settings = settings
         self.model = model
-        self.exchange = Exchange(group, EmulatedLink(settings.link) if settings.link else None)
+        self.exchange = Exchange(
+            group, EmulatedLink(settings.link) if settings.link else None, settings.checksum
+        )
         self._slots = Slots(model)
         self._watch = StepWatch(self._slots)
         self._memory = ModelMemory(settings.memory, self._slots, lambda: self._watch.compare())

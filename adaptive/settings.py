@@ -33,6 +33,7 @@ class Settings:
     link: LinkSpec | None
     clock: Callable[[], float]
     debug: int
+    checksum: bool
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
@@ -44,7 +45,7 @@ class Settings:
             f"cf_range={self.cf_range}, shadow_sample={self.shadow_sample:g}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",
-            f"debug={self.debug}",
+            f"debug={self.debug}, checksum={self.checksum}",
         )
 
 

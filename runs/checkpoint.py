@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adaptive import reshard_states
 from runs.config import TrainConfig, write_text
 from runs.files import read_json
 from runs.parser import UsageError
@@ -63,16 +64,39 @@ class Checkpoint:
     def load(self) -> dict[str, Any]:
         """This rank's state, once every rank's file has been found to be good. A collective.
 
+        With another number of ranks than saved it, everyone reads all files: what the compressors
+        hold is shared out (`adaptive.reshard_states`), the model and the optimizer are rank 0's,
+        and a rank that is new has no state of the random numbers (None).
+
         UsageError on all ranks, naming the file, if one of them is missing, damaged, of another
         run or step, or holds numbers that are not finite.
         """
         state, problem = {}, ""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         try:
-            state = self.read(dist.get_rank())
+            same = world_size == self.world_size
+            state = self.read(rank) if same else self._resharded(rank, world_size)
         except UsageError as error:
             problem = str(error)
         raise_on_all(problem)
         return state
+
+    def _resharded(self, rank: int, world_size: int) -> dict[str, Any]:
+        """The state of one of `world_size` ranks."""
+        state = self.read(0)
+        compressors, rngs = [state["compressor"]], [state["rng"]]
+        for other in range(1, self.world_size):  # one by one: each has the model, too
+            read = self.read(other)
+            compressors.append(read["compressor"])
+            rngs.append(read["rng"])
+        compressor = None
+        if state["compressor"] is not None:
+            try:
+                compressor = reshard_states(compressors, world_size)[rank]
+            except ValueError as error:
+                raise UsageError(f"--resume {self.config.log_dir}: {error}") from error
+        rng = rngs[rank] if rank < len(rngs) else None
+        return {**state, "compressor": compressor, "rng": rng}
 
     def read(self, rank: int) -> dict[str, Any]:
         """The state of one rank. UsageError if its file is not what was saved."""

@@ -71,6 +71,7 @@ class TrainConfig:
     masking: bool | float | None = None
     clip_norm: float | None = None
     shadow_sample: float | None = None
+    checksum: bool | None = None
     link: str | None = None
     eval_every: int = 0
     checkpoint_every: int = 0

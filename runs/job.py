@@ -106,17 +106,13 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
             f"--resume {checkpoint.config.log_dir}: is a run of {program}; accepted: {program} "
             f"--resume {checkpoint.config.log_dir}"
         )
-    if workers not in (None, checkpoint.world_size):
-        raise UsageError(
-            f"--workers {workers}: the checkpoint in {checkpoint.config.log_dir} is of "
-            f"{checkpoint.world_size} workers; accepted: {checkpoint.world_size}"
-        )
     if options.get("expression", checkpoint.config.expression) != checkpoint.config.expression:
         raise UsageError(
             f"--expression {options['expression']!r}: the run in {checkpoint.config.log_dir} has "
             f"{checkpoint.config.expression!r}; accepted: the same, or leave it out"
         )
-    config = replace(checkpoint.config, **{"json": False, **options})
+    workers = checkpoint.world_size if workers is None else workers
+    config = replace(checkpoint.config, **{"json": False, **options, "workers": workers})
     if config.steps <= checkpoint.step:
         raise UsageError(
             f"--steps {config.steps}: the run in {config.log_dir} has done {checkpoint.step} "

@@ -20,6 +20,7 @@ HOOK_OPTIONS = (
     "masking",
     "clip_norm",
     "shadow_sample",
+    "checksum",
     "link",
     "fixed_clock",
     "model_mb",

@@ -164,6 +164,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         metavar="SHARE",
         help="of the elements, what the gains of all CFs are told from, in (0, 1] (0.015625)",
     )
+    how.add_argument(
+        "--checksum",
+        type=switch,
+        metavar="on|off",
+        help="a checksum behind each payload, so that bytes changed on the way end the run (off)",
+    )
     add_link_argument(how, link)
 
 

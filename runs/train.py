@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class Trainer:
         if config.momentum is not None:
             for group in self.optimizer.param_groups:
                 group["momentum"] = config.momentum
-        self._lr_drop = config.lr_drop
+        self._lr_drop, self._seed = config.lr_drop, config.seed
         self.compressor = None
         if config.policy != "off":
             self.compressor = build_compressor(
@@ -128,7 +129,10 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.compressor is not None:
             self.compressor.load_state_dict(state["compressor"])
-        torch.set_rng_state(state["rng"])
+        if state["rng"] is not None:
+            torch.set_rng_state(state["rng"])
+        else:  # no worker of the run before had these random numbers
+            torch.manual_seed(crc32(repr((self._seed, self.step, self.rank)).encode()))
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,18 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False
+        if trainer.world_size != checkpoint.world_size:
+            logbook.progress.say(_rescaled(trainer, checkpoint.world_size))
+
+
+def _rescaled(trainer: Trainer, before: int) -> str:
+    """What another number of workers than before means, in words."""
+    now, each = trainer.world_size, trainer.task.batch_size
+    return (
+        f"goes on with {now} workers instead of {before}: a step has {now * each} samples instead "
+        f"of {before * each}, in another order, and the learning rate is not scaled; what the "
+        f"{before} had still to send is shared out, and step times are measured anew"
+    )
 
 
 class _Timer:

@@ -19,7 +19,7 @@ def gathered(step: BucketStep) -> Rounds:
     """
     exchange = step.exchange
     wire = pack(step.units, [step.compress(unit) for unit in step.units], step.dtype)
-    rows = yield exchange.all_gather(wire)
+    rows = yield exchange.all_gather(wire, f"bucket {step.index}")
     sizes = payload_sizes(step.units, step.dtype)
     rooms = [row.split(sizes) for row in rows]
 

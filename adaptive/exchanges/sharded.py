@@ -37,7 +37,7 @@ def sharded(step: BucketStep) -> Rounds:
     own = [step.compress(unit) for unit in step.units]
     kept = step.tally.since(before)
     wire = pack(step.units, own, step.dtype)
-    rows = yield exchange.all_to_all(wire, sizes)
+    rows = yield exchange.all_to_all(wire, sizes, f"bucket {step.index}")
     mine = shards[exchange.rank]
     received = [unpack(mine, row, step.dtype) for row in rows]
     shard = Shard(step, mine, shard_borders(step.bucket.work.numel(), n)[exchange.rank])
@@ -47,7 +47,7 @@ def sharded(step: BucketStep) -> Rounds:
     wire[: packed.numel()] = packed
     shard.keep_remainder(second)
     step.tally.lose(kept, shard.lost_share(second))
-    rows = yield exchange.all_gather(wire)
+    rows = yield exchange.all_gather(wire, f"bucket {step.index}, compressed means")
     means: list[Payload] = []
     for units, row, size in zip(shards, rows, sizes, strict=True):
         means += unpack(units, row[:size], step.dtype)

@@ -39,7 +39,7 @@ def shared_indices(step: BucketStep) -> Rounds:
             if room.numel():
                 payload = unit.compressor.compress(a, unit.cf, unit.key)
                 room.copy_(_sparse(unit).pack_indices(payload))
-    chosen = yield exchange.broadcast(chosen, leader)
+    chosen = yield exchange.broadcast(chosen, leader, f"bucket {step.index}, indices")
     rooms = chosen.split(sizes)
     own = [_own(step, *each) for each in zip(step.units, sums, rooms, strict=True)]
     values = torch.cat([payload.parts[-1] for payload in own])

@@ -95,6 +95,26 @@ def test_every_knob_of_compression_on_three_workers(
     assert history == [(0, 0, 4), (1, 1, 16), (2, 2, 64), (3, 3, 256), (4, 7, 1000)]
 
 
+def test_a_run_goes_on_with_another_number_of_workers(
+    text: Path, tmp_path: Path, start: Start
+) -> None:
+    folder = tmp_path / "log"
+    options = "--steps 6 --batch-size 1 --checkpoint-every 6 --fixed-clock 0.1 --checksum on"
+    before = start(*TRAIN, "--data", text, "--log-dir", folder, *options.split())
+    assert before.end() == 0, before.err
+    for steps, old, new in ((12, 2, 3), (15, 3, 1)):
+        more = start(*TRAIN, "--resume", folder, "--workers", new, "--steps", steps)
+        assert more.end() == 0, more.err
+        assert f"goes on with {new} workers instead of {old}: a step has {new} samples" in more.err
+        assert "the learning rate is not scaled" in more.err
+        saved = folder / "checkpoint" / f"step-{steps}"
+        assert len(list(saved.glob("rank*.pt"))) == new
+    result = json.loads((folder / "result.json").read_text())
+    assert result["steps"] == 15
+    records = [line for line in _json_lines(folder / "timeline.jsonl") if line["kind"] == "step"]
+    assert [line["report"]["step"] for line in records] == list(range(15))
+
+
 def _settings(folder: Path) -> set[str]:
     """Names on the HParams page."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

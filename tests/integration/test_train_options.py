@@ -98,7 +98,7 @@ def test_bad_options_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_with_other_workers(
+def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_where_nothing_is_left(
     text: Path, tmp_path: Path, capfd: Any
 ) -> None:
     run = tmp_path / "run"
@@ -114,8 +114,6 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_with_other_worke
     assert "rank0.pt is missing" in capfd.readouterr().err
     for rank in range(2):
         (run / "checkpoint" / "step-5" / f"rank{rank}.pt").touch()
-    assert main(["train", "--resume", str(run), "--workers", "3"]) == 2
-    assert "--workers 3: " in capfd.readouterr().err
     assert main(["train", "--resume", str(run)]) == 2
     assert "--steps above 5" in capfd.readouterr().err
 
