@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.residual import Slot
+from adaptive.parameters import Slot
 from compressors import Compressor
 from compressors.base import Key
 from policies import Plan

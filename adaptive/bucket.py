@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.residual import NoMemory, Slot
+from adaptive.memory.error_feedback import NoMemory
+from adaptive.parameters import Slot
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key

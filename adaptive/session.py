@@ -20,20 +20,18 @@ from torch.optim import Optimizer
 
 from adaptive.agreement import CrossCheck, agree, describe_sizes
 from adaptive.bucket import Arrival, Grain
-from adaptive.controller import Controller
-from adaptive.exchange import Exchange
-from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
-from adaptive.exchanges.pipeline import Pipeline
+from adaptive.config import Settings, joins
+from adaptive.controller import Controller, PolicyStart
+from adaptive.exchange.choice import ExchangeChoice, LinkCost, measure_link
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.link import EmulatedLink
+from adaptive.exchange.pipeline import Pipeline
 from adaptive.foreign import send_through
-from adaptive.link import EmulatedLink
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.options import joins
-from adaptive.policy_start import PolicyStart
-from adaptive.reduce import BucketReducer
-from adaptive.settings import Settings
+from adaptive.parameters import Slots
+from adaptive.reducer import BucketReducer
 from adaptive.sizes import Sizes
-from adaptive.slots import Slots
 from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.timing import Stopwatch, make_instants

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import StepCFs
-from adaptive.exchange import gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchanges import GATHERED
-from adaptive.exchanges.choice import ExchangeChoice
-from adaptive.residual import Slot
+from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
+from adaptive.exchange.strategies import GATHERED
+from adaptive.parameters import Slot
 from compressors import Compressor
 from policies import DENSE
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from adaptive.exchange import Exchange
-from adaptive.momentum import MomentumRule
-from adaptive.residual import Slot
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.momentum import MomentumRule
+from adaptive.parameters import Slot
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

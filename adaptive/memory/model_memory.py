@@ -12,12 +12,12 @@ from typing import Any, TypeGuard
 
 from torch.optim import SGD, Optimizer
 
-from adaptive.exchange import Exchange
+from adaptive.config import MEMORIES, check_choice, check_masking, check_momentum, check_share
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import MomentumHandover, has_momentum
-from adaptive.momentum import MomentumMemory, MomentumRule
-from adaptive.options import MEMORIES, check_choice, check_masking, check_momentum, check_share
-from adaptive.residual import NoMemory, Residual, Slot
-from adaptive.slots import Slots
+from adaptive.memory.momentum import MomentumMemory, MomentumRule
+from adaptive.parameters import Slot, Slots
 from compressors import Compressor
 from policies import DENSE
 

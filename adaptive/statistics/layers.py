@@ -2,7 +2,8 @@
 
 A layer is a parameter. Only policies ask for these: Accordion for the norm of the sum of the
 decoded mean gradients over an interval (one gradient-sized tensor a parameter, made when it is
-first asked for), those that give layers CFs of their own for the gains layer by layer. The latter are added up
+first asked for), those that give layers CFs of their own for the gains layer by layer. The latter
+are added up
 locally, step by step, and agreed only in the steps whose plan reads them: with many layers they
 would be more than what a step at a large CF sends.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adaptive.residual import Slot
+from adaptive.parameters import Slot
 from compressors.norms import squared_norm
 from policies import LayerReport, saved
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from adaptive.bucket import Bucket
-from adaptive.residual import NoMemory, Slot
+from adaptive.memory.error_feedback import NoMemory
+from adaptive.parameters import Slot
 from adaptive.statistics.layers import GradientSum, LayerStatistics
 from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.signal import Peers

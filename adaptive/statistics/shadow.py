@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Bucket, Part
-from adaptive.residual import MomentumRule, NoMemory, Slot
+from adaptive.memory.error_feedback import NoMemory
+from adaptive.memory.momentum import MomentumRule
+from adaptive.parameters import Slot
 from adaptive.statistics.layers import LayerStatistics
 from adaptive.statistics.signal import Signal
 from adaptive.statistics.vector import Tally

@@ -29,7 +29,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from adaptive.residual import Slot
+from adaptive.parameters import Slot
 from adaptive.statistics.vector import Tally
 from compressors.norms import Array
 from policies import saved

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from adaptive.exchange import Traffic
-from adaptive.link import LinkSpec
+from adaptive.exchange.collectives import Traffic
+from adaptive.exchange.link import LinkSpec
 from adaptive.statistics.vector import Tally
 from policies import saved
 from policies.step_times import LAST

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.exchange import PendingSum, Traffic
+from adaptive.exchange.collectives import PendingSum, Traffic
 from policies import LayerReport, Measurement, StepReport
 
 _HEAD = 13

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
-from adaptive.residual import Slot
+from adaptive.parameters import Slot
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from tests.distributed.processes import run_ranks

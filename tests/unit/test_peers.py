@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.residual import Slot
+from adaptive.parameters import Slot
 from adaptive.statistics.signal import SHIFTS, WIDTH, Peers
 from adaptive.statistics.vector import Tally
 

@@ -7,7 +7,7 @@ from math import isnan
 import pytest
 
 from adaptive import LinkSpec, ModelledClock
-from adaptive.exchange import Traffic
+from adaptive.exchange.collectives import Traffic
 from adaptive.statistics.timing import HostInstants, Stopwatch
 from adaptive.statistics.vector import Tally
 from tests.distributed.setting import Clock

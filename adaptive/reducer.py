@@ -4,7 +4,7 @@
    non-finite on every rank, as in dense DDP, and no memory is touched by it.
 2. Accumulate each gradient into the memory and compress the sum: at the smallest CF wanted from
    the full tensor, at larger ones from that payload (multi-level compression).
-3. Exchange all payloads of the bucket (`adaptive.exchanges`), in one or two collectives.
+3. Exchange all payloads of the bucket (`adaptive.exchange`), in one or two collectives.
 4. When all is there (on a thread of the process group): decode the mean into the bucket's buffer,
    and take what was sent off the memory - or undo step 2 if any rank poisoned the bucket.
 """
@@ -21,13 +21,13 @@ from torch.futures import Future
 
 from adaptive.bucket import Bucket, Grain, StepCFs, Unit, lay_out
 from adaptive.bucket_step import BucketStep, OnMean
-from adaptive.exchange import Exchange
-from adaptive.exchanges import Strategy
-from adaptive.exchanges.pipeline import Pipeline
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.pipeline import Pipeline
+from adaptive.exchange.strategies import Strategy
 from adaptive.foreign import only
+from adaptive.memory.error_feedback import NoMemory
 from adaptive.multilevel import measure_levels, strided_sample
-from adaptive.residual import NoMemory, Slot
-from adaptive.scratch import Scratch
+from adaptive.parameters import Scratch, Slot
 from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.vector import Tally
 from compressors import Compressor

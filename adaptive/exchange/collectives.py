@@ -1,4 +1,13 @@
-"""How payloads become the mean gradient: the collectives, and the count of their bytes.
+"""The collectives of the gradient exchange: asynchronous, and the bytes that they cost counted.
+
+A checksum behind each payload on the wire (`AdaptiveCompressor(checksum=True)`).
+
+Bytes that were changed on their way decode into plausible garbage, by most compressors without an
+error, and perhaps on one rank only. On the CPU it is CRC-32. On other devices it is a sum of the
+bytes with odd weights by position, modulo 2^32: torch operations only, and it too finds any single
+byte that was changed, while more may cancel out, once in 2^32 times.
+
+How payloads become the mean gradient: the collectives, and the count of their bytes.
 
 Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
 future's callback (callbacks run in an order that differs between ranks).
@@ -8,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +26,57 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive import checksum
-from adaptive.link import EmulatedLink
+from adaptive.exchange.link import EmulatedLink
+from compressors.base import CorruptPayload
 from compressors.scratch import fresh
+
+NBYTES = 4
+"""Bytes of a checksum."""
+
+_MODULUS = 2**32
+_MULTIPLIER = 2654435761
+"""Of the positions: their products, made odd, are the weights on a device (Knuth's hash)."""
+
+
+def checksum(payload: Tensor) -> Tensor:
+    """Of a contiguous, flat uint8 tensor: NBYTES bytes, where that is."""
+    if payload.device.type == "cpu":
+        crc = zlib.crc32(payload.numpy().data)
+        return torch.tensor(list(crc.to_bytes(NBYTES, "little")), dtype=torch.uint8)
+    return _weighted_sum(payload)
+
+
+def _weighted_sum(payload: Tensor) -> Tensor:
+    """The same without a look at the data on the host."""
+    places = torch.arange(1, payload.numel() + 1, device=payload.device)
+    weights = (places * _MULTIPLIER % _MODULUS) | 1
+    total = ((payload.to(torch.int64) + 1) * weights).sum() % _MODULUS
+    shifts = torch.arange(0, 8 * NBYTES, 8, device=payload.device)
+    return ((total >> shifts) & 0xFF).to(torch.uint8)
+
+
+def signed(payload: Tensor) -> Tensor:
+    """The payload (flat uint8) with its checksum behind it."""
+    return torch.cat((payload, checksum(payload)))
+
+
+def check(rows: Tensor, what: str, source: int | None = None) -> Tensor:
+    """The payloads without their checksums. rows: uint8, (ranks, bytes), signed. source: of a
+    single row, the rank that it came from.
+
+    CorruptPayload if one has not its checksum; it names `what` and the ranks they came from. One
+    host synchronisation on a device, where decoding has several."""
+    payloads = rows[:, :-NBYTES]
+    own = torch.stack([checksum(payload) for payload in payloads])
+    same = (own == rows[:, -NBYTES:]).all(dim=1).tolist()
+    wrong = [rank if source is None else source for rank, fits in enumerate(same) if not fits]
+    if wrong:
+        ranks = ", ".join(map(str, wrong))
+        raise CorruptPayload(
+            f"{what}: the payload from rank {ranks} has not its checksum: its bytes were changed "
+            f"on the way"
+        )
+    return payloads
 
 
 @atexit.register
@@ -84,7 +142,7 @@ class Exchange:
     """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
 
     traffic: since the last `take_traffic`. check_bytes: payloads that are gathered, scattered or
-    broadcast carry a checksum (adaptive/checksum.py). Where it is not that of what has arrived,
+    broadcast carry a checksum (`checksum`). Where it is not that of what has arrived,
     the future raises CorruptPayload, which begins with the `what` of the call.
     """
 
@@ -118,7 +176,7 @@ class Exchange:
     def all_gather(self, payload: Tensor, what: str = "a payload") -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
         if self._check_bytes:
-            payload = checksum.signed(payload)
+            payload = signed(payload)
         flat = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
         out = flat.view(self.world_size, payload.numel())
         work = _all_gather(flat, payload, self.group)
@@ -131,8 +189,8 @@ class Exchange:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
         1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
         if self._check_bytes:
-            payload = torch.cat([checksum.signed(part) for part in payload.split(list(sizes))])
-            sizes = [size + checksum.NBYTES for size in sizes]
+            payload = torch.cat([signed(part) for part in payload.split(list(sizes))])
+            sizes = [size + NBYTES for size in sizes]
         size = sizes[self.rank]
         flat = fresh(self.world_size * size, payload.dtype, payload.device)
         out = flat.view(self.world_size, size)
@@ -146,7 +204,7 @@ class Exchange:
         """What `tensor` (flat uint8) is on the rank `source` of the group; in place, or in memory
         of its own."""
         if self._check_bytes:
-            tensor = checksum.signed(tensor)
+            tensor = signed(tensor)
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
         out = tensor[None] if self._check_bytes else tensor
@@ -179,7 +237,7 @@ class Exchange:
             future.value()  # raises what went wrong
             if not self._check_bytes:
                 return out
-            rows = checksum.check(out, what, source)
+            rows = check(out, what, source)
             return rows if source is None else rows[0]
 
         return done.then(finish)

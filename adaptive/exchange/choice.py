@@ -14,8 +14,8 @@ from statistics import median
 
 import torch
 
-from adaptive.exchange import Exchange
-from adaptive.exchanges import GATHERED, SHARDED, Strategy, make_strategy, strategies
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.strategies import GATHERED, SHARDED, Strategy, make_strategy, strategies
 from compressors import Compressor
 
 PROBE_BYTES = 1 << 18

@@ -10,86 +10,14 @@ memory is as it was before the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from adaptive.parameters import Slot
 
-@dataclass(eq=False)
-class Slot:
-    """What is kept for one parameter, flat. Half-precision parameters are kept in float32.
-
-    residual: allocated at the first compressed step; meaningless unless `filled`.
-    velocity: with momentum correction only. started: the velocity has had its first step.
-    fresh: that first step was this one (SGD does not dampen it). Both are this rank's own: a rank
-    that has not used the parameter has no velocity. stepped: the optimizer has stepped with a mean
-    gradient of it, which is so on all ranks or on none. lag: the share of the momentum's lag that
-    the velocity moves with (`MomentumRule.with_lag`).
-    arrived: when its gradient was ready in the first backward, among all. places: where residual
-    and velocity go, if they are to lie next to others'.
-    """
-
-    name: str
-    param: Tensor
-    residual: Tensor | None = None
-    filled: bool = False
-    velocity: Tensor | None = None
-    started: bool = False
-    fresh: bool = False
-    stepped: bool = False
-    lag: float = 1.0
-    arrived: float = inf
-    places: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.param.dtype == torch.float64 else torch.float32
-
-    def zeros(self, what: str = "") -> Tensor:
-        """what: "residual" or "velocity", if it is to be that."""
-        place = self.places.get(what)
-        if place is not None:
-            return place.zero_()
-        return torch.zeros(self.param.numel(), dtype=self.dtype, device=self.param.device)
-
-    def open_residual(self) -> Tensor:
-        """The residual, zero if it was empty."""
-        if self.residual is None:
-            self.residual = self.zeros("residual")
-        elif not self.filled:
-            self.residual.zero_()
-        self.filled = True
-        return self.residual
-
-
-class MomentumRule(NamedTuple):
-    """How torch's SGD moves its velocity: u = momentum * u + (1 - dampening) * gain * g, with
-    gain 1."""
-
-    momentum: float
-    dampening: float = 0.0
-    nesterov: bool = False
-    gain: float = 1.0
-
-    def with_lag(self, share: float) -> MomentumRule:
-        """A momentum with this share of the lag m / (1 - m), the mean age in steps of what a
-        velocity holds, by which every gradient still adds up to the same."""
-        m = self.momentum
-        if share == 1 or not 0 < m < 1:
-            return self
-        lag = share * m / (1 - m)
-        return self._replace(momentum=lag / (1 + lag), gain=1 / (1 + lag) / (1 - m))
-
-    def change_of_lag(self, share: float, other: float) -> float:
-        """What a velocity is multiplied by when it moves with the `other` share from now on: what
-        it has yet to deliver, m / (1 - m) times itself (m times that with Nesterov), stays."""
-        if share == other or not 0 < self.momentum < 1:
-            return 1.0
-        now, then = self.with_lag(share).momentum, self.with_lag(other).momentum
-        return share / other * (now / then if self.nesterov else 1.0)
+if TYPE_CHECKING:
+    from adaptive.memory.momentum import MomentumRule
 
 
 class Addition(NamedTuple):
