@@ -1,15 +1,11 @@
-"""Are the ranks alike?
+"""Are the ranks alike? Asked before training starts, and with `debug=` while it runs.
 
-Checks, before training starts, that all ranks were set up alike and that sizes are as said.
+A difference would make ranks issue different collectives, which is a hang, or train different
+models. Every rank learns of every problem, so all of them raise.
 
-A difference would make ranks issue different collectives: a hang. Every rank learns of every
-problem, so all of them raise.
-
-The check that `AdaptiveCompressor(debug=...)` turns on: are the ranks still replicas?
-
-Every decision is taken on statistics that all ranks hold alike, so ranks that differ are a mistake:
-of a policy that reads a clock or a random number of its own, of a script that changes one rank's
-model, or of ours. Left alone it shows as an error inside a collective, or not at all.
+Every decision is taken on statistics that all ranks hold alike, so ranks that differ later are a
+mistake: of a policy that reads a clock or a random number of its own, of a script that changes one
+rank's model, or of ours. Left alone it shows as an error inside a collective, or not at all.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""One DDP bucket in one step.
+"""One DDP bucket in one step: whose gradients it holds, and what of it is compressed as one.
 
-The CFs of one step: what is sent, what is measured, and what that means for each layer.
-
-One DDP bucket in one step: whose gradients it holds, and what of it is compressed as one.
-
-What is kept for the parameters of a bucket, next to one another in memory, so that it can be
-compressed as one without being copied together in every step.
-
-The order in which the gradients of the first backward are ready. DDP fills its buckets in that
-order from then on, so what is kept for a bucket can lie together in memory from the start.
+`StepCFs` says what is sent and measured in a step, and what that means for each layer. What is kept
+for the parameters of a bucket lies next to one another in memory, in the order in which DDP fills
+its buckets, so that it can be compressed as one without being copied together in every step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The work on one bucket in one step that every exchange needs: compress, settle, decode, undo.
 
-All payloads of a bucket in one contiguous uint8 tensor, so that one collective carries them.
-
-The memory's side of one bucket in one step: the error-fed gradients of its units, and what was
-sent taken off them again.
-
-The work on one bucket in one step that every exchange needs: compress, settle, decode, undo.
+`BucketMemory` is the memory's side of it: the error-fed gradients of what is compressed, and what
+was sent taken off them again. `pack` puts all payloads of a bucket into one contiguous uint8
+tensor, so that one collective carries them.
 """
 
 from __future__ import annotations

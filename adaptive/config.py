@@ -1,8 +1,7 @@
-"""What the user chose, checked: errors name the argument, its value and what is accepted.
+"""What the user chose, checked: every error of the front door.
 
-Checks of what `AdaptiveCompressor` is given: errors name argument, value and what is right.
-
-What the user chose, checked; and in words, to be compared among the ranks.
+Errors name the argument, its value and what is accepted. What was chosen is also put in words, to
+be compared among the ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Starts a policy on a model: what it is told, and what a record says of that for replays.
-
-Runs one policy: from measurements to one agreed report a step, from reports to plans.
+"""Runs one policy: from measurements to one agreed report a step, from reports to plans.
 
 A step's statistics are summed by a small all-reduce that starts at its last bucket and is read at
 the next step's first, so nothing waits and decisions lag one step. The plan is applied at a step

@@ -1,11 +1,8 @@
-"""Several CFs for the price of one selection, and what each keeps.
+"""Multi-level compression (GraVAC section 3.2): several CFs for the price of one selection.
 
-A fixed strided sample of each gradient, on which the gain before error feedback is measured.
-
-A second full selection on g would cost as much as the compression itself. Small tensors are taken
-whole; of large ones enough is taken that a candidate keeps some elements.
-
-Multi-level compression (GraVAC section 3.2): several CFs for the price of one selection.
+The gain before error feedback is measured on a fixed strided sample of each gradient, since a
+second full selection would cost as much as the compression itself. Small tensors are taken whole;
+of large ones enough is taken that a candidate keeps some elements.
 """
 
 from __future__ import annotations

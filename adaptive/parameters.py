@@ -1,9 +1,4 @@
-"""The parameters that DDP reduces, and what is kept for each.
-
-Buffers that are used again in every step.
-
-The parameters that DDP reduces, and what is kept for each.
-"""
+"""The parameters that DDP reduces, and what is kept for each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Saved states: whether one fits and is whole, and how those of N ranks become those of M.
 
-Whether a saved state fits and is whole; and that a state that is refused changes nothing.
-
-The saved states of N ranks, made into those of another number of ranks.
+A state that is refused changes nothing.
 """
 
 from __future__ import annotations

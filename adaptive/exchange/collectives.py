@@ -1,16 +1,13 @@
-"""The collectives of the gradient exchange: asynchronous, and the bytes that they cost counted.
-
-A checksum behind each payload on the wire (`AdaptiveCompressor(checksum=True)`).
-
-Bytes that were changed on their way decode into plausible garbage, by most compressors without an
-error, and perhaps on one rank only. On the CPU it is CRC-32. On other devices it is a sum of the
-bytes with odd weights by position, modulo 2^32: torch operations only, and it too finds any single
-byte that was changed, while more may cancel out, once in 2^32 times.
-
-How payloads become the mean gradient: the collectives, and the count of their bytes.
+"""The collectives of the gradient exchange: asynchronous, and their bytes counted.
 
 Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
 future's callback (callbacks run in an order that differs between ranks).
+
+With `AdaptiveCompressor(checksum=True)` a checksum follows each payload: bytes that were changed on
+their way decode into plausible garbage, by most compressors without an error, and perhaps on one
+rank only. On the CPU it is CRC-32. On other devices it is a sum of the bytes with odd weights by
+position, modulo 2^32: torch operations only, and it too finds any single byte that was changed,
+while more may cancel out, once in 2^32 times.
 """
 
 from __future__ import annotations

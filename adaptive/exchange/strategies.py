@@ -1,27 +1,19 @@
-"""How the payloads of all ranks become the mean gradient: one function for each way.
+"""How the payloads of all ranks become the mean gradient: one function for each strategy.
 
-Every rank sends its payloads to every other: for payloads that cannot be summed.
+- all_reduce: the sum of the payloads is the payload of the sum (linear compressors). Compressors
+  that need what the others sent before they can finish (PowerSGD, sketches) have rounds of sums.
+- all_gather: every rank sends its payloads to every other.
+- sharded: every rank averages one shard and sends the compressed mean on. Tang and others,
+  "DoubleSqueeze" (ICML 2019), with the ranks themselves as the server: bytes a rank sends do not
+  grow with the number of ranks. Its second residual is folded into the first: the owner of a shard
+  adds N times what the second compression lost to its own residual, which the next mean divides by
+  N again.
+- shared_indices: one rank chooses the indices for all, and the values at them are summed. Tyagi and
+  Swany's AR-Topk, whose bytes do not grow with the number of ranks either. The ranks take turns in
+  choosing, or the one with the largest error-fed gradient does. Each rank's residual loses exactly
+  its own values at those indices.
 
-The sum of the payloads is the payload of the sum: for linear compressors.
-
-Double compression: every rank averages one shard and sends the compressed mean on.
-
-Tang and others, "DoubleSqueeze" (ICML 2019), with the ranks themselves as the server: bytes a rank
-sends do not grow with the number of ranks. Its second residual is folded into the first: the owner
-of a shard adds N times what the second compression lost to its own residual, which the next mean
-divides by N again.
-
-One rank chooses the indices for all, and the values at them are summed.
-
-Tyagi and Swany's AR-Topk: a sparse exchange whose bytes do not grow with the number of ranks. The
-ranks take turns in choosing, or the one with the largest error-fed gradient does. Each rank's
-residual loses exactly its own values at those indices.
-
-Compressors that need what the others sent before they can finish: their own rounds of sums.
-
-How the payloads of all ranks become the mean gradient: one file for each way.
-
-`make_strategy` says which ways a compressor allows; `adaptive.exchange.choice` chooses among them.
+`make_strategy` says which a compressor allows; `adaptive.exchange.choice` chooses among them.
 """
 
 from __future__ import annotations

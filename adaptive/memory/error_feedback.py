@@ -1,8 +1,8 @@
 """Error feedback: what was not sent in one step is added to the gradient of the next.
 
-r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019; DESIGN: one memory,
-keyed by parameter). A memory changes in two stages. While the hook runs, the gradient is
-accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
+r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019).
+There is one memory, keyed by parameter. It changes in two stages. While the hook runs, the gradient
+is accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
 (`settle`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
 memory is as it was before the step.
 """

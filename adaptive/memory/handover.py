@@ -1,8 +1,4 @@
-"""Taking SGD's momentum over into the compressor's memory.
-
-What the user's optimizer and gradient scaler say.
-
-Taking SGD's momentum over into the compressor's memory, and leaving the optimizer its settings.
+"""Taking SGD's momentum over into the compressor's memory, and leaving the optimizer its settings.
 
 The memory sends velocities, so the optimizer must not apply momentum a second time. The user's
 hyper-parameters stay in the parameter groups, where schedulers and checkpoints expect them; they

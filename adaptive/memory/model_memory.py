@@ -1,9 +1,4 @@
-"""Which memory a model has, from attaching to detaching.
-
-Which memory to use: what becomes of what is not sent.
-
-One model's memory from attaching to detaching: what it is, and where its momentum lives.
-"""
+"""Which memory a model has, from attaching to detaching: what becomes of what is not sent."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
 """The shadow ladder: what every CF would keep in steady state, without sending any of them.
 
-The largest elements of each row, row after row and step after step.
-
-What the shadow ladder keeps of the parameters whose gradients are compressed as one.
-
-The shadow ladder: what every CF would keep in steady state, without sending any of them.
-
 A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
 that the candidate would leave has not built up. So on a fixed strided sample of each gradient a
 residual of its own is kept for every CF of the ladder, as if that CF had been sent all along. Costs

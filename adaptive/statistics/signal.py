@@ -1,23 +1,19 @@
 """Signal gain: which part of the true gradient gets through.
 
-<c_t, g_t> between different ranks, for the price of a small sketch in the statistics.
+It is E<c_t, g_{t+1}> / E<g_t, g_{t+1}>: inner products with another gradient, whose noise is
+independent. c is what *plain* error feedback would send (no momentum, which overshoots), whatever
+memory is in use, on the shadow ladder's sample. Each rank multiplies its own c_t and g_{t+1}:
+summed over ranks whose shards are alike that has the expectation of the product of the workers'
+averages (with unlike shards it also counts, as signal, how much the ranks' own gradients differ
+from their mean).
 
-A rank's noise is independent of every other rank's in the same step, so E<c_t of rank i, g_t of
-rank j> is the product of what i keeps with the true gradient *here*. Unlike the next step's
-gradient, that of a peer has not moved along this step's own noise. A rank knows its own c; of the
-others' gradients it learns the sum of a sketch: signs drawn alike on every rank and fresh in every
-step, elements added up in WIDTH places. Products of sketches are unbiased, with a relative standard
-deviation of 1 / sqrt(WIDTH) of the product of the norms (Charikar and others, 2002), below the
-noise that a step's product has anyway.
-
-What of the true gradient gets through: inner products of what is kept with another gradient,
-whose noise is independent: the next step's, or another rank's (adaptive/statistics/signal.py).
-
-Signal gain is E<c_t, g_{t+1}> / E<g_t, g_{t+1}>. c is what *plain* error feedback would send (no
-momentum, which overshoots), whatever memory is in use, on the shadow ladder's sample. Each rank
-multiplies its own c_t and g_{t+1}: summed over ranks whose shards are alike that has the
-expectation of the product of the workers' averages (with unlike shards it also counts, as signal,
-how much the ranks' own gradients differ from their mean).
+The other gradient may also be another rank's in the same step: E<c_t of rank i, g_t of rank j> is
+the product of what i keeps with the true gradient *here*, since a peer's gradient has not moved
+along this step's own noise, as the next step's has. A rank knows its own c; of the others'
+gradients it learns the sum of a small sketch in the statistics: signs drawn alike on every rank and
+fresh in every step, elements added up in WIDTH places. Products of sketches are unbiased, with a
+relative standard deviation of 1 / sqrt(WIDTH) of the product of the norms (Charikar and others,
+2002), below the noise that a step's product has anyway.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""Where the time of a step goes.
-
-Moments of a step, to be measured between later: by the host's clock, or on an accelerator, whose
-stream the host runs ahead of, by events that it passes.
-
-Nothing waits for the device. An event can be read once the device has passed it, and what the ranks
-agreed on in a step has been read at the next step's start: by then the device has passed whatever
-came before the first hook call of the step that was agreed on. So a step on a device is told of one
-step later than a step on the host.
-
-Where a rank's time went in one step, from its first hook call to that of the next step.
+"""Where the time of a step goes, from its first hook call to that of the next step.
 
 compute: forward and backward, from the first forward after the exchange (so with all micro-batches
 of an accumulation) to the last hook call. compress: in hook calls. Then backward waits: for the
@@ -16,9 +6,12 @@ network (exchange, exposed), and for what was received to be decoded on the proc
 (decode). The rest is the optimizer, and waiting for input. On a device all this is what its stream
 did.
 
-Step times by a model instead of a measurement.
-
-Times the steps of one rank: what the last one took, part by part, and medians at each CF.
+Timestamps are taken by the host's clock, or on an accelerator, whose stream the host runs ahead of,
+by events that it passes; or step times follow from a model instead. Nothing waits for the device.
+An event can be read once the device has passed it, and what the ranks agreed on in a step has been
+read at the next step's start: by then the device has passed whatever came before the first hook
+call of the step that was agreed on. So a step on a device is told of one step later than a step on
+the host.
 """
 
 from __future__ import annotations

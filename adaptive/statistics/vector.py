@@ -1,12 +1,8 @@
-"""The statistics of one step: one vector, added up locally and agreed by one small all-reduce.
-
-The statistics of one step: added up locally, then agreed by one small all-reduce.
+"""The statistics of one step: added up locally, then agreed by one small all-reduce.
 
 The vector's layout follows from the plan, which is the same on every rank, so its size is too.
 After the sum every rank holds the same bits (measured for gloo and NCCL rings), which makes every
 number here an agreed statistic.
-
-A step whose statistics are under way: what is known of it, and what the ranks agree on.
 """
 
 from __future__ import annotations

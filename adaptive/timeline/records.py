@@ -1,11 +1,7 @@
 """The record of what happened: one record a step, one event a switch. Rank 0 writes.
 
-The record of what happened: one record a step, one event a switch. Rank 0 writes.
-
 A timeline is a sink or several. Every record holds the whole agreed `StepReport`, so that a policy
 can be replayed from it.
-
-Puts steps and switches on record: the timeline's, on the one rank that writes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The timeline in TensorBoard: when what is written, and to which file.
+"""The sink that writes TensorBoard's event files.
 
-Settings and final metrics for TensorBoard's HParams page, in the run that they belong to.
+Scalars and switches as they come; settings and final metrics for the HParams page, in the run that
+they belong to (`SummaryWriter.add_hparams` makes a run of its own, which the page lists apart);
+which CFs a run used and what each was worth, as a histogram and a figure of T_comp against CF.
 
-`SummaryWriter.add_hparams` makes a run of its own for them, which the page then lists apart.
-
-Which CFs a run used and what each was worth: a histogram, and a figure of T_comp against CF.
-
-The sink that writes TensorBoard's event files.
+Importing this needs no tensorboard package; making a `TensorBoardTimeline` does.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""What TensorBoard shows of a record: names, layout, summaries.
+"""What TensorBoard shows of a record: names of scalars, the layout of their charts, summaries.
 
-Which numbers of a step become which scalar: cf/*, gain/*, throughput/*, bytes/*, time/*,
-policy/*, gradient/*, and cf_layer/* when layers have CFs of their own.
-
-The "CF timeline" of TensorBoard's custom scalars page: which scalars share a chart.
-
-Values of TensorBoard's event files, made by hand: many in one record cost a tenth of as many
-calls of `SummaryWriter.add_scalar`.
-
-Every function needs the tensorboard package, and imports it when called.
+Scalars are cf/*, gain/*, throughput/*, bytes/*, time/*, policy/*, gradient/*, and cf_layer/* where
+layers have CFs of their own. The values of event files are made by hand: many in one record cost a
+tenth of as many calls of `SummaryWriter.add_scalar`. Every function that makes one needs the
+tensorboard package, and imports it when called.
 """
 
 from __future__ import annotations
