@@ -4,14 +4,13 @@ compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_mod
 """
 
 from adaptive.compressor import AdaptiveCompressor
+from adaptive.exchange.link import LinkSpec
 from adaptive.foreign import HookRung
 from adaptive.hook import adaptive_hook
-from adaptive.link import LinkSpec
-from adaptive.modelled import ModelledClock
-from adaptive.reshard import reshard_states
+from adaptive.state import reshard_states
+from adaptive.statistics.timing import ModelledClock
 from adaptive.summary import Summary
-from adaptive.tensorboard import TensorBoardTimeline
-from adaptive.timeline import (
+from adaptive.timeline.records import (
     Event,
     Header,
     JSONLTimeline,
@@ -19,6 +18,7 @@ from adaptive.timeline import (
     StepRecord,
     Timeline,
 )
+from adaptive.timeline.tensorboard import TensorBoardTimeline
 from compressors import Compressor, GraceCompressor, NoCompression, RandomK, TopK
 from policies import (
     Accordion,

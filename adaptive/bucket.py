@@ -1,24 +1,59 @@
-"""One DDP bucket in one step: whose gradients it holds, and what of it is compressed as one."""
+"""One DDP bucket in one step: whose gradients it holds, and what of it is compressed as one.
+
+`StepCFs` says what is sent and measured in a step, and what that means for each layer. What is kept
+for the parameters of a bucket lies next to one another in memory, in the order in which DDP fills
+its buckets, so that it can be compressed as one without being copied together in every step.
+"""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from math import isfinite, nan, sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from adaptive.residual import NoMemory, Slot
-from adaptive.step_cfs import StepCFs
-from adaptive.tally import Tally
+from adaptive.memory.error_feedback import NoMemory
+from adaptive.parameters import Slot
+from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key
 from compressors.norms import squared_norm
 from policies import DENSE
+
+
+@dataclass(frozen=True)
+class StepCFs:
+    """The same on every rank.
+
+    send: the CF of the step. measured: ascending; with `send`, unless that is dense or a foreign
+        hook's.
+    layers: for a CF of these, the CFs of the layers (by parameter name) that have another.
+    """
+
+    send: float = DENSE
+    measured: tuple[float, ...] = ()
+    layers: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def sent_layers(self) -> Mapping[str, float]:
+        """The layers that do not send at `send`, and their CFs."""
+        return self.layers.get(self.send, {})
+
+    def sent(self, layer: str) -> float:
+        """What a layer sends at."""
+        return self.sent_layers.get(layer, self.send)
+
+    def levels(self, layer: str) -> tuple[float, ...]:
+        """What a layer is to be compressed at for each of the CFs measured."""
+        if not self.layers:
+            return self.measured
+        return tuple(self.layers.get(cf, {}).get(layer, cf) for cf in self.measured)
 
 
 @dataclass(frozen=True)
@@ -191,3 +226,52 @@ def _pieces(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, in
     inside = [border for border in borders[first:] if border < stop]
     ends = [start, *inside, stop]
     return [(a, b) for a, b in itertools.pairwise(ends) if a < b]
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A flat view of all, if each begins in memory where the one before ends; else None."""
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        end += tensor.numel() * tensor.element_size()
+    return first.as_strided((sum(t.numel() for t in tensors),), (1,))
+
+
+def lay_out(slots: Sequence[Slot], velocities: bool) -> None:
+    """Give the slots of a bucket that have none yet places next to one another, in the order in
+    which their gradients arrived. What they hold already moves there."""
+    for what in ("residual", "velocity") if velocities else ("residual",):
+        without = [slot for slot in slots if what not in slot.places]
+        if not without:
+            continue
+        without.sort(key=lambda slot: slot.arrived)
+        sizes = [slot.param.numel() for slot in without]
+        # Zeros that nobody has written yet take no memory on a CPU.
+        room = torch.zeros(sum(sizes), dtype=without[0].dtype, device=without[0].param.device)
+        for slot, place in zip(without, room.split(sizes), strict=True):
+            slot.places[what] = place
+            held = getattr(slot, what)
+            if held is not None:
+                setattr(slot, what, place.copy_(held))
+
+
+class Arrival:
+    """Counts, until `end()`: `slot.arrived` is the place of each parameter."""
+
+    def __init__(self, slots: Mapping[Tensor, Slot]) -> None:
+        self._places = count()
+        self._handles = [p.register_hook(self._counted(slot)) for p, slot in slots.items()]
+
+    def _counted(self, slot: Slot) -> Callable[[Tensor], None]:
+        def arrive(_: Tensor) -> None:
+            slot.arrived = min(slot.arrived, next(self._places))
+
+        return arrive
+
+    def end(self) -> None:
+        """The first backward is over. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

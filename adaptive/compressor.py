@@ -13,14 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import check_model
-from adaptive.attachment import Attachment
-from adaptive.exchanges import check_exchange
-from adaptive.foreign import DDPHook, HookRung, check_hooks
-from adaptive.hook import adaptive_hook
-from adaptive.link import LinkSpec
-from adaptive.memory import MemoryChoice
-from adaptive.options import (
+from adaptive.config import (
     GRANULARITIES,
+    Settings,
     check_cf_range,
     check_choice,
     check_clock,
@@ -36,11 +31,15 @@ from adaptive.options import (
     default_policy,
     make_base,
 )
+from adaptive.exchange.link import LinkSpec
+from adaptive.exchange.strategies import check_exchange
+from adaptive.foreign import DDPHook, HookRung, check_hooks
+from adaptive.hook import Attachment, adaptive_hook
+from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
-from adaptive.settings import Settings
-from adaptive.shadow import SHARE
+from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
-from adaptive.timeline import Timeline, make_timeline
+from adaptive.timeline.records import Timeline, make_timeline
 from compressors import Compressor
 from policies import DENSE, Policy, make_policy
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange import Exchange
+from adaptive.exchange.collectives import Exchange
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 

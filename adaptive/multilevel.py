@@ -1,4 +1,9 @@
-"""Multi-level compression (GraVAC section 3.2): several CFs for the price of one selection."""
+"""Multi-level compression (GraVAC section 3.2): several CFs for the price of one selection.
+
+The gain before error feedback is measured on a fixed strided sample of each gradient, since a
+second full selection would cost as much as the compression itself. Small tensors are taken whole;
+of large ones enough is taken that a candidate keeps some elements.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,29 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from adaptive.bucket import EXACT, Unit
-from adaptive.tally import Tally
+from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Payload
 from policies import DENSE
+
+WHOLE = 4096
+"""Elements up to which a tensor is its own sample."""
+
+SHARE = 256
+"""Of what exceeds WHOLE, one element in this many."""
+
+
+def sample_stride(numel: int) -> int:
+    """Distance between sampled elements of a tensor of `numel` elements."""
+    wanted = min(numel, WHOLE + numel // SHARE)
+    return max(1, numel // max(1, wanted))
+
+
+def strided_sample(grad: Tensor) -> Tensor:
+    """Every `sample_stride`-th element of `grad` (flat), contiguous; `grad` itself if small."""
+    stride = sample_stride(grad.numel())
+    return grad if stride == 1 else grad[::stride].contiguous()
+
 
 Compress = Callable[[Compressor, float], Payload]
 

@@ -18,31 +18,25 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from adaptive.agreement import agree, describe_sizes
-from adaptive.arrival import Arrival
-from adaptive.bucket import Grain
-from adaptive.controller import Controller
-from adaptive.cross_check import CrossCheck
-from adaptive.exchange import Exchange
-from adaptive.exchanges.choice import ExchangeChoice, LinkCost, measure_link
-from adaptive.exchanges.pipeline import Pipeline
+from adaptive.agreement import CrossCheck, agree, describe_sizes
+from adaptive.bucket import Arrival, Grain
+from adaptive.config import Settings, joins
+from adaptive.controller import Controller, PolicyStart
+from adaptive.exchange.choice import ExchangeChoice, LinkCost, measure_link
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.link import EmulatedLink
+from adaptive.exchange.pipeline import Pipeline
 from adaptive.foreign import send_through
-from adaptive.instants import make_instants
-from adaptive.instruments import Instruments
-from adaptive.link import EmulatedLink
-from adaptive.model_memory import ModelMemory
-from adaptive.optimizer import describe, learning_rate, loss_scale
-from adaptive.options import joins
-from adaptive.policy_start import PolicyStart
-from adaptive.recorder import Recorder
-from adaptive.reduce import BucketReducer
-from adaptive.settings import Settings
+from adaptive.memory.handover import describe, learning_rate, loss_scale
+from adaptive.memory.model_memory import ModelMemory
+from adaptive.parameters import Slots
+from adaptive.reducer import BucketReducer
 from adaptive.sizes import Sizes
-from adaptive.slots import Slots
 from adaptive.state import check_state, shapes, undone_on_error
+from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.timing import Stopwatch, make_instants
 from adaptive.step_watch import StepWatch
-from adaptive.stopwatch import Stopwatch
-from adaptive.timeline import Header
+from adaptive.timeline.records import Header, Recorder
 from policies import DENSE, saved
 
 if TYPE_CHECKING:

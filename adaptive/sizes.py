@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.exchange import gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchanges import GATHERED
-from adaptive.exchanges.choice import ExchangeChoice
-from adaptive.residual import Slot
-from adaptive.step_cfs import StepCFs
+from adaptive.bucket import StepCFs
+from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
+from adaptive.exchange.strategies import GATHERED
+from adaptive.parameters import Slot
 from compressors import Compressor
 from policies import DENSE
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any
 
-from adaptive.exchange import Traffic
+from adaptive.exchange.collectives import Traffic
 from policies import Measurement, saved
 
 

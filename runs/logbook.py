@@ -23,8 +23,8 @@ from adaptive import (
     TensorBoardTimeline,
     Timeline,
 )
-from adaptive.tensorboard import end_session, start_session
-from adaptive.timeline import SafeTimeline
+from adaptive.timeline.records import SafeTimeline
+from adaptive.timeline.tensorboard import end_session, start_session
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adaptive.exchanges import EXCHANGES
+from adaptive.exchange.strategies import EXCHANGES
 from compressors import compressor_names
 from runs.config import TrainConfig
 from runs.option_rules import check_together

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from adaptive.options import default_policy
+from adaptive.config import default_policy
 from compressors import make_compressor
 from runs.parser import UsageError, number, piece, shown, switch, whole
 from runs.policy_expression import EXAMPLE, Typed

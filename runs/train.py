@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import Summary, Timeline
-from adaptive.exchange import reduce_wire_bytes
+from adaptive.exchange.collectives import reduce_wire_bytes
 from policies import DENSE
 from runs.build import build_compressor, build_task
 from runs.checkpoint import (

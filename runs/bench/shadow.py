@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
 from adaptive.bucket import Bucket
-from adaptive.shadow import ShadowLadder
-from adaptive.tally import Tally
+from adaptive.statistics.shadow import ShadowLadder
+from adaptive.statistics.vector import Tally
 from runs.bench.processes import in_processes
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 from runs.tasks import make_task

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Unit
-from adaptive.multilevel import measure_levels
-from adaptive.sample import strided_sample
-from adaptive.tally import Tally
+from adaptive.multilevel import measure_levels, strided_sample
+from adaptive.statistics.vector import Tally
 from compressors import Compressor, TopK
 from compressors.base import Key, Payload, kept
 from runs.bench.timing import Row, describe, interleaved, median_ratio

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from adaptive.options import make_base
+from adaptive.config import make_base
 from compressors import Compressor
 from policies import Policy
 from policies.base import Context

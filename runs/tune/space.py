@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from adaptive.options import MEMORIES
+from adaptive.config import MEMORIES
 from compressors import make_compressor
 from policies.base import GainKind
 from policies.ladder import SCALINGS

@@ -11,8 +11,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Policy
-from adaptive.instants import Span
-from adaptive.link import EmulatedLink
+from adaptive.exchange.link import EmulatedLink
+from adaptive.statistics.timing import Span
 from tests.distributed.setting import Clock, loss_of
 
 COMPUTE = 0.005

@@ -21,7 +21,7 @@ from adaptive import (
     RandomK,
     Timeline,
 )
-from adaptive.timeline import StepRecord
+from adaptive.timeline.records import StepRecord
 from compressors import TopK
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, small_net

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.checksum import NBYTES
+from adaptive.exchange.collectives import NBYTES
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net
 

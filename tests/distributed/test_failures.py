@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.exchanges import strategies
+from adaptive.exchange import strategies
 from compressors import compressor_names, make_compressor
 from compressors.base import CorruptPayload
 from tests.distributed.processes import run_ranks
@@ -26,7 +25,7 @@ def _pairs() -> list[tuple[str, str]]:
     pairs = []
     for name in compressor_names():
         base = f"{name}+fp32" if name == "topk" else name
-        pairs += [(base, way.name) for way in strategies(make_compressor(base))]
+        pairs += [(base, way.name) for way in strategies.strategies(make_compressor(base))]
     return pairs
 
 
@@ -107,16 +106,15 @@ def test_a_rank_that_stops_is_an_error_after_the_groups_timeout(base: str, excha
 
 def _cannot_decode(rank: int, base: str, exchange: str) -> str:
     """Rank 1 cannot read what arrives in the second round."""
-    sharded = importlib.import_module("adaptive.exchanges.sharded")  # not the function
     if rank == 1:
-        read, calls = sharded.unpack, iter(range(10**6))
+        read, calls = strategies.unpack, iter(range(10**6))
 
         def corrupt(*args: Any) -> Any:
             if next(calls) == 2:  # two payloads came in the first round
                 raise CorruptPayload("a bit was flipped")
             return read(*args)
 
-        sharded.unpack = corrupt
+        strategies.unpack = corrupt
     model = DDP(small_net(torch.float32))
     AdaptiveCompressor(base, (2, 100), policy="fixed", exchange=exchange).attach(model)
     try:

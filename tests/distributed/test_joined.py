@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed, bucket_memory, reduce
-from adaptive.adjoin import as_one
+from adaptive.bucket import as_one
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
 

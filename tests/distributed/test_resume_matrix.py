@@ -29,8 +29,8 @@ from adaptive import (
     Schedule,
     Warmup,
 )
-from adaptive.exchanges import EXCHANGES
-from adaptive.options import GRANULARITIES, MEMORIES
+from adaptive.config import GRANULARITIES, MEMORIES
+from adaptive.exchange.strategies import EXCHANGES
 from compressors import compressor_names
 from policies import policy_names
 from runs.simulate.ranks import WorkerError

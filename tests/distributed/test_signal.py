@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
-from adaptive.peers import Peers
-from adaptive.residual import Slot
-from adaptive.tally import Tally
+from adaptive.parameters import Slot
+from adaptive.statistics.signal import Peers
+from adaptive.statistics.vector import Tally
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, same, small_net
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adaptive.exchanges import strategies
-from adaptive.options import make_base
+from adaptive.config import make_base
+from adaptive.exchange.strategies import strategies
 from compressors import compressor_names, make_compressor
 from tests.faults import saving, training
 from tests.faults.ranks import START, Ranks

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from adaptive.exchanges import EXCHANGES
-from adaptive.options import MEMORIES
+from adaptive.config import MEMORIES
+from adaptive.exchange.strategies import EXCHANGES
 from compressors import compressor_names
 from policies import policy_names
 from tests.integration.commands import ROOT

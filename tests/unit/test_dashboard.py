@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
 from adaptive import Event, TensorBoardTimeline
-from adaptive.tensorboard.summaries import PLUGIN, SWITCHES, _string
+from adaptive.timeline.tensorboard_data import PLUGIN, SWITCHES, _string
 from runs.dashboard import timeline as row
 from runs.dashboard.plugin import CFTimelinePlugin, Loader
 from tests.unit.test_tensorboard import _record

@@ -12,9 +12,8 @@ from math import isnan
 import pytest
 import torch
 
-from adaptive.instants import DeviceInstants, HostInstants, make_instants
-from adaptive.stopwatch import Stopwatch
-from adaptive.tally import Tally
+from adaptive.statistics.timing import DeviceInstants, HostInstants, Stopwatch, make_instants
+from adaptive.statistics.vector import Tally
 
 
 class _Stream:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from adaptive.largest import largest
+from adaptive.statistics.shadow import largest
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from adaptive.link import EmulatedLink, LinkSpec
+from adaptive.exchange.link import EmulatedLink, LinkSpec
 
 
 @pytest.mark.parametrize(

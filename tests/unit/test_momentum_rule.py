@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.residual import MomentumRule
+from adaptive.memory.momentum import MomentumRule
 
 MOMENTA = st.floats(0.05, 0.99)
 SHARES = st.floats(0.05, 1.0)

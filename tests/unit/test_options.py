@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from adaptive import AdaptiveCompressor, Compressor, GraVAC, RandomK, TopK
-from adaptive.options import make_base
+from adaptive.config import make_base
 
 NAN = float("nan")
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.peers import SHIFTS, WIDTH, Peers
-from adaptive.residual import Slot
-from adaptive.tally import Tally
+from adaptive.parameters import Slot
+from adaptive.statistics.signal import SHIFTS, WIDTH, Peers
+from adaptive.statistics.vector import Tally
 
 
 def slot(name: str, numel: int) -> Slot:

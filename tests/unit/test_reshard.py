@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive import reshard_states
-from adaptive.reshard import shares
-from adaptive.residual import MomentumRule
+from adaptive.memory.momentum import MomentumRule
+from adaptive.state import shares
 from tests.distributed.setting import waiting
 
 numbers = st.integers(1, 4)

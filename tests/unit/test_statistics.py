@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.sample import SHARE, WHOLE, sample_stride, strided_sample
-from adaptive.tally import Agreed, Tally
+from adaptive.multilevel import SHARE, WHOLE, sample_stride, strided_sample
+from adaptive.statistics.vector import Agreed, Tally
 from compressors import TopK
 from compressors.base import Key
 

@@ -7,10 +7,9 @@ from math import isnan
 import pytest
 
 from adaptive import LinkSpec, ModelledClock
-from adaptive.exchange import Traffic
-from adaptive.instants import HostInstants
-from adaptive.stopwatch import Stopwatch
-from adaptive.tally import Tally
+from adaptive.exchange.collectives import Traffic
+from adaptive.statistics.timing import HostInstants, Stopwatch
+from adaptive.statistics.vector import Tally
 from tests.distributed.setting import Clock
 
 

@@ -18,7 +18,8 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch.utils.tensorboard import SummaryWriter
 
 from adaptive import Event, Header, StepRecord, StepReport, TensorBoardTimeline
-from adaptive.tensorboard import end_session, sink, start_session
+from adaptive.timeline import tensorboard as sink
+from adaptive.timeline.tensorboard import end_session, start_session
 from policies import Measurement
 
 MEASUREMENT = Measurement(

@@ -10,7 +10,7 @@ import pytest
 
 from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.summary import Totals
-from adaptive.timeline import make_timeline
+from adaptive.timeline.records import make_timeline
 from policies import Measurement
 from runs.records import keep_before, read_records
 

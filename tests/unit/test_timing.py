@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adaptive import StepRecord
-from adaptive.instants import HostInstants
-from adaptive.timing import ForwardMark, StepTiming, covered
+from adaptive.statistics.timing import ForwardMark, HostInstants, StepTiming, covered
 from policies import StepReport
 from runs.times import where_time_went
 

@@ -1,0 +1,250 @@
+"""The collectives of the gradient exchange: asynchronous, and their bytes counted.
+
+Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
+future's callback (callbacks run in an order that differs between ranks).
+
+With `AdaptiveCompressor(checksum=True)` a checksum follows each payload: bytes that were changed on
+their way decode into plausible garbage, by most compressors without an error, and perhaps on one
+rank only. On the CPU it is CRC-32. On other devices it is a sum of the bytes with odd weights by
+position, modulo 2^32: torch operations only, and it too finds any single byte that was changed,
+while more may cancel out, once in 2^32 times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from adaptive.exchange.link import EmulatedLink
+from compressors.base import CorruptPayload
+from compressors.scratch import fresh
+
+NBYTES = 4
+"""Bytes of a checksum."""
+
+_MODULUS = 2**32
+_MULTIPLIER = 2654435761
+"""Of the positions: their products, made odd, are the weights on a device (Knuth's hash)."""
+
+
+def checksum(payload: Tensor) -> Tensor:
+    """Of a contiguous, flat uint8 tensor: NBYTES bytes, where that is."""
+    if payload.device.type == "cpu":
+        crc = zlib.crc32(payload.numpy().data)
+        return torch.tensor(list(crc.to_bytes(NBYTES, "little")), dtype=torch.uint8)
+    return _weighted_sum(payload)
+
+
+def _weighted_sum(payload: Tensor) -> Tensor:
+    """The same without a look at the data on the host."""
+    places = torch.arange(1, payload.numel() + 1, device=payload.device)
+    weights = (places * _MULTIPLIER % _MODULUS) | 1
+    total = ((payload.to(torch.int64) + 1) * weights).sum() % _MODULUS
+    shifts = torch.arange(0, 8 * NBYTES, 8, device=payload.device)
+    return ((total >> shifts) & 0xFF).to(torch.uint8)
+
+
+def signed(payload: Tensor) -> Tensor:
+    """The payload (flat uint8) with its checksum behind it."""
+    return torch.cat((payload, checksum(payload)))
+
+
+def check(rows: Tensor, what: str, source: int | None = None) -> Tensor:
+    """The payloads without their checksums. rows: uint8, (ranks, bytes), signed. source: of a
+    single row, the rank that it came from.
+
+    CorruptPayload if one has not its checksum; it names `what` and the ranks they came from. One
+    host synchronisation on a device, where decoding has several."""
+    payloads = rows[:, :-NBYTES]
+    own = torch.stack([checksum(payload) for payload in payloads])
+    same = (own == rows[:, -NBYTES:]).all(dim=1).tolist()
+    wrong = [rank if source is None else source for rank, fits in enumerate(same) if not fits]
+    if wrong:
+        ranks = ", ".join(map(str, wrong))
+        raise CorruptPayload(
+            f"{what}: the payload from rank {ranks} has not its checksum: its bytes were changed "
+            f"on the way"
+        )
+    return payloads
+
+
+@atexit.register
+def _let_threads_finish() -> None:
+    """A thread of the process group that is still in Python when the interpreter is taken down
+    aborts the process (torch 2.13, plain DDP too): give them the moment that they need."""
+    time.sleep(0.05)
+
+
+@dataclass
+class Traffic:
+    """payload: bytes handed to collectives. wire: bytes a rank put on the wire (ring algorithms:
+    (N-1) x payload for an all-gather, 2(N-1)/N x payload for an all-reduce). statistics: of wire,
+    what is no gradient and so does not grow with the model."""
+
+    payload: int = 0
+    wire: float = 0.0
+    statistics: float = 0.0
+
+
+def gather_wire_bytes(payload: float, world_size: int) -> float:
+    """Bytes a rank sends to all-gather `payload` bytes among `world_size` ranks."""
+    return payload * (world_size - 1)
+
+
+def reduce_wire_bytes(payload: float, world_size: int) -> float:
+    """Bytes a rank sends to all-reduce `payload` bytes among `world_size` ranks."""
+    return payload * 2 * (world_size - 1) / world_size
+
+
+def shard_wire_bytes(payload: float, world_size: int) -> float:
+    """Bytes a rank sends, on average over the ranks, when `payload` bytes are scattered from every
+    rank (all-to-all) or broadcast from one."""
+    return payload * (world_size - 1) / world_size
+
+
+@dataclass
+class PendingSum:
+    """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
+    of the process group when the interpreter exits, which aborts the process.
+
+    work: None as long as it has not been started."""
+
+    tensor: Tensor
+    group: dist.ProcessGroup
+    work: dist.Work | None = None
+
+    def start(self) -> PendingSum:
+        """Begin; every rank must do so at the same place among its collectives."""
+        if self.work is None:
+            self.work = dist.all_reduce(self.tensor, group=self.group, async_op=True)
+        return self
+
+    def wait(self) -> Tensor:
+        """The sum over all ranks."""
+        work = self.start().work
+        assert work is not None
+        work.wait()
+        return self.tensor
+
+
+class Exchange:
+    """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
+
+    traffic: since the last `take_traffic`. check_bytes: payloads that are gathered, scattered or
+    broadcast carry a checksum (`checksum`). Where it is not that of what has arrived,
+    the future raises CorruptPayload, which begins with the `what` of the call.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, link: EmulatedLink | None = None, check_bytes: bool = False
+    ) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.traffic = Traffic()
+        self._link = link
+        self._check_bytes = check_bytes
+
+    def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
+        """Sum `tensor` over the ranks, in place."""
+        if tensor.numel() == 0:  # on every rank, since sizes agree
+            nothing: Future[Tensor] = Future()
+            nothing.set_result(tensor)
+            return nothing
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
+        return self._hold(work, wire)
+
+    def sum_later(self, tensor: Tensor) -> PendingSum:
+        """A sum of a small `tensor` over the ranks, in place, to be started and, a step later,
+        read. An emulated link does not hold it back."""
+        wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
+        self.traffic.statistics += wire
+        return PendingSum(tensor, self.group)
+
+    def all_gather(self, payload: Tensor, what: str = "a payload") -> Future[Tensor]:
+        """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
+        if self._check_bytes:
+            payload = signed(payload)
+        flat = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
+        out = flat.view(self.world_size, payload.numel())
+        work = _all_gather(flat, payload, self.group)
+        wire = self._count(payload.numel(), gather_wire_bytes)
+        return self._checked(self._hold(work, wire), out, what)
+
+    def all_to_all(
+        self, payload: Tensor, sizes: Sequence[int], what: str = "a payload"
+    ) -> Future[Tensor]:
+        """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
+        1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
+        if self._check_bytes:
+            payload = torch.cat([signed(part) for part in payload.split(list(sizes))])
+            sizes = [size + NBYTES for size in sizes]
+        size = sizes[self.rank]
+        flat = fresh(self.world_size * size, payload.dtype, payload.device)
+        out = flat.view(self.world_size, size)
+        work = dist.all_to_all_single(
+            flat, payload, [size] * self.world_size, list(sizes), self.group, async_op=True
+        )
+        wire = self._count(payload.numel(), shard_wire_bytes)
+        return self._checked(self._hold(work, wire), out, what)
+
+    def broadcast(self, tensor: Tensor, source: int, what: str = "a payload") -> Future[Tensor]:
+        """What `tensor` (flat uint8) is on the rank `source` of the group; in place, or in memory
+        of its own."""
+        if self._check_bytes:
+            tensor = signed(tensor)
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
+        out = tensor[None] if self._check_bytes else tensor
+        return self._checked(self._hold(work, wire), out, what, source)
+
+    def hold_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
+        """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
+        it back as the link would."""
+        wire = self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes)
+        return self._link.hold(done, wire) if self._link else done
+
+    def take_traffic(self) -> Traffic:
+        """The traffic counted so far; counting starts again from zero."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    def _count(self, payload: int, wire_bytes: Callable[[float, int], float]) -> float:
+        wire = wire_bytes(payload, self.world_size)
+        self.traffic.payload += payload
+        self.traffic.wire += wire
+        return wire
+
+    def _checked(
+        self, done: Future[Tensor], out: Tensor, what: str, source: int | None = None
+    ) -> Future[Tensor]:
+        """A future of `out` once `done` is; if `done` failed, so does it. A callback that did not
+        read the future would hand on a receive buffer that nothing was received in."""
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            future.value()  # raises what went wrong
+            if not self._check_bytes:
+                return out
+            rows = check(out, what, source)
+            return rows if source is None else rows[0]
+
+        return done.then(finish)
+
+    def _hold(self, work: dist.Work, wire: float) -> Future[Tensor]:
+        done: Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
+        return self._link.hold(done, wire) if self._link else done
+
+
+def _all_gather(out: Tensor, payload: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, payload, group=group, async_op=True)

@@ -1,0 +1,136 @@
+"""Error feedback: what was not sent in one step is added to the gradient of the next.
+
+r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019).
+There is one memory, keyed by parameter. It changes in two stages. While the hook runs, the gradient
+is accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
+(`settle`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
+memory is as it was before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from adaptive.parameters import Slot
+
+if TYPE_CHECKING:
+    from adaptive.memory.momentum import MomentumRule
+
+
+class Addition(NamedTuple):
+    """The error-fed gradient a = target + addend; whoever compresses adds it in place.
+
+    addend: None if `target` holds it all."""
+
+    target: Tensor
+    addend: Tensor | None
+
+
+class NoMemory:
+    """Nothing is remembered: what is not sent is lost (for unbiased compressors). A residual that
+    another memory has left behind goes with the next dense step.
+
+    maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
+    """
+
+    name = "none"
+    keeps_residual = False
+    keeps_velocity = False
+
+    def __init__(self, maybe_unused: Callable[[], bool]) -> None:
+        self._maybe_unused = maybe_unused
+
+    def holds(self, slots: Iterable[Slot]) -> bool:
+        """Something is remembered of earlier steps."""
+        return any(slot.filled or slot.velocity is not None for slot in slots)
+
+    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
+        """What a step at `cf`, compressed, has to compress."""
+        return Addition(grad, None)
+
+    def undo_open(self, slot: Slot, grad: Tensor) -> None:
+        """Take back what `open` and the addition did to the memory (to rounding)."""
+
+    def remainder(self, slot: Slot) -> Tensor | None:
+        """Where the error-fed gradient is (flat), for what is sent to be taken off; None if what
+        is not sent is lost."""
+        return None
+
+    def rules(self, slot: Slot, cfs: Sequence[float]) -> Sequence[MomentumRule]:
+        """How the velocity moves in a compressed step at each of the CFs; none without one."""
+        return ()
+
+    def entering(self, slot: Slot, cfs: Sequence[float]) -> Sequence[float]:
+        """What a compressed step at each of the CFs multiplies the velocity by before it moves."""
+        return [1.0] * len(cfs)
+
+    def masks(self, cf: float) -> bool:
+        """The velocity of what is sent at this CF is cleared."""
+        return False
+
+    def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
+        """What was sent at `cf` has been taken off the remainder.
+
+        sent: the indices of what was sent (int64), in several tensors; None if that is all."""
+
+    def fold(self, slot: Slot, grad: Tensor) -> None:
+        """Turn `grad`, in place, into all that a dense step has to send."""
+        if slot.filled:
+            assert slot.residual is not None
+            grad.add_(slot.residual)
+
+    def undo_fold(self, slot: Slot) -> None:
+        """Take back what `fold` did to the memory."""
+
+    def commit_dense(self, slot: Slot) -> None:
+        """What `fold` made was sent: nothing remains."""
+        slot.filled = False
+
+    def idle(self, slot: Slot) -> bool:
+        """True if a dense step has nothing to fold in, now and for this slot."""
+        return not slot.filled
+
+    def holds_back(self, slot: Slot, grad_energy: float) -> bool:
+        """True if this slot sends nothing this step and keeps its memory to itself.
+
+        DDP throws away what arrives for a globally unused parameter, so where there may be such, a
+        slice that is exactly zero must not spend its residual."""
+        return grad_energy == 0.0 and self._maybe_unused()
+
+    def state_dict(self, slot: Slot) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        return
+
+
+class Residual(NoMemory):
+    """Plain error feedback: one residual a parameter."""
+
+    name = "residual"
+    keeps_residual = True
+
+    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
+        return Addition(slot.open_residual(), grad)
+
+    def undo_open(self, slot: Slot, grad: Tensor) -> None:
+        assert slot.residual is not None
+        slot.residual.sub_(grad)
+
+    def remainder(self, slot: Slot) -> Tensor | None:
+        return slot.open_residual()
+
+    def state_dict(self, slot: Slot) -> dict[str, Any]:
+        if not slot.filled:
+            return {}
+        assert slot.residual is not None
+        return {"residual": slot.residual.clone()}
+
+    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        saved = state.get("residual")
+        slot.filled = saved is not None
+        if saved is not None:
+            slot.open_residual().copy_(saved)

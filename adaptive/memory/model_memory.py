@@ -1,0 +1,194 @@
+"""Which memory a model has, from attaching to detaching: what becomes of what is not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+from torch.optim import SGD, Optimizer
+
+from adaptive.config import MEMORIES, check_choice, check_masking, check_momentum, check_share
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.handover import MomentumHandover, has_momentum
+from adaptive.memory.momentum import MomentumMemory, MomentumRule
+from adaptive.parameters import Slot, Slots
+from compressors import Compressor
+from policies import DENSE
+
+
+class MemoryChoice:
+    """What the user asked for, to be settled once the optimizer is known.
+
+    ValueError, naming the argument, for settings that do not go together.
+    """
+
+    def __init__(
+        self, base: Compressor, memory: Any, momentum: Any, momentum_lag: Any, masking: Any
+    ) -> None:
+        self.kind = check_choice("memory", memory, MEMORIES)
+        self._momentum = check_momentum(momentum)
+        self._own_lag = base.momentum_lag
+        self._lag = None if momentum_lag is None else check_share("momentum_lag", momentum_lag)
+        self._lag_at(2.0)  # a compressor of the user's own is found out here
+        self._masking = check_masking(masking, base.masking)
+        self._feedback = base.error_feedback
+        if self.kind in ("residual", "momentum") and not base.error_feedback:
+            raise ValueError(
+                f"memory must be 'none' or 'auto' for base {base.name!r} as configured: it is "
+                f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
+            )
+        if self._momentum is not None and self.kind != "momentum":
+            raise ValueError(
+                f"momentum is for memory='momentum', got momentum={self._momentum!r} with "
+                f"memory={self.kind!r}"
+            )
+
+    def takes_over(self, optimizer: Optimizer | None) -> TypeGuard[SGD]:
+        """True if this optimizer's momentum moves into the memory."""
+        wanted = self.kind == "momentum" or (self.kind == "auto" and self._feedback)
+        if not wanted or not has_momentum(optimizer):
+            return False
+        if self._momentum is not None:
+            raise ValueError(
+                f"momentum must be None when an optimizer with momentum is handed over: its own "
+                f"setting is used; got momentum={self._momentum!r}"
+            )
+        return True
+
+    def make(self, handover: MomentumHandover | None, maybe_unused: Callable[[], bool]) -> NoMemory:
+        """The memory; ValueError for memory='momentum' when nothing tells the momentum."""
+        if self.kind == "none" or not self._feedback:
+            return NoMemory(maybe_unused)
+        if handover is not None:
+            return self._with_velocity(handover.rule, handover.has_buffer, maybe_unused)
+        if self.kind != "momentum":
+            return Residual(maybe_unused)
+        if self._momentum is None:
+            raise ValueError(
+                "momentum must be given for memory='momentum' when no SGD optimizer with "
+                "momentum is handed over: AdaptiveCompressor(memory='momentum', momentum=0.9) "
+                "or attach(model, optimizer=optimizer)"
+            )
+        rule = MomentumRule(self._momentum)
+        return self._with_velocity(lambda _: rule, lambda _: False, maybe_unused)
+
+    def _with_velocity(
+        self,
+        rule: Callable[[Slot], MomentumRule],
+        has_buffer: Callable[[Slot], bool],
+        maybe_unused: Callable[[], bool],
+    ) -> MomentumMemory:
+        return MomentumMemory(rule, has_buffer, self._masking, self._lag_at, maybe_unused)
+
+    def _lag_at(self, cf: float) -> float:
+        """Nothing waits at CF 1."""
+        if cf == DENSE:
+            return 1.0
+        if self._lag is not None:
+            return self._lag
+        return check_share(f"momentum_lag({cf:g}) of the compressor", self._own_lag(cf))
+
+    def __str__(self) -> str:
+        return (
+            f"memory={self.kind!r}, momentum={self._momentum}, momentum_lag={self._lag}, "
+            f"masking={self._masking}"
+        )
+
+
+class ModelMemory:
+    """now: the memory in use. before_gradients_are_read: see `MomentumHandover`."""
+
+    def __init__(
+        self, choice: MemoryChoice, slots: Slots, before_gradients_are_read: Callable[[], None]
+    ) -> None:
+        self.now = NoMemory(slots.maybe_unused)
+        self._choice = choice
+        self._slots = slots
+        self._handover: MomentumHandover | None = None
+        self._before_gradients_are_read = before_gradients_are_read
+
+    def choose(self, optimizer: Optimizer | None) -> None:
+        """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
+        with what was asked for."""
+        if self._choice.takes_over(optimizer):
+            self._handover = MomentumHandover(
+                optimizer, self._slots, self._slots.own(), self._before_gradients_are_read
+            )
+            for slot in self._slots.values():
+                self._handover.to_velocity(slot)
+        self.now = self._choice.make(self._handover, self._slots.maybe_unused)
+
+    def warning(self, optimizer: Optimizer | None) -> str:
+        """What whoever handed this optimizer over should know; nothing if that is as expected."""
+        if optimizer is None or isinstance(optimizer, SGD) or not self.now.keeps_residual:
+            return ""
+        return (
+            f"optimizer {type(optimizer).__name__} is not torch's SGD: gradients are compressed "
+            f"with plain error feedback. What is sent late comes in bursts, and an optimizer that "
+            f"divides by the gradients' own size (Adam, AdamW) takes them for noise: expect a loss "
+            f"of quality at every CF (on a small GPT 18% of perplexity at CF 10)"
+        )
+
+    def adopt(self, other: ModelMemory) -> None:
+        """Take over what another, detached compressor on the same model still holds."""
+        for p, slot in self._slots.items():
+            theirs = other._slots.get(p)
+            if theirs is not None and theirs.filled:
+                slot.residual, slot.filled = theirs.residual, True
+                theirs.residual, theirs.filled = None, False
+                theirs.places.clear()
+                if self._handover is not None:
+                    self._handover.to_velocity(slot)
+
+    def release(self, exchange: Exchange) -> None:
+        """Velocities go back to the optimizer, which is let go (a collective with momentum); the
+        residual stays."""
+        if self._handover is not None:
+            self._handover.give_back(exchange)
+            self.unhook()
+        self._forget_velocities()
+        keeps = Residual if self.now.keeps_residual else NoMemory
+        self.now = keeps(self._slots.maybe_unused)
+
+    @property
+    def may_fall_back(self) -> bool:
+        """An optimizer is there whose momentum was taken over."""
+        return self._handover is not None
+
+    def fall_back(self) -> None:
+        """Plain error feedback from now on: the optimizer applies its momentum itself, and what
+        velocities have yet to deliver waits in the residual."""
+        assert self._handover is not None
+        for slot in self._slots.values():
+            self._handover.to_gradient(slot)
+        self.unhook()
+        self._forget_velocities()
+        self.now = Residual(self._slots.maybe_unused)
+
+    def discard(self) -> None:
+        """Nothing is held any more."""
+        for slot in self._slots.values():
+            slot.filled = False
+            slot.velocity, slot.started, slot.fresh = None, False, False
+
+    def _forget_velocities(self) -> None:
+        for slot in self._slots.values():
+            slot.velocity, slot.lag = None, 1.0
+            slot.started = slot.fresh = slot.stepped = False
+            slot.places.pop("velocity", None)
+
+    def unhook(self) -> None:
+        """The optimizer applies its own momentum again."""
+        if self._handover is not None:
+            self._handover.unhook()
+            self._handover = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name, of those that have something."""
+        states = {slot.name: self.now.state_dict(slot) for slot in self._slots.values()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for slot in self._slots.values():
+            self.now.load_state_dict(slot, state.get(slot.name, {}))

@@ -1,0 +1,302 @@
+"""The shadow ladder: what every CF would keep in steady state, without sending any of them.
+
+A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
+that the candidate would leave has not built up. So on a fixed strided sample of each gradient a
+residual of its own is kept for every CF of the ladder, as if that CF had been sent all along. Costs
+a small top-k a CF and a step, and a sample-sized residual a CF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaptive.bucket import Bucket, Part
+from adaptive.memory.error_feedback import NoMemory
+from adaptive.memory.momentum import MomentumRule
+from adaptive.parameters import Slot
+from adaptive.statistics.layers import LayerStatistics
+from adaptive.statistics.signal import Signal
+from adaptive.statistics.vector import Tally
+from compressors import Compressor, Sparsifier
+from compressors.base import kept
+from compressors.norms import Array, on_numpy
+
+BELOW = 0.8
+"""Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""
+
+
+def largest(a: Array, wanted: Sequence[int], above: Array) -> Array:
+    """Of each row of `a` the elements of largest magnitude, as a mask; as many as `wanted` for that
+    row, and all that equal the smallest of them.
+
+    above: (rows,), magnitudes above which to look first, zeros to begin with; updated for the next
+    step. They save time, and never change what is found.
+    """
+    magnitude = np.abs(a)
+    smallest = np.empty(len(wanted), a.dtype)
+    for i, (row, k) in enumerate(zip(magnitude, wanted, strict=True)):
+        few = row[row >= float(above[i])]
+        if few.size < k:
+            few = row.copy()
+        few.partition(few.size - k)
+        smallest[i] = few[few.size - k]
+    np.multiply(smallest, BELOW, out=above)
+    return np.asarray(magnitude >= smallest[:, None])
+
+
+class ShadowGroup:
+    """Arrays over the samples of all slots, one after the other: residual (CFs, elements), and
+    where they are wanted velocity (CFs, elements), the last step's grad (elements,) and what was
+    kept of it, sent (CFs, elements).
+
+    slots: in order. strides: of each one's sample. weight: elements that a sampled one stands for.
+    wanted: sampled elements that each CF keeps. above: where to look for these first; speed, not
+    state.
+    """
+
+    def __init__(self, slots: Sequence[Slot], strides: Sequence[int], cfs: Sequence[float]) -> None:
+        self.slots, self.strides = tuple(slots), tuple(strides)
+        sizes = [
+            -(-slot.param.numel() // stride) for slot, stride in zip(slots, strides, strict=True)
+        ]
+        ends = np.cumsum([0, *sizes]).tolist()
+        self._places = {
+            slot: slice(a, b) for slot, a, b in zip(slots, ends[:-1], ends[1:], strict=True)
+        }
+        self.size = ends[-1]
+        numel = sum(slot.param.numel() for slot in slots)
+        self.weight = numel / self.size  # what is large is sampled more thinly
+        self.wanted = [max(1, round(kept(numel, cf) * self.size / numel)) for cf in cfs]
+        self.above = np.zeros(len(cfs))
+        self.arrays: dict[str, Array] = {}
+
+    def place(self, slot: Slot) -> slice:
+        """Where a slot's sample is among the elements."""
+        return self._places[slot]
+
+    def of(self, slot: Slot) -> dict[str, Array]:
+        """What is kept of one slot, as views."""
+        place = self._places[slot]
+        return {name: array[..., place] for name, array in self.arrays.items()}
+
+    def take_over(self, slot: Slot, arrays: Mapping[str, Array]) -> None:
+        """Go on from what was kept of a slot before, in another group."""
+        for name, array in arrays.items():
+            if name not in self.arrays:
+                self.arrays[name] = np.zeros((*array.shape[:-1], self.size), array.dtype)
+            self.arrays[name][..., self._places[slot]] = array
+
+    def restart(self) -> None:
+        """Nothing is kept any more."""
+        for array in self.arrays.values():
+            array.fill(0)
+
+    def array(self, name: str, rows: int, dtype: np.dtype[np.floating]) -> Array:
+        """(rows, elements), zeros if it was not there."""
+        if name not in self.arrays:
+            self.arrays[name] = np.zeros((rows, self.size), dtype)
+        return self.arrays[name]
+
+
+WHOLE = 1024
+"""Elements up to which a tensor is its own sample."""
+
+WHOLE_BUCKET = 16384
+"""The same, of a bucket that is compressed as one."""
+
+SHARE = 1 / 64
+"""Of what is larger, this part of the elements (at least as many as of the above)."""
+
+
+class ShadowLadder:
+    """Keeps the largest, whatever the rule of the sparsifier that it stands for. cfs: ascending.
+
+    memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
+    that signal gain is made of as well (signal.py); they are of plain error feedback, so that the
+    shadow then leaves momentum out. layers: told of each layer, if somebody asks. joined:
+    the parameters of a bucket are compressed as one. share: of the elements of what is large.
+    """
+
+    def __init__(
+        self,
+        cfs: Sequence[float],
+        memory: NoMemory,
+        signal: bool = False,
+        layers: LayerStatistics | None = None,
+        joined: bool = False,
+        share: float = SHARE,
+    ) -> None:
+        self.cfs = tuple(cfs)
+        self.signal = Signal(len(self.cfs)) if signal else None
+        self._memory = memory
+        self._layers = layers
+        self._joined = joined
+        self._share = share
+        self._groups: dict[tuple[Slot, ...], ShadowGroup] = {}
+        self._group_of: dict[Slot, ShadowGroup] = {}
+        self._strides: dict[Slot, int] = {}
+        self._moving: set[Slot] = set()  # that have a velocity here
+        self._masked = np.array([memory.masks(cf) for cf in self.cfs])
+
+    @staticmethod
+    def suits(compressor: Compressor) -> bool:
+        """Whether steady-state gains can be told for this compressor."""
+        return isinstance(compressor, Sparsifier)
+
+    def step(self, bucket: Bucket, tally: Tally) -> None:
+        """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
+        gradients are left as they are. A bucket that is not finite is passed over."""
+        if not bucket.finite:
+            return
+        # Held ones, too: which they are may differ between ranks, and what is sampled must not.
+        parts = [part for part in bucket.parts if part.grad.numel()]
+        singly = [[part] for part in parts]
+        together = [parts] if self._joined else singly
+        for alike in together:
+            self._choose_stride([part.slot for part in alike])
+        if bucket.early:  # even those to be joined later on are compressed one by one
+            together = singly
+        for each in together:
+            if not all(part.held for part in each):
+                self._step(each, tally)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name: the distance of its sampled elements, and what is kept of them."""
+        return {
+            slot.name: {"stride": self._strides[slot], **_tensors(group.of(slot))}
+            for slot, group in self._group_of.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
+        """Go on from a `state_dict()`."""
+        self._groups, self._group_of, self._strides, self._moving = {}, {}, {}, set()
+        for name, held in state.items():
+            slot, arrays = by_name[name], dict(held)
+            self._strides[slot] = int(arrays.pop("stride"))
+            group = self._group_of[slot] = ShadowGroup([slot], [self._strides[slot]], self.cfs)
+            group.take_over(slot, {k: v.numpy() for k, v in arrays.items()})
+            if "velocity" in arrays:
+                self._moving.add(slot)
+
+    def _step(self, parts: Sequence[Part], tally: Tally) -> None:
+        group = self._group([part.slot for part in parts])
+        samples = [_sampled(p.grad, n) for p, n in zip(parts, group.strides, strict=True)]
+        g = samples[0] if len(samples) == 1 else np.concatenate(samples)
+        held = [group.place(part.slot) for part in parts if part.held]
+        a = self._accumulate(group, g, [part.slot for part in parts if not part.held])
+        waiting = [a[:, place].copy() for place in held]
+        for place in held:
+            a[:, place] = 0
+        sent = largest(a, group.wanted, group.above)
+        for place in held:
+            sent[:, place] = False
+        total, weight = _energies(a), group.weight
+        if not np.isfinite(total).all():  # of finite, but huge gradients: it would stay so
+            group.restart()
+            return
+        if self.signal is not None:
+            self.signal.step(group, parts[0].key.step, g, np.where(sent, a, 0), tally)
+        np.copyto(a, 0, where=sent)
+        lost = _energies(a)
+        for place, residual in zip(held, waiting, strict=True):
+            a[:, place] = residual
+        velocity = group.arrays.get("velocity")
+        if velocity is not None and self._masked.any():
+            velocity[sent & self._masked[:, None]] = 0
+        totals, errors = (weight * total).tolist(), (weight * lost).tolist()
+        for i in range(len(self.cfs)):
+            tally.shadow_total[i] += totals[i]
+            tally.shadow_error[i] += errors[i]
+        if self._layers is not None and not self._joined:
+            self._layers.add_levels(parts[0].slot, errors, totals)
+
+    def _choose_stride(self, slots: Sequence[Slot]) -> None:
+        """The same for samples that are looked at together, from the first time on. What was kept
+        of samples with strides of their own (in a state that is of tensor by tensor) is let go."""
+        known = {self._strides.get(slot) for slot in slots}
+        if len(known) <= 1 and None not in known:
+            return
+        numel = sum(slot.param.numel() for slot in slots)
+        least = WHOLE_BUCKET if self._joined else WHOLE
+        stride = max(1, numel // max(least, int(numel * self._share)))
+        now = set(slots)
+        self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
+        for slot in slots:
+            if self._strides.get(slot) != stride:
+                self._group_of.pop(slot, None)
+                self._moving.discard(slot)
+            self._strides[slot] = stride
+
+    def _group(self, slots: Sequence[Slot]) -> ShadowGroup:
+        """Of these slots in this order; buckets are cut anew after the first step."""
+        group = self._groups.get(tuple(slots))
+        if group is None:
+            group = ShadowGroup(slots, [self._strides[slot] for slot in slots], self.cfs)
+            for slot in slots:
+                if slot in self._group_of:
+                    group.take_over(slot, self._group_of[slot].of(slot))
+                self._group_of[slot] = group
+            now = set(slots)
+            self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
+            self._groups[group.slots] = group
+        return group
+
+    def _accumulate(self, group: ShadowGroup, g: Array, sending: Sequence[Slot]) -> Array:
+        """The residuals become the error-fed gradients, by the memory's own rule. Those of slots
+        that do not send stay what they are: they have zeros in g."""
+        a = group.array("residual", len(self.cfs), g.dtype)
+        rules = {slot: self._rules(slot) for slot in sending}
+        if not any(rules.values()):
+            a += g
+            return a
+        u = group.array("velocity", len(self.cfs), g.dtype)
+        for slot, each in rules.items():
+            place = group.place(slot)
+            if not each:
+                a[:, place] += g[place]
+            else:
+                first = slot not in self._moving
+                if first and slot.velocity is not None:
+                    factors = np.array(self._memory.entering(slot, self.cfs))
+                    u[:, place] = np.outer(factors, _sampled(slot.velocity, self._strides[slot]))
+                    first = False
+                self._moving.add(slot)
+                _add(a[:, place], u[:, place], g[place], each, first)
+        return a
+
+    def _rules(self, slot: Slot) -> Sequence[MomentumRule]:
+        """How the shadow accumulates, for each CF; none: by plain error feedback."""
+        return () if self.signal is not None else self._memory.rules(slot, self.cfs)
+
+
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(v.copy()) for k, v in arrays.items()}
+
+
+def _sampled(grad: Tensor, stride: int) -> Array:
+    sample = grad.detach()[::stride]
+    return sample.numpy() if on_numpy(sample) else sample.float().cpu().numpy()
+
+
+def _add(a: Array, u: Array, g: Array, rules: Sequence[MomentumRule], first: bool) -> None:
+    """Residuals and velocities of one slot, (CFs, elements), in place. first: SGD does not dampen
+    its first step."""
+    momentum = np.array([[rule.momentum] for rule in rules], a.dtype)
+    gain = np.array([[rule.gain] for rule in rules], a.dtype)
+    u *= momentum
+    u += gain * g if first else (1 - rules[0].dampening) * gain * g
+    if rules[0].nesterov:
+        a += momentum * u
+        a += gain * g
+    else:
+        a += u
+
+
+def _energies(rows: Array) -> Array:
+    """Squared norm of each row, in double."""
+    return np.einsum("ij,ij->i", rows, rows, dtype=np.float64)

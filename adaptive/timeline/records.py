@@ -1,0 +1,328 @@
+"""The record of what happened: one record a step, one event a switch. Rank 0 writes.
+
+A timeline is a sink or several. Every record holds the whole agreed `StepReport`, so that a policy
+can be replayed from it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, TextIO
+
+from policies import DENSE, Policy, StepReport, saved
+
+log = logging.getLogger("adaptive")
+
+
+FORMAT = 1
+"""Of the records; a reader must ignore fields that it does not know."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the records of a run rest on, so that a policy can be replayed from them.
+
+    policy, settings: its name, and what it was made with. cf_range, world_size: as it was told.
+    base, memory: names of the compressor and of what keeps what is not sent. numel: elements of
+    all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
+    supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
+    and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
+    CFs of their own, if they are known.
+    """
+
+    policy: str
+    settings: Mapping[str, Any]
+    cf_range: tuple[float, float]
+    world_size: int
+    base: str
+    memory: str
+    numel: int
+    dense_bytes: float
+    supported: Mapping[float, float]
+    wire_bytes: Mapping[float, float]
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    version: int = FORMAT
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """report: what the ranks agreed on. status: the policy's own numbers (candidate, floor, ...).
+
+    elapsed: seconds since the first step, on the writing rank. t_sys: steps/s (samples/s if
+    `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
+    decides on. layer_cfs: of the layers that were sent at another CF than the report's. read_sum:
+    the report has the norm of a sum that was read, and so began anew.
+    active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
+    medians, so that pauses do not count), bytes of this rank, and what they would have been dense.
+    """
+
+    report: StepReport
+    elapsed: float
+    t_sys: float
+    t_comp: float
+    status: Mapping[str, float] = field(default_factory=dict)
+    layer_cfs: Mapping[str, float] = field(default_factory=dict)
+    read_sum: bool = False
+    active: float = nan
+    sent: float = nan
+    dense: float = nan
+
+    @property
+    def wire_factor(self) -> float:
+        """Bytes that dense fp32 all-reduce would have sent / bytes sent; 1 if neither sends."""
+        sent = self.report.wire_bytes
+        return self.report.dense_wire_bytes / sent if sent else 1.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """A switch from one CF to another, or a judgement (both CFs the same), with its reason."""
+
+    step: int
+    cf_before: float
+    cf: float
+    reason: str
+
+
+class Timeline:
+    """A sink for records and events; a subclass overrides what it wants to see."""
+
+    def start(self, header: Header) -> None:
+        """Called once a run, before everything else."""
+
+    def step(self, record: StepRecord) -> None:
+        """Called once a step, in order."""
+
+    def event(self, event: Event) -> None:
+        """Called at each switch."""
+
+    def flush(self) -> None:
+        """Hand over to the operating system what was recorded so far."""
+
+    def close(self) -> None:
+        """Flush and release; nothing comes after."""
+
+
+class SafeTimeline(Timeline):
+    """Passes everything on to several sinks, to each until it fails, which is logged once: a full
+    disk must neither take one rank out of the collectives that the others wait in, nor silence the
+    other sinks."""
+
+    def __init__(self, sinks: Sequence[Timeline]) -> None:
+        self.sinks = list(sinks)
+
+    def start(self, header: Header) -> None:
+        self._each(lambda sink: sink.start(header))
+
+    def step(self, record: StepRecord) -> None:
+        self._each(lambda sink: sink.step(record))
+
+    def event(self, event: Event) -> None:
+        self._each(lambda sink: sink.event(event))
+
+    def flush(self) -> None:
+        self._each(lambda sink: sink.flush())
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+
+    def _each(self, write: Callable[[Timeline], None]) -> None:
+        for sink in list(self.sinks):
+            try:
+                write(sink)
+            except Exception as error:
+                name = type(sink).__name__
+                log.warning(
+                    "the %s has failed, and gets no more records: %r", name, error, exc_info=True
+                )
+                self.sinks.remove(sink)
+                with suppress(Exception):  # what it still holds cannot be saved
+                    sink.close()
+
+
+class MemoryTimeline(Timeline):
+    """Keeps everything: `header`, and two lists, `steps` and `events`."""
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.steps: list[StepRecord] = []
+        self.events: list[Event] = []
+
+    def start(self, header: Header) -> None:
+        self.header = header
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class JSONLTimeline(Timeline):
+    """One JSON object a line, at full precision; null stands for a number that is not known. The
+    first is the run's header, unless it goes on in another file than it began in.
+
+    path: the file; made, with its folder, at the first record (so on the writing rank only).
+    append: go on after what is there (resuming).
+    """
+
+    def __init__(self, path: str | Path, append: bool = False) -> None:
+        self.path = Path(path)
+        self._append = append
+        self._file: TextIO | None = None
+
+    def start(self, header: Header) -> None:
+        self._write({"kind": "header", **asdict(header)})
+
+    def step(self, record: StepRecord) -> None:
+        self._write({"kind": "step", **asdict(record), "wire_factor": record.wire_factor})
+
+    def event(self, event: Event) -> None:
+        self._write({"kind": "event", **asdict(event)})
+        self.flush()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            atexit.unregister(self.close)
+            file, self._file, self._append = self._file, None, True
+            file.close()
+
+    def _write(self, value: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = self._open()
+        json.dump(_plain(value), self._file, separators=(",", ":"), allow_nan=False)
+        self._file.write("\n")
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        atexit.register(self.close)
+        return self.path.open("a" if self._append else "w", encoding="utf-8")
+
+
+def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> SafeTimeline:
+    """One sink that never fails from what the user gave. TypeError if it is not a `Timeline` or
+    several."""
+    if timeline is None or isinstance(timeline, Timeline):
+        sinks: list[Any] = [] if timeline is None else [timeline]
+    else:
+        sinks = list(timeline) if isinstance(timeline, (list, tuple)) else [timeline]
+    if not all(isinstance(sink, Timeline) for sink in sinks):
+        raise TypeError(
+            f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline), a "
+            f"list of them or None, got {timeline!r}"
+        )
+    return SafeTimeline(sinks)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan or infinity, and only strings as keys."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, str) else repr(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+log = logging.getLogger("adaptive")
+
+
+class Recorder:
+    """writes: on this rank. header: asked for at the first record. samples: in a step, of all
+    workers; 1 if throughput is to be steps/s."""
+
+    def __init__(
+        self, timeline: SafeTimeline, writes: bool, header: Callable[[], Header], samples: float
+    ) -> None:
+        self._timeline = timeline
+        self._writes = writes
+        self._header = header
+        self._samples = samples
+        self._started = False
+        self._started_at: float | None = None  # the first step's time
+        self._active = 0.0  # seconds of steps so far
+        self._told: list[str] = []
+
+    def event(self, event: Event) -> None:
+        if self._writes:
+            self._start()
+            self._timeline.event(event)
+
+    def step(
+        self,
+        report: StepReport,
+        policy: Policy,
+        now: float,
+        layer_cfs: Mapping[str, float],
+        read_sum: bool,
+        sent: float,
+        dense: float,
+    ) -> None:
+        """A step that was agreed on, at the time `now`; and in the log, what the policy has
+        concluded. sent, dense: bytes by its end, see `StepRecord`."""
+        if not self._writes:
+            return
+        self._start()
+        if self._started_at is None:
+            self._started_at = now
+        status = dict(policy.status())
+        seconds = report.median_seconds
+        t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
+        gain = report.gain(report.timed_cf, policy.gain)
+        self._active += seconds if isfinite(seconds) else 0.0
+        t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
+        self._timeline.step(
+            StepRecord(
+                report,
+                now - self._started_at,
+                t_sys * self._samples,
+                t_comp * self._samples,
+                status,
+                layer_cfs,
+                read_sum,
+                self._active,
+                sent,
+                dense,
+            )
+        )
+        verdict = policy.verdict()
+        if verdict and verdict not in self._told:
+            log.warning("%s", verdict)
+            self._told.append(verdict)
+
+    def close(self) -> None:
+        """Nothing is recorded any more."""
+        self._timeline.close()
+        self._timeline = SafeTimeline([])
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._timeline.start(self._header())
+
+    def state_dict(self) -> dict[str, Any]:
+        told = list(self._told)
+        return {"told": told, "started_at": self._started_at, "active": self._active}
+
+    def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
+        """Go on after a pause of so many seconds, which do not count."""
+        told = saved.values(state, "told")
+        saved.together(all(isinstance(each, str) for each in told), "'told' must be sentences")
+        self._told = told
+        self._active = saved.number(state, "active", least=0)
+        self._started_at = saved.maybe_number(state, "started_at")
+        self._started = self._started_at is not None
+        if self._started_at is not None:
+            self._started_at += pause
