@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from adaptive import reshard_states
 from runs.config import TrainConfig, write_text
-from runs.files import not_a_link, read_json
+from runs.files import not_a_link, open_regular, read_json
 from runs.parser import UsageError
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
@@ -102,7 +102,7 @@ class Checkpoint:
         """The state of one rank. UsageError if its file is not what was saved."""
         path = _rank_file(self.folder, self.step, rank)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 if digest != self.digests[rank]:
                     raise ValueError(f"its SHA-256 is not the one in {self.folder / 'meta.json'}")
