@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +30,7 @@ LARGEST = 64 * 2**20
 _CHUNK = 2**20
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. OSError if it is none, without waiting for a writer."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         if path.is_dir():
