@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, bucket_memory, reduce
+from adaptive import AdaptiveCompressor, Fixed, bucket_step, reducer
 from adaptive.bucket import as_one
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
@@ -29,16 +29,16 @@ def _net() -> nn.Module:
 
 def _run(rank: int, memory: str, together: bool, options: dict[str, Any]) -> dict[str, Any]:
     copies = 0
-    original = bucket_memory.BucketMemory._copied
+    original = bucket_step.BucketMemory._copied
 
     def counted(*args: Any) -> Any:
         nonlocal copies
         copies += 1
         return original(*args)
 
-    bucket_memory.BucketMemory._copied = counted  # type: ignore[method-assign]
+    bucket_step.BucketMemory._copied = counted  # type: ignore[method-assign]
     if not together:
-        reduce.lay_out = lambda slots, velocities: None  # type: ignore[assignment]
+        reducer.lay_out = lambda slots, velocities: None  # type: ignore[assignment]
     model = DDP(_net(), bucket_cap_mb=CAP, **options)
     momentum = 0.9 if memory == "momentum" else 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)

@@ -21,8 +21,8 @@ from adaptive import (
     StepRecord,
     Timeline,
     adaptive_hook,
-    link,
 )
+from adaptive.exchange import link
 from policies import DENSE
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
