@@ -1,17 +1,24 @@
-"""What happens to one DDP bucket: compress, exchange, decode, and keep the memory right.
+"""The way of a gradient through one step: from DDP's bucket to the mean that DDP gets back.
 
-1. Look at the local gradients: a bucket with a non-finite gradient is poisoned, so that it ends
-   non-finite on every rank, as in dense DDP, and no memory is touched by it.
-2. Accumulate each gradient into the memory and compress the sum: at the smallest CF wanted from
-   the full tensor, at larger ones from that payload (multi-level compression).
-3. Exchange all payloads of the bucket (`adaptive.exchange`), in one or two collectives.
-4. When all is there (on a thread of the process group): decode the mean into the bucket's buffer,
-   and take what was sent off the memory - or undo step 2 if any rank poisoned the bucket.
+1. Open the bucket: look at the local gradients, clip them, add up their norms. A bucket with a
+   gradient that is not finite is poisoned, so that it ends non-finite on every rank, as in dense
+   DDP, and no memory is touched by it.
+2. Accumulate each gradient into the memory (`adaptive.memory`).
+3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
+   payload (multi-level compression).
+4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
+5. When all is there, on a thread of the process group: take what was sent off the memory, and
+   decode the mean into the bucket's buffer.
+6. Settle the memory; or, if any rank poisoned the bucket, undo step 2 instead of 5.
+
+`Reducer.compressed` is that way. `Reducer.dense` is the shorter one of a step that is not
+compressed: all that the memory holds is sent with the gradient, in one all-reduce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite, nan
 
@@ -20,23 +27,25 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.bucket import Bucket, Grain, StepCFs, Unit, lay_out
-from adaptive.bucket_step import BucketStep, OnMean
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import Strategy
+from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.foreign import only
+from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.multilevel import measure_levels, strided_sample
+from adaptive.multilevel import levels_beside, measure_levels, record_levels, strided_sample
 from adaptive.parameters import Scratch, Slot
 from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Payload
+from compressors.rounds import RoundsCompressor
 
+OnMean = Callable[[Slot, Tensor], None]
 Send = Callable[[Tensor], Future[Tensor]]
 
 
-class BucketReducer:
+class Reducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
     grain: what is compressed as one. settling: backwards after which DDP cuts no buckets anew.
@@ -162,32 +171,36 @@ class BucketReducer:
 
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
-        bucket = self._open(buffer, slots, step, tally)
+        bucket = self._open(buffer, slots, step, tally)  # 1
         if self._grain.joined and self._memory.keeps_residual:
             lay_out(slots, self._memory.keeps_velocity)
         shards = self._exchange.world_size if strategy.sharded else 1
-        work = BucketStep(
+        units = self._grain.cut(bucket, cfs, shards)
+        # With several rounds its room is read again when the next bucket has come by.
+        room = ("joined", index if strategy.collectives > 1 else 0)
+        memory = BucketMemory(self._memory, bucket, units, self._scratch, room)
+        part = _OwnPart(bucket, units, memory, tally, cfs.measured.index(cfs.send))
+        outgoing = part.outgoing(  # 2, 3
+            strategy.takes_sum,
             index,
-            strategy.collectives,
             leader,
-            bucket,
-            self._grain.cut(bucket, cfs, shards),
-            cfs.measured.index(cfs.send),
-            tally,
-            self._memory,
-            self._exchange,
-            self._scratch,
-            on_mean,
+            lambda numel: self._scratch.take(("shard", index), numel, bucket.work),
         )
-        rounds = strategy.start(work)
-        done = self._pipeline.run(rounds, strategy.collectives, bucket.work, last)
 
-        def finish(future: Future[Tensor]) -> Tensor:
-            future.value()  # raises what went wrong
+        def finish(received: Received | None) -> Tensor:
+            if received is None:  # some rank's gradients are not finite
+                memory.undo()
+                bucket.work.fill_(nan)
+            else:
+                decode(bucket, units, received, memory, self._exchange.rank)  # 5, 6
+                if on_mean:
+                    for each in bucket.parts:
+                        on_mean(each.slot, each.grad)
             _write_back(bucket, buffer)
             return buffer
 
-        return done.then(finish)
+        rounds = strategy.start(self._exchange, outgoing)  # 4
+        return self._pipeline.run(rounds, strategy.collectives, finish, buffer.device, last)
 
     def _mean(self, buffer: Tensor) -> Future[Tensor]:
         return self._exchange.all_reduce(buffer.div_(self._exchange.world_size))
@@ -199,6 +212,119 @@ class BucketReducer:
         bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm, early)
         self._instruments.observe(bucket, tally)
         return bucket
+
+
+class _OwnPart:
+    """What this rank has to send for one bucket, and what the statistics are told of it.
+
+    sent: position in `tally.cfs` of the CF to send."""
+
+    def __init__(
+        self, bucket: Bucket, units: Sequence[Unit], memory: BucketMemory, tally: Tally, sent: int
+    ) -> None:
+        self._bucket, self._units, self._memory = bucket, units, memory
+        self._tally, self._sent = tally, sent
+
+    def outgoing(
+        self,
+        takes_sum: Callable[[Unit], bool],
+        index: int,
+        leader: int,
+        space: Callable[[int], Tensor],
+    ) -> Outgoing:
+        """Accumulate each unit into the memory, and compress it; those that the strategy
+        `takes_sum` of are accumulated only."""
+        bucket, before = self._bucket, self._tally.copy()
+        payloads: list[Payload | None] = []
+        self._sums: list[Tensor | None] = []
+        for unit in self._units:
+            summed = takes_sum(unit)
+            self._sums.append(self._accumulate(unit) if summed else None)
+            payloads.append(None if summed else self._compress(unit))
+        self._kept = self._tally.since(before)
+        return Outgoing(
+            index=index,
+            units=self._units,
+            payloads=payloads,
+            sums=self._sums,
+            dtype=bucket.work.dtype,
+            device=bucket.work.device,
+            numel=bucket.work.numel(),
+            finite=bucket.finite,
+            leader=leader,
+            space=space,
+            books=self,
+        )
+
+    def chosen(self, payloads: Sequence[Payload | None]) -> None:
+        """See `Books`."""
+        for unit, a, payload in zip(self._units, self._sums, payloads, strict=True):
+            if a is not None and payload is not None and self._bucket.finite and not unit.held:
+                levels = levels_beside(unit, a, payload)
+                record_levels(unit, levels, strided_sample(self._view(unit)), self._tally)
+
+    def compressed_again(self, lost_share: float) -> None:
+        """See `Books`."""
+        self._tally.lose(self._kept, lost_share)
+
+    def _view(self, unit: Unit) -> Tensor:
+        """The unit's slice of the bucket: the gradient."""
+        return self._bucket.work[unit.start : unit.stop]
+
+    def _accumulate(self, unit: Unit) -> Tensor:
+        """The unit's error-fed gradient, added up (flat); zeros if the bucket is not finite."""
+        if not self._bucket.finite:
+            return torch.zeros_like(self._view(unit))
+        target, addend = self._memory.open(unit)
+        return target if addend is None else target.add_(addend)
+
+    def _compress(self, unit: Unit) -> Payload:
+        """What this rank sends for a unit. The memory is accumulated, not settled.
+
+        A rank whose gradients are not finite sends a poisoned payload, so that all ranks end the
+        step with a non-finite bucket, as in dense DDP."""
+        compressor = unit.compressor
+        if not self._bucket.finite:
+            zeros = torch.zeros_like(self._view(unit))
+            return compressor.poison(compressor.compress(zeros, unit.cf, unit.key))
+        target, addend = self._memory.open(unit)
+        if unit.held:
+            return compressor.compress(target, unit.cf, unit.key)
+
+        def again(compressor: Compressor, cf: float) -> Payload:
+            return compressor.compress(target, cf, unit.key)
+
+        def first(compressor: Compressor, cf: float) -> Payload:
+            if addend is None:
+                return again(compressor, cf)
+            return compressor.compress_sum(target, addend, cf, unit.key)
+
+        sample = strided_sample(self._view(unit))
+        levels = measure_levels(unit, first, again, sample, self._tally)
+        return replace(levels[self._sent], cf=unit.cf)
+
+
+def decode(
+    bucket: Bucket, units: Sequence[Unit], received: Received, memory: BucketMemory, rank: int
+) -> None:
+    """Take what this rank has sent off the memory, and write the mean into the bucket: one unit
+    after the other, so that the decoded payloads of no more than one are in memory."""
+    sent = []
+    for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
+        own = payloads[rank] if received.own is None else received.own[i]
+        memory.take_off(unit, own)
+        if memory.masks:
+            sent.append(own)
+        mean = bucket.work[unit.start : unit.stop]
+        if isinstance(unit.compressor, RoundsCompressor):
+            unit.compressor.write_to(mean, payloads[0])
+            continue
+        mean.zero_()
+        for payload in payloads:
+            unit.compressor.add_to(mean, payload, received.scale)
+    memory.settle(sent)
+    if received.remainder is not None:
+        memory.keep(received.remainder)
 
 
 def _compress(unit: Unit, a: Tensor, compressor: Compressor, cf: float) -> Payload:

@@ -30,7 +30,7 @@ from adaptive.foreign import send_through
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import Slots
-from adaptive.reducer import BucketReducer
+from adaptive.reducer import Reducer
 from adaptive.sizes import Sizes
 from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.statistics.on_request import Instruments
@@ -385,7 +385,7 @@ class Session:
         self._instruments.begin(memory)
         # DDP rebuilds its buckets after the first backward, with a static graph after the second.
         settling = 2 if self.model is not None and self.model.static_graph else 1
-        self._reducer = BucketReducer(
+        self._reducer = Reducer(
             self._grain,
             memory,
             self.exchange,

@@ -8,17 +8,18 @@ in the body of a later hook call, and the last bucket's call drains what is left
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Instant, Span
 
-Rounds = Generator[Future[Tensor], Tensor, None]
-"""An exchange under way: yields the future of each collective it has issued and is sent its value.
-After the last it must not issue another: it then runs on a thread of the process group."""
+Finish = Callable[[Received | None], Tensor]
+"""Turns what has arrived into the mean, on a thread of the process group."""
 
 
 @dataclass
@@ -27,7 +28,7 @@ class _Waiting:
     left: int
     issued: Future[Tensor]
     done: Future[Tensor]
-    work: Tensor
+    finish: Finish
 
 
 class Pipeline:
@@ -43,18 +44,20 @@ class Pipeline:
         self._queue: deque[_Waiting] = deque()
         self._decoded: deque[Span] = deque()
 
-    def run(self, rounds: Rounds, collectives: int, work: Tensor, last: bool) -> Future[Tensor]:
-        """Start an exchange of so many `collectives`; a future of `work`, where the mean will be.
+    def run(
+        self, rounds: Rounds, collectives: int, finish: Finish, device: torch.device, last: bool
+    ) -> Future[Tensor]:
+        """Start an exchange of so many `collectives`; a future of what `finish` returns.
 
         Then let the exchanges of earlier buckets take their next round; if this bucket is the
         `last`, all of them, and this one too."""
         issued = next(rounds)
         earlier = list(self._queue)
         if collectives == 1:
-            done = issued.then(lambda future: self._finish(rounds, future.value(), work))
+            done = issued.then(lambda future: self._finish(rounds, future.value(), finish))
         else:
-            done = Future(devices=[work.device]) if work.is_cuda else Future()
-            self._queue.append(_Waiting(rounds, collectives - 1, issued, done, work))
+            done = Future(devices=[device]) if device.type == "cuda" else Future()
+            self._queue.append(_Waiting(rounds, collectives - 1, issued, done, finish))
         for waiting in earlier:
             self._advance(waiting)
         while last and self._queue:
@@ -85,18 +88,19 @@ class Pipeline:
             self._queue.remove(waiting)
             waiting.issued.then(lambda future: self._complete(waiting, future))
 
-    def _finish(self, rounds: Rounds, value: Tensor, work: Tensor) -> Tensor:
+    def _finish(self, rounds: Rounds, value: Tensor, finish: Finish) -> Tensor:
         began = self._instants()
         try:
             rounds.send(value)
-        except StopIteration:
+        except StopIteration as stop:
+            mean = finish(stop.value)
             self._decoded.append((began, self._instants()))
-            return work
+            return mean
         raise RuntimeError("the exchange issued more collectives than it announced")
 
     def _complete(self, waiting: _Waiting, future: Future[Tensor]) -> None:
         try:
             value = future.value()
-            waiting.done.set_result(self._finish(waiting.rounds, value, waiting.work))
+            waiting.done.set_result(self._finish(waiting.rounds, value, waiting.finish))
         except Exception as error:  # whoever waits for the bucket must see it, whatever it is
             waiting.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, bucket_step, reducer
+from adaptive import AdaptiveCompressor, Fixed, reducer
 from adaptive.bucket import as_one
+from adaptive.memory import bucket_memory
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
 
@@ -29,14 +30,14 @@ def _net() -> nn.Module:
 
 def _run(rank: int, memory: str, together: bool, options: dict[str, Any]) -> dict[str, Any]:
     copies = 0
-    original = bucket_step.BucketMemory._copied
+    original = bucket_memory.BucketMemory._copied
 
     def counted(*args: Any) -> Any:
         nonlocal copies
         copies += 1
         return original(*args)
 
-    bucket_step.BucketMemory._copied = counted  # type: ignore[method-assign]
+    bucket_memory.BucketMemory._copied = counted  # type: ignore[method-assign]
     if not together:
         reducer.lay_out = lambda slots, velocities: None  # type: ignore[assignment]
     model = DDP(_net(), bucket_cap_mb=CAP, **options)
