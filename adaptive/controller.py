@@ -325,11 +325,11 @@ class Controller:
         if pending is None:
             return
         n = self._exchange.world_size
-        agreed = pending.agree(n)
+        agreed = pending.agree()
         layers, peers = self._instruments.layers, self._instruments.peers
         by_layer = layers.reports(agreed.layers, n) if layers and agreed.layers else {}
-        self._energies = agreed.energies
-        self.changed, self.spoiled = agreed.changed, agreed.spoiled > 0
+        self._energies = tuple(agreed.energies)
+        self.changed, self.spoiled = agreed.changed > 0, agreed.spoiled > 0
         if peers is not None and pending.tally.products:
             peers.receive(agreed.sketch)
         if pending.cf == DENSE and not agreed.spoiled:

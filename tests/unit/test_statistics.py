@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from math import isnan, nan
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive.multilevel import SHARE, WHOLE, sample_stride, strided_sample
-from adaptive.statistics.vector import Agreed, Tally
+from adaptive.statistics.vector import Tally
 from compressors import TopK
 from compressors.base import Key
+from policies import StepReport
 
 
 @given(st.integers(0, 50_000_000))
@@ -54,7 +56,7 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
         tally.signal, tally.signal_total = [0.5, -0.5], -1.0
         tally.peers, tally.peers_total = [2.0, 1.0], 3.0
         vectors.append(tally.vector(torch.device("cpu")))
-    agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 3)
+    agreed = tally.agreed(torch.stack(vectors).sum(0))
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
     assert agreed.exchange_seconds == pytest.approx(0.02)
     assert agreed.network_seconds == pytest.approx(0.01)  # the last one to be ready
@@ -62,11 +64,11 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert agreed.lr == pytest.approx(0.5)
     assert isnan(agreed.sum_norm)
     assert agreed.steady == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
-    assert agreed.energies == (8.0, 8.0, 8.0)  # each rank's own
-    assert agreed.layers == (3.0, 6.0)
-    assert agreed.sketch == (3.0, 6.0, 9.0, 12.0)
-    assert (agreed.signal, agreed.signal_total) == ({10.0: 1.5, 40.0: -1.5}, -3.0)
-    assert (agreed.peers, agreed.peers_total) == ({10.0: 6.0, 40.0: 3.0}, 9.0)
+    assert agreed.energies == [8.0, 8.0, 8.0]  # each rank's own
+    assert agreed.layers == [3.0, 6.0]
+    assert agreed.sketch == [3.0, 6.0, 9.0, 12.0]
+    assert (agreed.signal, agreed.signal_total) == ([1.5, -1.5], -3.0)
+    assert (agreed.peers, agreed.peers_total) == ([6.0, 3.0], 9.0)
     assert agreed.measurements[20.0].gain("error_fed") == pytest.approx(0.5)
     assert agreed.measurements[10.0].gain("gradient") == pytest.approx(0.5)
     assert agreed.measurements[20.0].gain("raw") == 1.0  # 12 / 12
@@ -80,8 +82,14 @@ def test_layers_and_products_are_read_back_without_energies() -> None:
         tally.layers, tally.sketch = [1.0 + rank], [5.0]
         tally.signal, tally.signal_total, tally.peers, tally.peers_total = [1.0], 2.0, [3.0], 4.0
         vectors.append(tally.vector(torch.device("cpu")))
-    agreed = Agreed.read(torch.stack(vectors).sum(0), tally, 2)
+    agreed = tally.agreed(torch.stack(vectors).sum(0))
     assert isnan(agreed.network_seconds)  # not known on every rank
-    assert (agreed.energies, agreed.layers, agreed.sketch) == ((), (3.0,), (10.0,))
+    assert (agreed.energies, agreed.layers, agreed.sketch) == ([], [3.0], [10.0])
     assert (agreed.signal_total, agreed.peers_total) == (4.0, 8.0)
-    assert (agreed.signal, agreed.peers) == ({10.0: 2.0}, {10.0: 6.0})
+    assert (agreed.signal, agreed.peers) == ([2.0], [6.0])
+
+
+def test_what_is_declared_as_reported_is_in_the_policies_report() -> None:
+    reported = {each.name for each in fields(Tally) if each.metadata.get("reported")}
+    assert len(reported) > 8
+    assert reported <= {each.name for each in fields(StepReport)}
