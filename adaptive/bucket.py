@@ -168,7 +168,7 @@ EXACT = NoCompression()
 
 
 @dataclass(frozen=True)
-class Grain:
+class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as

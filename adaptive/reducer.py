@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import Bucket, Grain, StepCFs, Unit, lay_out
+from adaptive.bucket import Bucket, Granularity, StepCFs, Unit, lay_out
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
@@ -48,13 +48,14 @@ Send = Callable[[Tensor], Future[Tensor]]
 class Reducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
-    grain: what is compressed as one. settling: backwards after which DDP cuts no buckets anew.
-    clip_norm: largest norm of a parameter's local gradient, already scaled by 1/sqrt(N); or None.
+    granularity: what is compressed as one. settling: backwards after which DDP cuts no buckets
+    anew. clip_norm: largest norm of a parameter's local gradient, already scaled by 1/sqrt(N), or
+    None.
     """
 
     def __init__(
         self,
-        grain: Grain,
+        granularity: Granularity,
         memory: NoMemory,
         exchange: Exchange,
         pipeline: Pipeline,
@@ -62,7 +63,7 @@ class Reducer:
         settling: int,
         clip_norm: float | None = None,
     ) -> None:
-        self._grain = grain
+        self._granularity = granularity
         self._settling = settling
         self._memory = memory
         self._exchange = exchange
@@ -78,7 +79,7 @@ class Reducer:
 
     def joins(self, step: int) -> bool:
         """The tensors of a bucket are compressed as one, in this step's backward."""
-        return self._grain.joined and not self._is_early(step)
+        return self._granularity.joined and not self._is_early(step)
 
     def end_backward(self) -> None:
         """The next one may have other buckets."""
@@ -125,7 +126,7 @@ class Reducer:
             return self.plain(buffer, slots, on_mean)
         bucket = self._open(buffer, slots, step, tally)
         sending = [part for part in bucket.parts if bucket.finite and not part.held]
-        units = self._grain.cut(bucket, cfs) if tally.cfs and bucket.finite else []
+        units = self._granularity.cut(bucket, cfs) if tally.cfs and bucket.finite else []
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
             self._memory.fold(part.slot, part.grad)
@@ -172,10 +173,10 @@ class Reducer:
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
         bucket = self._open(buffer, slots, step, tally)  # 1
-        if self._grain.joined and self._memory.keeps_residual:
+        if self._granularity.joined and self._memory.keeps_residual:
             lay_out(slots, self._memory.keeps_velocity)
         shards = self._exchange.world_size if strategy.sharded else 1
-        units = self._grain.cut(bucket, cfs, shards)
+        units = self._granularity.cut(bucket, cfs, shards)
         # With several rounds its room is read again when the next bucket has come by.
         room = ("joined", index if strategy.collectives > 1 else 0)
         memory = BucketMemory(self._memory, bucket, units, self._scratch, room)

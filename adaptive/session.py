@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import CrossCheck, agree, describe_sizes
-from adaptive.bucket import Arrival, Grain
+from adaptive.bucket import Arrival, Granularity
 from adaptive.config import Settings, joins
 from adaptive.controller import Controller, PolicyStart
 from adaptive.exchange.choice import ExchangeChoice, LinkCost, measure_link
@@ -34,7 +34,7 @@ from adaptive.reducer import Reducer
 from adaptive.sizes import Sizes
 from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.statistics.on_request import Instruments
-from adaptive.statistics.timing import Stopwatch, make_instants
+from adaptive.statistics.timing import Stopwatch, make_timestamps
 from adaptive.step_watch import StepWatch
 from adaptive.timeline.records import Header, Recorder
 from policies import DENSE, saved
@@ -90,11 +90,11 @@ class Session:
         self._told: set[str] = set()
         self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
-        instants = make_instants(settings.clock, self._slots.device)
-        self._pipeline = Pipeline(instants)
+        timestamps = make_timestamps(settings.clock, self._slots.device)
+        self._pipeline = Pipeline(timestamps)
         self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
         joined = joins(settings.granularity, settings.base, settings.policy)
-        self._grain = Grain(settings.base, joined, settings.dense_below)
+        self._granularity = Granularity(settings.base, joined, settings.dense_below)
         self._sizes = Sizes(
             self._slots,
             settings.base,
@@ -119,7 +119,7 @@ class Session:
         self.controller = Controller(
             settings.policy,
             self.exchange,
-            Stopwatch(instants),
+            Stopwatch(timestamps),
             Recorder(
                 settings.timeline,
                 self.exchange.rank == 0,
@@ -138,7 +138,7 @@ class Session:
         self._watch_forward()
         # With unused parameters buckets stay as they are from the first backward on.
         fixed = model is None or (model.find_unused_parameters and not model.static_graph)
-        self._arrival = Arrival(self._slots) if self._grain.joined and not fixed else None
+        self._arrival = Arrival(self._slots) if self._granularity.joined and not fixed else None
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -148,12 +148,12 @@ class Session:
             settings.policy,
             slots.values(),
             self._start.candidates,
-            self._grain.joined,
+            self._granularity.joined,
             settings.shadow_sample,
         )
         self._choose_memory()
         holds_back = slots.maybe_unused() or self._memory.now.keeps_velocity
-        if self._grain.joined and not base.keeps_zeros and holds_back:
+        if self._granularity.joined and not base.keeps_zeros and holds_back:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
                 f"on a model with parameters that a step may not use (find_unused_parameters, "
@@ -240,7 +240,7 @@ class Session:
             if self._check is not None:
                 self._check.check(controller.step, controller.plan)
             self._heed_script()
-        stopwatch, entered = controller.stopwatch, controller.stopwatch.instants()
+        stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
         slots = [self._slots.find(p) for p in bucket.parameters()]
         self._sizes.see(bucket.index(), slots, self._reducer.joins(controller.step))
@@ -386,7 +386,7 @@ class Session:
         # DDP rebuilds its buckets after the first backward, with a static graph after the second.
         settling = 2 if self.model is not None and self.model.static_graph else 1
         self._reducer = Reducer(
-            self._grain,
+            self._granularity,
             memory,
             self.exchange,
             self._pipeline,

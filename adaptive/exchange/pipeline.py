@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.exchange.strategies import Received, Rounds
-from adaptive.statistics.timing import Instant, Span
+from adaptive.statistics.timing import Span, Timestamp
 
 Finish = Callable[[Received | None], Tensor]
 """Turns what has arrived into the mean, on a thread of the process group."""
@@ -34,13 +34,13 @@ class _Waiting:
 class Pipeline:
     """The exchanges of the buckets that wait for a further round.
 
-    instants: takes one, to tell when hook calls have waited for earlier rounds, and when the
+    timestamps: takes one, to tell when hook calls have waited for earlier rounds, and when the
     threads of the process group were decoding.
     """
 
-    def __init__(self, instants: Callable[[], Instant]) -> None:
+    def __init__(self, timestamps: Callable[[], Timestamp]) -> None:
         self._waits: list[Span] = []
-        self._instants = instants
+        self._timestamps = timestamps
         self._queue: deque[_Waiting] = deque()
         self._decoded: deque[Span] = deque()
 
@@ -79,9 +79,9 @@ class Pipeline:
                 return taken
 
     def _advance(self, waiting: _Waiting) -> None:
-        began = self._instants()
+        began = self._timestamps()
         value = waiting.issued.wait()
-        self._waits.append((began, self._instants()))
+        self._waits.append((began, self._timestamps()))
         waiting.issued = waiting.rounds.send(value)
         waiting.left -= 1
         if waiting.left == 0:
@@ -89,12 +89,12 @@ class Pipeline:
             waiting.issued.then(lambda future: self._complete(waiting, future))
 
     def _finish(self, rounds: Rounds, value: Tensor, finish: Finish) -> Tensor:
-        began = self._instants()
+        began = self._timestamps()
         try:
             rounds.send(value)
         except StopIteration as stop:
             mean = finish(stop.value)
-            self._decoded.append((began, self._instants()))
+            self._decoded.append((began, self._timestamps()))
             return mean
         raise RuntimeError("the exchange issued more collectives than it announced")
 

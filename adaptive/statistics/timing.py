@@ -33,10 +33,10 @@ from adaptive.statistics.vector import Tally
 from policies import saved
 from policies.step_times import LAST
 
-Instant = Any
+Timestamp = Any
 """A number by the host's clock; an event on a device."""
 
-Span = tuple[Instant, Instant]
+Span = tuple[Timestamp, Timestamp]
 """From when to when."""
 
 
@@ -49,19 +49,19 @@ class Event(Protocol):
 
 
 class HostInstants:
-    """Readings of a clock. delay: steps after which the instants of a step can be read."""
+    """Readings of a clock. delay: steps after which the timestamps of a step can be read."""
 
     delay = 0
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
 
-    def __call__(self) -> Instant:
+    def __call__(self) -> Timestamp:
         return self.clock()
 
-    def since(self, start: Instant, instant: Instant) -> float:
+    def since(self, start: Timestamp, timestamp: Timestamp) -> float:
         """Seconds from one to the other."""
-        return float(instant - start)
+        return float(timestamp - start)
 
 
 class DeviceInstants(HostInstants):
@@ -75,28 +75,28 @@ class DeviceInstants(HostInstants):
         super().__init__(clock)
         self._event = event
 
-    def __call__(self) -> Instant:
+    def __call__(self) -> Timestamp:
         event = self._event()
         event.record()
         return event
 
-    def since(self, start: Instant, instant: Instant) -> float:
+    def since(self, start: Timestamp, timestamp: Timestamp) -> float:
         """nan if the device has not come by yet: then no rank knows the step's time, since times
         are averaged over the ranks."""
-        if not (start.query() and instant.query()):
+        if not (start.query() and timestamp.query()):
             return nan
-        return float(start.elapsed_time(instant)) / 1000
+        return float(start.elapsed_time(timestamp)) / 1000
 
 
-def make_instants(clock: Callable[[], float], device: torch.device) -> HostInstants:
+def make_timestamps(clock: Callable[[], float], device: torch.device) -> HostInstants:
     """For gradients on `device`; a clock that somebody has injected is believed everywhere."""
     if device.type == "cpu" or clock is not time.perf_counter:
         return HostInstants(clock)
     return DeviceInstants(clock, lambda: torch.Event(device, enable_timing=True))
 
 
-Since = Callable[[Instant, Instant], float]
-"""Seconds from one instant to another."""
+Since = Callable[[Timestamp, Timestamp], float]
+"""Seconds from one timestamp to another."""
 
 
 class Parts(NamedTuple):
@@ -116,20 +116,20 @@ class StepTiming:
     of the process group was decoding. ended: the next step's first hook call. forward: when its
     forward began, if known."""
 
-    began: Instant
+    began: Timestamp
     cf: float
     wire: float = 0.0
     statistics: float = 0.0
     calls: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
-    exchanged: Instant = None
+    exchanged: Timestamp = None
     decoded: list[Span] = field(default_factory=list)
-    ended: Instant = None
-    forward: Instant = None
+    ended: Timestamp = None
+    forward: Timestamp = None
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> StepTiming:
-        """Go on from the attributes of one on the host, whose instants are numbers."""
+        """Go on from the attributes of one on the host, whose timestamps are numbers."""
         return cls(
             began=saved.number(state, "began"),
             cf=saved.number(state, "cf", least=1),
@@ -144,10 +144,10 @@ class StepTiming:
         )
 
     def split(self, since: Since) -> Parts:
-        """Once it has ended. since: seconds between two instants."""
+        """Once it has ended. since: seconds between two timestamps."""
 
-        def at(instant: Instant) -> float:
-            return since(self.began, instant)
+        def at(timestamp: Timestamp) -> float:
+            return since(self.began, timestamp)
 
         def seconds(spans: Iterable[Span]) -> float:
             return sum(since(start, stop) for start, stop in spans)
@@ -189,19 +189,19 @@ class ForwardMark:
     """A forward pre-hook: notes when a step's forward began.
 
     Forwards without gradients (an evaluation between two steps) do not count, and a compiled one
-    cannot be seen. instants: None for the copy that a copied or pickled model takes along.
+    cannot be seen. timestamps: None for the copy that a copied or pickled model takes along.
     """
 
-    def __init__(self, instants: Callable[[], Instant] | None = None) -> None:
-        self._instants = instants
-        self._began: Instant = None
+    def __init__(self, timestamps: Callable[[], Timestamp] | None = None) -> None:
+        self._timestamps = timestamps
+        self._began: Timestamp = None
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         seen = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if seen and self._instants is not None and self._began is None:
-            self._began = self._instants()
+        if seen and self._timestamps is not None and self._began is None:
+            self._began = self._timestamps()
 
-    def take(self) -> Instant:
+    def take(self) -> Timestamp:
         """When the first forward since the last call began; None if there was none to see."""
         began, self._began = self._began, None
         return began
@@ -252,21 +252,21 @@ class ModelledClock:
 
 
 class Stopwatch:
-    """instants: how moments are taken. forward: a hook for the model, that sees when its forward
+    """timestamps: how moments are taken. forward: a hook for the model, that sees when its forward
     begins.
 
     A step lasts from its first hook call to that of the next.
     """
 
-    def __init__(self, instants: HostInstants) -> None:
-        self.instants = instants
-        self.clock = instants.clock
-        self.forward = ForwardMark(instants)
+    def __init__(self, timestamps: HostInstants) -> None:
+        self.timestamps = timestamps
+        self.clock = timestamps.clock
+        self.forward = ForwardMark(timestamps)
         self._times: dict[float, deque[float]] = {}
         self._running: StepTiming | None = None
         self._over: deque[StepTiming | None] = deque()  # cannot be read yet
         self._timed: StepTiming | None = None
-        self._now: Instant = nan
+        self._now: Timestamp = nan
 
     def stop(self, counts: bool) -> float:
         """The last step is over; returns the time. counts: not the first step of all, which builds
@@ -274,12 +274,12 @@ class Stopwatch:
         running = self._running
         if isinstance(self.clock, ModelledClock) and running is not None:
             self.clock.end_step(running.wire, running.statistics)
-        self._now, forward = self.instants(), self.forward.take()
+        self._now, forward = self.timestamps(), self.forward.take()
         if running is not None:
             running.ended, running.forward = self._now, forward
         self._over.append(running if counts else None)
-        self._timed = self._over.popleft() if len(self._over) > self.instants.delay else None
-        return self.clock() if self.instants.delay else float(self._now)
+        self._timed = self._over.popleft() if len(self._over) > self.timestamps.delay else None
+        return self.clock() if self.timestamps.delay else float(self._now)
 
     def ends(self) -> float:
         """When the running step is over, for whoever cannot wait for the next: now, or, by a
@@ -301,7 +301,7 @@ class Stopwatch:
         if timed is None:
             tally.compress_seconds = nan
             return
-        parts = timed.split(self.instants.since)
+        parts = timed.split(self.timestamps.since)
         if isinstance(self.clock, ModelledClock):
             exchange = self.clock.exchange(timed.wire, timed.statistics)
             parts = parts._replace(compute=self.clock.compute, exchange=exchange)
@@ -320,10 +320,10 @@ class Stopwatch:
         """CF and wire bytes of the step that was told of; nan if there was none."""
         return (self._timed.cf, self._timed.wire) if self._timed else (nan, nan)
 
-    def hook_left(self, entered: Instant, waits: Iterable[Span]) -> None:
+    def hook_left(self, entered: Timestamp, waits: Iterable[Span]) -> None:
         """A hook call that began at `entered` is over; when it waited for the network."""
         assert self._running is not None
-        self._running.calls.append((entered, self.instants()))
+        self._running.calls.append((entered, self.timestamps()))
         self._running.waits += waits
 
     def bucket_done(self, decoded: Iterable[Span]) -> None:
@@ -331,7 +331,7 @@ class Stopwatch:
         group)."""
         if self._running is not None:
             self._running.decoded += decoded
-            self._running.exchanged = self.instants()
+            self._running.exchanged = self.timestamps()
 
     def sent(self, traffic: Traffic) -> None:
         """What the running step has put on the wire."""
@@ -339,7 +339,7 @@ class Stopwatch:
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
 
     def state_dict(self) -> dict[str, Any]:
-        kept = self._running is not None and not self.instants.delay
+        kept = self._running is not None and not self.timestamps.delay
         return {
             "times": [(cf, list(times)) for cf, times in self._times.items()],
             "timing": deepcopy(vars(self._running)) if kept else None,

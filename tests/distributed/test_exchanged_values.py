@@ -46,7 +46,7 @@ class GraceRandom:
         return torch.zeros(numel, dtype=tensors[0].dtype).scatter_(0, indices, tensors[0])
 
 
-def _worst(rank: int, base: str, exchange: str, grain: str, cap: float) -> tuple[float, int]:
+def _worst(rank: int, base: str, exchange: str, granularity: str, cap: float) -> tuple[float, int]:
     """Largest difference between what arrived, where anything did, and this rank's gradient; how
     many elements arrived."""
     model = DDP(small_net(), bucket_cap_mb=cap)
@@ -56,7 +56,7 @@ def _worst(rank: int, base: str, exchange: str, grain: str, cap: float) -> tuple
         (2, 100),
         policy=Scripted([5.0], (20.0,)),
         exchange=exchange,
-        granularity=grain,
+        granularity=granularity,
         memory="none",
     ).attach(model)
     worst, arrived = 0.0, 0
@@ -73,21 +73,21 @@ def _worst(rank: int, base: str, exchange: str, grain: str, cap: float) -> tuple
 
 
 @pytest.mark.parametrize("cap", [0.004, 25], ids=["buckets", "one"])
-@pytest.mark.parametrize("grain", ["layer", "bucket"])
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
 @pytest.mark.parametrize(("base", "exchange"), SPARSE)
 def test_sparsifiers_bring_the_gradients_own_values(
-    base: str, exchange: str, grain: str, cap: float
+    base: str, exchange: str, granularity: str, cap: float
 ) -> None:
-    for worst, arrived in run_ranks(2, _worst, base, exchange, grain, cap):
+    for worst, arrived in run_ranks(2, _worst, base, exchange, granularity, cap):
         assert worst < 1e-12
         assert arrived > 4 * 1139 / 12
 
 
-def _low_rank_error(rank: int, grain: str, cap: float) -> list[float]:
+def _low_rank_error(rank: int, granularity: str, cap: float) -> list[float]:
     """Share of the gradient's energy that PowerSGD misses, step by step, without a memory."""
     model = DDP(small_net(), bucket_cap_mb=cap)
     AdaptiveCompressor(
-        "powersgd", (2, 100), policy=Scripted([2.5]), granularity=grain, memory="none"
+        "powersgd", (2, 100), policy=Scripted([2.5]), granularity=granularity, memory="none"
     ).attach(model)
     errors = []
     for _ in range(6):
@@ -99,9 +99,9 @@ def _low_rank_error(rank: int, grain: str, cap: float) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("grain", ["layer", "bucket"])
-def test_powersgd_is_as_good_in_many_buckets_as_in_one(grain: str) -> None:
-    several = run_ranks(2, _low_rank_error, grain, 0.004)[0]
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+def test_powersgd_is_as_good_in_many_buckets_as_in_one(granularity: str) -> None:
+    several = run_ranks(2, _low_rank_error, granularity, 0.004)[0]
     assert several[-1] < 0.5
     assert (
         several[-1] <= several[0] + 1e-9

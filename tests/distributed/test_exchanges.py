@@ -54,11 +54,11 @@ every_way = pytest.mark.parametrize(
 
 
 @every_way
-@pytest.mark.parametrize("grain", ["layer", "bucket"])
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
 def test_three_ranks_several_buckets_and_a_poisoned_step(
-    base: str, options: dict[str, Any], grain: str
+    base: str, options: dict[str, Any], granularity: str
 ) -> None:
-    options = {**options, "granularity": grain}
+    options = {**options, "granularity": granularity}
     _check(run_ranks(3, run, base, options, 0.004, CFS, 4))
 
 

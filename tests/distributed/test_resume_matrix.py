@@ -96,9 +96,9 @@ def combinations() -> tuple[Combination, ...]:
     fewest turns."""
     turns = dict.fromkeys(BASES, 0)
     found = []
-    for policy, memory, exchange, grain in itertools.product(*CHOICES):
+    for policy, memory, exchange, granularity in itertools.product(*CHOICES):
         for base in sorted(BASES, key=turns.__getitem__):
-            made = Combination(policy, memory, exchange, grain, base)
+            made = Combination(policy, memory, exchange, granularity, base)
             if _accepted(made):
                 found.append(made)
                 turns[base] += 1

@@ -12,7 +12,7 @@ from math import isnan
 import pytest
 import torch
 
-from adaptive.statistics.timing import DeviceInstants, HostInstants, Stopwatch, make_instants
+from adaptive.statistics.timing import DeviceInstants, HostInstants, Stopwatch, make_timestamps
 from adaptive.statistics.vector import Tally
 
 
@@ -64,13 +64,13 @@ def _step(watch: Stopwatch, stream: _Stream, cf: float, counts: bool = True) -> 
     watch.start(cf)
     tally = Tally()
     watch.tell(tally)
-    entered = watch.instants()
+    entered = watch.timestamps()
     stream.queue.append(cf / 100)  # compressing
     watch.hook_left(entered, [])
     stream.queue.append(0.5)  # what is exchanged
-    began = watch.instants()
+    began = watch.timestamps()
     stream.queue.append(0.25)
-    watch.bucket_done([(began, watch.instants())])
+    watch.bucket_done([(began, watch.timestamps())])
     watch.forward(torch.nn.Identity(), ())
     stream.queue.append(2.0)  # the next forward and backward
     return tally
@@ -126,6 +126,6 @@ def test_nothing_of_a_step_on_a_device_is_saved() -> None:
 
 def test_events_are_for_devices_without_a_clock_of_somebodys_own() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert not isinstance(make_instants(time.perf_counter, cpu), DeviceInstants)
-    assert isinstance(make_instants(time.perf_counter, gpu), DeviceInstants)
-    assert type(make_instants(lambda: 1.0, gpu)) is HostInstants
+    assert not isinstance(make_timestamps(time.perf_counter, cpu), DeviceInstants)
+    assert isinstance(make_timestamps(time.perf_counter, gpu), DeviceInstants)
+    assert type(make_timestamps(lambda: 1.0, gpu)) is HostInstants
