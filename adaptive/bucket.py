@@ -17,7 +17,7 @@ from adaptive.step_cfs import StepCFs
 from adaptive.tally import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key
-from compressors.norms import squared_norm
+from compressors.kernels import squared_norm
 from policies import DENSE
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.link import EmulatedLink
-from compressors.scratch import fresh
+from compressors.kernels import fresh
 
 
 @atexit.register

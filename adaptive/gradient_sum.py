@@ -11,7 +11,7 @@ from math import sqrt
 from torch import Tensor
 
 from adaptive.residual import Slot
-from compressors.norms import squared_norm
+from compressors.kernels import squared_norm
 
 
 class GradientSum:

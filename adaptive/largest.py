@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from compressors.norms import Array
+from compressors.kernels import Array
 
 BELOW = 0.8
 """Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""

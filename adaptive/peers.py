@@ -20,7 +20,7 @@ import torch
 
 from adaptive.residual import Slot
 from adaptive.tally import Tally
-from compressors.norms import Array
+from compressors.kernels import Array
 from policies import saved
 
 WIDTH = 256

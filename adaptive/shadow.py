@@ -23,7 +23,8 @@ from adaptive.shadow_group import ShadowGroup
 from adaptive.signal import Signal
 from adaptive.tally import Tally
 from compressors import Compressor, Sparsifier
-from compressors.norms import Array, on_numpy
+from compressors.kernels import Array
+from compressors.kernels import on_host as on_numpy
 
 WHOLE = 1024
 """Elements up to which a tensor is its own sample."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from adaptive.residual import Slot
 from compressors.base import kept
-from compressors.norms import Array
+from compressors.kernels import Array
 
 
 class ShadowGroup:

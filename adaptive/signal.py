@@ -13,7 +13,7 @@ from __future__ import annotations
 from adaptive.peers import Peers
 from adaptive.shadow_group import ShadowGroup
 from adaptive.tally import Tally
-from compressors.norms import Array
+from compressors.kernels import Array
 
 
 class Signal:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adaptive.bucket import Unit
 from compressors.base import Payload
-from compressors.scratch import fresh
+from compressors.kernels import fresh
 
 
 def payload_sizes(units: Sequence[Unit], dtype: torch.dtype) -> list[int]:

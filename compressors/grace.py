@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf
-from compressors.norms import squared_norm
-from compressors.sparse import check_flat, check_out
-from compressors.wire import split
+from compressors.base import Compressor, Key, Payload, check_cf, check_flat, check_out, split_bytes
+from compressors.kernels import squared_norm
 
 
 class GraceObject(Protocol):
@@ -127,7 +125,7 @@ class GraceCompressor(Compressor):
         cf = self.supported(cf, numel)
         form = self._form(numel, cf, dtype)
         sizes = [torch.Size(shape).numel() for shape in form.shapes]
-        parts = split(data, *zip(sizes, form.dtypes, strict=True), (1, torch.uint8))
+        parts = split_bytes(data, *zip(sizes, form.dtypes, strict=True), (1, torch.uint8))
         ctx = self._contexts.get((key.name, numel, cf))
         return GracePayload(parts, numel, cf, nan, nan, key, nan, dtype, ctx)
 

@@ -17,11 +17,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf, further, kept
-from compressors.norms import add_and_norm, lost, squared_norm
-from compressors.sparse import add_at, check_flat, check_out, take
-from compressors.values import ValueFormat, make_values
-from compressors.wire import split
+from compressors.base import (
+    Compressor,
+    Key,
+    Payload,
+    check_cf,
+    check_flat,
+    check_out,
+    combined_cf,
+    kept,
+    projection_error,
+    split_bytes,
+)
+from compressors.kernels import add_and_norm, squared_norm
+from compressors.sparsifier import add_at, take
+from compressors.wire.values import ValueFormat, make_values
 
 _FIRST = 1024  # indices computed by multiplication, the others by addition
 
@@ -64,7 +74,7 @@ class RandomK(Compressor):
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         assert isinstance(payload, RandomPayload)
-        cf = further(payload.cf, factor)
+        cf = combined_cf(payload.cf, factor)
         values = self._decoded(payload) if payload.exact is None else payload.exact
         scale = self._scale(payload.numel, values.numel())
         values = values[: kept(payload.numel, cf)]
@@ -81,7 +91,7 @@ class RandomK(Compressor):
         return self.values.nbytes(kept(numel, cf), dtype)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        parts = split(data, *self.values.layout(kept(numel, cf), dtype))
+        parts = split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
         return RandomPayload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -109,7 +119,7 @@ class RandomK(Compressor):
         if scale != scaled:
             values = values * (scale / scaled)
         energy = scale**2 * inner
-        error = lost(total + energy, 2 * scale * inner) if k < numel else 0.0
+        error = projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
         parts = self.values.encode(values, key)
         payload = RandomPayload(
             parts, numel, cf, energy, error, key, total, values.dtype, exact=values
@@ -120,7 +130,7 @@ class RandomK(Compressor):
         sent = self._decoded(payload)
         rounded = values - sent
         across = float((values.double() * rounded.double()).sum()) * (1 / scale - 1)
-        error = lost(error + 2 * across + squared_norm(rounded), 0.0)
+        error = projection_error(error + 2 * across + squared_norm(rounded), 0.0)
         return replace(payload, energy=squared_norm(sent), error=error)
 
     def _decoded(self, payload: Payload) -> Tensor:

@@ -9,9 +9,8 @@ from math import nan
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload
-from compressors.norms import check_same_length
-from compressors.sparse import check_flat
+from compressors.base import Compressor, Key, Payload, check_flat
+from compressors.kernels import check_same_length
 
 Rounds = Generator[Tensor, Tensor, list[Payload]]
 Report = Callable[[list[Payload]], None]

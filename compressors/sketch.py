@@ -18,17 +18,32 @@ much, a seventh of what top-k keeps (measured).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import isfinite, nan
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.base import CorruptPayload, Key, Payload, check_cf, further, kept
-from compressors.countsketch import CountSketch
-from compressors.norms import lost, squared_norm
+from compressors.base import (
+    CorruptPayload,
+    Key,
+    Payload,
+    check_cf,
+    check_flat,
+    check_out,
+    combined_cf,
+    kept,
+    projection_error,
+    split_bytes,
+)
+from compressors.kernels import Array, squared_norm
+from compressors.kernels.blocks import CACHE_BLOCK
+from compressors.kernels.host import largest_positions
 from compressors.rounds import (
     Report,
     Rounds,
@@ -37,8 +52,7 @@ from compressors.rounds import (
     finite_or_nan,
     lockstep,
 )
-from compressors.sparse import add_at, check_flat, check_out, take
-from compressors.wire import split
+from compressors.sparsifier import add_at, take
 
 
 class Budget(NamedTuple):
@@ -151,7 +165,7 @@ class Sketch(RoundsCompressor):
         return replace(reported[0], parts=parts, dtype=tensor.dtype)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        cf = further(payload.cf, factor)
+        cf = combined_cf(payload.cf, factor)
         indices, values = payload.parts
         k = self.budget(payload.numel, cf).k
         if k == indices.numel():
@@ -159,7 +173,7 @@ class Sketch(RoundsCompressor):
         if not indices.numel():
             return self.compress(values, cf, payload.key)
         energy = squared_norm(values[:k])
-        error = payload.error + lost(squared_norm(values), energy)
+        error = payload.error + projection_error(squared_norm(values), energy)
         parts = (indices[:k], values[:k])
         return replace(payload, parts=parts, cf=cf, energy=energy, error=error)
 
@@ -181,7 +195,7 @@ class Sketch(RoundsCompressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k, _, dense = self.budget(numel, cf)
-        parts = split(data, (k, torch.int32), (k + dense, dtype))
+        parts = split_bytes(data, (k, torch.int32), (k + dense, dtype))
         return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -248,10 +262,86 @@ class Sketch(RoundsCompressor):
 def _own(part: _Part, cf: float, values: Tensor) -> Payload:
     """What is kept of this rank's own tensor."""
     energy = squared_norm(values) if part.budget.k else part.total
-    error = lost(part.total, energy)
+    error = projection_error(part.total, energy)
     return replace(_payload(part, cf, values), energy=energy, error=error, total=part.total)
 
 
 def _payload(part: _Part, cf: float, values: Tensor) -> Payload:
     parts = (part.indices, values)
     return Payload(parts, part.flat.numel(), cf, nan, nan, part.key, dtype=values.dtype)
+
+
+_HALF = np.uint64(32)
+
+
+class CountSketch:
+    """The hashes of `numel` elements into `rows` x `columns` sums; rows is odd.
+
+    identity: seeds the hashes; the same on every rank."""
+
+    def __init__(self, numel: int, rows: int, columns: int, identity: object) -> None:
+        self.numel = numel
+        self.rows = rows
+        self.columns = columns
+        self._hashes = [self._hash(identity, row) for row in range(rows)]
+
+    def table(self, x: Array) -> Array:
+        """The sketch (rows x columns) of flat `x`."""
+        sums = np.zeros((self.rows, 2 * self.columns))
+        for start, slots in self._blocks():
+            block = x[start : start + CACHE_BLOCK]
+            for row, slot in enumerate(slots):
+                sums[row] += np.bincount(slot, block, 2 * self.columns)
+        return (sums[:, : self.columns] - sums[:, self.columns :]).astype(x.dtype)
+
+    def heaviest(self, table: Array, k: int) -> NDArray[np.int32]:
+        """Positions of the `k` largest estimates, the largest first, the lower one first among
+        equals; 0 < k <= numel. `table` must be finite."""
+        signed = np.concatenate([table, -table], axis=1)
+        found = np.empty(0, np.int32)
+        values = np.empty(0, table.dtype)
+        threshold = -1.0  # until k are held, all are worth holding
+        for start, slots in self._blocks():
+            estimate = _median([signed[row].take(slot) for row, slot in enumerate(slots)])
+            above = np.flatnonzero(np.abs(estimate) > threshold)
+            if not above.size:
+                continue
+            found = np.concatenate([found, (above + start).astype(np.int32)])
+            values = np.concatenate([values, estimate.take(above)])
+            if found.size > k:
+                keep = largest_positions(values, k)
+                found, values = found.take(keep), values.take(keep)
+                threshold = float(np.abs(values).min())
+        return found.take(np.argsort(-np.abs(values), kind="stable"))
+
+    def _blocks(self) -> Iterator[tuple[int, list[NDArray[np.int64]]]]:
+        """(first position, for each row the slots of the elements of this block)."""
+        size = min(CACHE_BLOCK, self.numel)
+        steps = [a * np.arange(size, dtype=np.uint64) for a, _ in self._hashes]
+        scratch = [np.empty(size, np.uint64) for _ in self._hashes]
+        for start in range(0, self.numel, CACHE_BLOCK):
+            count = min(CACHE_BLOCK, self.numel - start)
+            slots = []
+            for (a, b), step, full in zip(self._hashes, steps, scratch, strict=True):
+                offset = np.uint64((int(a) * start + int(b)) % 2**64)
+                slot = np.add(step[:count], offset, out=full[:count])
+                slot >>= _HALF
+                slot *= np.uint64(2 * self.columns)
+                slot >>= _HALF
+                slots.append(slot.view(np.int64))
+            yield start, slots
+
+    @staticmethod
+    def _hash(identity: object, row: int) -> tuple[np.uint64, np.uint64]:
+        digest = blake2b(repr((identity, row)).encode(), digest_size=16).digest()
+        factor = int.from_bytes(digest[:8], "little") | 1
+        return np.uint64(factor), np.uint64(int.from_bytes(digest[8:], "little"))
+
+
+def _median(estimates: list[Array]) -> Array:
+    if len(estimates) == 1:
+        return estimates[0]
+    if len(estimates) == 3:
+        a, b, c = estimates
+        return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    return np.sort(np.stack(estimates), axis=0)[len(estimates) // 2]

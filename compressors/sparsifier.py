@@ -1,8 +1,8 @@
-"""What all sparsifiers share: a fixed-capacity payload of indices and (coded) values.
+"""Sparsifiers: a few elements travel, as indices and values in a payload of fixed size.
 
-A subclass says which elements are kept. The indices travel in the smallest of several formats
-(`compressors.indices`), the values in full or coded (`compressors.values`); what coding loses is
-part of the error, and so stays in the residual.
+A subclass says which elements are kept. The indices travel in the smaller of two formats
+(`compressors.wire.indices`), the values in full or coded (`compressors.wire.values`). What coding
+loses is part of the error, and so stays in the residual.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
 from math import nan
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +21,16 @@ from compressors.base import (
     Key,
     Payload,
     check_cf,
-    further,
+    check_flat,
+    check_out,
+    combined_cf,
     kept,
+    projection_error,
+    split_bytes,
 )
-from compressors.indices import choose_format
-from compressors.norms import check_same_length, lost, squared_norm
-from compressors.ranking import largest_of
-from compressors.sparse import add_at, check_ascending, check_flat, check_out, take
-from compressors.values import ValueFormat, make_values
-from compressors.wire import split
-
-
-class Selected(NamedTuple):
-    """indices: int32, ascending. values: those elements. total: ||x||^2 over all elements."""
-
-    indices: Tensor
-    values: Tensor
-    total: float
+from compressors.kernels import Selected, check_same_length, kernels_for, squared_norm
+from compressors.wire.indices import check_ascending, choose_format
+from compressors.wire.values import ValueFormat, make_values
 
 
 @dataclass(frozen=True)
@@ -112,10 +104,10 @@ class Sparsifier(Compressor):
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """The largest of what was kept, whatever rule chose that."""
         assert isinstance(payload, SparsePayload)
-        cf = further(payload.cf, factor)
+        cf = combined_cf(payload.cf, factor)
         capacity = kept(payload.numel, cf)
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        positions = largest_of(values, min(capacity, values.numel()))
+        positions = kernels_for(values).largest(values, min(capacity, values.numel()))
         chosen = Selected(take(payload.parts[0], positions), take(values, positions), payload.total)
         return self._payload(chosen, payload.numel, cf, payload.key)
 
@@ -137,7 +129,7 @@ class Sparsifier(Compressor):
         k = kept(numel, cf)
         index_format = choose_format(numel, k)
         layout = (*self.values.layout(k, dtype), (index_format.nbytes(numel, k), torch.uint8))
-        *coded, raw = split(data, *layout)
+        *coded, raw = split_bytes(data, *layout)
         indices = index_format.decode(raw, numel, k)
         if self.exact_count and indices.numel() != k:
             raise CorruptPayload(f"payload must hold {k} indices, got {indices.numel()}")
@@ -182,7 +174,7 @@ class Sparsifier(Compressor):
         coded = self.values.encode(_padded(chosen.values, capacity), key)
         parts = (chosen.indices, *coded)
         energy = squared_norm(chosen.values)
-        error = lost(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
+        error = projection_error(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
         payload = SparsePayload(
             parts, numel, cf, energy, error, key, chosen.total, dtype, capacity, chosen.values
         )
@@ -206,3 +198,13 @@ def _padded(values: Tensor, capacity: int) -> Tensor:
     padded = values.new_zeros(capacity)
     padded[: values.numel()] = values
     return padded
+
+
+def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
+    """out[indices] += scale * values, in place, for indices that differ from each other."""
+    out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
+
+
+def take(tensor: Tensor, indices: Tensor) -> Tensor:
+    """tensor[indices], a new tensor."""
+    return torch.index_select(tensor.detach(), 0, indices)

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from compressors.base import CorruptPayload, Key
-from compressors.lowrank import layout
-from compressors.orthogonal import orthonormal_rows
-from compressors.powersgd import PowerSGD
+from compressors.powersgd import PowerSGD, layout, orthonormal_rows
 from tests.unit.matrices import KEYS, MATRIX, NUMELS, SHAPES, buckets, low_rank, normal, one
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import norm2

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.orthogonal import orthonormal_rows
-from compressors.powersgd import PowerSGD
+from compressors.powersgd import PowerSGD, orthonormal_rows
 from tests.unit.matrices import KEYS, MATRIX, NUMELS, buckets, low_rank, normal, one
 from tests.unit.ranks import exchange
 

@@ -11,16 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressors.base import CorruptPayload, Key
-from compressors.half import BF16, FP16
-from compressors.int8 import Int8
-from compressors.natural import Natural
-from compressors.onebit import OneBit
-from compressors.qsgd import QSGD
-from compressors.quantizer import Quantizer
-from compressors.rows import BLOCK
-from compressors.signsgd import SignSGD
-from compressors.terngrad import TernGrad
-from compressors.twobit import TwoBit
+from compressors.kernels.blocks import CODE_BLOCK
+from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural, Quantizer
+from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from tests.unit.samples import norm2, normal, ordinary, wire
 
 KEY = Key("layer.weight", 7)
@@ -117,12 +110,12 @@ def test_compress_sum_is_add_then_compress(quantizer, cf, name, dtype):
 
 @every_quantizer
 def test_several_blocks(quantizer):
-    tensor, memory = normal(BLOCK + 519), normal(BLOCK + 519, seed=1)
+    tensor, memory = normal(CODE_BLOCK + 519), normal(CODE_BLOCK + 519, seed=1)
     total = memory + tensor
     payload = quantizer.compress_sum(memory, tensor, 16.0, KEY)
     assert torch.equal(memory, total)
     sent = quantizer.decompress(payload)
-    assert payload.nbytes == quantizer.payload_nbytes(BLOCK + 519, 16.0)
+    assert payload.nbytes == quantizer.payload_nbytes(CODE_BLOCK + 519, 16.0)
     assert payload.total == pytest.approx(norm2(total), rel=1e-6)
     assert payload.energy == pytest.approx(norm2(sent), rel=1e-6)
     assert payload.error == pytest.approx(norm2(total.double() - sent), rel=2e-6)
@@ -159,7 +152,7 @@ def test_nothing_is_lost(quantizer, cf):
 @every_quantizer
 def test_same_input_same_bits_and_no_global_randomness(quantizer):
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    tensor = normal(BLOCK + 1000)
+    tensor = normal(CODE_BLOCK + 1000)
     first, second = (quantizer.compress(t, 8.0, KEY) for t in (tensor, tensor.clone()))
     assert all(torch.equal(a, b) for a, b in zip(first.parts, second.parts, strict=True))
     assert (first.energy, first.error) == (second.energy, second.error)
@@ -192,7 +185,7 @@ def test_half_precision_tensors(quantizer, dtype):
 
 
 @every_quantizer
-@pytest.mark.parametrize("numel", [1, 50, BLOCK + 3])
+@pytest.mark.parametrize("numel", [1, 50, CODE_BLOCK + 3])
 def test_non_finite_input_does_not_hide(quantizer, numel):
     for bad in (float("nan"), float("inf")):
         tensor = torch.ones(numel)

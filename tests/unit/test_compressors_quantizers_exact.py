@@ -6,22 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from compressors import formats
 from compressors.base import Key
-from compressors.half import BF16, FP16
-from compressors.int8 import Int8
-from compressors.natural import Natural
-from compressors.onebit import OneBit
-from compressors.qsgd import QSGD
-from compressors.quantizer import Quantizer
-from compressors.rows import BLOCK
-from compressors.signsgd import SignSGD
-from compressors.terngrad import TernGrad
-from compressors.twobit import TwoBit
-from tests.unit.samples import norm2
+from compressors.kernels.blocks import CODE_BLOCK
+from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural, Quantizer
+from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
+from tests.unit.samples import norm2, use_device_kernels
 
 KEY = Key("w", 3)
-SIZES = (1, 7, 256, 1000, BLOCK + 777)
+SIZES = (1, 7, 256, 1000, CODE_BLOCK + 777)
 DTYPES = (np.float32, np.float64)
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -209,7 +201,7 @@ def test_ranks_with_other_data_and_other_tensors_round_independently():
 
 def test_bytes_do_not_depend_on_the_block_size(monkeypatch):
     """On other devices the whole tensor is one block; the wire is the same."""
-    x = torch.from_numpy(sample(2 * BLOCK + 1003))
+    x = torch.from_numpy(sample(2 * CODE_BLOCK + 1003))
     cases = [(q, 4.0) for q in (FP16(), Int8(), OneBit(), TwoBit(), SignSGD())]
     blocked = [q.compress(x, cf, KEY) for q, cf in cases]
     stochastic = [(q, cf) for q in (QSGD(), TernGrad(), Natural()) for cf in q.forms]
@@ -220,8 +212,8 @@ def test_bytes_do_not_depend_on_the_block_size(monkeypatch):
     def whole(tensor: torch.Tensor) -> list[tuple[int, int]]:
         return [(0, tensor.numel())]
 
-    monkeypatch.setattr(formats, "bounds", whole)
-    monkeypatch.setattr("compressors.quantizer.bounds", whole)
+    monkeypatch.setattr("compressors.wire.values.block_bounds", whole)
+    monkeypatch.setattr("compressors.quantizers.block_bounds", whole)
     for (q, cf), first, tensor in zip(cases, blocked, expected, strict=True):
         second = q.compress(x, cf, KEY)
         for a, b in zip(first.parts, second.parts, strict=True):
@@ -242,8 +234,7 @@ def test_plain_torch_does_what_numpy_does(monkeypatch):
     cases = [FP16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(), TernGrad(), Natural()]
     first = [q.compress(x, 8.0, KEY) for q in cases]
     decoded = [q.decompress(p) for q, p in zip(cases, first, strict=True)]
-    for module in ("formats", "levels", "signs", "ternary"):
-        monkeypatch.setattr(f"compressors.{module}.on_numpy", lambda _: False)
+    use_device_kernels(monkeypatch)
     for q, p, tensor in zip(cases, first, decoded, strict=True):
         assert torch.equal(q.decompress(p), tensor)
         again = q.compress(x, 8.0, KEY)
@@ -266,7 +257,7 @@ def _residual(quantizer: Quantizer, payload, x: torch.Tensor) -> torch.Tensor:
         (lambda: Int8(bucket=100), "bucket must"),
         (lambda: QSGD(bucket=4), "bucket must"),
         (lambda: QSGD(norm="l1"), "norm must"),
-        (lambda: QSGD(bucket=BLOCK, norm="l2", error_feedback=True), "bucket must"),
+        (lambda: QSGD(bucket=CODE_BLOCK, norm="l2", error_feedback=True), "bucket must"),
         (lambda: TernGrad(clip=0.0), "clip must"),
         (lambda: OneBit(column=0), "bucket must"),
         (lambda: TwoBit(threshold=-1.0), "threshold must"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import compressors
 from compressors import (
     NoCompression,
     RandomK,
@@ -12,6 +11,7 @@ from compressors import (
     compressor_names,
     make_compressor,
     register,
+    registry,
 )
 
 
@@ -42,7 +42,7 @@ def test_other_types(base):
 
 
 def test_register(monkeypatch):
-    monkeypatch.setattr(compressors, "_registry", dict(compressors._registry))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     register("mine", lambda: RandomK(seed=9))
     assert make_compressor("mine").seed == 9
     with pytest.raises(ValueError, match="'mine'"):

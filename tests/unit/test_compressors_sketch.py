@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from compressors.base import CorruptPayload, Key, kept
-from compressors.countsketch import CountSketch
-from compressors.sketch import Sketch
+from compressors.sketch import CountSketch, Sketch
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import norm2
 

@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from compressors import Key, TopK, bins, fits, kept, redsync, selection
-from compressors.adacomp import AdaComp
-from compressors.dgc import DGC, sample_of
-from compressors.redsync import RedSync
-from compressors.sidco import SIDCo
+from compressors import Key, TopK, kept, thresholds
+from compressors.kernels import host
 from compressors.sparsifier import Sparsifier
-from compressors.threshold import Threshold
+from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
 
 KEY = Key("w", 5)
 
@@ -157,6 +154,11 @@ RULES = {
     "sidco gamma 3 stages": (SIDCo("gamma", stages=3), sidco(gamma, pareto, 3)),
     "sidco pareto 2 stages": (SIDCo("pareto", stages=2), sidco(pareto, pareto, 2)),
 }
+FITS = (
+    thresholds.exponential_threshold,
+    thresholds.gamma_threshold,
+    thresholds.pareto_threshold,
+)
 every_rule = pytest.mark.parametrize(("compressor", "rule"), RULES.values(), ids=RULES)
 
 
@@ -263,7 +265,7 @@ def test_adacomp_does_not_depend_on_its_guess(monkeypatch, guess):
     x = torch.from_numpy(np.random.default_rng(4).standard_normal(100_000).astype(np.float32))
     memory = x.flip(0).contiguous()
     expected = AdaComp().compress_sum(memory.clone(), x, 100.0, KEY)
-    monkeypatch.setattr(bins, "_guess", lambda *args: guess)
+    monkeypatch.setattr(host, "_guess_in_bins", lambda *args: guess)
     found = AdaComp().compress_sum(memory, x, 100.0, KEY)
     assert torch.equal(memory, x + x.flip(0))
     assert torch.equal(found.parts[0], expected.parts[0])
@@ -286,8 +288,8 @@ def test_adacomp_adds_a_gradient_of_another_type():
 
 def test_redsync_searches_in_one_pass(monkeypatch):
     passes = []
-    collect = selection._collect
-    monkeypatch.setattr(selection, "_collect", lambda *args: passes.append(1) or collect(*args))
+    collect = host._collect
+    monkeypatch.setattr(host, "_collect", lambda *args: passes.append(1) or collect(*args))
     x = torch.from_numpy(np.random.default_rng(5).standard_normal(500_000))
     payload = RedSync().compress(x, 100.0, KEY)
     assert len(passes) == 1
@@ -296,15 +298,15 @@ def test_redsync_searches_in_one_pass(monkeypatch):
 
 @pytest.mark.parametrize(("mean", "most"), [(np.nan, 1.0), (np.inf, np.inf), (1.0, np.nan)])
 def test_redsync_without_a_mean_does_not_search(mean, most):
-    assert redsync.bisect(lambda t: pytest.fail("counted"), mean, most, 5) == 0.0
+    assert thresholds.bisect(lambda t: pytest.fail("counted"), mean, most, 5) == 0.0
 
 
 def test_dgc_samples_a_thousandth_to_a_hundredth_where_that_is_enough():
-    assert sample_of(25_600_000, 256_000) == 65_536
-    assert sample_of(200_000_000, 2_000_000) == 200_000
-    assert sample_of(1_000_000, 100_000) == 10_000
-    assert sample_of(1_000_000, 1_000) == 32_000
-    assert sample_of(500, 5) == 500
+    assert DGC().sample_size(25_600_000, 256_000) == 65_536
+    assert DGC().sample_size(200_000_000, 2_000_000) == 200_000
+    assert DGC().sample_size(1_000_000, 100_000) == 10_000
+    assert DGC().sample_size(1_000_000, 1_000) == 32_000
+    assert DGC().sample_size(500, 5) == 500
 
 
 def test_dgc_of_a_small_tensor_is_top_k_and_its_sample_moves_with_the_step():
@@ -323,15 +325,23 @@ def test_dgc_of_a_small_tensor_is_top_k_and_its_sample_moves_with_the_step():
 def test_fits_recover_their_own_distribution(share, scale):
     rng = np.random.default_rng(9)
     x = rng.exponential(scale, 400_000)
-    for fit in (fits.exponential, fits.gamma, fits.pareto):
+    for fit in (
+        thresholds.exponential_threshold,
+        thresholds.gamma_threshold,
+        thresholds.pareto_threshold,
+    ):
         assert (x > fit(x, share)).mean() == pytest.approx(share, rel=0.15)
     tail = rng.pareto(6, 400_000)
-    assert (tail > fits.pareto(tail, share)).mean() == pytest.approx(share, rel=0.3)
+    assert (tail > thresholds.pareto_threshold(tail, share)).mean() == pytest.approx(share, rel=0.3)
 
 
 def test_fits_of_equal_magnitudes():
     x = np.full(100, 2.0)
-    for fit in (fits.exponential, fits.gamma, fits.pareto):
+    for fit in (
+        thresholds.exponential_threshold,
+        thresholds.gamma_threshold,
+        thresholds.pareto_threshold,
+    ):
         assert fit(x, 0.01) == pytest.approx(2 * log(100))
 
 
