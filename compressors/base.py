@@ -22,7 +22,7 @@ MAX_NUMEL = 2**31 - 1
 
 
 class Key(NamedTuple):
-    """The name of one tensor in one step, the same on every rank, so it can seed shared randomness.
+    """A key names one tensor in one step; it is the same on every rank, so it can seed randomness.
 
     name: of the parameter or bucket. step: number of the step.
     shape: of the parameter, for compressors that see a matrix; () if it is not known.
@@ -34,12 +34,12 @@ class Key(NamedTuple):
 
 
 class CorruptPayload(ValueError):  # noqa: N818
-    """The error for received bytes that no compressor can have sent: wrong size, bad indices."""
+    """This error says that no compressor can have sent the received bytes (size, indices)."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A compressed tensor as it travels, with what is known about what was lost.
+    """A payload is a compressed tensor as it travels, with what is known about what was lost.
 
     parts: contiguous tensors, sent one after the other in this order.
     numel: elements of the tensor that was compressed.
@@ -108,7 +108,7 @@ def combined_cf(cf: float, factor: float) -> float:
 
 
 class Compressor(ABC):
-    """A compressor: it maps one flat tensor and a compression factor (CF) to a `Payload`, and back.
+    """A compressor maps one flat tensor and a compression factor (CF) to a `Payload`, and back.
 
     It knows nothing of processes, and carries nothing from call to call unless `state_dict` says
     otherwise. Tensors are flat (1-d), contiguous, float32 or float64; half-precision gradients are
@@ -119,8 +119,8 @@ class Compressor(ABC):
         otherwise they are gathered. All parts of a linear payload are of one dtype.
     error_feedback: C is a contraction, so feeding its error back converges. False for
         unbiased compressors whose values are scaled up.
-    multilevel: `recompress` means something: what is kept at a larger CF is found in what is kept
-        at a smaller one. Otherwise candidates are compressed from the full tensor.
+    multilevel: `recompress` works: what is kept at a larger CF is found in what is kept at a
+        smaller one. Otherwise candidates are compressed from the full tensor.
     sampled: a strided sample of a tensor shows how well the tensor itself is compressed.
     keeps_zeros: an element that is 0 is never decoded to something else.
     masking: the CF from which on its paper sets the velocity of sent elements to zero (momentum
@@ -136,8 +136,8 @@ class Compressor(ABC):
     masking: float = inf
 
     def momentum_lag(self, cf: float) -> float:
-        """The share of the momentum's lag, in (0, 1], that a velocity keeps beside this compressor
-        at `cf` > 1."""
+        """The share of the momentum's lag, in (0, 1], that momentum correction should keep while
+        this compressor runs at `cf` > 1."""
         return 1.0
 
     @abstractmethod
@@ -178,8 +178,10 @@ class Compressor(ABC):
         Raises CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
     def poison(self, payload: Payload) -> Payload:
-        """`payload` with every floating-point value NaN: how a rank tells the others that its
-        gradient was not finite, without a collective of its own.
+        """`payload` with every floating-point value NaN.
+
+        This is how a rank tells the others that its gradient was not finite, without a collective
+        of its own.
 
         A payload without floating-point parts has no room for a NaN: override this and
         `is_poisoned` (NotImplementedError otherwise)."""
@@ -195,7 +197,7 @@ class Compressor(ABC):
         return any(p.numel() and bool(p[0] != p[0]) for p in payload.parts if p.is_floating_point())
 
     def indices(self, payload: Payload) -> Tensor | None:
-        """Where the kept elements are (int64, flat), for a sparsifier; None if all are kept."""
+        """The positions of the kept elements (int64, flat); None if all elements are kept."""
         return None
 
     def decompress(self, payload: Payload) -> Tensor:
@@ -210,7 +212,7 @@ class Compressor(ABC):
         return check_cf(cf)
 
     def floats(self, numel: int, cf: float) -> float:
-        """Elements sent, indices not counted (the papers' "floats sent")."""
+        """Number of elements sent, indices not counted (the papers' "floats sent")."""
         return numel / cf
 
     def payload_nbytes_for(
@@ -232,7 +234,7 @@ class Compressor(ABC):
         return dtype
 
     def state_dict(self) -> dict[str, Any]:
-        """What it carries from step to step (plain values and tensors), keyed by parameter."""
+        """The state that is carried from step to step (plain values and tensors), by parameter."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,7 +244,7 @@ class Compressor(ABC):
 
 
 class NoCompression(Compressor):
-    """No compression: the dense gradient, as DDP itself would send it. Payloads are at CF 1.
+    """This compressor does nothing: it sends the dense gradient, as DDP itself would, at CF 1.
 
     The payload is the tensor, not a copy: write it to the wire before the tensor changes, so
     before `subtract_from` as well.

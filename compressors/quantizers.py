@@ -1,8 +1,11 @@
 """Quantizers: every element is sent, in fewer bits.
 
-FP16 and BF16 round to half precision, Int8 to even levels of a scale for each bucket of values,
-QSGD to a few such levels at random, Natural to powers of two at random. Quantizers that send
-hardly more than the signs are in `compressors.signs`.
+    FP16, BF16  half precision
+    Int8        even levels, rounded to the nearest, with a scale for each bucket of values
+    QSGD        a few even levels, rounded at random
+    Natural     powers of two, rounded at random
+
+Those that send hardly more than the signs are in `compressors.signs`.
 """
 
 from __future__ import annotations
@@ -39,15 +42,16 @@ from compressors.wire.values import (
 
 
 class Quantizer(Compressor):
-    """Compresses a whole tensor by one of a few value formats, chosen by the CF.
+    """A quantizer sends every element of a tensor, in a value format that the CF chooses.
 
-    forms: the format of each CF that can be done. The CF is fp32 bits / bits per element, scales
-    not counted; `payload_nbytes` counts them. Any other CF means the nearest of these (the smaller
-    of two equally near), and that is the CF of the payload. Half-precision tensors are computed in
-    float32 and sent in the same bits.
+    The CF is fp32 bits / bits of an element. Scales are not counted in it, but in `payload_nbytes`.
+    Half-precision tensors are computed in float32 and sent in the same number of bits.
 
-    Not multilevel: fewer bits of what is in few bits already is a second error on top of the first
-    one, and no cheaper than compressing the tensor itself.
+    forms: the value format of each CF that can be done. Any other CF means the nearest of these
+        (the smaller of two equally near), and that is the CF of the payload.
+
+    Not multilevel: quantizing quantized values once more would add a second error to the first one,
+    and be no cheaper than compressing the tensor itself.
     """
 
     multilevel = False
@@ -85,7 +89,7 @@ class Quantizer(Compressor):
         return self._nearest(cf)
 
     def floats(self, numel: int, cf: float) -> float:
-        """In fp32 numbers of as many bits."""
+        """The fp32 numbers that have as many bits."""
         return numel / self._nearest(cf)
 
     def _nearest(self, cf: float) -> float:
@@ -111,14 +115,16 @@ class Quantizer(Compressor):
 
 
 class HalfPrecision(Quantizer):
-    """Base of `fp16` and `bf16`: CF 2, summed by an all-reduce.
+    """Half precision (CF 2) sends values of 16 bits, which an all-reduce can sum.
 
-    The sum is formed on the wire in half precision, and what that rounds away is in nobody's
-    residual: error feedback covers what this rank rounds, not what the summing rounds.
+    Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and PyTorch's `fp16_compress_hook`
+    and `bf16_compress_hook`. The sum is formed on the wire in half precision, and what that rounds
+    away is in no rank's residual: error feedback covers the rounding of this rank's own values
+    only.
 
-    peers: ranks whose values can be summed without overflow. Values beyond the largest number /
-        peers (fp16: 1023 for 64) are cut there, and the rest is sent in later steps; scaling all
-        values down instead would make the small ones vanish, which fp16 is more prone to.
+    peers: number of ranks whose values can be summed without overflow. Values beyond the largest
+        number / peers (fp16: 1023 for 64) are cut there, and the rest is sent in later steps.
+        Scaling all values down instead would make the small ones vanish, of which fp16 has more.
     """
 
     linear = True
@@ -135,24 +141,29 @@ class HalfPrecision(Quantizer):
 
 
 class FP16(HalfPrecision):
-    """IEEE half precision; numbers below 6e-8 in magnitude are kept in the residual."""
+    """This sends IEEE half precision: 10 bits of mantissa and magnitudes from 6e-8 to 65504.
+
+    Smaller magnitudes stay in the residual."""
 
     name = "fp16"
     half = torch.float16
 
 
 class BF16(HalfPrecision):
-    """bfloat16: the range of fp32 with two to three decimal digits."""
+    """This sends bfloat16: 7 bits of mantissa (2 to 3 decimal digits), the range of fp32."""
 
     name = "bf16"
     half = torch.bfloat16
 
 
 class Int8(Quantizer):
-    """CF 4: q = x / scale rounded to the nearest, scale = max|x| / 127 over `bucket` values.
+    """This sends 8 bits a value (CF 4): x / scale rounded, with scale = max|x| / 127 over a bucket.
 
-    No value is moved by more than its own size, and the largest hardly at all: a contraction, used
-    with error feedback.
+    As block-wise quantization of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+    (ICLR 2022), with even levels. A contraction, used with error feedback: no value is moved by
+    more than its own size, and the largest hardly at all.
+
+    bucket: number of consecutive values that share a scale, a power of two.
     """
 
     name = "int8"
@@ -163,10 +174,16 @@ class Int8(Quantizer):
 
 
 class QSGD(Quantizer):
-    """CF 16, 32/3, 8, ..., 4: b = 2 to 8 bits a value, a sign and 2**(b - 1) - 1 levels.
+    """QSGD (CF 16, 32/3, 8, ..., 4) rounds to a few levels at random.
+
+    Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding"
+    (NeurIPS 2017). Section 3.1 scales by the 2-norm; section 4 ("practical variants", used in all
+    of its experiments) by the largest magnitude of each bucket of consecutive values, with codes
+    of a fixed length. Elias coding is left out: its size depends on the data. A value takes
+    b = 2 to 8 bits: a sign and 2**(b - 1) - 1 levels.
 
     norm: "max" (section 4) or "l2" (section 3.1; larger steps, for the theory).
-    bucket: values that share a scale, a power of two.
+    bucket: number of consecutive values that share a scale, a power of two.
     seed: of the random numbers. They also depend on the tensor's name, the step and the data, so
         ranks that share a seed round independently unless their data is the same.
     error_feedback: the mean error is zero, so by default it is not fed back. Feeding it back
@@ -195,21 +212,22 @@ class QSGD(Quantizer):
 
 
 def contracts(form: Levels) -> bool:
-    """Whether E||x - C(x)||^2 < ||x||^2 for every x.
+    """Whether C with this format is a contraction: E||x - C(x)||^2 < ||x||^2 for every x.
 
-    In units of the scale, a value of magnitude e < 1 loses e - e^2 on average while it holds e^2;
-    the largest value holds s^2. At worst (e = 1/4) the other n - 1 together lose (n - 1) / 8 more
-    than they hold.
+    Squared errors and energies in units of the scale: a value of magnitude e < 1 has energy e^2 and
+    loses e - e^2 on average; the largest of the n values of a bucket has energy s^2, s being the
+    number of levels, and loses nothing. At worst (e = 1/4) the other n - 1 values together lose
+    (n - 1) / 8 more than their energy.
     """
     worst = form.bucket if form.norm == "l2" else (form.bucket - 1) / 8
     return form.levels**2 > worst
 
 
 class _Float(NamedTuple):
-    """How a floating-point number lies in an integer of as many bits."""
+    """This says how a floating-point number lies in an integer of as many bits."""
 
     integer: torch.dtype
-    mantissa: int  # bits
+    mantissa: int  # bits of the mantissa
     top: int  # largest exponent field of a finite number
     lift: float  # times the smallest normal number: 2**-126
 
@@ -221,7 +239,7 @@ _FLOATS = {
 
 
 class PowersOfTwo(BlockFormat):
-    """x -> a power of two next to it, with its sign, E = x.
+    """This value format of 8 bits rounds x to a power of two next to it, right on average.
 
     The paper sends a sign and all 8 bits of the exponent. Here 7 bits count from an offset for each
     CODE_BLOCK elements, so that an element takes one byte. What is below 2**-126 of the largest
@@ -244,9 +262,8 @@ class PowersOfTwo(BlockFormat):
         offsets, codes = parts
         form = _FLOATS[block.x.dtype]
         bits = block.x.view(form.integer)
-        field = torch.bitwise_and(
-            bits, torch.iinfo(form.integer).max, out=scratch_like("bits", bits)
-        )
+        mask = torch.iinfo(form.integer).max
+        field = torch.bitwise_and(bits, mask, out=scratch_like("bits", bits))
         largest = reduce_rows(field, CODE_BLOCK, lambda row: row.amax(dim=1))
         largest.bitwise_right_shift_(form.mantissa)
         below = (largest - 126).clamp_(0, form.top - 127)  # one above the largest is 127 or less
@@ -284,7 +301,10 @@ class PowersOfTwo(BlockFormat):
 
 
 class Natural(Quantizer):
-    """CF 4: one byte an element.
+    """Natural compression (CF 4) rounds each element to a power of two, up or down at random.
+
+    Horvath et al., "Natural Compression for Distributed Deep Learning" (2019; MSML 2022),
+    definition 1: unbiased, with a variance of at most 1/8 of the energy (theorem 3).
 
     seed: of the random numbers, which also depend on the tensor's name, the step and the data.
     error_feedback: unbiased, so by default the error is not fed back; but it is a contraction, and

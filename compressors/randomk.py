@@ -38,19 +38,22 @@ _FIRST = 1024  # indices computed by multiplication, the others by addition
 
 @dataclass(frozen=True)
 class RandomPayload(Payload):
-    """parts: the coded values. exact: the values before coding; None after receiving."""
+    """A random-k payload holds values alone, as every rank knows their indices.
+
+    parts: the coded values. exact: the values before coding; None after receiving.
+    """
 
     exact: Tensor | None = None
 
 
 class RandomK(Compressor):
-    """Keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
+    """Random-k keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
 
     seed: the same on all ranks.
     unbiased: scale the values by numel / k, so that E[C(a)] = a; then the error is not fed back.
         Otherwise C is a projection, to be used with error feedback.
-    values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "qsgd" or a
-        `ValueFormat`. Coded ones cannot be summed: they are gathered.
+    values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd" or a
+        `ValueFormat`. Coded values cannot be summed, so their payloads are gathered.
 
     parts: the k values, coded, in the order of `shared_indices`.
     """
@@ -112,7 +115,9 @@ class RandomK(Compressor):
     def _payload(
         self, values: Tensor, scaled: float, total: float, numel: int, cf: float, key: Key
     ) -> Payload:
-        """values: the kept elements of a, times `scaled`. total: ||a||^2."""
+        """The payload of the kept elements of a.
+
+        values: those elements, times `scaled`. total: ||a||^2."""
         k = values.numel()
         scale = self._scale(numel, k)
         inner = squared_norm(values) / scaled**2  # ||a||^2 over the kept elements
@@ -149,8 +154,8 @@ class RandomK(Compressor):
 def shared_indices(seed: int, key: Key, numel: int, k: int) -> NDArray[np.int32]:
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
-    index[i] = (stride * i + start) mod numel with a stride coprime to numel: distinct for
-    i < numel, nested in k, and uniform over the keys because the start is. O(k) work.
+    index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all indices differ,
+    those for a smaller k come first, and each is equally likely because the start is. O(k) work.
     """
     if k == 0:
         return np.empty(0, np.int32)

@@ -41,8 +41,8 @@ _registry: dict[str, Callable[..., Compressor]] = {
 def register(name: str, factory: Callable[..., Compressor]) -> None:
     """Make `name` usable wherever a compressor is chosen by name.
 
-    factory: called without arguments, e.g. the class. ValueError if the name is already taken or
-    has a "+" in it.
+    factory: is called without arguments; for example, the class. ValueError if the name is already
+        taken or has a "+" in it.
     """
     if name in _registry:
         raise ValueError(f"name must not be registered yet, got {name!r}")
@@ -59,7 +59,7 @@ def compressor_names() -> tuple[str, ...]:
 def make_compressor(base: str | Compressor) -> Compressor:
     """The compressor called `base`, or `base` itself if it already is one.
 
-    A sparsifier's name may be followed by how its values travel: "topk+bf16", "dgc+int8".
+    A sparsifier's name may be followed by the format of its values: "topk+bf16", "dgc+int8".
     ValueError for an unknown name, TypeError for anything else."""
     if isinstance(base, Compressor):
         return base

@@ -1,4 +1,10 @@
-"""Quantizers that send hardly more than signs: 1-bit SGD, EF-signSGD, 2-bit and TernGrad."""
+"""Quantizers that send hardly more than signs, and the value formats that they use.
+
+OneBit    1-bit SGD: for each column of elements the mean of each sign
+SignSGD   EF-signSGD: one mean magnitude for the whole tensor
+TwoBit    -t, 0 or +t for a threshold t
+TernGrad  -s, 0 or +s at random, right on average
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,6 @@ from compressors.kernels.blocks import (
     numbers_of_rows,
     reduce_rows,
     rows,
-    scratch,
     scratch_like,
     widened,
 )
@@ -24,7 +29,6 @@ from compressors.wire.packing import (
     pack_codes,
     pack_digits,
     pack_signs,
-    padded,
     unpack_codes,
     unpack_digits,
     unpack_signs,
@@ -39,16 +43,18 @@ from compressors.wire.values import (
     Parts,
     check_bucket,
     fill_random16,
+    scratch_codes,
 )
 
 
 class ColumnMeans(BlockFormat):
-    """x -> the mean of its column's values >= 0, or of those < 0.
+    """This value format of 1 bit decodes x to the mean of its column's values of the same sign.
 
     A column is a run of `column` consecutive elements (a power of two): payload sizes have to
     follow from the number of elements alone, so columns cannot follow the shape of the matrix.
 
-    parts: for each column the mean below 0 and how far the other one is above it, packed signs.
+    parts: for each column the mean of the negative values, and by how much the other mean exceeds
+    it; packed signs.
     """
 
     projection = True  # onto what is constant on each column's two sets of elements
@@ -92,7 +98,14 @@ def _sum(matrix: Tensor) -> Tensor:
 
 
 class OneBit(Quantizer):
-    """CF 32, and 64 bits more for each column of `column` consecutive elements. A contraction."""
+    """1-bit SGD (CF 32) sends signs, decoded to the mean of the column's elements of that sign.
+
+    Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs" (Interspeech 2014), section 3: threshold 0, two
+    reconstruction values for each column, error feedback. A contraction.
+
+    column: consecutive elements that make up a column; each column costs 64 bits more.
+    """
 
     name = "onebit"
     keeps_zeros = False
@@ -102,8 +115,8 @@ class OneBit(Quantizer):
         super().__init__({32.0: ColumnMeans(self.name, column)})
 
 
-class Signs(BlockFormat):
-    """x -> mean|x| * sign(x), the sign of 0 being +.
+class ScaledSigns(BlockFormat):
+    """This value format of 1 bit decodes x to mean|x| * sign(x), where the sign of 0 is +.
 
     parts: mean|x| (one element), signs (one bit each).
     """
@@ -136,24 +149,26 @@ class Signs(BlockFormat):
 
 
 class SignSGD(Quantizer):
-    """CF 32. A contraction: it keeps ||a||_1^2 / (n ||a||^2) of the energy, 64% if it is normally
-    distributed."""
+    """EF-signSGD (CF 32) sends the signs of all elements, and one mean magnitude.
+
+    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML
+    2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. C is a
+    contraction: it keeps ||a||_1^2 / (n ||a||^2) of the energy, which is 64% of normally
+    distributed values."""
 
     name = "signsgd"
     keeps_zeros = False
 
     def __init__(self) -> None:
-        super().__init__({32.0: Signs(self.name)})
+        super().__init__({32.0: ScaledSigns(self.name)})
 
 
-_OF_RMS = 0.9
+class TwoBitLevels(BlockFormat):
+    """This value format of 2 bits decodes x to t * q: q is -1 if x <= -t, 1 if x >= t, else 0.
 
-
-class Threshold2(BlockFormat):
-    """x -> t * q, q = -1, 0 or 1 as x <= -t, in between, or x >= t.
-
-    threshold: t, or None: 0.9 times the root mean square of the tensor, which loses least of
-        normally distributed values (34%) and next to least of Laplace-distributed ones (42%).
+    threshold: t; None: 0.9 times the root mean square of the tensor. That multiple loses least of
+        normally distributed values (34% of their energy) and hardly more than the least of
+        Laplace-distributed ones (42%).
     parts: t (one element), codes q + 1 (two bits each).
     """
 
@@ -168,7 +183,7 @@ class Threshold2(BlockFormat):
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         for _ in blocks:
             pass
-        fitted = _OF_RMS * sqrt(blocks.total / blocks.x.numel())
+        fitted = 0.9 * sqrt(blocks.total / blocks.x.numel())
         (t,) = shared
         t.fill_(fitted if self.threshold is None else self.threshold + 0 * fitted)  # nan stays nan
         t.clamp_(min=torch.finfo(t.dtype).tiny)
@@ -177,8 +192,7 @@ class Threshold2(BlockFormat):
         t, packed = parts
         steps = torch.div(block.x, t, out=scratch_like("work", block.x))
         q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
-        codes = scratch("codes", padded(q.numel()), torch.uint8, q.device)
-        codes[q.numel() :] = 0
+        codes = scratch_codes(q)
         own = codes[: q.numel()].view(torch.int8)
         q.copy_(own.copy_(q))  # rounds towards 0; trunc_ is 20 times slower
         own.add_(1)
@@ -188,16 +202,21 @@ class Threshold2(BlockFormat):
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         t, packed = parts
-        codes = scratch("codes", padded(out.numel()), torch.uint8, out.device)
+        codes = scratch_codes(out)
         unpack_codes(packed, 2, codes)
         out.copy_(codes[: out.numel()]).sub_(1).mul_(t)
 
 
 class TwoBit(Quantizer):
-    """CF 16. An element moves by t a step at most; the rest of it is fed back.
+    """2-bit quantization (CF 16) sends +t for elements at or above t, -t at or below -t, else 0.
+
+    Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
+    2015), for the values and the error feedback; MXNet's gradient compression ("2bit"), for sending
+    every element in two bits. An element moves by at most t in a step; the rest is fed back.
 
     threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: fitted
-        to each tensor. Only the fitted one is a contraction, but either loses nothing.
+        to each tensor. C is a contraction only with the fitted one, but error feedback sends
+        everything in the end with either.
     """
 
     name = "twobit"
@@ -206,12 +225,13 @@ class TwoBit(Quantizer):
         if threshold is not None and not 0 < threshold < float("inf"):
             raise ValueError(f"threshold must be None or a number above 0, got {threshold!r}")
         self.threshold = threshold
-        super().__init__({16.0: Threshold2(self.name, threshold)})
+        super().__init__({16.0: TwoBitLevels(self.name, threshold)})
 
 
-class Ternary(BlockFormat):
-    """x -> s * t, t = -1, 0 or 1, E[s * t] = x for |x| <= s; s = max|x| over the tensor, after
-    clipping to +-clip * sqrt(mean x^2).
+class TernaryLevels(BlockFormat):
+    """This value format of 1.6 bits decodes x to s * t, t = -1, 0 or 1 at random: E[s * t] = x.
+
+    s = max|x| over the tensor, at most clip * sqrt(mean x^2); elements beyond s become +-s.
 
     parts: s (one element), digits t + 1 (five to a byte).
     """
@@ -236,10 +256,8 @@ class Ternary(BlockFormat):
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
-        steps, t = (
-            torch.div(block.x, scale, out=scratch_like("work", block.x)),
-            scratch_like("levels", block.x),
-        )
+        steps = torch.div(block.x, scale, out=scratch_like("work", block.x))
+        t = scratch_like("levels", block.x)
         fill_random16(t, self.seed, block.key.name, block.key.step, block.start, block.norm)
         if self.clip is None:
             torch.add(steps, t, alpha=STEP, out=t)
@@ -259,13 +277,15 @@ class Ternary(BlockFormat):
 
 
 class TernGrad(Quantizer):
-    """CF 20: 1.6 bits an element.
+    """TernGrad (CF 20, 1.6 bits an element) sends -s, 0 or +s for each element, at random.
+
+    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
+    (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
+    a contraction (the error is several times the gradient), so the error is not fed back.
 
     clip: in standard deviations, taken about zero; the paper's 2.5 makes the scale and with it the
         variance smaller, at the price of a bias. None: no clipping; then C is unbiased.
     seed: of the random numbers, which also depend on the tensor's name, the step and the data.
-
-    Not a contraction (the error is several times the gradient), so it is not fed back.
     """
 
     name = "terngrad"
@@ -275,4 +295,4 @@ class TernGrad(Quantizer):
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be None or above 0 (standard deviations), got {clip!r}")
         self.clip, self.seed = clip, seed
-        super().__init__({20.0: Ternary(self.name, clip, seed)})
+        super().__init__({20.0: TernaryLevels(self.name, clip, seed)})

@@ -6,14 +6,21 @@ are summed (round 1), every rank reads the same k coordinates off the sum, and t
 are summed (round 2). The bytes do not grow with the number of ranks, as they do for gathered
 top-k, and what is sent is an exact projection, so the residual is exact.
 
-The hashes change with every step. With the same ones every step, error feedback starves whatever
-cancels with others in the table: of a constant gradient 85% had not left after 600 steps at CF 10
-(measured). FetchSGD has to keep them, as its memory is a sketch; here the memory is in full.
+The hashes change with every step. If they stay the same, elements that cancel with others in the
+table are never sent: of a constant gradient 85% had not been sent after 600 steps at CF 10
+(measured). FetchSGD has to keep its hashes, because its memory is a sketch; here the memory is the
+full residual.
 
-What a table of at most numel / cf numbers can find are coordinates that stand far out. In a
-normally distributed gradient it finds no more than chance would, and with error feedback works like
-random-k; in a heavy-tailed one (Student's t with 3 degrees of freedom, CF 100) five times as
-much, a seventh of what top-k keeps (measured).
+A table of at most numel / cf numbers can only find coordinates that stand far out. In a normally
+distributed gradient it finds no more than chance would, and with error feedback works like
+random-k; in a heavy-tailed one (Student's t with 3 degrees of freedom, CF 100) it finds five times
+as much, which is a seventh of what top-k keeps (measured).
+
+A count sketch (Charikar, Chen, Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002)
+is a table of signed sums from which the large elements can be read off. Every row of the table adds
+each element, with a sign, to one of its columns; sign and column are hashes of the position. An
+element's estimate is the median over the rows of its sign times the sum it was added to. The
+sketch of a sum is the sum of the sketches.
 """
 
 from __future__ import annotations
@@ -56,7 +63,11 @@ from compressors.sparsifier import add_at, take
 
 
 class Budget(NamedTuple):
-    """k values, found by a table of `columns` a row. k 0: all `dense` values travel instead."""
+    """A budget says which numbers are sent for a tensor.
+
+    k: values, at coordinates found with a table of `columns` columns. If k is 0, all `dense` values
+    of the tensor travel instead.
+    """
 
     k: int
     columns: int
@@ -65,7 +76,11 @@ class Budget(NamedTuple):
 
 @dataclass
 class _Part:
-    """One tensor of a bucket. own: what it adds to round 2, or to round 1 if it goes dense."""
+    """A part is one tensor of a bucket, on its way through the rounds.
+
+    held: whether this rank contributes nothing. total: ||a||^2. indices: the coordinates found.
+    summed: this tensor's part of the first sum.
+    """
 
     key: Key
     budget: Budget
@@ -77,18 +92,21 @@ class _Part:
 
 
 class Sketch(RoundsCompressor):
-    """Of about numel / cf numbers a tensor, `share` are values and the others a table of `rows`.
+    """Count-sketch compression sends about numel / cf numbers: values, and a table to find them.
 
-    rows: odd; of the sketch (more: surer estimates of fewer heavy coordinates).
-    share: between 0 and 1.
+    The sum over the ranks of such tables tells which coordinates are heavy; the values are those
+    of the heaviest.
+
+    rows: of the table, an odd number. More rows give surer estimates of fewer heavy coordinates.
+    share: of the numbers that are values, between 0 and 1.
     seed: of the hashes, the same on all ranks.
 
-    parts: indices (int32, k elements, by falling estimate), values (k elements). Where table and
-    values would be no smaller than the tensor: no indices, all values.
+    parts: indices (int32, k elements, by falling estimate), values (k elements). If table and
+    values would be no smaller than the tensor, there are no indices, and all values.
 
     `recompress` keeps the first of the coordinates found. A table for the larger CF would be
-    smaller, and find worse ones: the energy is what that CF keeps at best.
-    On a device other than the CPU the sketch is computed on the CPU all the same.
+    smaller and find worse ones, so its energy is the most that the larger CF can keep. On a device
+    other than the CPU the sketch is computed on the CPU all the same.
     """
 
     name = "sketch"
@@ -103,7 +121,7 @@ class Sketch(RoundsCompressor):
         self.seed = seed
 
     def budget(self, numel: int, cf: float) -> Budget:
-        """What is sent for `numel` elements at `cf`."""
+        """The numbers that are sent for `numel` elements at `cf`."""
         floats = kept(numel, check_cf(cf))
         k = max(1, int(floats * self.share))
         columns = max(1, (floats - k) // self.rows)
@@ -231,7 +249,7 @@ class Sketch(RoundsCompressor):
         return CountSketch(numel, self.rows, columns, (self.seed, part.key.name, part.key.step))
 
     def _sketched(self, part: _Part) -> Tensor:
-        """What goes into round 1."""
+        """What this rank adds to the first sum."""
         size = self.rows * part.budget.columns + part.budget.dense
         if part.held:
             return part.flat.new_zeros(size)
@@ -243,7 +261,7 @@ class Sketch(RoundsCompressor):
         return torch.from_numpy(table).to(part.flat.device).view(-1)
 
     def _found(self, part: _Part, summed: Tensor, finite: bool) -> Tensor:
-        """The indices that every rank reads off the summed sketch."""
+        """The indices that every rank reads off the summed table."""
         k, columns, _ = part.budget
         device = part.flat.device
         if not k or not finite:
@@ -253,14 +271,14 @@ class Sketch(RoundsCompressor):
 
     @staticmethod
     def _own_values(part: _Part) -> Tensor:
-        """This rank's values of what is sent."""
+        """This rank's values at the indices found, or all of them if the tensor travels dense."""
         if part.held:
             return part.flat.new_zeros(part.budget.k + part.budget.dense)
         return take(part.flat, part.indices) if part.budget.k else part.flat
 
 
 def _own(part: _Part, cf: float, values: Tensor) -> Payload:
-    """What is kept of this rank's own tensor."""
+    """The payload of what is kept of this rank's own tensor."""
     energy = squared_norm(values) if part.budget.k else part.total
     error = projection_error(part.total, energy)
     return replace(_payload(part, cf, values), energy=energy, error=error, total=part.total)
@@ -275,9 +293,13 @@ _HALF = np.uint64(32)
 
 
 class CountSketch:
-    """The hashes of `numel` elements into `rows` x `columns` sums; rows is odd.
+    """A count sketch hashes `numel` elements into a table of `rows` x `columns` sums.
 
-    identity: seeds the hashes; the same on every rank."""
+    Element i goes to h = a i + b mod 2^64, of which the upper half picks one of 2 x columns:
+    pairwise independent for i < 2^32 (Dietzfelbinger 1996). The second half of those counts
+    negative, so neither direction ever computes a sign. All in blocks that fit the cache.
+
+    rows: an odd number. identity: seeds the hashes; the same on every rank."""
 
     def __init__(self, numel: int, rows: int, columns: int, identity: object) -> None:
         self.numel = numel
@@ -315,7 +337,7 @@ class CountSketch:
         return found.take(np.argsort(-np.abs(values), kind="stable"))
 
     def _blocks(self) -> Iterator[tuple[int, list[NDArray[np.int64]]]]:
-        """(first position, for each row the slots of the elements of this block)."""
+        """(first position, for each row the columns that the elements go to) of each block."""
         size = min(CACHE_BLOCK, self.numel)
         steps = [a * np.arange(size, dtype=np.uint64) for a, _ in self._hashes]
         scratch = [np.empty(size, np.uint64) for _ in self._hashes]

@@ -35,9 +35,11 @@ from compressors.wire.values import ValueFormat, make_values
 
 @dataclass(frozen=True)
 class SparsePayload(Payload):
-    """parts: indices (int32, ascending), then the coded values, `capacity` of them.
+    """A sparse payload holds a few elements, in a fixed number of slots.
 
-    capacity: slots on the wire; no more indices than that.
+    parts: indices (int32, ascending), then the coded values, `capacity` of them. On the wire the
+        values come first, then the indices in the smallest of their formats.
+    capacity: number of slots on the wire; there are at most as many indices.
     exact: the values before coding; None after receiving.
     """
 
@@ -56,40 +58,44 @@ class SparsePayload(Payload):
 
 
 class Sparsifier(Compressor):
-    """Keeps at most k = max(1, floor(numel / cf)) elements; its payload has k slots.
+    """A sparsifier keeps at most k = max(1, floor(numel / cf)) elements and sends k slots.
 
     values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd"
         or a `ValueFormat`.
     """
 
     exact_count = False
-    """Always keeps exactly k: another count is a corrupt payload."""
+    """Whether exactly k elements are always kept, so that another count is a corrupt payload."""
 
     comparable = True
-    """Chooses by magnitude alone, so that tensors can be compressed together."""
+    """Whether elements are chosen by magnitude alone, so that tensors can be joined and compressed
+    together."""
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
-        self._code(make_values(values))
+        self._set_values(make_values(values))
 
     def coded(self, values: str | ValueFormat) -> Sparsifier:
-        """The same rule, its kept values travelling as `values`."""
+        """A sparsifier that keeps the same elements, but writes their values as `values`."""
         other = copy(self)
-        other._code(make_values(values))
+        other._set_values(make_values(values))
         return other
 
-    def _code(self, values: ValueFormat) -> None:
+    def _set_values(self, values: ValueFormat) -> None:
         self.values = values
         own = type(self).name
         self.name = own if values.lossless else f"{own}+{values.name}"
 
     def momentum_lag(self, cf: float) -> float:
-        """Less the longer elements wait in the residual (measured: docs/defaults.md)."""
+        """The larger the CF, the longer elements wait in the residual, and the less of the lag
+        should be kept (measured: docs/defaults.md)."""
         return min(1.0, 1.2 / cf ** (1 / 3))
 
     @abstractmethod
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        """tensor += add in place (if given: same dtype, length and device), then which elements of
-        `tensor` to keep: at most `k`, 1 <= k <= numel, or k = 0 of nothing."""
+        """tensor += add in place, then the elements of `tensor` to keep.
+
+        k: at most so many; 1 <= k <= numel, or k = 0 if numel is 0.
+        add: if not None, it has the dtype, length and device of `tensor`."""
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         return self._compress(tensor, None, cf, key)
@@ -102,7 +108,7 @@ class Sparsifier(Compressor):
         return self._compress(memory, None, cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        """The largest of what was kept, whatever rule chose that."""
+        """Keeps the largest of the elements in `payload`, whatever rule chose those."""
         assert isinstance(payload, SparsePayload)
         cf = combined_cf(payload.cf, factor)
         capacity = kept(payload.numel, cf)
@@ -154,7 +160,7 @@ class Sparsifier(Compressor):
         return choose_format(payload.numel, k).encode(payload.parts[0], payload.numel, k)
 
     def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
-        """What `tensor` (flat) has at the indices that another rank chose and packed."""
+        """The payload of flat `tensor` at the indices that another rank chose and packed."""
         check_flat(tensor)
         numel, k = tensor.numel(), kept(tensor.numel(), cf)
         indices = choose_format(numel, k).decode(packed, numel, k)
@@ -185,7 +191,7 @@ class Sparsifier(Compressor):
         return replace(payload, energy=squared_norm(sent), error=error)
 
     def _decoded(self, payload: Payload) -> Tensor:
-        """The values that arrive, one for each index."""
+        """The values as receivers decode them, one for each index."""
         assert isinstance(payload, SparsePayload)
         values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
         return values[: payload.parts[0].numel()]

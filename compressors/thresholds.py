@@ -34,7 +34,7 @@ _SAMPLED_SHARE = 32  # one in so many elements: more cost more than they tell
 
 
 class ThresholdSparsifier(Sparsifier):
-    """Base of the sparsifiers that estimate their threshold in a sample.
+    """This is the base of the sparsifiers that estimate their threshold beforehand.
 
     Keeps the elements whose magnitude reaches the threshold, at most
     k = max(1, floor(numel / cf)) of them; all of them at CF 1."""
@@ -76,7 +76,7 @@ def sample_threshold(sample: Tensor, share: float) -> float:
 
 
 class DGC(ThresholdSparsifier):
-    """Deep Gradient Compression: top-k with the threshold estimated from a sample.
+    """Deep Gradient Compression is top-k with a threshold that is estimated from a sample.
 
     Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth
     for Distributed Training" (ICLR 2018), sections 3 and 5: sample 0.1% to 1% of the magnitudes,
@@ -112,7 +112,7 @@ class DGC(ThresholdSparsifier):
 
 
 class Threshold(ThresholdSparsifier):
-    """Hard threshold: keeps the elements whose magnitude reaches a given or estimated threshold.
+    """The hard threshold keeps the elements whose magnitude reaches a given or estimated threshold.
 
     Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
     2015), with a fixed threshold; Aji and Heafield, "Sparse Communication for Distributed Gradient
@@ -150,7 +150,7 @@ Fit = Callable[[Array, float], float]
 
 
 class SIDCo(ThresholdSparsifier):
-    """SIDCo: the threshold is a quantile of a distribution that is fitted in several stages.
+    """SIDCo takes a quantile of a distribution, fitted in several stages, as its threshold.
 
     Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression
     Technique for Distributed Training Systems" (MLSys 2021):
@@ -278,7 +278,7 @@ FITS: dict[str, tuple[Fit, Fit]] = {
 
 
 class RedSync(Sparsifier):
-    """RedSync: the threshold lies between the mean and the maximum of the magnitudes, by bisection.
+    """RedSync finds a threshold between the mean and the maximum of the magnitudes by bisection.
 
     Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep
     Learning Training System" (JPDC 2019; arXiv 1808.04357, 2018), its threshold binary search:
@@ -330,7 +330,7 @@ def bisect(count: Callable[[float], int], mean: float, most: float, k: int) -> f
 
 
 class AdaComp(Sparsifier):
-    """AdaComp: each small bin of neighbours sends the elements that come near its own maximum.
+    """AdaComp sends from each small bin of neighbours the elements that come near its maximum.
 
     Chen, Choi, Brand, Agrawal, Zhang and Gopalakrishnan, "AdaComp: Adaptive Residual Gradient
     Compression for Data-Parallel Distributed Training" (AAAI 2018), its pack():

@@ -15,7 +15,7 @@ from compressors.sparsifier import Sparsifier
 
 
 class TopK(Sparsifier):
-    """Top-k: keeps exactly the k = max(1, floor(numel / cf)) elements of largest magnitude.
+    """Top-k keeps exactly the k = max(1, floor(numel / cf)) elements of largest magnitude.
 
     On a CPU the lower index wins among equal magnitudes; on another device any may. How the
     elements are found in little more time than it takes to read the tensor is told in

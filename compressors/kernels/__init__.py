@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Kernels(Protocol):
-    """The functions that both modules hold.
+    """This declares the functions that both modules hold.
 
     All tensors are flat. `add`, where it is not None, has the dtype, length and device of `x` and
     is added to it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0.

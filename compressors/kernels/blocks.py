@@ -36,7 +36,7 @@ _local = threading.local()
 
 
 class Selected(NamedTuple):
-    """The elements that a selection kept of a flat tensor x.
+    """This is the result of a selection: the elements that are kept of a flat tensor x.
 
     indices: their positions (int32, ascending). values: the elements at those positions.
     total: ||x||^2 over all elements of x.

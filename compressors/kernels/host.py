@@ -173,7 +173,7 @@ def _partitioned(x: Array, rank: int) -> float:
 
 
 class Candidates:
-    """A list, kept short while it grows, of the elements that may be among the k largest.
+    """Candidates are the elements that may be among the k largest, in a list that is kept short.
 
     threshold: magnitude below which an element is of no interest. It only ever rises.
     compare: how a magnitude must compare to the threshold: numpy's >= or >.
@@ -265,7 +265,7 @@ def superset(
 
 
 class _Sum:
-    """The sum of all the blocks that it is shown, carried on in double precision."""
+    """This adds up all the blocks that it is shown, in double precision."""
 
     def __init__(self) -> None:
         self.value = 0.0

@@ -31,7 +31,7 @@ from compressors.wire.packing import (
 
 
 class IndexFormat(ABC):
-    """A way to write at most `capacity` of the positions in range(numel) as bytes.
+    """An index format writes at most `capacity` of the positions in range(numel) as bytes.
 
     The number of bytes depends on (numel, capacity) alone; how many positions there are is told by
     the bytes themselves. Needs 0 <= capacity <= numel < 2**31.
@@ -60,13 +60,13 @@ class IndexFormat(ABC):
 
 
 class EliasFano(IndexFormat):
-    """The Elias-Fano code with `low` (0 to 31) low bits; with the best `low` it takes about 0.6
-    bits an index more than the least that is possible.
+    """The Elias-Fano code takes, with the best `low`, about 0.6 bits an index more than the least
+    that is possible.
 
-    The low bits of an index are written as they are, the others (its high part) in unary. High
-    parts never fall, so in a map of (capacity + number of high parts) bits, bit (high part + rank)
-    is set for each index: no two meet, and the rank is the number of bits set below. The map comes
-    first, then the low bits, with a slot for each of `capacity` indices.
+    The `low` lowest bits (0 to 31) of an index are written as they are, the others (its high part)
+    in unary. High parts never fall, so in a map of (capacity + number of high parts) bits, bit
+    (high part + rank) is set for each index: no two meet, and the rank is the number of bits set
+    below. The map comes first, then the low bits, with a slot for each of `capacity` indices.
     """
 
     def __init__(self, low: int) -> None:
@@ -112,9 +112,9 @@ class EliasFano(IndexFormat):
 
 
 class Bitmap(IndexFormat):
-    """A bit for every element of the tensor, set if that element is kept.
+    """A bit map has a bit for every element of the tensor, set if that element is kept.
 
-    The smallest format where about a fourth of the elements or more are kept."""
+    It is the smallest format where about a fourth of the elements or more are kept."""
 
     name = "bitmap"
 

@@ -51,15 +51,18 @@ _USES = 4  # elements that a random word serves
 _local = threading.local()
 
 Layout = tuple[tuple[int, torch.dtype], ...]
+"""(elements, dtype) of each part of a payload."""
 
 Parts = tuple[Tensor, ...]
+"""The parts of a payload: flat contiguous tensors."""
 
 
 class ValueFormat(ABC):
-    """Values of a flat tensor as the parts of a payload. Stateless; any byte pattern decodes.
+    """A value format writes the values of a flat tensor as the parts of a payload.
 
-    At least one part holds floating-point numbers (values or scales), and has an element if there
-    is a value: NaN in them decodes to NaN throughout, and 0 to 0 throughout.
+    It carries nothing from call to call, and any pattern of bytes decodes to something. At least
+    one part holds floating-point numbers (values or scales) and is not empty if there is a value:
+    if all numbers of such a part are NaN, all values decode to NaN, and if all are 0, to 0.
 
     name: the registered name, or that of the compressor.
     lossless: decodes to exactly what was encoded.
@@ -86,10 +89,10 @@ class ValueFormat(ABC):
 
 
 class Block(NamedTuple):
-    """A run of elements that is encoded at once.
+    """A block is a run of neighbouring elements that is encoded at once.
 
-    x: the elements, float32 or float64. start: position of the first. norm: ||x||^2, to seed
-    random numbers with. key: of the tensor.
+    x: the elements, float32 or float64. start: position of the first of them in the tensor.
+    norm: ||x||^2, which seeds random numbers. key: of the tensor.
     """
 
     x: Tensor
@@ -99,9 +102,11 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of `x`, from first to last; the first time round, x += add in place.
+    """This iterates over the blocks of `x`, from first to last, as often as needed.
 
-    total: ||x||^2, known once they have been gone through.
+    The first time round, each block has `add` added to it in place before it is handed out.
+
+    total: ||x||^2, known once all blocks have been handed out.
     """
 
     def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
@@ -127,9 +132,12 @@ class Blocks:
 
 
 class BlockFormat(ValueFormat):
-    """Encodes and decodes block by block; `layout` grows evenly with every CODE_BLOCK elements.
+    """A block format is a value format that encodes and decodes block by block.
 
-    shared: so many leading parts hold for the whole tensor; `fill_shared` computes them.
+    Its `layout` grows evenly with every CODE_BLOCK elements.
+
+    shared: number of leading parts that hold for the whole tensor, such as a common scale;
+        `fill_shared` computes them.
     projection: what is lost is orthogonal to what is kept, so that error = total - energy.
     """
 
@@ -137,16 +145,18 @@ class BlockFormat(ValueFormat):
     projection: bool = False
 
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
-        """Go through `blocks` (at least one) and fill the `shared` parts. Only if there are any."""
+        """Go through `blocks` (at least one) and fill the `shared` parts, if there are any."""
 
     @abstractmethod
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
-        """Fill this block's share of `parts`. Returns the squared norms of what is kept and of what
-        is lost (anything for the latter if `projection`)."""
+        """Encode a block into its slices of the parts.
+
+        Returns the squared norms of what is kept and of what is lost (the latter is not looked at
+        if `projection`)."""
 
     @abstractmethod
     def decode_block(self, parts: Parts, out: Tensor) -> None:
-        """Fill `out` (float32 or float64), one block, from its share of the parts."""
+        """Decode a block into `out` (float32 or float64) from its slices of the parts."""
 
     def encode(self, values: Tensor, key: Key) -> Parts:
         return encode_sum(self, values, None, key).parts
@@ -159,15 +169,15 @@ class BlockFormat(ValueFormat):
 
     def decode_into(self, out: Tensor, parts: Parts, start: int) -> None:
         """Fill `out` (of any dtype) with the block that starts at `start`."""
-        share = self.share(parts, start, out.numel(), out.dtype)
+        slices = self.slices(parts, start, out.numel(), out.dtype)
         if out.dtype == widened(out.dtype):
-            self.decode_block(share, out)
+            self.decode_block(slices, out)
         else:
             wide = scratch("wide", out.numel(), widened(out.dtype), out.device)
-            self.decode_block(share, wide)
+            self.decode_block(slices, wide)
             out.copy_(wide)
 
-    def share(self, parts: Parts, start: int, count: int, dtype: torch.dtype) -> Parts:
+    def slices(self, parts: Parts, start: int, count: int, dtype: torch.dtype) -> Parts:
         """The slices of `parts` for `count` elements from `start` (a multiple of CODE_BLOCK) on."""
         before = self.layout(start, dtype)[self.shared :]
         here = self.layout(count, dtype)[self.shared :]
@@ -179,7 +189,10 @@ class BlockFormat(ValueFormat):
 
 
 class Encoded(NamedTuple):
-    """The parts, and the squared norms of what was encoded, is kept and is lost."""
+    """This is the result of encoding: the parts, and three squared norms.
+
+    total: of what was encoded. energy: of what is kept. error: of what is lost.
+    """
 
     parts: Parts
     total: float
@@ -197,16 +210,16 @@ def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> En
         if form.shared and x.numel():
             form.fill_shared(blocks, parts[: form.shared])
         for block in blocks:
-            share = form.share(parts, block.start, block.x.numel(), x.dtype)
-            kept, missed = form.encode_block(block, share)
-            energy, error = energy + kept, error + missed
+            slices = form.slices(parts, block.start, block.x.numel(), x.dtype)
+            kept, lost = form.encode_block(block, slices)
+            energy, error = energy + kept, error + lost
     if form.projection:
         error = projection_error(blocks.total, energy)
     return Encoded(parts, blocks.total, energy, error)
 
 
 class Full(ValueFormat):
-    """The values as they are, in the tensor's own dtype; not copied."""
+    """This value format changes nothing: it sends the values in their own dtype, not copied."""
 
     name = "fp32"
     lossless = True
@@ -222,10 +235,13 @@ class Full(ValueFormat):
 
 
 class Half(BlockFormat):
-    """Each value rounded to the nearest half-precision number. What is beyond the largest one is
-    cut down to it: the difference is part of the error, and is fed back with it.
+    """This value format rounds each value to the nearest number of 16 bits.
 
-    headroom: cut to the largest number divided by this, so that so many can be summed.
+    Values beyond the largest such number are cut to it; what is cut off is part of the error, and
+    is fed back with it.
+
+    headroom: how many values must be able to be summed: they are cut to the largest number divided
+        by this.
     parts: values (float16 or bfloat16).
     """
 
@@ -250,15 +266,19 @@ class Half(BlockFormat):
 
 
 class Levels(BlockFormat):
-    """x -> scale * q with whole q from -levels to levels, levels = 2**(bits - 1) - 1.
+    """This value format decodes x to scale * q, with a scale for each bucket of values.
 
-    bits: 2 to 8 per value. bucket: values that share a scale, a power of two.
-    norm: scale = max|x| / levels over the bucket, or ||x|| / levels ("l2").
-    seed: q is x / scale rounded up or down at random so that E[scale * q] = x.
-        None: to the nearest.
+    q is a whole number from -levels to levels, levels = 2**(bits - 1) - 1.
 
-    A scale is never below the smallest normal number, so that values of 0 are no special case:
-    what is smaller than half of it is lost (and fed back).
+    bits: 2 to 8 for each value.
+    bucket: number of values that share a scale, a power of two.
+    norm: "max": scale = max|x| / levels over the bucket; "l2": scale = ||x|| / levels.
+    seed: x / scale is rounded up or down at random so that E[scale * q] = x; None: it is rounded to
+        the nearest.
+
+    A scale is never below the smallest normal number, so that a bucket of zeros is no special case:
+    what is smaller than half of that number is lost (and fed back).
+
     parts: scales (float64 for float64, else float32), codes (uint8): q in 8 bits of two's
     complement, or q + levels packed.
     """
@@ -289,7 +309,7 @@ class Levels(BlockFormat):
         self._round(block, steps, q)
         squares = scales.double().square()
         energy = _weighted(squares, q, self.bucket)
-        codes = packed if self.bits == 8 else _codes(q)
+        codes = packed if self.bits == 8 else scratch_codes(q)
         codes[: q.numel()].view(torch.int8).copy_(q)
         if self.bits < 8:
             codes.add_(self.levels)
@@ -299,7 +319,7 @@ class Levels(BlockFormat):
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scales, codes = parts
         if self.bits < 8:
-            packed, codes = codes, _codes(out)
+            packed, codes = codes, scratch_codes(out)
             unpack_codes(packed, self.bits, codes)
             codes.sub_(self.levels)
         out.copy_(codes[: out.numel()].view(torch.int8))
@@ -326,13 +346,13 @@ class Levels(BlockFormat):
 
 
 def check_bucket(bucket: int) -> None:
-    """ValueError unless so many values can share a scale."""
+    """Raise ValueError unless so many values can share a scale."""
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket not in _BUCKETS:
         raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
 
 
-def _codes(x: Tensor) -> Tensor:
-    """Scratch for the codes of `x`, zeros where they are padded."""
+def scratch_codes(x: Tensor) -> Tensor:
+    """Scratch memory for the codes of `x`, padded with zeros."""
     codes = scratch("codes", padded(x.numel()), torch.uint8, x.device)
     codes[x.numel() :] = 0
     return codes
@@ -351,10 +371,10 @@ def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
 def fill_random16(out: Tensor, *seed: object) -> None:
     """Fill flat `out` (any dtype that holds them) with whole numbers, uniform from 0 to 65535.
 
-    seed: anything whose repr tells it from others. Sixteen bits bias stochastic rounding by less
-    than 2**-16 of a step.
+    seed: the numbers are a function of the repr of this. No global random state is read or
+        changed. Sixteen bits bias stochastic rounding by less than 2**-16 of a step.
 
-    Drawing is the dearest part of stochastic rounding, so on a CPU each random word serves four
+    Drawing is the slowest part of stochastic rounding, so on a CPU each random word serves four
     elements, a quarter of the length of `out` apart: as it is, and times powers of an odd number.
     Multiplying by an odd number permutes the words, so every element is uniform.
     """
@@ -374,7 +394,7 @@ def fill_random16(out: Tensor, *seed: object) -> None:
 
 
 def _seeded(digest: bytes) -> SFC64:
-    """This thread's generator in the state `digest`: making a new one takes as long as drawing."""
+    """This thread's generator, set to the state `digest`. (A new one takes as long as drawing.)"""
     if "bits" not in _local.__dict__:
         _local.bits = SFC64(0)
     bits: SFC64 = _local.bits
