@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from compressors import CorruptPayload
 from compressors.wire import indices as indices_module
-from compressors.wire import packing
 from compressors.wire.indices import (
     FORMATS,
     Bitmap,
@@ -24,7 +23,7 @@ from compressors.wire.indices import (
 
 every_format = pytest.mark.parametrize("form", [*FORMATS, EliasFano(0)], ids=lambda f: f.name)
 some_formats = pytest.mark.parametrize(
-    "form", [Bitmap(), *map(EliasFano, (0, 1, 3, 6, 8, 11, 16, 30))],
+    "form", [Bitmap(), *map(EliasFano, (0, 3, 8, 11, 30))],
     ids=lambda f: f.name,
 )  # fmt: skip
 
@@ -73,7 +72,7 @@ def problems(draw: st.DrawFn, largest: int = 300_000) -> tuple[list[int], int, i
 
 
 @some_formats
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(problem=problems())
 def test_round_trip_and_reference(form, problem):
     indices, numel, capacity = problem
@@ -89,7 +88,7 @@ def test_round_trip_and_reference(form, problem):
         assert decoded.tolist() == indices
 
 
-@every_format
+@some_formats
 @pytest.mark.parametrize(
     ("numel", "capacity", "count"),
     [
@@ -140,7 +139,7 @@ def test_other_sizes_and_types_are_refused(form, numel, capacity):
 
 
 @some_formats
-@settings(max_examples=150)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_fuzzed_bytes(form, data):
     """CorruptPayload, or what `encode` makes of indices that ascend within bounds."""
@@ -186,7 +185,7 @@ def test_tampering_shows(form, numel, byte, value):
 
 
 @given(numel=st.integers(0, 2**31 - 1), share=st.floats(0, 1))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_chosen_format_is_the_smallest(numel, share):
     capacity = int(share**4 * numel)
     chosen = choose_format(numel, capacity).nbytes(numel, capacity)
@@ -226,15 +225,10 @@ def test_device_path_is_the_same(monkeypatch, form):
         assert torch.equal(form.decode(encoded, numel, capacity), indices)
 
 
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 31), st.integers(0, 9))
-@settings(max_examples=60)
-def test_numbers_round_trip(numbers, width, free):
-    numbers, count = [n % 2**width for n in numbers], len(numbers) + free
-    dtype = np.uint8 if width <= 8 else np.int32
-    for convert in (lambda array: array, torch.from_numpy):
-        some = convert(np.array(numbers, np.int32))
-        packed = convert(np.full(packing.numbers_nbytes(width, count), 99, np.uint8))
-        packing.pack_numbers(some, width, count, packed)
-        unpacked = convert(np.full(count, 99, dtype))
-        packing.unpack_numbers(packed, width, unpacked)
-        assert unpacked.tolist() == numbers + [0] * free
+@every_format
+def test_every_format_round_trips(form):
+    for numel, capacity, count in ((1, 1, 1), (1000, 300, 70), (70_001, 100, 100)):
+        indices = sample(numel, count)
+        encoded = form.encode(indices, numel, capacity)
+        assert encoded.numel() == form.nbytes(numel, capacity)
+        assert torch.equal(form.decode(encoded, numel, capacity), indices)

@@ -15,7 +15,7 @@ from compressors.kernels.blocks import CACHE_BLOCK
 from tests.unit.samples import use_device_kernels
 
 KEY = Key("w")
-LARGE = 3_000_000
+LARGE = 600_000
 
 
 def reference(x: np.ndarray, k: int) -> np.ndarray:
@@ -44,17 +44,18 @@ def check(x: np.ndarray, cf: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("cf", [1, 1.5, 3, 5, 10, 100, 1000, 1e9])
 @pytest.mark.parametrize("numel", [0, 1, 2, 100, 3000, 8191, 8192, 20_000, 131_073])
-def test_equals_reference(numel, cf, dtype):
-    check(np.random.default_rng(numel).standard_normal(numel).astype(dtype), cf)
+def test_equals_reference(numel, dtype):
+    x = np.random.default_rng(numel).standard_normal(numel).astype(dtype)
+    for cf in (1, 1.5, 3, 5, 10, 100, 1000, 1e9):
+        check(x, cf)
 
 
 @given(
     arrays(np.float32, st.integers(0, 300), elements=st.integers(-3, 3).map(float)),
     st.floats(1, 400),
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_ties_go_to_the_lower_index(x, cf):
     check(x, cf)
 
@@ -73,7 +74,7 @@ def comb(period: int) -> np.ndarray:
 
 def one_block(rng: np.random.Generator) -> np.ndarray:
     x = np.zeros(LARGE)
-    x[1_500_000:1_560_000] = rng.standard_normal(60_000)
+    x[300_000:360_000] = rng.standard_normal(60_000)
     return x
 
 
@@ -184,9 +185,9 @@ def test_device_path_equals_reference(monkeypatch, numel, cf):
     np.testing.assert_array_equal(again.parts[0].numpy(), reference(x + 1, kept(numel, 2 * cf)))
 
 
-@pytest.mark.parametrize("cf", [1.0, 1.5, 10.0, 300.0])
-@pytest.mark.parametrize("factor", [1.0, 1.7, 10.0, 1e6])
-@pytest.mark.parametrize("numel", [1, 1000, 400_000])
+@pytest.mark.parametrize("cf", [1.0, 1.5, 300.0])
+@pytest.mark.parametrize("factor", [1.0, 1.7, 1e6])
+@pytest.mark.parametrize("numel", [1, 1000, 140_000])
 def test_recompress_equals_direct(numel, cf, factor):
     x = torch.from_numpy(np.random.default_rng(numel).standard_normal(numel).astype(np.float32))
     further = TopK().recompress(TopK().compress(x, cf, KEY), factor)

@@ -1,24 +1,13 @@
-"""Value formats, and the packing under them."""
+"""Value formats."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from compressors.base import Key, split_bytes
 from compressors.kernels.blocks import CODE_BLOCK
-from compressors.wire.packing import (
-    codes_nbytes,
-    digits_nbytes,
-    pack_codes,
-    pack_digits,
-    padded,
-    unpack_codes,
-    unpack_digits,
-)
 from compressors.wire.values import Full, ValueFormat, fill_random16, make_values, value_names
 
 KEY = Key("w", 1)
@@ -79,65 +68,6 @@ def test_names():
         make_values("int3")
     with pytest.raises(TypeError, match="values must be"):
         make_values(8)  # type: ignore[arg-type]
-
-
-def packed_by_hand(codes: np.ndarray, bits: int) -> list[int]:
-    """Plane by plane: byte j holds the codes at j, j + length, j + 2 * length, ..."""
-    out, low = [], 0
-    for width in (4, 2, 1):
-        if bits & width:
-            plane = (codes >> low) & ((1 << width) - 1)
-            length = codes.size // 8 * width
-            for j in range(length):
-                out.append(sum(int(c) << (i * width) for i, c in enumerate(plane[j::length])))
-            low += width
-    return out
-
-
-@settings(max_examples=60)
-@given(bits=st.integers(1, 7), eighths=st.integers(0, 40), seed=st.integers(0, 2**32))
-def test_packing(bits, eighths, seed):
-    codes = np.random.default_rng(seed).integers(0, 1 << bits, 8 * eighths, np.uint8)
-    out = torch.empty(codes_nbytes(codes.size, bits), dtype=torch.uint8)
-    pack_codes(torch.from_numpy(codes), bits, out)
-    assert out.tolist() == packed_by_hand(codes, bits)
-    back = torch.full((codes.size,), 99, dtype=torch.uint8)
-    unpack_codes(out, bits, back)
-    assert back.tolist() == codes.tolist()
-
-
-@pytest.mark.parametrize("count", [CODE_BLOCK - 1, CODE_BLOCK, CODE_BLOCK + 1, 2 * CODE_BLOCK + 16])
-def test_packing_goes_block_by_block(count):
-    size = padded(count)
-    codes = torch.from_numpy(np.random.default_rng(0).integers(0, 8, size, np.uint8))
-    whole = torch.empty(codes_nbytes(count, 3), dtype=torch.uint8)
-    pack_codes(codes, 3, whole)
-    pieces = []
-    for start in range(0, size, CODE_BLOCK):
-        block = codes[start : start + CODE_BLOCK]
-        pieces.append(torch.empty(codes_nbytes(block.numel(), 3), dtype=torch.uint8))
-        pack_codes(block, 3, pieces[-1])
-    assert torch.equal(whole, torch.cat(pieces))
-    back = torch.empty_like(codes)
-    unpack_codes(whole, 3, back)
-    assert torch.equal(back, codes)
-
-
-@pytest.mark.parametrize(
-    "count", [0, 1, 4, 5, 6, 11, 243, CODE_BLOCK - 1, CODE_BLOCK, CODE_BLOCK + 2]
-)
-def test_digits(count):
-    digits = torch.from_numpy(np.random.default_rng(1).integers(0, 3, count)).float()
-    out = torch.empty(digits_nbytes(count), dtype=torch.uint8)
-    pack_digits(digits, out)
-    if count <= CODE_BLOCK and count:
-        each = -(-count // 5)
-        by_hand = np.zeros(5 * each, int)
-        by_hand[:count] = digits.numpy()
-        assert out.tolist() == (by_hand.reshape(each, 5) @ 3 ** np.arange(5)).tolist()
-    back = torch.full_like(digits, 9)
-    unpack_digits(out, torch.tensor([5.0, 6.0, 7.0]), back)
-    assert torch.equal(back, digits + 5)
 
 
 def test_random_numbers_are_uniform_and_follow_the_seed():
