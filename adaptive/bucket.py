@@ -23,7 +23,7 @@ from adaptive.parameters import Slot
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key
-from compressors.norms import squared_norm
+from compressors.kernels import squared_norm
 from policies import DENSE
 
 

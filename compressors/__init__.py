@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from compressors.adacomp import AdaComp
-from compressors.base import Compressor, CorruptPayload, Key, Payload, check_cf, kept
-from compressors.dgc import DGC
+from compressors.base import (
+    Compressor,
+    CorruptPayload,
+    Key,
+    NoCompression,
+    Payload,
+    check_cf,
+    kept,
+)
 from compressors.grace import GraceCompressor
-from compressors.half import BF16, FP16
-from compressors.int8 import Int8
-from compressors.natural import Natural
-from compressors.none import NoCompression
-from compressors.onebit import OneBit
 from compressors.powersgd import PowerSGD
-from compressors.qsgd import QSGD
+from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
 from compressors.randomk import RandomK
-from compressors.redsync import RedSync
+from compressors.registry import compressor_names, make_compressor, register
 from compressors.rounds import RoundsCompressor
-from compressors.sidco import SIDCo
-from compressors.signsgd import SignSGD
+from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sketch import Sketch
 from compressors.sparsifier import Sparsifier
-from compressors.terngrad import TernGrad
-from compressors.threshold import Threshold
+from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
 from compressors.topk import TopK
-from compressors.twobit import TwoBit
-from compressors.values import ValueFormat, value_names
+from compressors.wire.values import ValueFormat
 
 __all__ = [
     "BF16",
@@ -62,67 +58,3 @@ __all__ = [
     "make_compressor",
     "register",
 ]
-
-_registry: dict[str, Callable[..., Compressor]] = {
-    "adacomp": AdaComp,
-    "bf16": BF16,
-    "dgc": DGC,
-    "fp16": FP16,
-    "int8": Int8,
-    "natural": Natural,
-    "none": NoCompression,
-    "onebit": OneBit,
-    "powersgd": PowerSGD,
-    "qsgd": QSGD,
-    "randomk": RandomK,
-    "redsync": RedSync,
-    "sidco": SIDCo,
-    "signsgd": SignSGD,
-    "sketch": Sketch,
-    "terngrad": TernGrad,
-    "threshold": Threshold,
-    "topk": TopK,
-    "twobit": TwoBit,
-}
-
-
-def register(name: str, factory: Callable[..., Compressor]) -> None:
-    """Make `name` usable wherever a compressor is chosen by name.
-
-    factory: called without arguments, e.g. the class. ValueError if the name is already taken or
-    has a "+" in it.
-    """
-    if name in _registry:
-        raise ValueError(f"name must not be registered yet, got {name!r}")
-    if "+" in name:
-        raise ValueError(f"name must have no '+', which sets values apart; got {name!r}")
-    _registry[name] = factory
-
-
-def compressor_names() -> tuple[str, ...]:
-    """The registered names, in alphabetical order."""
-    return tuple(sorted(_registry))
-
-
-def make_compressor(base: str | Compressor) -> Compressor:
-    """The compressor called `base`, or `base` itself if it already is one.
-
-    A sparsifier's name may be followed by how its values travel: "topk+bf16", "dgc+int8".
-    ValueError for an unknown name, TypeError for anything else."""
-    if isinstance(base, Compressor):
-        return base
-    if not isinstance(base, str):
-        raise TypeError(f"base must be a name or a Compressor object, got {base!r}")
-    name, plus, values = base.partition("+")
-    if name not in _registry:
-        raise ValueError(f"base must be one of {', '.join(compressor_names())}; got {base!r}")
-    factory = _registry[name]
-    if not plus:
-        return factory()
-    if not (isinstance(factory, type) and issubclass(factory, (Sparsifier, RandomK))):
-        raise ValueError(f"base must be a sparsifier to be followed by '+', got {base!r}")
-    if values not in value_names():
-        raise ValueError(
-            f"base must have one of {', '.join(value_names())} after the '+', got {base!r}"
-        )
-    return factory(values=values)

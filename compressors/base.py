@@ -1,4 +1,8 @@
-"""The contract between a gradient compressor and whoever exchanges its payloads."""
+"""The contract of a gradient compressor: one flat tensor and a CF become a payload, and back.
+
+`Compressor` is what every compressor implements, `Payload` is what it makes, and `NoCompression`
+is the simplest that there is: the dense gradient.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compressors.kernels import add_and_norm, squared_norm
+
+MAX_NUMEL = 2**31 - 1
+"""Elements of the largest tensor: its positions fit 32 bits."""
+
 
 class Key(NamedTuple):
-    """Names one tensor in one step; the same on every rank, so it can seed shared randomness.
+    """A key names one tensor in one step; it is the same on every rank, so it can seed randomness.
 
+    name: of the parameter or bucket. step: number of the step.
     shape: of the parameter, for compressors that see a matrix; () if it is not known.
     """
 
@@ -24,12 +34,12 @@ class Key(NamedTuple):
 
 
 class CorruptPayload(ValueError):  # noqa: N818
-    """Received bytes that cannot be what a compressor sent (wrong size, index out of bounds)."""
+    """This error says that no compressor can have sent the received bytes (size, indices)."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What one compressed tensor becomes on the wire.
+    """A payload is a compressed tensor as it travels, with what is known about what was lost.
 
     parts: contiguous tensors, sent one after the other in this order.
     numel: elements of the tensor that was compressed.
@@ -90,7 +100,7 @@ def check_cf(cf: float) -> float:
     return float(cf)
 
 
-def further(cf: float, factor: float) -> float:
+def combined_cf(cf: float, factor: float) -> float:
     """The CF of what was compressed at `cf` and then by a further `factor` >= 1."""
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")
@@ -98,21 +108,23 @@ def further(cf: float, factor: float) -> float:
 
 
 class Compressor(ABC):
-    """Maps one flat tensor and a CF to a `Payload` and back. Knows nothing of processes.
+    """A compressor maps one flat tensor and a compression factor (CF) to a `Payload`, and back.
 
-    Stateless between calls unless `state_dict` says otherwise. Tensors are flat
-    (1-d), contiguous, float32 or float64; half-precision gradients are widened before.
+    It knows nothing of processes, and carries nothing from call to call unless `state_dict` says
+    otherwise. Tensors are flat (1-d), contiguous, float32 or float64; half-precision gradients are
+    widened before.
 
     name: the registered name, used in messages.
     linear: payloads of several ranks may be summed element by element (all-reduce);
         otherwise they are gathered. All parts of a linear payload are of one dtype.
     error_feedback: C is a contraction, so feeding its error back converges. False for
         unbiased compressors whose values are scaled up.
-    multilevel: `recompress` means something: what is kept at a larger CF is found in what is kept
-        at a smaller one. Otherwise candidates are compressed from the full tensor.
-    sampled: a strided sample of a tensor is compressed as well, or badly, as the tensor itself.
+    multilevel: `recompress` works: what is kept at a larger CF is found in what is kept at a
+        smaller one. Otherwise candidates are compressed from the full tensor.
+    sampled: a strided sample of a tensor shows how well the tensor itself is compressed.
     keeps_zeros: an element that is 0 is never decoded to something else.
-    masking: the CF from which on its paper clears the velocity of what was sent; inf for never.
+    masking: the CF from which on its paper sets the velocity of sent elements to zero (momentum
+        factor masking); inf for never.
     """
 
     name: str = ""
@@ -124,8 +136,8 @@ class Compressor(ABC):
     masking: float = inf
 
     def momentum_lag(self, cf: float) -> float:
-        """The share of the momentum's lag, in (0, 1], that a velocity keeps beside this compressor
-        at `cf` > 1."""
+        """The share of the momentum's lag, in (0, 1], that momentum correction should keep while
+        this compressor runs at `cf` > 1."""
         return 1.0
 
     @abstractmethod
@@ -157,7 +169,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the payload of `numel` elements at `cf`: a pure function, alike on all ranks."""
+        """Bytes of the payload of `numel` elements at `cf`: the same on every rank."""
 
     @abstractmethod
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
@@ -166,8 +178,10 @@ class Compressor(ABC):
         Raises CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
     def poison(self, payload: Payload) -> Payload:
-        """`payload` with every floating-point value NaN: how a rank tells the others that its
-        gradient was not finite, without a collective of its own.
+        """`payload` with every floating-point value NaN.
+
+        This is how a rank tells the others that its gradient was not finite, without a collective
+        of its own.
 
         A payload without floating-point parts has no room for a NaN: override this and
         `is_poisoned` (NotImplementedError otherwise)."""
@@ -183,7 +197,7 @@ class Compressor(ABC):
         return any(p.numel() and bool(p[0] != p[0]) for p in payload.parts if p.is_floating_point())
 
     def indices(self, payload: Payload) -> Tensor | None:
-        """Where the kept elements are (int64, flat), for a sparsifier; None if all are kept."""
+        """The positions of the kept elements (int64, flat); None if all elements are kept."""
         return None
 
     def decompress(self, payload: Payload) -> Tensor:
@@ -198,7 +212,7 @@ class Compressor(ABC):
         return check_cf(cf)
 
     def floats(self, numel: int, cf: float) -> float:
-        """Elements sent, indices not counted (the papers' "floats sent")."""
+        """Number of elements sent, indices not counted (the papers' "floats sent")."""
         return numel / cf
 
     def payload_nbytes_for(
@@ -220,10 +234,103 @@ class Compressor(ABC):
         return dtype
 
     def state_dict(self) -> dict[str, Any]:
-        """What it carries from step to step (plain values and tensors), keyed by parameter."""
+        """The state that is carried from step to step (plain values and tensors), by parameter."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`; ValueError if it does not fit."""
         if state:
             raise ValueError(f"state: compressor {self.name!r} has none, got {sorted(state)}")
+
+
+class NoCompression(Compressor):
+    """This compressor does nothing: it sends the dense gradient, as DDP itself would, at CF 1.
+
+    The payload is the tensor, not a copy: write it to the wire before the tensor changes, so
+    before `subtract_from` as well.
+    """
+
+    name = "none"
+    linear = True
+
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self._payload(tensor, squared_norm(tensor), key)
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self._payload(memory, add_and_norm(memory, tensor), key)
+
+    def recompress(self, payload: Payload, factor: float) -> Payload:
+        return payload
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        check_out(out, payload)
+        out.detach().add_(payload.parts[0], alpha=scale)
+
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        tensor.detach().sub_(payload.parts[0])
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        return numel * dtype.itemsize
+
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        return Payload(split_bytes(data, (numel, dtype)), numel, 1.0, nan, nan, key, dtype=dtype)
+
+    def supported(self, cf: float, numel: int) -> float:
+        return 1.0
+
+    def floats(self, numel: int, cf: float) -> float:
+        return float(numel)
+
+    def _payload(self, tensor: Tensor, energy: float, key: Key) -> Payload:
+        parts = (tensor.detach(),)
+        return Payload(parts, tensor.numel(), 1.0, energy, 0.0, key, energy, tensor.dtype)
+
+
+def check_flat(tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is flat and its positions fit 32 bits."""
+    if tensor.dim() != 1 or tensor.numel() > MAX_NUMEL:
+        raise ValueError(
+            f"tensor must be flat with at most {MAX_NUMEL} elements, got {tuple(tensor.shape)}"
+        )
+
+
+def check_out(out: Tensor, payload: Payload) -> None:
+    """Raise CorruptPayload unless `out` has the shape of the tensor that was compressed."""
+    if out.dim() != 1 or out.numel() != payload.numel:
+        raise CorruptPayload(
+            f"payload of {payload.numel} elements cannot be added to shape {tuple(out.shape)}"
+        )
+
+
+def split_bytes(data: Tensor, *parts: tuple[int, torch.dtype]) -> tuple[Tensor, ...]:
+    """Cut flat uint8 `data` into tensors of (elements, dtype) each, one after the other: the
+    inverse of `Payload.write`.
+
+    A part is a view of `data` where its alignment allows, else a copy.
+    Raises CorruptPayload unless `data` is exactly as long as the parts together.
+    """
+    wanted = sum(count * dtype.itemsize for count, dtype in parts)
+    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != wanted:
+        raise CorruptPayload(
+            f"payload must be {wanted} bytes (flat uint8), "
+            f"got {data.dtype} of shape {tuple(data.shape)}"
+        )
+    tensors, start = [], 0
+    for count, dtype in parts:
+        raw = data[start : start + count * dtype.itemsize]
+        tensors.append(_typed(raw, dtype))
+        start += raw.numel()
+    return tuple(tensors)
+
+
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    size = dtype.itemsize
+    if raw.stride(0) != 1 or raw.storage_offset() % size or raw.data_ptr() % size:
+        raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
+    return raw.view(dtype)
+
+
+def projection_error(total: float, energy: float) -> float:
+    """total - energy, which is what a projection loses; never below 0, nan stays nan."""
+    error = total - energy
+    return 0.0 if error < 0.0 else error

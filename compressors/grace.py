@@ -1,4 +1,4 @@
-"""Objects in the style of GRACE as compressors of ours.
+"""Compressors written for GRACE, used as compressors of this library.
 
 Xu and others, "GRACE: A Compressed Communication Framework for Distributed Machine Learning"
 (ICDCS 2021): `compress(tensor, name) -> (tensors, ctx)` and `decompress(tensors, ctx) -> tensor`.
@@ -15,14 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf
-from compressors.norms import squared_norm
-from compressors.sparse import check_flat, check_out
-from compressors.wire import split
+from compressors.base import Compressor, Key, Payload, check_cf, check_flat, check_out, split_bytes
+from compressors.kernels import squared_norm
 
 
 class GraceObject(Protocol):
-    """What such an object offers."""
+    """This is the interface of a compressor written for GRACE."""
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Any, Any]: ...
 
@@ -30,7 +28,7 @@ class GraceObject(Protocol):
 
 
 class _Form(NamedTuple):
-    """Shapes and dtypes of the tensors that travel."""
+    """This holds the shapes and dtypes of the tensors that travel."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -43,17 +41,22 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True)
 class GracePayload(Payload):
-    """parts: the object's tensors, flat; then one byte, not 0 if the payload is poisoned."""
+    """A GRACE payload holds the tensors that a GRACE compressor made.
+
+    parts: its tensors, flat; then one byte, not 0 if the payload is poisoned.
+    ctx: what its `decompress` wants beside the tensors; does not travel.
+    """
 
     ctx: Any = None
 
 
 class GraceCompressor(Compressor):
-    """Wraps `inner`.
+    """This wraps a compressor written for GRACE as a `Compressor`.
 
+    inner: the GRACE compressor.
     ratio: name of the attribute of `inner` that is the share of elements to keep, set to 1 / CF
-        before each compression; None if its factor is fixed.
-    cf: with ratio=None, the factor that it has.
+        before each compression; None if its CF is fixed.
+    cf: the CF of `inner`, if ratio is None.
     error_feedback: whether to feed the error back; False for an unbiased compressor.
 
     The sizes of the tensors must depend on the number of elements and the CF alone (ValueError
@@ -63,7 +66,7 @@ class GraceCompressor(Compressor):
     """
 
     multilevel = False
-    sampled = False  # compressing the sample as well would leave its ctx behind
+    sampled = False  # compressing a sample as well would replace the ctx of the tensor
     keeps_zeros = False  # not known
 
     def __init__(
@@ -127,7 +130,7 @@ class GraceCompressor(Compressor):
         cf = self.supported(cf, numel)
         form = self._form(numel, cf, dtype)
         sizes = [torch.Size(shape).numel() for shape in form.shapes]
-        parts = split(data, *zip(sizes, form.dtypes, strict=True), (1, torch.uint8))
+        parts = split_bytes(data, *zip(sizes, form.dtypes, strict=True), (1, torch.uint8))
         ctx = self._contexts.get((key.name, numel, cf))
         return GracePayload(parts, numel, cf, nan, nan, key, nan, dtype, ctx)
 
@@ -147,7 +150,7 @@ class GraceCompressor(Compressor):
         return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors], ctx
 
     def _form(self, numel: int, cf: float, dtype: torch.dtype) -> _Form:
-        """Learned by compressing noise, once."""
+        """The form for this size, CF and dtype: found by compressing noise, once."""
         form = self._forms.get((numel, cf, dtype))
         if form is None:
             generator = torch.Generator().manual_seed(numel)

@@ -17,30 +17,43 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf, further, kept
-from compressors.norms import add_and_norm, lost, squared_norm
-from compressors.sparse import add_at, check_flat, check_out, take
-from compressors.values import ValueFormat, make_values
-from compressors.wire import split
+from compressors.base import (
+    Compressor,
+    Key,
+    Payload,
+    check_cf,
+    check_flat,
+    check_out,
+    combined_cf,
+    kept,
+    projection_error,
+    split_bytes,
+)
+from compressors.kernels import add_and_norm, squared_norm
+from compressors.sparsifier import add_at, take
+from compressors.wire.values import ValueFormat, make_values
 
 _FIRST = 1024  # indices computed by multiplication, the others by addition
 
 
 @dataclass(frozen=True)
 class RandomPayload(Payload):
-    """parts: the coded values. exact: the values before coding; None after receiving."""
+    """A random-k payload holds values alone, as every rank knows their indices.
+
+    parts: the coded values. exact: the values before coding; None after receiving.
+    """
 
     exact: Tensor | None = None
 
 
 class RandomK(Compressor):
-    """Keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
+    """Random-k keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
 
     seed: the same on all ranks.
     unbiased: scale the values by numel / k, so that E[C(a)] = a; then the error is not fed back.
         Otherwise C is a projection, to be used with error feedback.
-    values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "qsgd" or a
-        `ValueFormat`. Coded ones cannot be summed: they are gathered.
+    values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd" or a
+        `ValueFormat`. Coded values cannot be summed, so their payloads are gathered.
 
     parts: the k values, coded, in the order of `shared_indices`.
     """
@@ -64,7 +77,7 @@ class RandomK(Compressor):
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         assert isinstance(payload, RandomPayload)
-        cf = further(payload.cf, factor)
+        cf = combined_cf(payload.cf, factor)
         values = self._decoded(payload) if payload.exact is None else payload.exact
         scale = self._scale(payload.numel, values.numel())
         values = values[: kept(payload.numel, cf)]
@@ -81,7 +94,7 @@ class RandomK(Compressor):
         return self.values.nbytes(kept(numel, cf), dtype)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        parts = split(data, *self.values.layout(kept(numel, cf), dtype))
+        parts = split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
         return RandomPayload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -102,14 +115,16 @@ class RandomK(Compressor):
     def _payload(
         self, values: Tensor, scaled: float, total: float, numel: int, cf: float, key: Key
     ) -> Payload:
-        """values: the kept elements of a, times `scaled`. total: ||a||^2."""
+        """The payload of the kept elements of a.
+
+        values: those elements, times `scaled`. total: ||a||^2."""
         k = values.numel()
         scale = self._scale(numel, k)
         inner = squared_norm(values) / scaled**2  # ||a||^2 over the kept elements
         if scale != scaled:
             values = values * (scale / scaled)
         energy = scale**2 * inner
-        error = lost(total + energy, 2 * scale * inner) if k < numel else 0.0
+        error = projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
         parts = self.values.encode(values, key)
         payload = RandomPayload(
             parts, numel, cf, energy, error, key, total, values.dtype, exact=values
@@ -120,7 +135,7 @@ class RandomK(Compressor):
         sent = self._decoded(payload)
         rounded = values - sent
         across = float((values.double() * rounded.double()).sum()) * (1 / scale - 1)
-        error = lost(error + 2 * across + squared_norm(rounded), 0.0)
+        error = projection_error(error + 2 * across + squared_norm(rounded), 0.0)
         return replace(payload, energy=squared_norm(sent), error=error)
 
     def _decoded(self, payload: Payload) -> Tensor:
@@ -139,8 +154,8 @@ class RandomK(Compressor):
 def shared_indices(seed: int, key: Key, numel: int, k: int) -> NDArray[np.int32]:
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
-    index[i] = (stride * i + start) mod numel with a stride coprime to numel: distinct for
-    i < numel, nested in k, and uniform over the keys because the start is. O(k) work.
+    index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all indices differ,
+    those for a smaller k come first, and each is equally likely because the start is. O(k) work.
     """
     if k == 0:
         return np.empty(0, np.int32)

@@ -9,21 +9,22 @@ from math import nan
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload
-from compressors.norms import check_same_length
-from compressors.sparse import check_flat
+from compressors.base import Compressor, Key, Payload, check_flat
+from compressors.kernels import check_same_length
 
 Rounds = Generator[Tensor, Tensor, list[Payload]]
+"""Yields tensors to be summed over the ranks, is sent the sums, returns the decoded payloads."""
+
 Report = Callable[[list[Payload]], None]
 
 
 class RoundsCompressor(Compressor):
-    """Compresses the tensors of one bucket together, in rounds of all-reduces.
+    """This base compresses the tensors of one bucket together, in rounds of all-reduces.
 
     `compress` does the same in a world of one rank: it measures what a CF would keep, changes no
     state and takes no part in any exchange.
 
-    rounds_count: collectives a bucket.
+    rounds_count: number of all-reduces for a bucket.
     """
 
     rounds_count: int = 2
@@ -47,7 +48,8 @@ class RoundsCompressor(Compressor):
             device, left as they are and not changed by the caller until the last round is over.
         cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
             order, on every rank.
-        held: positions whose tensor contributes nothing this step, on this rank.
+        held: positions of the tensors to be skipped: this rank contributes nothing to them in this
+            step.
         totals: ||a||^2 of each tensor if they are known already, else they are computed.
 
         Each `yield` hands out ONE flat tensor to be summed over all ranks (perhaps empty: then
@@ -55,11 +57,11 @@ class RoundsCompressor(Compressor):
         same tensor, summed in place). There are exactly `rounds_count` of them, and their sizes
         are a function of (shapes, cfs) alone.
 
-        `report` is called once, between the first sum and the second yield, with one payload a
-        tensor of what of *this rank's* a is kept: energy, error and total are known, `recompress`
-        gives those of larger CFs, and the mean of these payloads over the ranks is what every rank
-        decodes. Taking it off a (`subtract_from`) leaves this rank's residual; a held tensor's is
-        empty. Like `tensors` it is valid until the generator ends.
+        `report` is called once, between the first sum and the second yield, with one payload for
+        each tensor: the part of *this rank's* a that is kept. Its energy, error and total are
+        known, `recompress` gives those of larger CFs, and the mean of these payloads over the ranks
+        is what every rank decodes. Subtracting it from a (`subtract_from`) leaves this rank's
+        residual; for a skipped tensor it is zero. It is valid until the generator ends.
 
         Returns one payload a tensor: the mean that every rank decodes, the same on all ranks.
 
@@ -83,7 +85,7 @@ def check_bucket(
     keys: Sequence[Key],
     totals: Sequence[float] | None,
 ) -> None:
-    """ValueError unless these are what `rounds` accepts."""
+    """Raise ValueError unless these are arguments that `rounds` accepts."""
     counts = {len(each) for each in (tensors, cfs, keys, tensors if totals is None else totals)}
     if not tensors or len(counts) != 1:
         raise ValueError(f"tensors, cfs, keys and totals must be equally many, not 0; got {counts}")
@@ -97,7 +99,8 @@ def check_bucket(
 
 
 def finite_or_nan(summed: Tensor) -> bool:
-    """False if anything in `summed` is not finite; then all of it becomes NaN."""
+    """Whether everything in `summed` is finite; if not, all of it is set to NaN. On a device other
+    than the CPU this waits for the device."""
     finite = bool(summed.isfinite().all())
     if not finite:
         summed.fill_(nan)

@@ -1,42 +1,298 @@
-"""One bit an element: its sign. Zero counts as positive. Eight neighbours share a byte."""
+"""Quantizers that send hardly more than signs, and the value formats that they use.
+
+OneBit    1-bit SGD: for each column of elements the mean of each sign
+SignSGD   EF-signSGD: one mean magnitude for the whole tensor
+TwoBit    -t, 0 or +t for a threshold t
+TernGrad  -s, 0 or +s at random, right on average
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from math import sqrt
+
 import torch
 from torch import Tensor
 
-from compressors.norms import on_numpy
-from compressors.scratch import scratch
+from compressors.kernels import block_norm
+from compressors.kernels.blocks import (
+    numbers_of_rows,
+    reduce_rows,
+    rows,
+    scratch_like,
+    widened,
+)
+from compressors.quantizers import Quantizer
+from compressors.wire.packing import (
+    bits_nbytes,
+    codes_nbytes,
+    digits_nbytes,
+    pack_codes,
+    pack_digits,
+    pack_signs,
+    unpack_codes,
+    unpack_digits,
+    unpack_signs,
+)
+from compressors.wire.values import (
+    STEP,
+    WIDER,
+    Block,
+    BlockFormat,
+    Blocks,
+    Layout,
+    Parts,
+    check_bucket,
+    fill_random16,
+    scratch_codes,
+)
 
 
-def signs_nbytes(count: int) -> int:
-    """Bytes of the signs of `count` elements."""
-    return -(-count // 8)
+class ColumnMeans(BlockFormat):
+    """This value format of 1 bit decodes x to the mean of its column's values of the same sign.
+
+    A column is a run of `column` consecutive elements (a power of two): payload sizes have to
+    follow from the number of elements alone, so columns cannot follow the shape of the matrix.
+
+    parts: for each column the mean of the negative values, and by how much the other mean exceeds
+    it; packed signs.
+    """
+
+    projection = True  # onto what is constant on each column's two sets of elements
+
+    def __init__(self, name: str, column: int) -> None:
+        check_bucket(column)
+        self.name, self.column = name, column
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        columns = -(-count // self.column)
+        return ((2 * columns, widened(dtype)), (bits_nbytes(count), torch.uint8))
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        means, packed = parts
+        x, column = block.x, self.column
+        work = scratch_like("work", x)
+        pack_signs(x, packed, work)
+        positive = reduce_rows(work, column, _sum)
+        negative = torch.full_like(positive, column)
+        negative[-1] = x.numel() - (negative.numel() - 1) * column
+        negative -= positive
+        high = reduce_rows(torch.clamp(x, min=0, out=work), column, _sum) / positive.clamp(min=1)
+        low = reduce_rows(torch.clamp(x, max=0, out=work), column, _sum) / negative.clamp(min=1)
+        for mean in (high, low):
+            mean.masked_fill_(mean.abs() < torch.finfo(x.dtype).tiny, 0)  # too coarse for a mean
+        pairs = means.view(-1, 2)
+        pairs[:, 0], pairs[:, 1] = low, high - low
+        kept = positive * high.double().square() + negative * low.double().square()
+        return float(kept.sum()), 0.0
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        means, packed = parts
+        unpack_signs(packed, out)
+        pairs = numbers_of_rows(means, out, self.column)
+        for values, pair in zip(rows(out, self.column), pairs, strict=True):
+            values.mul_(pair[:, 1:]).add_(pair[:, :1])
 
 
-def pack_signs(x: Tensor, packed: Tensor, positive: Tensor) -> None:
-    """Fill `positive` (like `x`, flat) with 1 where x >= 0, else 0; `packed` (uint8) with those as
-    bits, the first element's the lowest."""
-    if on_numpy(x):  # several times faster than torch
-        bits = scratch("bits", x.numel(), torch.bool, x.device).numpy()
-        np.greater_equal(x.numpy(), 0, out=bits)
-        packed.numpy()[:] = np.packbits(bits, bitorder="little")
-        np.copyto(positive.numpy(), bits.view(np.uint8))
-        return
-    positive.copy_(x >= 0)
-    filled = x.new_zeros(packed.numel() * 8)
-    filled[: x.numel()] = positive
-    powers = 2.0 ** torch.arange(8, dtype=x.dtype, device=x.device)
-    packed.copy_(filled.view(-1, 8) @ powers)
+def _sum(matrix: Tensor) -> Tensor:
+    return matrix.sum(dim=1)
 
 
-def unpack_signs(packed: Tensor, out: Tensor) -> None:
-    """Fill `out` (floating point) with 1 where a sign is positive, else 0."""
-    if on_numpy(out):
-        bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
-        np.copyto(out.numpy(), bits)
-        return
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits_of = (packed[:, None] >> shifts) & 1
-    out.copy_(bits_of.view(-1)[: out.numel()])
+class OneBit(Quantizer):
+    """1-bit SGD (CF 32) sends signs, decoded to the mean of the column's elements of that sign.
+
+    Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs" (Interspeech 2014), section 3: threshold 0, two
+    reconstruction values for each column, error feedback. A contraction.
+
+    column: consecutive elements that make up a column; each column costs 64 bits more.
+    """
+
+    name = "onebit"
+    keeps_zeros = False
+
+    def __init__(self, column: int = 512) -> None:
+        self.column = column
+        super().__init__({32.0: ColumnMeans(self.name, column)})
+
+
+class ScaledSigns(BlockFormat):
+    """This value format of 1 bit decodes x to mean|x| * sign(x), where the sign of 0 is +.
+
+    parts: mean|x| (one element), signs (one bit each).
+    """
+
+    shared = 1
+    projection = True  # <x, c> = mean|x| * sum|x| = ||c||^2
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((min(count, 1), widened(dtype)), (bits_nbytes(count), torch.uint8))
+
+    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
+        count = blocks.x.numel()
+        sums = [torch.abs(block.x, out=scratch_like("work", block.x)).sum() for block in blocks]
+        (scale,) = shared
+        scale.copy_(torch.stack(sums).double().sum() / count)
+        scale.masked_fill_(scale < torch.finfo(scale.dtype).tiny, 0)  # too coarse for a mean
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        scale, packed = parts
+        pack_signs(block.x, packed, scratch_like("work", block.x))
+        return block.x.numel() * float(scale) ** 2, 0.0
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        scale, packed = parts
+        unpack_signs(packed, out)
+        out.mul_(2 * scale).sub_(scale)
+
+
+class SignSGD(Quantizer):
+    """EF-signSGD (CF 32) sends the signs of all elements, and one mean magnitude.
+
+    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML
+    2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. C is a
+    contraction: it keeps ||a||_1^2 / (n ||a||^2) of the energy, which is 64% of normally
+    distributed values."""
+
+    name = "signsgd"
+    keeps_zeros = False
+
+    def __init__(self) -> None:
+        super().__init__({32.0: ScaledSigns(self.name)})
+
+
+class TwoBitLevels(BlockFormat):
+    """This value format of 2 bits decodes x to t * q: q is -1 if x <= -t, 1 if x >= t, else 0.
+
+    threshold: t; None: 0.9 times the root mean square of the tensor. That multiple loses least of
+        normally distributed values (34% of their energy) and hardly more than the least of
+        Laplace-distributed ones (42%).
+    parts: t (one element), codes q + 1 (two bits each).
+    """
+
+    shared = 1
+
+    def __init__(self, name: str, threshold: float | None) -> None:
+        self.name, self.threshold = name, threshold
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 2), torch.uint8))
+
+    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
+        for _ in blocks:
+            pass
+        fitted = 0.9 * sqrt(blocks.total / blocks.x.numel())
+        (t,) = shared
+        t.fill_(fitted if self.threshold is None else self.threshold + 0 * fitted)  # nan stays nan
+        t.clamp_(min=torch.finfo(t.dtype).tiny)
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        t, packed = parts
+        steps = torch.div(block.x, t, out=scratch_like("work", block.x))
+        q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
+        codes = scratch_codes(q)
+        own = codes[: q.numel()].view(torch.int8)
+        q.copy_(own.copy_(q))  # rounds towards 0; trunc_ is 20 times slower
+        own.add_(1)
+        pack_codes(codes, 2, packed)
+        square = float(t) ** 2
+        return square * block_norm(q), square * block_norm(steps.sub_(q))
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        t, packed = parts
+        codes = scratch_codes(out)
+        unpack_codes(packed, 2, codes)
+        out.copy_(codes[: out.numel()]).sub_(1).mul_(t)
+
+
+class TwoBit(Quantizer):
+    """2-bit quantization (CF 16) sends +t for elements at or above t, -t at or below -t, else 0.
+
+    Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
+    2015), for the values and the error feedback; MXNet's gradient compression ("2bit"), for sending
+    every element in two bits. An element moves by at most t in a step; the rest is fed back.
+
+    threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: fitted
+        to each tensor. C is a contraction only with the fitted one, but error feedback sends
+        everything in the end with either.
+    """
+
+    name = "twobit"
+
+    def __init__(self, threshold: float | None = None) -> None:
+        if threshold is not None and not 0 < threshold < float("inf"):
+            raise ValueError(f"threshold must be None or a number above 0, got {threshold!r}")
+        self.threshold = threshold
+        super().__init__({16.0: TwoBitLevels(self.name, threshold)})
+
+
+class TernaryLevels(BlockFormat):
+    """This value format of 1.6 bits decodes x to s * t, t = -1, 0 or 1 at random: E[s * t] = x.
+
+    s = max|x| over the tensor, at most clip * sqrt(mean x^2); elements beyond s become +-s.
+
+    parts: s (one element), digits t + 1 (five to a byte).
+    """
+
+    shared = 1
+
+    def __init__(self, name: str, clip: float | None, seed: int) -> None:
+        self.name, self.clip, self.seed = name, clip, seed
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((min(count, 1), widened(dtype)), (digits_nbytes(count), torch.uint8))
+
+    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
+        (scale,) = shared
+        scale.zero_()
+        for block in blocks:
+            magnitude = torch.abs(block.x, out=scratch_like("work", block.x))
+            torch.maximum(scale, magnitude.amax(), out=scale)
+        if self.clip is not None:
+            scale.clamp_(max=self.clip * sqrt(blocks.total / blocks.x.numel()))
+        scale.mul_(WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        scale, packed = parts
+        steps = torch.div(block.x, scale, out=scratch_like("work", block.x))
+        t = scratch_like("levels", block.x)
+        fill_random16(t, self.seed, block.key.name, block.key.step, block.start, block.norm)
+        if self.clip is None:
+            torch.add(steps, t, alpha=STEP, out=t)
+        else:
+            clipped = torch.clamp(steps, -1, 1, out=scratch_like("clipped", steps))
+            torch.add(clipped, t, alpha=STEP, out=t)
+        t.floor_()
+        square, energy = float(scale) ** 2, block_norm(t)
+        error = block_norm(steps.sub_(t))
+        pack_digits(t.add_(1), packed)
+        return square * energy, square * error
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        scale, packed = parts
+        steps = torch.tensor([-1.0, 0.0, 1.0], dtype=out.dtype, device=out.device)
+        unpack_digits(packed, steps * scale, out)
+
+
+class TernGrad(Quantizer):
+    """TernGrad (CF 20, 1.6 bits an element) sends -s, 0 or +s for each element, at random.
+
+    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
+    (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
+    a contraction (the error is several times the gradient), so the error is not fed back.
+
+    clip: in standard deviations, taken about zero; the paper's 2.5 makes the scale and with it the
+        variance smaller, at the price of a bias. None: no clipping; then C is unbiased.
+    seed: of the random numbers, which also depend on the tensor's name, the step and the data.
+    """
+
+    name = "terngrad"
+    error_feedback = False
+
+    def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be None or above 0 (standard deviations), got {clip!r}")
+        self.clip, self.seed = clip, seed
+        super().__init__({20.0: TernaryLevels(self.name, clip, seed)})

@@ -6,29 +6,51 @@ are summed (round 1), every rank reads the same k coordinates off the sum, and t
 are summed (round 2). The bytes do not grow with the number of ranks, as they do for gathered
 top-k, and what is sent is an exact projection, so the residual is exact.
 
-The hashes change with every step. With the same ones every step, error feedback starves whatever
-cancels with others in the table: of a constant gradient 85% had not left after 600 steps at CF 10
-(measured). FetchSGD has to keep them, as its memory is a sketch; here the memory is in full.
+The hashes change with every step. If they stay the same, elements that cancel with others in the
+table are never sent: of a constant gradient 85% had not been sent after 600 steps at CF 10
+(measured). FetchSGD has to keep its hashes, because its memory is a sketch; here the memory is the
+full residual.
 
-What a table of at most numel / cf numbers can find are coordinates that stand far out. In a
-normally distributed gradient it finds no more than chance would, and with error feedback works like
-random-k; in a heavy-tailed one (Student's t with 3 degrees of freedom, CF 100) five times as
-much, a seventh of what top-k keeps (measured).
+A table of at most numel / cf numbers can only find coordinates that stand far out. In a normally
+distributed gradient it finds no more than chance would, and with error feedback works like
+random-k; in a heavy-tailed one (Student's t with 3 degrees of freedom, CF 100) it finds five times
+as much, which is a seventh of what top-k keeps (measured).
+
+A count sketch (Charikar, Chen, Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002)
+is a table of signed sums from which the large elements can be read off. Every row of the table adds
+each element, with a sign, to one of its columns; sign and column are hashes of the position. An
+element's estimate is the median over the rows of its sign times the sum it was added to. The
+sketch of a sum is the sum of the sketches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import isfinite, nan
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.base import CorruptPayload, Key, Payload, check_cf, further, kept
-from compressors.countsketch import CountSketch
-from compressors.norms import lost, squared_norm
+from compressors.base import (
+    CorruptPayload,
+    Key,
+    Payload,
+    check_cf,
+    check_flat,
+    check_out,
+    combined_cf,
+    kept,
+    projection_error,
+    split_bytes,
+)
+from compressors.kernels import Array, squared_norm
+from compressors.kernels.blocks import CACHE_BLOCK
+from compressors.kernels.host import largest_positions
 from compressors.rounds import (
     Report,
     Rounds,
@@ -37,12 +59,15 @@ from compressors.rounds import (
     finite_or_nan,
     lockstep,
 )
-from compressors.sparse import add_at, check_flat, check_out, take
-from compressors.wire import split
+from compressors.sparsifier import add_at, take
 
 
 class Budget(NamedTuple):
-    """k values, found by a table of `columns` a row. k 0: all `dense` values travel instead."""
+    """A budget says which numbers are sent for a tensor.
+
+    k: values, at coordinates found with a table of `columns` columns. If k is 0, all `dense` values
+    of the tensor travel instead.
+    """
 
     k: int
     columns: int
@@ -51,7 +76,11 @@ class Budget(NamedTuple):
 
 @dataclass
 class _Part:
-    """One tensor of a bucket. own: what it adds to round 2, or to round 1 if it goes dense."""
+    """A part is one tensor of a bucket, on its way through the rounds.
+
+    held: whether this rank contributes nothing. total: ||a||^2. indices: the coordinates found.
+    summed: this tensor's part of the first sum.
+    """
 
     key: Key
     budget: Budget
@@ -63,18 +92,21 @@ class _Part:
 
 
 class Sketch(RoundsCompressor):
-    """Of about numel / cf numbers a tensor, `share` are values and the others a table of `rows`.
+    """Count-sketch compression sends about numel / cf numbers: values, and a table to find them.
 
-    rows: odd; of the sketch (more: surer estimates of fewer heavy coordinates).
-    share: between 0 and 1.
+    The sum over the ranks of such tables tells which coordinates are heavy; the values are those
+    of the heaviest.
+
+    rows: of the table, an odd number. More rows give surer estimates of fewer heavy coordinates.
+    share: of the numbers that are values, between 0 and 1.
     seed: of the hashes, the same on all ranks.
 
-    parts: indices (int32, k elements, by falling estimate), values (k elements). Where table and
-    values would be no smaller than the tensor: no indices, all values.
+    parts: indices (int32, k elements, by falling estimate), values (k elements). If table and
+    values would be no smaller than the tensor, there are no indices, and all values.
 
     `recompress` keeps the first of the coordinates found. A table for the larger CF would be
-    smaller, and find worse ones: the energy is what that CF keeps at best.
-    On a device other than the CPU the sketch is computed on the CPU all the same.
+    smaller and find worse ones, so its energy is the most that the larger CF can keep. On a device
+    other than the CPU the sketch is computed on the CPU all the same.
     """
 
     name = "sketch"
@@ -89,7 +121,7 @@ class Sketch(RoundsCompressor):
         self.seed = seed
 
     def budget(self, numel: int, cf: float) -> Budget:
-        """What is sent for `numel` elements at `cf`."""
+        """The numbers that are sent for `numel` elements at `cf`."""
         floats = kept(numel, check_cf(cf))
         k = max(1, int(floats * self.share))
         columns = max(1, (floats - k) // self.rows)
@@ -151,7 +183,7 @@ class Sketch(RoundsCompressor):
         return replace(reported[0], parts=parts, dtype=tensor.dtype)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        cf = further(payload.cf, factor)
+        cf = combined_cf(payload.cf, factor)
         indices, values = payload.parts
         k = self.budget(payload.numel, cf).k
         if k == indices.numel():
@@ -159,7 +191,7 @@ class Sketch(RoundsCompressor):
         if not indices.numel():
             return self.compress(values, cf, payload.key)
         energy = squared_norm(values[:k])
-        error = payload.error + lost(squared_norm(values), energy)
+        error = payload.error + projection_error(squared_norm(values), energy)
         parts = (indices[:k], values[:k])
         return replace(payload, parts=parts, cf=cf, energy=energy, error=error)
 
@@ -181,7 +213,7 @@ class Sketch(RoundsCompressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k, _, dense = self.budget(numel, cf)
-        parts = split(data, (k, torch.int32), (k + dense, dtype))
+        parts = split_bytes(data, (k, torch.int32), (k + dense, dtype))
         return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -217,7 +249,7 @@ class Sketch(RoundsCompressor):
         return CountSketch(numel, self.rows, columns, (self.seed, part.key.name, part.key.step))
 
     def _sketched(self, part: _Part) -> Tensor:
-        """What goes into round 1."""
+        """What this rank adds to the first sum."""
         size = self.rows * part.budget.columns + part.budget.dense
         if part.held:
             return part.flat.new_zeros(size)
@@ -229,7 +261,7 @@ class Sketch(RoundsCompressor):
         return torch.from_numpy(table).to(part.flat.device).view(-1)
 
     def _found(self, part: _Part, summed: Tensor, finite: bool) -> Tensor:
-        """The indices that every rank reads off the summed sketch."""
+        """The indices that every rank reads off the summed table."""
         k, columns, _ = part.budget
         device = part.flat.device
         if not k or not finite:
@@ -239,19 +271,99 @@ class Sketch(RoundsCompressor):
 
     @staticmethod
     def _own_values(part: _Part) -> Tensor:
-        """This rank's values of what is sent."""
+        """This rank's values at the indices found, or all of them if the tensor travels dense."""
         if part.held:
             return part.flat.new_zeros(part.budget.k + part.budget.dense)
         return take(part.flat, part.indices) if part.budget.k else part.flat
 
 
 def _own(part: _Part, cf: float, values: Tensor) -> Payload:
-    """What is kept of this rank's own tensor."""
+    """The payload of what is kept of this rank's own tensor."""
     energy = squared_norm(values) if part.budget.k else part.total
-    error = lost(part.total, energy)
+    error = projection_error(part.total, energy)
     return replace(_payload(part, cf, values), energy=energy, error=error, total=part.total)
 
 
 def _payload(part: _Part, cf: float, values: Tensor) -> Payload:
     parts = (part.indices, values)
     return Payload(parts, part.flat.numel(), cf, nan, nan, part.key, dtype=values.dtype)
+
+
+_HALF = np.uint64(32)
+
+
+class CountSketch:
+    """A count sketch hashes `numel` elements into a table of `rows` x `columns` sums.
+
+    Element i goes to h = a i + b mod 2^64, of which the upper half picks one of 2 x columns:
+    pairwise independent for i < 2^32 (Dietzfelbinger 1996). The second half of those counts
+    negative, so neither direction ever computes a sign. All in blocks that fit the cache.
+
+    rows: an odd number. identity: seeds the hashes; the same on every rank."""
+
+    def __init__(self, numel: int, rows: int, columns: int, identity: object) -> None:
+        self.numel = numel
+        self.rows = rows
+        self.columns = columns
+        self._hashes = [self._hash(identity, row) for row in range(rows)]
+
+    def table(self, x: Array) -> Array:
+        """The sketch (rows x columns) of flat `x`."""
+        sums = np.zeros((self.rows, 2 * self.columns))
+        for start, slots in self._blocks():
+            block = x[start : start + CACHE_BLOCK]
+            for row, slot in enumerate(slots):
+                sums[row] += np.bincount(slot, block, 2 * self.columns)
+        return (sums[:, : self.columns] - sums[:, self.columns :]).astype(x.dtype)
+
+    def heaviest(self, table: Array, k: int) -> NDArray[np.int32]:
+        """Positions of the `k` largest estimates, the largest first, the lower one first among
+        equals; 0 < k <= numel. `table` must be finite."""
+        signed = np.concatenate([table, -table], axis=1)
+        found = np.empty(0, np.int32)
+        values = np.empty(0, table.dtype)
+        threshold = -1.0  # until k are held, all are worth holding
+        for start, slots in self._blocks():
+            estimate = _median([signed[row].take(slot) for row, slot in enumerate(slots)])
+            above = np.flatnonzero(np.abs(estimate) > threshold)
+            if not above.size:
+                continue
+            found = np.concatenate([found, (above + start).astype(np.int32)])
+            values = np.concatenate([values, estimate.take(above)])
+            if found.size > k:
+                keep = largest_positions(values, k)
+                found, values = found.take(keep), values.take(keep)
+                threshold = float(np.abs(values).min())
+        return found.take(np.argsort(-np.abs(values), kind="stable"))
+
+    def _blocks(self) -> Iterator[tuple[int, list[NDArray[np.int64]]]]:
+        """(first position, for each row the columns that the elements go to) of each block."""
+        size = min(CACHE_BLOCK, self.numel)
+        steps = [a * np.arange(size, dtype=np.uint64) for a, _ in self._hashes]
+        scratch = [np.empty(size, np.uint64) for _ in self._hashes]
+        for start in range(0, self.numel, CACHE_BLOCK):
+            count = min(CACHE_BLOCK, self.numel - start)
+            slots = []
+            for (a, b), step, full in zip(self._hashes, steps, scratch, strict=True):
+                offset = np.uint64((int(a) * start + int(b)) % 2**64)
+                slot = np.add(step[:count], offset, out=full[:count])
+                slot >>= _HALF
+                slot *= np.uint64(2 * self.columns)
+                slot >>= _HALF
+                slots.append(slot.view(np.int64))
+            yield start, slots
+
+    @staticmethod
+    def _hash(identity: object, row: int) -> tuple[np.uint64, np.uint64]:
+        digest = blake2b(repr((identity, row)).encode(), digest_size=16).digest()
+        factor = int.from_bytes(digest[:8], "little") | 1
+        return np.uint64(factor), np.uint64(int.from_bytes(digest[8:], "little"))
+
+
+def _median(estimates: list[Array]) -> Array:
+    if len(estimates) == 1:
+        return estimates[0]
+    if len(estimates) == 3:
+        a, b, c = estimates
+        return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    return np.sort(np.stack(estimates), axis=0)[len(estimates) // 2]

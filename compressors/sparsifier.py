@@ -1,8 +1,8 @@
-"""What all sparsifiers share: a fixed-capacity payload of indices and (coded) values.
+"""Sparsifiers: a few elements travel, as indices and values in a payload of fixed size.
 
-A subclass says which elements are kept. The indices travel in the smallest of several formats
-(`compressors.indices`), the values in full or coded (`compressors.values`); what coding loses is
-part of the error, and so stays in the residual.
+A subclass says which elements are kept. The indices travel in the smaller of two formats
+(`compressors.wire.indices`), the values in full or coded (`compressors.wire.values`). What coding
+loses is part of the error, and so stays in the residual.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
 from math import nan
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,30 +21,25 @@ from compressors.base import (
     Key,
     Payload,
     check_cf,
-    further,
+    check_flat,
+    check_out,
+    combined_cf,
     kept,
+    projection_error,
+    split_bytes,
 )
-from compressors.indices import choose_format
-from compressors.norms import check_same_length, lost, squared_norm
-from compressors.ranking import largest_of
-from compressors.sparse import add_at, check_ascending, check_flat, check_out, take
-from compressors.values import ValueFormat, make_values
-from compressors.wire import split
-
-
-class Selected(NamedTuple):
-    """indices: int32, ascending. values: those elements. total: ||x||^2 over all elements."""
-
-    indices: Tensor
-    values: Tensor
-    total: float
+from compressors.kernels import Selected, check_same_length, kernels_for, squared_norm
+from compressors.wire.indices import check_ascending, choose_format
+from compressors.wire.values import ValueFormat, make_values
 
 
 @dataclass(frozen=True)
 class SparsePayload(Payload):
-    """parts: indices (int32, ascending), then the coded values, `capacity` of them.
+    """A sparse payload holds a few elements, in a fixed number of slots.
 
-    capacity: slots on the wire; no more indices than that.
+    parts: indices (int32, ascending), then the coded values, `capacity` of them. On the wire the
+        values come first, then the indices in the smallest of their formats.
+    capacity: number of slots on the wire; there are at most as many indices.
     exact: the values before coding; None after receiving.
     """
 
@@ -64,40 +58,44 @@ class SparsePayload(Payload):
 
 
 class Sparsifier(Compressor):
-    """Keeps at most k = max(1, floor(numel / cf)) elements; its payload has k slots.
+    """A sparsifier keeps at most k = max(1, floor(numel / cf)) elements and sends k slots.
 
     values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd"
         or a `ValueFormat`.
     """
 
     exact_count = False
-    """Always keeps exactly k: another count is a corrupt payload."""
+    """Whether exactly k elements are always kept, so that another count is a corrupt payload."""
 
     comparable = True
-    """Chooses by magnitude alone, so that tensors can be compressed together."""
+    """Whether elements are chosen by magnitude alone, so that tensors can be joined and compressed
+    together."""
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
-        self._code(make_values(values))
+        self._set_values(make_values(values))
 
     def coded(self, values: str | ValueFormat) -> Sparsifier:
-        """The same rule, its kept values travelling as `values`."""
+        """A sparsifier that keeps the same elements, but writes their values as `values`."""
         other = copy(self)
-        other._code(make_values(values))
+        other._set_values(make_values(values))
         return other
 
-    def _code(self, values: ValueFormat) -> None:
+    def _set_values(self, values: ValueFormat) -> None:
         self.values = values
         own = type(self).name
         self.name = own if values.lossless else f"{own}+{values.name}"
 
     def momentum_lag(self, cf: float) -> float:
-        """Less the longer elements wait in the residual (measured: docs/defaults.md)."""
+        """The larger the CF, the longer elements wait in the residual, and the less of the lag
+        should be kept (measured: docs/defaults.md)."""
         return min(1.0, 1.2 / cf ** (1 / 3))
 
     @abstractmethod
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        """tensor += add in place (if given: same dtype, length and device), then which elements of
-        `tensor` to keep: at most `k`, 1 <= k <= numel, or k = 0 of nothing."""
+        """tensor += add in place, then the elements of `tensor` to keep.
+
+        k: at most so many; 1 <= k <= numel, or k = 0 if numel is 0.
+        add: if not None, it has the dtype, length and device of `tensor`."""
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         return self._compress(tensor, None, cf, key)
@@ -110,12 +108,12 @@ class Sparsifier(Compressor):
         return self._compress(memory, None, cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        """The largest of what was kept, whatever rule chose that."""
+        """Keeps the largest of the elements in `payload`, whatever rule chose those."""
         assert isinstance(payload, SparsePayload)
-        cf = further(payload.cf, factor)
+        cf = combined_cf(payload.cf, factor)
         capacity = kept(payload.numel, cf)
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        positions = largest_of(values, min(capacity, values.numel()))
+        positions = kernels_for(values).largest(values, min(capacity, values.numel()))
         chosen = Selected(take(payload.parts[0], positions), take(values, positions), payload.total)
         return self._payload(chosen, payload.numel, cf, payload.key)
 
@@ -137,7 +135,7 @@ class Sparsifier(Compressor):
         k = kept(numel, cf)
         index_format = choose_format(numel, k)
         layout = (*self.values.layout(k, dtype), (index_format.nbytes(numel, k), torch.uint8))
-        *coded, raw = split(data, *layout)
+        *coded, raw = split_bytes(data, *layout)
         indices = index_format.decode(raw, numel, k)
         if self.exact_count and indices.numel() != k:
             raise CorruptPayload(f"payload must hold {k} indices, got {indices.numel()}")
@@ -162,7 +160,7 @@ class Sparsifier(Compressor):
         return choose_format(payload.numel, k).encode(payload.parts[0], payload.numel, k)
 
     def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
-        """What `tensor` (flat) has at the indices that another rank chose and packed."""
+        """The payload of flat `tensor` at the indices that another rank chose and packed."""
         check_flat(tensor)
         numel, k = tensor.numel(), kept(tensor.numel(), cf)
         indices = choose_format(numel, k).decode(packed, numel, k)
@@ -182,7 +180,7 @@ class Sparsifier(Compressor):
         coded = self.values.encode(_padded(chosen.values, capacity), key)
         parts = (chosen.indices, *coded)
         energy = squared_norm(chosen.values)
-        error = lost(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
+        error = projection_error(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
         payload = SparsePayload(
             parts, numel, cf, energy, error, key, chosen.total, dtype, capacity, chosen.values
         )
@@ -193,7 +191,7 @@ class Sparsifier(Compressor):
         return replace(payload, energy=squared_norm(sent), error=error)
 
     def _decoded(self, payload: Payload) -> Tensor:
-        """The values that arrive, one for each index."""
+        """The values as receivers decode them, one for each index."""
         assert isinstance(payload, SparsePayload)
         values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
         return values[: payload.parts[0].numel()]
@@ -206,3 +204,13 @@ def _padded(values: Tensor, capacity: int) -> Tensor:
     padded = values.new_zeros(capacity)
     padded[: values.numel()] = values
     return padded
+
+
+def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
+    """out[indices] += scale * values, in place, for indices that differ from each other."""
+    out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
+
+
+def take(tensor: Tensor, indices: Tensor) -> Tensor:
+    """tensor[indices], a new tensor."""
+    return torch.index_select(tensor.detach(), 0, indices)

@@ -7,33 +7,23 @@ selection; GraVAC's compressor. The error is fed back, so C(a) is a contraction:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from compressors.base import Key
-from compressors.norms import on_numpy, squared_norm
-from compressors.ranking import largest_of
-from compressors.selection import select
-from compressors.sparse import take
-from compressors.sparsifier import Selected, Sparsifier
+from compressors.kernels import Selected, kernels_for
+from compressors.sparsifier import Sparsifier
 
 
 class TopK(Sparsifier):
-    """Keeps k = max(1, floor(numel / cf)) elements.
+    """Top-k keeps exactly the k = max(1, floor(numel / cf)) elements of largest magnitude.
 
-    On a CPU the lower index wins among equal magnitudes; on another device any may.
+    On a CPU the lower index wins among equal magnitudes; on another device any may. How the
+    elements are found in little more time than it takes to read the tensor is told in
+    `compressors.kernels.host`.
     """
 
     name = "topk"
     exact_count = True
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        if on_numpy(tensor):
-            found = select(tensor.numpy(), k, None if add is None else add.numpy())
-            return Selected(
-                torch.from_numpy(found.indices), torch.from_numpy(found.values), found.total
-            )
-        if add is not None:
-            tensor.add_(add)
-        indices = largest_of(tensor, k)
-        return Selected(indices, take(tensor, indices), squared_norm(tensor))
+        return kernels_for(tensor).select(tensor, k, add)

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink
 from compressors.base import CorruptPayload
-from compressors.scratch import fresh
+from compressors.kernels import fresh
 
 NBYTES = 4
 """Bytes of a checksum."""

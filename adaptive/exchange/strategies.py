@@ -37,9 +37,9 @@ from adaptive.exchange.collectives import Exchange
 from compressors import Compressor, NoCompression
 from compressors.base import Payload
 from compressors.grace import GraceCompressor
+from compressors.kernels import fresh
 from compressors.rounds import Rounds as CompressorRounds
 from compressors.rounds import RoundsCompressor
-from compressors.scratch import fresh
 from compressors.sparsifier import Sparsifier
 
 EXCHANGES = (

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from adaptive.parameters import Slot
-from compressors.norms import squared_norm
+from compressors.kernels import squared_norm
 from policies import LayerReport, saved
 
 

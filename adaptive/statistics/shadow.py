@@ -24,7 +24,7 @@ from adaptive.statistics.signal import Signal
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, Sparsifier
 from compressors.base import kept
-from compressors.norms import Array, on_numpy
+from compressors.kernels import Array, on_host
 
 BELOW = 0.8
 """Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""
@@ -280,7 +280,7 @@ def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
 
 def _sampled(grad: Tensor, stride: int) -> Array:
     sample = grad.detach()[::stride]
-    return sample.numpy() if on_numpy(sample) else sample.float().cpu().numpy()
+    return sample.numpy() if on_host(sample) else sample.float().cpu().numpy()
 
 
 def _add(a: Array, u: Array, g: Array, rules: Sequence[MomentumRule], first: bool) -> None:

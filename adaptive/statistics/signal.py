@@ -27,7 +27,7 @@ import torch
 
 from adaptive.parameters import Slot
 from adaptive.statistics.vector import Tally
-from compressors.norms import Array
+from compressors.kernels import Array
 from policies import saved
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from compressors import PowerSGD
 from compressors.base import Key
-from compressors.norms import add_and_norm
+from compressors.kernels import add_and_norm
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 
 SHAPES = {

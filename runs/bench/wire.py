@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compressors import kept, make_compressor
-from compressors.indices import bound_nbytes, choose_format
+from compressors.wire.indices import bound_nbytes, choose_format
 from runs.bench.timing import Row
 
 VALUES = {

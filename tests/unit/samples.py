@@ -41,3 +41,9 @@ def norm2(tensor: torch.Tensor) -> float:
     wide = tensor.double().numpy()
     with np.errstate(over="ignore"):
         return float((wide * wide).sum())
+
+
+def use_device_kernels(monkeypatch) -> None:
+    """From here on CPU tensors take the path of other devices, which is plain torch."""
+    for module in ("kernels", "wire.packing", "wire.values"):
+        monkeypatch.setattr(f"compressors.{module}.on_host", lambda tensor: False)

@@ -1,17 +1,21 @@
-"""PowerSGD: what travels, what remains, what is kept; ranks are simulated in lockstep."""
+"""PowerSGD: what travels, remains and is kept, against references, and with unfriendly input.
+
+Ranks are simulated in one process, in lockstep.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import nan
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from compressors.base import CorruptPayload, Key
-from compressors.lowrank import layout
-from compressors.orthogonal import orthonormal_rows
-from compressors.powersgd import PowerSGD
+from compressors.powersgd import PowerSGD, layout, orthonormal_rows
 from tests.unit.matrices import KEYS, MATRIX, NUMELS, SHAPES, buckets, low_rank, normal, one
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import norm2
@@ -285,17 +289,265 @@ def test_half_precision_can_be_compressed(dtype):
     assert lost < 1e-3 * norm2(tensor)
 
 
-def test_random_state_is_left_alone():
-    before = torch.get_rng_state()
-    exchange([PowerSGD()], buckets(1, 0), 4.0, KEYS)
-    assert torch.equal(before, torch.get_rng_state())
+# Against references
 
 
-def test_compress_sum_is_add_then_compress():
-    compressor, memory, tensor = PowerSGD(), normal(2400, 0), normal(2400, 1)
-    expected = compressor.compress(memory + tensor, 8.0, MATRIX)
-    total = memory + tensor
-    assert same(compressor.compress_sum(memory, tensor, 8.0, MATRIX), expected)
-    assert torch.equal(memory, total)
-    with pytest.raises(ValueError, match="equally long"):
-        compressor.compress_sum(memory, tensor[:-1], 8.0, MATRIX)
+def test_true_rank_is_reproduced_exactly():
+    rank, matrix = PowerSGD(), low_rank(3, 8)
+    for _ in range(3):
+        own, mean = one([rank], [matrix], 8.0)  # rank 3
+    torch.testing.assert_close(mean, matrix)
+    assert own[0].error <= 1e-12 * own[0].total
+
+
+def test_warm_start_approaches_the_best_approximation():
+    matrix = normal(2400, 5)
+    best = torch.linalg.svdvals(matrix.view(40, 60))[:3].square().sum()
+    rank, energies = PowerSGD(), []
+    for _ in range(300):
+        own, _ = one([rank], [matrix], 8.0)
+        energies.append(own[0].energy)
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(energies))
+    assert energies[0] < 0.8 * best
+    assert energies[-1] == pytest.approx(float(best), rel=1e-3)
+
+
+def test_truncation_is_what_the_same_rounds_give_at_that_rank():
+    bucket = [[normal(2400, 1)], [normal(2400, 2)]]
+    start = normal(6 * 60, 3).view(6, 60)
+
+    def run(cf):
+        ranks = [PowerSGD(), PowerSGD()]
+        for rank in ranks:
+            rank.load_state_dict({"q": {"w": start}})
+        return ranks, exchange(ranks, bucket, cf, [MATRIX])
+
+    ranks, (reported, _) = run(4.0)
+    for cf in (4.0, 5.0, 8.0, 12.0, 24.0, 1000.0):
+        _, (direct, _) = run(cf)
+        for w in range(2):
+            a = bucket[w][0]
+            level = ranks[w].recompress(reported[w][0], cf / 4.0)
+            kept = ranks[w].decompress(level)
+            assert level.nbytes == ranks[w].payload_nbytes_for((40, 60), cf, torch.float64)
+            assert level.energy == pytest.approx(norm2(kept))
+            assert level.error == pytest.approx(norm2(a - kept))
+            assert level.total == pytest.approx(norm2(a))
+            torch.testing.assert_close(kept, ranks[w].decompress(direct[w][0]))
+
+
+def test_recompress_of_what_went_uncompressed():
+    rank, matrix = PowerSGD(), normal(2400, 1)
+    whole = rank.compress(matrix, 1.0, MATRIX)
+    assert torch.equal(rank.decompress(whole), matrix)
+    assert (whole.error, whole.energy) == (0.0, whole.total)
+    level = rank.recompress(whole, 12.0)
+    assert same(level, rank.compress(matrix, 12.0, MATRIX))
+    vector = rank.compress(normal(30, 1), 4.0, Key("b", 0, (30,)))
+    assert rank.recompress(vector, 10.0).cf == 40.0
+    assert same(rank.recompress(vector, 10.0), vector)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_equals_numpy_reference(world):
+    """Algorithm 1 with error feedback (Algorithm 2) written down plainly, in columns."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((60, 3))
+    ranks = [PowerSGD() for _ in range(world)]
+    for rank in ranks:
+        rank.load_state_dict({"q": {"w": torch.from_numpy(q.T.copy())}})
+    memory = [np.zeros((40, 60)) for _ in range(world)]
+    ours = [torch.zeros(2400, dtype=torch.float64) for _ in range(world)]
+    for _ in range(5):
+        for w in range(world):
+            gradient = rng.standard_normal((40, 60))
+            memory[w] += gradient
+            ours[w] += torch.from_numpy(gradient.ravel())
+        p, _ = np.linalg.qr(sum(m @ q for m in memory))
+        q = sum(m.T @ p for m in memory) / world
+        memory = [m - p @ (m.T @ p).T for m in memory]
+        own, mean = one(ranks, ours, 8.0)
+        for w in range(world):
+            ranks[w].subtract_from(ours[w], own[w])
+            np.testing.assert_allclose(ours[w].view(40, 60), memory[w], atol=1e-10)
+        np.testing.assert_allclose(mean.view(40, 60), p @ q.T, atol=1e-10)
+
+
+class Bucket:
+    """As much of a GradBucket as PyTorch's hook looks at."""
+
+    def __init__(self, flat: torch.Tensor, shapes) -> None:
+        self.flat, self.shapes = flat, shapes
+
+    def buffer(self):
+        return self.flat
+
+    def index(self):
+        return 0
+
+    def is_last(self):
+        return True
+
+    def gradients(self):
+        pieces = self.flat.split([int(np.prod(shape)) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+class Alone:
+    """A group of one rank, whose sum is what it has, at once: on gloo the callbacks of PyTorch's
+    hook run in a thread that now and then takes the process with it."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+
+    def size(self):
+        return 1
+
+    def _all_reduce(self, tensor, group, async_op):
+        self.future = torch.futures.Future()
+        self.future.set_result([tensor])
+        return self
+
+    def get_future(self):
+        return self.future
+
+    def wait(self):
+        return True
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_equals_pytorch_hook(monkeypatch, rank):
+    shapes = ((40, 40), (33,), (40, 40))
+    keys = [Key(f"p{i}", 0, shape) for i, shape in enumerate(shapes)]
+    state = PowerSGDState(Alone(monkeypatch), rank, start_powerSGD_iter=2, min_compression_rate=1)
+    state.iter = 2
+    ours, memory = PowerSGD(), torch.zeros(3233, dtype=torch.float64)
+    cf = 1600 / (80 * rank)
+    for step in range(6):
+        gradient = normal(3233, step)
+        flat = gradient.clone()
+        powerSGD_hook(state, Bucket(flat, shapes)).wait()
+        if step:  # the first is random: it leaves the Q that both start from
+            memory += gradient
+            pieces = memory.split([1600, 33, 1600])
+            _, (payloads,) = exchange([ours], [pieces], cf, keys)
+            out = torch.cat([ours.decompress(payload) for payload in payloads])
+            torch.testing.assert_close(out, flat)
+            for piece, payload in zip(pieces, payloads, strict=True):
+                ours.subtract_from(piece, payload)
+            torch.testing.assert_close(memory, state.error_dict[0])
+        else:
+            q = state.q_memory_dict[0].view(2, 40, rank)
+            ours.load_state_dict({"q": {"p0": q[0].t(), "p2": q[1].t()}})
+            memory += state.error_dict[0]
+
+
+# Unfriendly gradients
+
+
+@pytest.mark.parametrize("bad", [nan, float("inf")])
+def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
+    ranks = [PowerSGD() for _ in range(3)]
+    exchange(ranks, buckets(3, 0, torch.float32), 4.0, KEYS)
+    before = ranks[0].state_dict()["q"]
+    for position, cf in ((0, 4.0), (2, 4.0), (3, 2.0)):
+        bucket = buckets(3, 1, torch.float32)
+        bucket[1][position][0] = bad
+        reported, payloads = exchange(ranks, bucket, cf, KEYS)
+        for rank, got in zip(ranks, payloads, strict=True):
+            for payload, numel in zip(got, NUMELS, strict=True):
+                assert rank.is_poisoned(payload)
+                assert bool(rank.decompress(payload).isnan().all())
+                out = torch.zeros(numel)
+                rank.write_to(out, payload)
+                assert bool(out.isnan().all())
+            state = rank.state_dict()["q"]
+            assert all(torch.equal(state[name], before[name]) for name in before)
+        assert not np.isfinite(reported[1][position].total)
+    _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0, KEYS)
+    assert not any(ranks[0].is_poisoned(payload) for payload in payloads[0])
+
+
+def test_nan_where_q_is_zero_is_not_hidden():
+    rank = PowerSGD()
+    rank.load_state_dict({"q": {"w": torch.eye(60)[:1]}})
+    matrix = torch.ones(2400)
+    matrix[5] = nan
+    _, payloads = exchange([rank], [[matrix]], 24.0, [MATRIX])
+    assert rank.is_poisoned(payloads[0][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_gradients_send_zero_and_keep_q(dtype):
+    ranks = [PowerSGD() for _ in range(2)]
+    matrix = low_rank(2, 3).to(dtype)
+    zero = torch.zeros_like(matrix)
+    for _ in range(3):
+        _, mean = one(ranks, [zero, zero], 12.0)
+        assert mean.count_nonzero() == 0
+    for _ in range(5):
+        one(ranks, [matrix, zero], 12.0)  # one rank has nothing
+    before = ranks[0]._warm.start("w", 2, 60, matrix)
+    own, mean = one(ranks, [zero, zero], 12.0)
+    assert mean.count_nonzero() == 0
+    assert (own[0].energy, own[0].error, own[0].total) == (0, 0, 0)
+    after = ranks[0]._warm.start("w", 2, 60, matrix)
+    torch.testing.assert_close(before.abs(), after.abs())
+    own, mean = one(ranks, [matrix, zero], 12.0)
+    torch.testing.assert_close(mean, matrix / 2, rtol=1e-4, atol=1e-4)
+    assert own[1].energy == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 1e30),
+        (torch.float32, 1e-30),
+        (torch.float32, 1e-42),
+        (torch.float64, 1e140),
+        (torch.float64, 1e-140),
+        (torch.float64, 1e-310),
+    ],
+)
+def test_tiny_and_huge_gradients(dtype, scale):
+    ranks = [PowerSGD() for _ in range(2)]
+    matrix = (low_rank(2, 3) * scale).to(dtype)
+    for _ in range(6):
+        own, mean = one(ranks, [matrix, matrix], 12.0)
+        assert bool(mean.isfinite().all())
+        assert bool(ranks[0].state_dict()["q"]["w"].isfinite().all())
+        left = matrix.clone()
+        ranks[0].subtract_from(left, own[0])
+        assert bool(left.isfinite().all())
+    if 1e-300 < scale < 1e200 and (dtype == torch.float64 or scale > 1e-38):
+        torch.testing.assert_close(mean / scale, matrix / scale, rtol=1e-4, atol=1e-4)
+
+
+def test_orthonormal_rows_of_anything_finite():
+    x = normal(300, 0).view(3, 100)
+    cases = {
+        "normal": x,
+        "zero": torch.zeros(3, 100),
+        "zero row": x * torch.tensor([[1.0], [0.0], [1.0]]),
+        "equal rows": x[:1].expand(3, 100),
+        "nearly equal": x[:1] + 1e-9 * x,
+        "single": x.float(),
+        "scales": x * torch.tensor([[1e-100], [1.0], [1e100]], dtype=x.dtype),
+        "huge": x * 1e300,
+        "denormal": x * 1e-310,
+        "single huge": x.float() * 1e37,
+        "single denormal": x.float() * 1e-42,
+        "square": x[:, :3],
+        "many": normal(2000, 1).view(20, 100),
+        "many single": normal(2000, 1, torch.float32).view(20, 100) * 1e37,
+        "many zero": torch.zeros(20, 20),
+    }
+    for name, rows in cases.items():
+        basis = orthonormal_rows(rows)
+        eye = torch.eye(len(rows), dtype=rows.dtype)
+        torch.testing.assert_close(basis @ basis.t(), eye, rtol=0, atol=3e-6, msg=name)
+        assert torch.equal(basis, orthonormal_rows(rows.clone()))
+    for j in (1, 2):  # nested
+        projected = x[:j] @ orthonormal_rows(x)[:j].t() @ orthonormal_rows(x)[:j]
+        torch.testing.assert_close(projected, x[:j])
+    assert not bool(orthonormal_rows(x * nan).isfinite().any())

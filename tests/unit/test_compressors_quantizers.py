@@ -1,8 +1,6 @@
-"""What every quantizer promises."""
+"""Quantizers against obvious NumPy references, and what the stochastic ones are on average."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
@@ -10,21 +8,290 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressors.base import CorruptPayload, Key
-from compressors.half import BF16, FP16
-from compressors.int8 import Int8
-from compressors.natural import Natural
-from compressors.onebit import OneBit
-from compressors.qsgd import QSGD
-from compressors.quantizer import Quantizer
-from compressors.rows import BLOCK
-from compressors.signsgd import SignSGD
-from compressors.terngrad import TernGrad
-from compressors.twobit import TwoBit
-from tests.unit.samples import norm2, normal, ordinary, wire
+from compressors.base import Key
+from compressors.kernels.blocks import CODE_BLOCK
+from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural, Quantizer
+from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
+from tests.unit.samples import norm2, normal, use_device_kernels
 
-KEY = Key("layer.weight", 7)
-DTYPES = (torch.float32, torch.float64)
+KEY = Key("w", 3)
+SIZES = (1, 7, 256, 1000)
+DTYPES = (np.float32, np.float64)
+
+sizes = pytest.mark.parametrize("size", SIZES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def sample(size: int, dtype: type = np.float32, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(size) * rng.choice([1e-3, 1.0, 30.0], size)).astype(dtype)
+
+
+def coded(quantizer: Quantizer, x: np.ndarray, cf: float = 4.0, step: int = 3) -> np.ndarray:
+    payload = quantizer.compress(torch.from_numpy(x), cf, Key("w", step))
+    return quantizer.decompress(payload).numpy()
+
+
+def in_buckets(x: np.ndarray, bucket: int) -> list[np.ndarray]:
+    return [x[i : i + bucket] for i in range(0, x.size, bucket)]
+
+
+@sizes
+@dtypes
+def test_fp16(size, dtype):
+    x = sample(size, dtype) * 300
+    expected = np.clip(x, -65504 / 64, 65504 / 64).astype(np.float32).astype(np.float16)
+    assert np.array_equal(coded(FP16(), x), expected.astype(dtype))
+    assert np.abs(coded(FP16(peers=1), np.full(9, 1e30, dtype))).max() == 65504
+
+
+@sizes
+def test_bf16(size):
+    x = sample(size)
+    bits = x.view(np.uint32).astype(np.uint64)
+    even = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    assert np.array_equal(coded(BF16(), x), even.astype(np.uint32).view(np.float32))
+
+
+@sizes
+@dtypes
+def test_int8(size, dtype):
+    x = sample(size, dtype)
+    expected = []
+    for bucket in in_buckets(x, 256):
+        scale = np.abs(bucket).max() / dtype(127)
+        expected.append(np.rint(bucket / scale) * scale)
+    assert np.array_equal(coded(Int8(), x), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, np.float64), (7, np.float32), (1000, np.float64), (2001, np.float32)]
+)
+def test_qsgd_codes_are_one_of_the_two_neighbours(size, dtype, bits):
+    x = sample(size, dtype)
+    y = coded(QSGD(), x, cf=32 / bits)
+    for before, after in zip(in_buckets(x, 512), in_buckets(y, 512), strict=True):
+        scale = np.abs(before).max() / (2 ** (bits - 1) - 1)
+        low = np.floor(before / scale * (1 - 1e-6) + 1e-5 * (before > 0))
+        levels = np.rint(after / scale)
+        assert np.allclose(after, levels * scale, rtol=2e-6)
+        assert (np.abs(levels - before / scale) < 1 + 1e-4).all()
+        assert (np.abs(levels) < 2 ** (bits - 1)).all()
+        assert ((levels >= low - 1) & (levels <= low + 2)).all()
+
+
+def test_qsgd_l2_scale():
+    x = sample(1000)
+    payload = QSGD(norm="l2").compress(torch.from_numpy(x), 8.0, KEY)
+    norms = [np.sqrt((b.astype(np.float64) ** 2).sum()) / 7 for b in in_buckets(x, 512)]
+    np.testing.assert_allclose(payload.parts[0].numpy(), norms, rtol=1e-5)
+
+
+@sizes
+@dtypes
+def test_onebit(size, dtype):
+    x = sample(size, dtype)
+    expected = []
+    for column in in_buckets(x, 512):
+        wide = column.astype(np.float64)
+        up = wide[wide >= 0].mean() if (wide >= 0).any() else 0.0
+        down = wide[wide < 0].mean() if (wide < 0).any() else 0.0
+        expected.append(np.where(column >= 0, up, down))
+    np.testing.assert_allclose(coded(OneBit(), x), np.concatenate(expected), rtol=1e-5)
+
+
+@sizes
+@dtypes
+def test_signsgd(size, dtype):
+    x = sample(size, dtype)
+    mean = np.abs(x.astype(np.float64)).mean()
+    y = coded(SignSGD(), x)
+    np.testing.assert_allclose(y, np.where(x >= 0, mean, -mean), rtol=1e-6)
+    assert np.unique(np.abs(y)).size == 1
+
+
+@sizes
+@dtypes
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_twobit(size, dtype, threshold):
+    x = sample(size, dtype)
+    t = threshold or 0.9 * np.sqrt((x.astype(np.float64) ** 2).mean())
+    y = coded(TwoBit(threshold), x)
+    np.testing.assert_allclose(y, np.where(x >= t, t, np.where(x <= -t, -t, 0.0)), rtol=1e-6)
+
+
+@sizes
+@dtypes
+@pytest.mark.parametrize("clip", [None, 2.5])
+def test_terngrad_codes_are_one_of_the_two_neighbours(size, dtype, clip):
+    x = sample(size, dtype)
+    scale = np.abs(x).max()
+    if clip:
+        scale = min(scale, clip * np.sqrt((x.astype(np.float64) ** 2).mean()))
+    y = coded(TernGrad(clip), x)
+    t = np.rint(y / scale)
+    np.testing.assert_allclose(y, t * scale, rtol=2e-6)
+    assert set(np.unique(t)) <= {-1, 0, 1}
+    assert (t[t != 0] == np.sign(x[t != 0])).all()
+    clipped = np.abs(x) > scale * 1.0001
+    assert (np.abs(t[clipped]) == 1).mean() > 0.999 if clipped.any() else True
+
+
+@sizes
+@dtypes
+def test_natural_codes_are_one_of_the_two_neighbours(size, dtype):
+    x = sample(size, dtype)
+    y = coded(Natural(), x)
+    low = np.exp2(np.floor(np.log2(np.abs(x))))
+    assert ((np.abs(y) == low) | (np.abs(y) == 2 * low)).all()
+    assert (np.sign(y) == np.sign(x)).all()
+
+
+@dtypes
+def test_natural_covers_the_whole_range(dtype):
+    tiny, top = np.finfo(dtype).tiny, np.finfo(dtype).max
+    powers = np.array([1.0, -(2.0**-120), 0.0, 2.0**-60], dtype)
+    for scale in (dtype(1), dtype(2.0) ** np.finfo(dtype).minexp, dtype(2.0) ** 120):
+        x = powers * scale
+        assert np.array_equal(coded(Natural(), x), np.where(np.abs(x) < tiny, 0, x))
+    ends = np.array([top, -top], dtype)
+    assert np.isfinite(coded(Natural(), ends)).all()
+
+
+UNBIASED = [
+    (QSGD(), 4.0),
+    (QSGD(), 16.0),
+    (QSGD(norm="l2"), 8.0),
+    (TernGrad(clip=None), 20.0),
+    (Natural(), 4.0),
+]
+
+
+@pytest.mark.parametrize(("quantizer", "cf"), UNBIASED, ids=lambda v: getattr(v, "name", str(v)))
+def test_unbiased(quantizer, cf):
+    """The mean over many copies and steps is the tensor, within what its own spread allows."""
+    x = sample(512, np.float64, seed=2)  # a bucket, many of which make up a tensor
+    copies = np.tile(x, 100)
+    runs = np.concatenate(
+        [coded(quantizer, copies, cf, step).reshape(100, x.size) for step in range(15)]
+    )
+    # Where one of the two neighbours is rare, the sample's own spread is too uncertain: as if that
+    # neighbour had been seen four times more.
+    spread = np.sqrt(runs.var(axis=0) * len(runs) + 4 * np.ptp(runs, axis=0) ** 2) / len(runs)
+    largest = np.abs(runs).max()
+    moved = spread > 0
+    z = (runs.mean(axis=0) - x)[moved] / (spread[moved] + 1e-4 * largest)
+    assert np.abs(z).max() < 5
+    assert abs(z.mean()) < 5 / np.sqrt(z.size)
+    np.testing.assert_allclose(runs.mean(axis=0)[~moved], x[~moved], atol=0.01 * largest)
+
+
+def test_ranks_with_other_data_and_other_tensors_round_independently():
+    x = np.full(4096, 0.3, np.float32)
+    x[0] = 1.0
+    other = x.copy()
+    other[0] = 1.0001
+    rounded = [
+        QSGD(seed=seed).compress(torch.from_numpy(data), 16.0, key)
+        for seed, data, key in (
+            (0, x, Key("w", 1)),
+            (0, other, Key("w", 1)),
+            (0, x, Key("w", 2)),
+            (0, x, Key("v", 1)),
+            (1, x, Key("w", 1)),
+        )
+    ]
+    codes = [QSGD().decompress(p).numpy()[1:512] > 0.5 for p in rounded]
+    for i, first in enumerate(codes):
+        for second in codes[:i]:
+            assert 0.45 < (first == second).mean() < 0.72  # 0.58 if independent
+
+
+def test_bytes_do_not_depend_on_the_block_size(monkeypatch):
+    """On other devices the whole tensor is one block; the wire is the same."""
+    x = torch.from_numpy(sample(2 * CODE_BLOCK + 1003))
+    cases = [(q, 4.0) for q in (FP16(), Int8(), OneBit(), TwoBit(), SignSGD())]
+    blocked = [q.compress(x, cf, KEY) for q, cf in cases]
+    stochastic = [(q, cf) for q in (QSGD(), TernGrad(), Natural()) for cf in q.forms]
+    expected = [q.decompress(p) for (q, _), p in zip(cases, blocked, strict=True)]
+    sent = [q.compress(x, cf, KEY) for q, cf in stochastic]
+    decoded = [q.decompress(p) for (q, _), p in zip(stochastic, sent, strict=True)]
+
+    def whole(tensor: torch.Tensor) -> list[tuple[int, int]]:
+        return [(0, tensor.numel())]
+
+    monkeypatch.setattr("compressors.wire.values.block_bounds", whole)
+    monkeypatch.setattr("compressors.quantizers.block_bounds", whole)
+    for (q, cf), first, tensor in zip(cases, blocked, expected, strict=True):
+        second = q.compress(x, cf, KEY)
+        for a, b in zip(first.parts, second.parts, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+        assert torch.equal(q.decompress(first), tensor)
+        assert second.error == pytest.approx(first.error, rel=1e-6)
+    for (q, cf), first, tensor in zip(stochastic, sent, decoded, strict=True):
+        assert torch.equal(q.decompress(first), tensor)
+        second = q.compress(x, cf, KEY)
+        assert second.nbytes == first.nbytes
+        assert second.error == pytest.approx(first.error, rel=0.05)
+        assert torch.equal(x - q.decompress(second), _residual(q, second, x))
+
+
+def test_plain_torch_does_what_numpy_does(monkeypatch):
+    """What other devices run."""
+    x = torch.from_numpy(sample(70_001))
+    cases = [FP16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(), TernGrad(), Natural()]
+    first = [q.compress(x, 8.0, KEY) for q in cases]
+    decoded = [q.decompress(p) for q, p in zip(cases, first, strict=True)]
+    use_device_kernels(monkeypatch)
+    for q, p, tensor in zip(cases, first, decoded, strict=True):
+        assert torch.equal(q.decompress(p), tensor)
+        again = q.compress(x, 8.0, KEY)
+        assert again.energy == pytest.approx(norm2(q.decompress(again)), rel=1e-6)
+        assert again.error == pytest.approx(norm2(x - q.decompress(again)), rel=1e-5)
+        if q.error_feedback:  # those that round at random draw other numbers: the norm's last bit
+            assert all(torch.equal(a, b) for a, b in zip(again.parts, p.parts, strict=True))
+
+
+def _residual(quantizer: Quantizer, payload, x: torch.Tensor) -> torch.Tensor:
+    memory = x.clone()
+    quantizer.subtract_from(memory, payload)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FP16(peers=0), "peers must"),
+        (lambda: Int8(bucket=100), "bucket must"),
+        (lambda: QSGD(bucket=4), "bucket must"),
+        (lambda: QSGD(norm="l1"), "norm must"),
+        (lambda: QSGD(bucket=CODE_BLOCK, norm="l2", error_feedback=True), "bucket must"),
+        (lambda: TernGrad(clip=0.0), "clip must"),
+        (lambda: OneBit(column=0), "bucket must"),
+        (lambda: TwoBit(threshold=-1.0), "threshold must"),
+    ],
+)
+def test_options_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_properties_of_each():
+    assert [q.linear for q in (FP16(), BF16(), Int8(), QSGD())] == [True, True, False, False]
+    assert FP16().wire_dtype(torch.float32) == torch.float16
+    assert BF16().wire_dtype(torch.float64) == torch.bfloat16
+    fed_back = [FP16(), BF16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(error_feedback=True)]
+    assert all(q.error_feedback for q in fed_back)
+    assert not any(q.error_feedback for q in (QSGD(), TernGrad(), Natural()))
+    assert list(QSGD().forms) == [4.0, 32 / 7, 32 / 6, 6.4, 8.0, 32 / 3, 16.0]
+    assert list(QSGD(error_feedback=True).forms) == [4.0, 32 / 7, 32 / 6, 6.4]
+    assert max(QSGD(bucket=64, error_feedback=True).forms) == 32 / 3
+
+
+# What holds for all of them
+
+
 QUANTIZERS = [
     FP16(),
     BF16(),
@@ -54,75 +321,14 @@ every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=label)
 every_setting = pytest.mark.parametrize(("quantizer", "cf"), SETTINGS, ids=label)
 
 
-def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {
-        **ordinary(dtype, 1000),
-        "small": normal(1000, dtype) * torch.finfo(dtype).smallest_normal * 1e6,
-        "mixed": torch.cat([normal(900, dtype) * 1e-6, torch.zeros(600), normal(777, dtype)]),
-        "several blocks": normal(5001, dtype),
-    }
-
-
-CASES = [(name, dtype) for dtype in DTYPES for name in tensors(dtype)]
-every_tensor = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-
-
-@every_setting
-@every_tensor
-def test_round_trip_size_energies_and_residual(quantizer, cf, name, dtype):
-    tensor = tensors(dtype)[name]
-    before = tensor.clone()
-    payload = quantizer.compress(tensor, cf, KEY)
-    assert torch.equal(tensor, before)
-    assert (payload.numel, payload.cf, payload.key) == (tensor.numel(), cf, KEY)
-    assert payload.dtype == dtype
-    assert payload.nbytes == quantizer.payload_nbytes(tensor.numel(), cf, dtype)
-
-    sent = quantizer.decompress(payload)
-    assert sent.dtype == dtype
-    assert sent.isfinite().all()
-    for offset in (0, 1, 4):
-        received = wire(quantizer, payload, dtype, offset)
-        assert all(torch.equal(a, b) for a, b in zip(received.parts, payload.parts, strict=True))
-        assert torch.equal(quantizer.decompress(received), sent)
-
-    scale = norm2(tensor) + norm2(sent)
-    assert payload.total == pytest.approx(norm2(tensor), rel=1e-6)
-    assert payload.energy == pytest.approx(norm2(sent), rel=1e-6)
-    assert payload.error == pytest.approx(norm2(tensor.double() - sent.double()), abs=1e-6 * scale)
-    assert payload.error >= 0
-
-    memory = tensor.clone()
-    quantizer.subtract_from(memory, payload)
-    assert torch.equal(memory, tensor - sent)
-
-
-@every_setting
-@every_tensor
-def test_compress_sum_is_add_then_compress(quantizer, cf, name, dtype):
-    tensor = tensors(dtype)[name]
-    memory = normal(tensor.numel(), dtype, seed=1)
-    before, total = tensor.clone(), memory + tensor
-    payload = quantizer.compress_sum(memory, tensor, cf, KEY)
-    assert torch.equal(memory, total)
-    assert torch.equal(tensor, before)
-    expected = quantizer.compress(total, cf, KEY)
-    assert all(torch.equal(a, b) for a, b in zip(payload.parts, expected.parts, strict=True))
-    assert (payload.energy, payload.error, payload.total) == (
-        expected.energy,
-        expected.error,
-        expected.total,
-    )
-
-
 @every_quantizer
 def test_several_blocks(quantizer):
-    tensor, memory = normal(BLOCK + 519), normal(BLOCK + 519, seed=1)
+    tensor, memory = normal(CODE_BLOCK + 519), normal(CODE_BLOCK + 519, seed=1)
     total = memory + tensor
     payload = quantizer.compress_sum(memory, tensor, 16.0, KEY)
     assert torch.equal(memory, total)
     sent = quantizer.decompress(payload)
-    assert payload.nbytes == quantizer.payload_nbytes(BLOCK + 519, 16.0)
+    assert payload.nbytes == quantizer.payload_nbytes(CODE_BLOCK + 519, 16.0)
     assert payload.total == pytest.approx(norm2(total), rel=1e-6)
     assert payload.energy == pytest.approx(norm2(sent), rel=1e-6)
     assert payload.error == pytest.approx(norm2(total.double() - sent), rel=2e-6)
@@ -141,112 +347,8 @@ def test_what_is_fed_back_is_a_contraction(quantizer, cf):
         assert payload.error < payload.total
 
 
-@every_setting
-def test_nothing_is_lost(quantizer, cf):
-    """Sum of sent + residual = sum of gradients."""
-    numel = 3000
-    residual, sent, given_in = torch.zeros(3, numel, dtype=torch.float64)
-    for step in range(6):
-        gradient = normal(numel, torch.float64, seed=step)
-        payload = quantizer.compress_sum(residual, gradient, cf, Key("w", step))
-        quantizer.add_to(sent, payload)
-        quantizer.subtract_from(residual, payload)
-        given_in += gradient
-    size = max(1.0, float(residual.abs().max()))
-    torch.testing.assert_close(sent + residual, given_in, rtol=0, atol=1e-13 * size)
-
-
 @every_quantizer
-def test_same_input_same_bits_and_no_global_randomness(quantizer):
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    tensor = normal(BLOCK + 1000)
-    first, second = (quantizer.compress(t, 8.0, KEY) for t in (tensor, tensor.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(first.parts, second.parts, strict=True))
-    assert (first.energy, first.error) == (second.energy, second.error)
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1:] == (np.random.get_state()[1].tolist(), random.getstate())
-
-
-@every_quantizer
-def test_add_to_scales_and_accumulates(quantizer):
-    payload = quantizer.compress(normal(1000, torch.float64), 10.0, KEY)
-    out = torch.ones(1000, dtype=torch.float64)
-    quantizer.add_to(out, payload, 0.25)
-    quantizer.add_to(out, payload, 0.5)
-    torch.testing.assert_close(out, 1 + 0.75 * quantizer.decompress(payload))
-
-
-@every_quantizer
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_tensors(quantizer, dtype):
-    tensor = normal(1000).to(dtype)
-    payload = quantizer.compress(tensor, 10.0, KEY)
-    assert payload.nbytes == quantizer.payload_nbytes(1000, 10.0, dtype)
-    sent = quantizer.decompress(payload)
-    assert sent.dtype == dtype
-    expected = quantizer.decompress(quantizer.compress(tensor.float(), 10.0, KEY))
-    assert torch.equal(sent, expected.to(dtype))
-    memory = torch.zeros(1000)
-    quantizer.compress_sum(memory, tensor, 10.0, KEY)
-    assert torch.equal(memory, tensor.float())
-
-
-@every_quantizer
-@pytest.mark.parametrize("numel", [1, 50, BLOCK + 3])
-def test_non_finite_input_does_not_hide(quantizer, numel):
-    for bad in (float("nan"), float("inf")):
-        tensor = torch.ones(numel)
-        tensor[0] = bad
-        payload = quantizer.compress(tensor, 10.0, KEY)
-        assert payload.nbytes == quantizer.payload_nbytes(numel, 10.0)
-        assert not np.isfinite(payload.error + payload.energy)
-        if bad != bad:
-            assert quantizer.decompress(payload)[0].isnan()
-
-
-@every_setting
-def test_poison(quantizer, cf):
-    payload = quantizer.compress(normal(1000), cf, KEY)
-    assert not quantizer.is_poisoned(payload)
-    poisoned = quantizer.poison(payload)
-    assert quantizer.is_poisoned(poisoned)
-    assert quantizer.decompress(poisoned).isnan().all()
-    for numel in (1, 2):
-        assert quantizer.is_poisoned(
-            quantizer.poison(quantizer.compress(torch.ones(numel), cf, KEY))
-        )
-
-
-@every_quantizer
-def test_out_of_another_length_is_refused(quantizer):
-    payload = quantizer.compress(normal(1000), 10.0, KEY)
-    for numel in (0, 999, 1001):
-        out = torch.zeros(numel)
-        with pytest.raises(CorruptPayload):
-            quantizer.add_to(out, payload)
-        assert out.count_nonzero() == 0
-
-
-@every_quantizer
-@settings(max_examples=25)
-@given(numel=st.integers(0, 700), cf=st.sampled_from([1.0, 8.0, 32.0]), data=st.data())
-def test_any_bytes_of_the_right_size_decode_and_others_are_refused(quantizer, numel, cf, data):
-    size = quantizer.payload_nbytes(numel, cf)
-    seed = data.draw(st.integers(0, 2**32))
-    raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8))
-    guarded = torch.full((numel + 64,), 7.0)
-    quantizer.add_to(
-        guarded[32 : 32 + numel], quantizer.read(raw, numel, cf, torch.float32, KEY), 0.5
-    )
-    assert (guarded[:32] == 7.0).all()
-    assert (guarded[32 + numel :] == 7.0).all()
-    for wrong in {max(0, size - 1), size + 1, 2 * size} - {size}:
-        with pytest.raises(CorruptPayload, match=str(size)):
-            quantizer.read(torch.zeros(wrong, dtype=torch.uint8), numel, cf, torch.float32, KEY)
-
-
-@every_quantizer
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(numel=st.integers(0, 2000), cf=st.floats(1, 100), seed=st.integers(0, 1000))
 def test_sizes_of_all_kinds(quantizer, numel, cf, seed):
     tensor = normal(numel, seed=seed)
@@ -260,25 +362,7 @@ def test_sizes_of_all_kinds(quantizer, numel, cf, seed):
 
 
 @every_quantizer
-def test_supported_is_the_nearest_it_can_do(quantizer):
+def test_the_cf_is_nearly_that_of_the_bytes(quantizer):
     can = list(quantizer.forms)
     assert can == sorted(can)
-    for cf in (1.0, 2.0, 3.9, 6.0, 12.0, 17.0, 32.0, 1000.0):
-        nearest = min(can, key=lambda c: (abs(c - cf), c))
-        assert quantizer.supported(cf, 100) == nearest
-        assert quantizer.floats(100, cf) == 100 / nearest
     assert 4 * 100_000 / quantizer.payload_nbytes(100_000, 1.0) == pytest.approx(can[0], rel=0.15)
-
-
-@every_quantizer
-def test_wrong_arguments_are_refused(quantizer):
-    for cf in (0.5, 0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="cf must"):
-            quantizer.compress(normal(100), cf, KEY)
-    for shape in ((99,), (1,), (100, 1)):
-        with pytest.raises(ValueError, match="equally long"):
-            quantizer.compress_sum(torch.zeros(100), torch.ones(shape), 10.0, KEY)
-    payload = quantizer.compress(normal(100), 10.0, KEY)
-    with pytest.raises(NotImplementedError):
-        quantizer.recompress(payload, 2.0)
-    assert quantizer.indices(payload) is None

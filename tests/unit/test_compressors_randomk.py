@@ -81,9 +81,9 @@ def test_decompressed_equals_reference(unbiased):
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("cf", [1.0, 1.5, 10.0])
-@pytest.mark.parametrize("factor", [1.0, 1.7, 10.0, 1e6])
-@pytest.mark.parametrize("numel", [0, 1, 1000, 50_000])
+@pytest.mark.parametrize("cf", [1.0, 10.0])
+@pytest.mark.parametrize("factor", [1.0, 1.7, 1e6])
+@pytest.mark.parametrize("numel", [0, 1, 1000])
 def test_recompress_equals_direct(numel, factor, cf, unbiased):
     compressor, key, x = RandomK(seed=2, unbiased=unbiased), Key("w", 5), normal(numel)
     further = compressor.recompress(compressor.compress(x, cf, key), factor)
@@ -98,7 +98,7 @@ def test_recompress_equals_direct(numel, factor, cf, unbiased):
 
 
 def test_every_element_is_equally_likely():
-    numel, k, steps = 60, 6, 20_000
+    numel, k, steps = 60, 6, 5000
     counts = np.zeros(numel)
     for step in range(steps):
         counts[shared_indices(0, Key("w", step), numel, k)] += 1
@@ -109,7 +109,7 @@ def test_every_element_is_equally_likely():
 
 def test_unbiased_on_average():
     x = normal(50)
-    compressor, steps = RandomK(seed=6, unbiased=True), 6000
+    compressor, steps = RandomK(seed=6, unbiased=True), 1500
     mean = torch.zeros(50, dtype=torch.float64)
     for step in range(steps):
         compressor.add_to(mean, compressor.compress(x, 5.0, Key("w", step)), 1 / steps)

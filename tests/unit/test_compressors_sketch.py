@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from compressors.base import CorruptPayload, Key, kept
-from compressors.countsketch import CountSketch
-from compressors.sketch import Sketch
+from compressors.sketch import CountSketch, Sketch
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import norm2
 
@@ -33,9 +32,12 @@ def buckets(world: int, seed: int, dtype: torch.dtype = torch.float64):
 # The sketch itself
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
-def test_table_and_recovery_equal_plain_reference(rows):
-    numel, columns, k = 300_000, 997, 50  # more than two blocks
+@pytest.mark.parametrize(
+    ("rows", "numel"),
+    [(1, 3000), (3, 134_000), (5, 3000)],  # one is more than a block
+)
+def test_table_and_recovery_equal_plain_reference(rows, numel):
+    columns, k = 997, 50
     sketch = CountSketch(numel, rows, columns, "x")
     x = heavy(numel, 1).numpy()
     table = np.zeros((rows, columns))
@@ -259,21 +261,11 @@ def test_index_out_of_bounds_is_refused():
 def test_error_feedback_sends_everything_in_the_end():
     """Even where the sketch finds nothing that stands out: no coordinate is left for ever."""
     sketch = Sketch()
-    gradient = torch.randn(2000, generator=torch.Generator().manual_seed(3))
-    memory, sent = torch.zeros(2000), torch.zeros(2000)
+    gradient = torch.randn(500, generator=torch.Generator().manual_seed(3))
+    memory, sent = torch.zeros(500), torch.zeros(500)
     for step in range(600):
         memory += gradient
         payload = sketch.compress(memory, 10.0, Key("w", step))
         sketch.subtract_from(memory, payload)
         sketch.add_to(sent, payload, 1 / 600)
     assert norm2(sent - gradient) < 0.05 * norm2(gradient)
-
-
-def test_compress_sum_is_add_then_compress():
-    compressor, memory, tensor = Sketch(), heavy(2400, 0), heavy(2400, 1)
-    expected = compressor.compress(memory + tensor, 8.0, KEY)
-    total = memory + tensor
-    assert same(compressor.compress_sum(memory, tensor, 8.0, KEY), expected)
-    assert torch.equal(memory, total)
-    with pytest.raises(ValueError, match="equally long"):
-        compressor.compress_sum(memory, tensor[:-1], 8.0, KEY)

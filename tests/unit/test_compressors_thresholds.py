@@ -1,132 +1,410 @@
-"""What every threshold sparsifier promises. Their rules: test_compressors_threshold_rules.py."""
+"""Threshold sparsifiers: their rules against references that do the obvious in NumPy."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
+from math import exp, lgamma, log, sqrt
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from compressors import CorruptPayload, Key, kept, ranking
-from compressors import adacomp as adacomp_module
-from compressors import redsync as redsync_module
-from compressors import threshold_search as search_module
-from compressors.adacomp import AdaComp
-from compressors.dgc import DGC
-from compressors.redsync import RedSync
-from compressors.sidco import SIDCo
+from compressors import Key, TopK, kept, thresholds
+from compressors.kernels import host
 from compressors.sparsifier import Sparsifier
-from compressors.threshold import Threshold
-from tests.unit.samples import norm2, normal, ordinary, wire
+from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
+from tests.unit.samples import norm2, normal, ordinary, use_device_kernels
 
-KEY = Key("layer.weight", 7)
-CFS = (1.0, 1.5, 10.0, 1000.0)
-DTYPES = (torch.float32, torch.float64)
+KEY = Key("w", 5)
 
-COMPRESSORS: dict[str, Sparsifier] = {
-    "dgc": DGC(),
-    "redsync": RedSync(),
-    "sidco-exponential": SIDCo(),
-    "sidco-gamma": SIDCo("gamma"),
-    "sidco-pareto": SIDCo("pareto"),
-    "sidco-2": SIDCo(stages=2),
-    "threshold": Threshold(),
-    "threshold-fixed": Threshold(0.5),
+
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """Ascending positions of the k largest magnitudes, the lower first among equals."""
+    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+
+
+def reaching(x: np.ndarray, threshold: float, k: int) -> np.ndarray:
+    found = np.flatnonzero(np.abs(x) >= x.dtype.type(threshold))
+    if found.size > k:
+        found = found[largest(x[found], k)]
+    return found if found.size else largest(x, min(k, 1))
+
+
+def spread(x: np.ndarray, size: int, start: int = 0) -> np.ndarray:
+    stride = max(1, x.size // size)
+    stride -= stride % 2 == 0
+    return np.abs(x[start % stride :: stride])
+
+
+def quantile(sample: np.ndarray, share: float) -> float:
+    rank = min(sample.size, max(1, round(share * sample.size)))
+    return float(np.sort(sample)[::-1][rank - 1])
+
+
+def by_dgc(x: np.ndarray, k: int) -> np.ndarray:
+    percent = min(x.size / 100, 65_536)
+    size = min(x.size, int(max(x.size / 1000, percent, 32 * x.size / k)))
+    return reaching(x, quantile(spread(x, size, KEY.step), k / x.size), k)
+
+
+def size_of(numel: int, k: int, rank: int) -> int:
+    usual = min(max(numel // 32, 4096), 65_536)
+    return min(numel, max(usual, -(-rank * numel // k)))
+
+
+def by_threshold(x: np.ndarray, k: int) -> np.ndarray:
+    return reaching(x, quantile(spread(x, size_of(x.size, k, 32)), k / x.size), k)
+
+
+def by_fixed(x: np.ndarray, k: int) -> np.ndarray:
+    return reaching(x, 1.5, k)
+
+
+def by_redsync(x: np.ndarray, k: int) -> np.ndarray:
+    """Bisect (mean, max), or (0, mean) if the mean is too high already, over the whole tensor."""
+    magnitude = np.abs(x)
+    mean, most = float(magnitude.mean(dtype=np.float64)), float(magnitude.max())
+    mean = min(mean, most)
+    counts = {}
+
+    def count(threshold: float) -> int:
+        counts[threshold] = int((magnitude >= x.dtype.type(threshold)).sum())
+        return counts[threshold]
+
+    low, high = (0.0, mean) if count(mean) <= k else (mean, most)
+    count(high)
+    for _ in range(30):
+        if 0.9 * k <= counts[high] <= k:
+            break
+        middle = (low + high) / 2
+        low, high = (middle, high) if count(middle) > k else (low, middle)
+    return reaching(x, high, k)
+
+
+def expo(x: np.ndarray, share: float) -> float:
+    return -x.mean() * log(share)
+
+
+def gamma(x: np.ndarray, share: float) -> float:
+    s = log(x.mean()) - np.log(x).mean()
+    alpha = (3 - s + sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    return max(0.0, -x.mean() / alpha * (log(share) + lgamma(alpha)))
+
+
+def pareto(x: np.ndarray, share: float) -> float:
+    if x.var() == 0:
+        return expo(x, share)
+    alpha = 0.5 * (1 - x.mean() ** 2 / x.var())
+    beta = 0.5 * x.mean() * (x.mean() ** 2 / x.var() + 1)
+    return beta / alpha * (exp(-alpha * log(share)) - 1)
+
+
+def sidco(first, later, stages: int | None = None):
+    def threshold_of(x: np.ndarray, share: float, stages: int) -> float:
+        if stages == 1 or share >= 0.25:
+            return first(x, share)
+        threshold = first(x, 0.25)
+        for _ in range(stages - 1):
+            above = x[x > threshold] - threshold
+            if above.size:
+                threshold += later(above, (4 * share) ** (1 / (stages - 1)))
+        return threshold
+
+    def by_sidco(x: np.ndarray, k: int) -> np.ndarray:
+        sample = spread(x, size_of(x.size, k, 8)).astype(np.float64)
+        wanted = k / x.size * sample.size
+        sample = sample[sample > 0]
+        if wanted >= sample.size:
+            return reaching(x, 0.0, k)
+        counts = {}
+        for m in (1, 2, 3, 4) if stages is None else (stages,):
+            threshold = threshold_of(sample, wanted / sample.size, m)
+            count = (sample >= threshold).sum()
+            counts[m] = (abs(log(count / wanted)) if count else np.inf, m, threshold)
+        distance, _, threshold = min(counts.values())
+        if stages is None and distance == np.inf:
+            threshold = sample.max()
+        return reaching(x, threshold, k)
+
+    return by_sidco
+
+
+def by_adacomp(g: np.ndarray, latest: np.ndarray, size: int, k: int) -> np.ndarray:
+    sent = []
+    for start in range(0, g.size, size):
+        places = range(start, min(start + size, g.size))
+        peak = max(abs(g[i]) for i in places)
+        sent += [i for i in places if abs(g[i] + latest[i]) >= peak and g[i] != 0]
+    found = np.array(sent, np.int64)
+    if found.size > k:
+        found = found[largest(g[found], k)]
+    return found if found.size else largest(g, min(k, 1))
+
+
+RULES = {
+    "dgc": (DGC(), by_dgc),
+    "threshold": (Threshold(), by_threshold),
+    "threshold 1.5": (Threshold(1.5), by_fixed),
+    "redsync": (RedSync(), by_redsync),
+    "sidco exponential": (SIDCo(), sidco(expo, expo)),
+    "sidco gamma": (SIDCo("gamma"), sidco(gamma, pareto)),
+    "sidco pareto": (SIDCo("pareto"), sidco(pareto, pareto)),
+    "sidco 1 stage": (SIDCo(stages=1), sidco(expo, expo, 1)),
+    "sidco gamma 3 stages": (SIDCo("gamma", stages=3), sidco(gamma, pareto, 3)),
+    "sidco pareto 2 stages": (SIDCo("pareto", stages=2), sidco(pareto, pareto, 2)),
+}
+FITS = (
+    thresholds.exponential_threshold,
+    thresholds.gamma_threshold,
+    thresholds.pareto_threshold,
+)
+every_rule = pytest.mark.parametrize(("compressor", "rule"), RULES.values(), ids=RULES)
+
+
+def check(compressor: Sparsifier, x: np.ndarray, cf: float, expected: np.ndarray) -> None:
+    payload = compressor.compress(torch.from_numpy(x), cf, KEY)
+    np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+    np.testing.assert_array_equal(payload.parts[1].numpy()[: expected.size], x[expected])
+    assert payload.total == pytest.approx((x.astype(np.float64) ** 2).sum(), rel=1e-6)
+
+
+def heavy(rng: np.random.Generator, numel: int) -> np.ndarray:
+    return rng.standard_normal(numel) ** 3
+
+
+def sparse(rng: np.random.Generator, numel: int) -> np.ndarray:
+    return rng.standard_normal(numel) * (rng.random(numel) < 0.02)
+
+
+def outlier(rng: np.random.Generator, numel: int) -> np.ndarray:
+    x = rng.standard_normal(numel)
+    x[numel // 3] = 1e7
+    return x
+
+
+DATA = {
+    "normal": lambda rng, numel: rng.standard_normal(numel),
+    "laplace": lambda rng, numel: rng.laplace(size=numel),
+    "heavy": heavy,
+    "uniform": lambda rng, numel: rng.random(numel) - 0.5,
+    "sparse": sparse,
+    "outlier": outlier,
+    "ascending": lambda rng, numel: np.arange(1.0, numel + 1),
+    "block": lambda rng, numel: rng.standard_normal(numel) * (np.arange(numel) < numel // 9),
+}
+
+
+@every_rule
+@pytest.mark.parametrize(
+    ("numel", "dtype", "cfs"), [(900, "f8", (2.0, 10.0, 300.0)), (150_000, "f4", (3.0, 100.0))]
+)
+def test_equals_reference(compressor, rule, numel, dtype, cfs):
+    for draw in DATA.values():
+        x = draw(np.random.default_rng(numel), numel).astype(dtype)
+        for cf in cfs:
+            check(compressor, x, cf, rule(x, kept(numel, cf)))
+
+
+@every_rule
+def test_accumulates_and_then_follows_the_rule(compressor, rule):
+    rng = np.random.default_rng(8)
+    memory, grad = (rng.standard_normal(140_000).astype(np.float32) for _ in range(2))
+    total, held = memory + grad, torch.from_numpy(memory)
+    payload = compressor.compress_sum(held, torch.from_numpy(grad), 50.0, KEY)
+    np.testing.assert_array_equal(memory, total)
+    np.testing.assert_array_equal(payload.parts[0].numpy(), rule(total, 2800))
+
+
+@pytest.mark.parametrize("rule", ["dgc", "threshold", "threshold 1.5", "redsync"])
+@given(
+    arrays(np.float32, st.integers(1, 200), elements=st.integers(-3, 3).map(float)),
+    st.floats(1.01, 400),
+)
+@settings(max_examples=20)
+def test_equal_magnitudes(rule, x, cf):
+    compressor, reference = RULES[rule]
+    k = kept(x.size, cf)
+    check(compressor, x, cf, reference(x, k) if k < x.size else np.arange(x.size))
+
+
+@pytest.mark.parametrize("numel", [1, 2, 50, 999, 3000])
+@pytest.mark.parametrize("size", [None, 1, 7, 50, 5000])
+def test_adacomp_equals_reference(numel, size):
+    rng = np.random.default_rng(numel)
+    for scale, cf in ((0.1, 30.0), (1.0, 4.0), (3.0, 100.0), (0.1, 2.0)):
+        residual = rng.standard_normal(numel)
+        latest = rng.standard_normal(numel) * scale
+        g, k = residual + latest, kept(numel, cf)
+        payload = AdaComp(size).compress_sum(
+            torch.from_numpy(residual), torch.from_numpy(latest), cf, KEY
+        )
+        expected = by_adacomp(g, latest, size or -(-numel // k), k)
+        np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+        payload = AdaComp(size).compress(torch.from_numpy(g), cf, KEY)
+        expected = by_adacomp(g, g, size or -(-numel // k), k)
+        np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(50, 0.01), (999, 1.0), (50, 100.0)])
+def test_adacomp_over_several_blocks(size, scale):
+    rng = np.random.default_rng(3)
+    residual, latest = (rng.standard_normal(140_001).astype(np.float32) for _ in range(2))
+    latest *= np.float32(scale)
+    latest[:60_000] *= np.float32(1e-3)
+    g = residual + latest
+    for cf in (20.0, 500.0):
+        payload = AdaComp(size).compress_sum(
+            torch.from_numpy(residual.copy()), torch.from_numpy(latest), cf, KEY
+        )
+        expected = by_adacomp(g, latest, size, kept(g.size, cf))
+        np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("guess", [0.0, 0.5, 100.0])
+def test_adacomp_does_not_depend_on_its_guess(monkeypatch, guess):
+    x = torch.from_numpy(np.random.default_rng(4).standard_normal(100_000).astype(np.float32))
+    memory = x.flip(0).contiguous()
+    expected = AdaComp().compress_sum(memory.clone(), x, 100.0, KEY)
+    monkeypatch.setattr(host, "_guess_in_bins", lambda *args: guess)
+    found = AdaComp().compress_sum(memory, x, 100.0, KEY)
+    assert torch.equal(memory, x + x.flip(0))
+    assert torch.equal(found.parts[0], expected.parts[0])
+    assert found.total == pytest.approx(expected.total)
+
+
+def test_adacomp_sends_no_zeros():
+    x = torch.zeros(1000)
+    x[10] = 1.0
+    assert AdaComp(10).compress(x, 4.0, KEY).parts[0].tolist() == [10]
+
+
+def test_adacomp_adds_a_gradient_of_another_type():
+    memory, half = torch.ones(100), torch.full((100,), 0.5, dtype=torch.float16)
+    same = AdaComp().compress_sum(memory.clone(), half.float(), 10.0, KEY)
+    payload = AdaComp().compress_sum(memory, half, 10.0, KEY)
+    assert torch.equal(payload.parts[0], same.parts[0])
+    assert torch.equal(memory, torch.full((100,), 1.5))
+
+
+def test_redsync_searches_in_one_pass(monkeypatch):
+    passes = []
+    collect = host._collect
+    monkeypatch.setattr(host, "_collect", lambda *args: passes.append(1) or collect(*args))
+    x = torch.from_numpy(np.random.default_rng(5).standard_normal(500_000))
+    payload = RedSync().compress(x, 100.0, KEY)
+    assert len(passes) == 1
+    assert 4500 <= payload.parts[0].numel() <= 5000
+
+
+@pytest.mark.parametrize(("mean", "most"), [(np.nan, 1.0), (np.inf, np.inf), (1.0, np.nan)])
+def test_redsync_without_a_mean_does_not_search(mean, most):
+    assert thresholds.bisect(lambda t: pytest.fail("counted"), mean, most, 5) == 0.0
+
+
+def test_dgc_samples_a_thousandth_to_a_hundredth_where_that_is_enough():
+    assert DGC().sample_size(25_600_000, 256_000) == 65_536
+    assert DGC().sample_size(200_000_000, 2_000_000) == 200_000
+    assert DGC().sample_size(1_000_000, 100_000) == 10_000
+    assert DGC().sample_size(1_000_000, 1_000) == 32_000
+    assert DGC().sample_size(500, 5) == 500
+
+
+def test_dgc_of_a_small_tensor_is_top_k_and_its_sample_moves_with_the_step():
+    x = torch.from_numpy(np.random.default_rng(6).standard_normal(1000))
+    assert torch.equal(
+        DGC().compress(x, 40.0, KEY).parts[0], TopK().compress(x, 40.0, KEY).parts[0]
+    )
+    x = torch.from_numpy(np.random.default_rng(7).standard_normal(200_000))
+    counts = {DGC().compress(x, 100.0, Key("w", s)).parts[0].numel() for s in range(6)}
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.01, 0.001])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_fits_recover_their_own_distribution(share, scale):
+    rng = np.random.default_rng(9)
+    x = rng.exponential(scale, 200_000)
+    for fit in (
+        thresholds.exponential_threshold,
+        thresholds.gamma_threshold,
+        thresholds.pareto_threshold,
+    ):
+        assert (x > fit(x, share)).mean() == pytest.approx(share, rel=0.15)
+    tail = rng.pareto(6, 400_000)
+    assert (tail > thresholds.pareto_threshold(tail, share)).mean() == pytest.approx(share, rel=0.3)
+
+
+def test_fits_of_equal_magnitudes():
+    x = np.full(100, 2.0)
+    for fit in (
+        thresholds.exponential_threshold,
+        thresholds.gamma_threshold,
+        thresholds.pareto_threshold,
+    ):
+        assert fit(x, 0.01) == pytest.approx(2 * log(100))
+
+
+def test_stages_help_where_the_fit_is_bad():
+    """The reason for stages: normal data have a lighter tail than the exponential fit."""
+    x = torch.from_numpy(np.random.default_rng(10).standard_normal(1_000_000))
+    one = SIDCo(stages=1).compress(x, 1000.0, KEY).parts[0].numel()
+    best = SIDCo().compress(x, 1000.0, KEY).parts[0].numel()
+    assert one < 500 < 800 < best <= 1000
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf")])
+def test_bad_threshold(bad):
+    with pytest.raises(ValueError, match="threshold must"):
+        Threshold(bad)
+
+
+def test_bad_options():
+    for stages in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="stages must"):
+            SIDCo(stages=stages)
+    with pytest.raises(ValueError, match="exponential, gamma, pareto"):
+        SIDCo("normal")
+    for size in (0, 131_073, 2.5):
+        with pytest.raises(ValueError, match="bin_size must"):
+            AdaComp(size)
+
+
+# What holds for all of them
+
+
+COMPRESSORS = {
+    **{name: compressor for name, (compressor, _) in RULES.items()},
     "adacomp": AdaComp(),
-    "adacomp-50": AdaComp(bin_size=50),
+    "adacomp 50": AdaComp(bin_size=50),
 }
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
 
 
-def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    spikes = torch.zeros(20_000, dtype=dtype)
-    spikes[[3, 7_777, 19_999]] = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
-    return {
-        **ordinary(dtype),
-        "two": torch.tensor([0.0, -2.5], dtype=dtype),
-        "largest": normal(10_000, dtype).clamp(-1, 1) * torch.finfo(dtype).max,
-        "spikes": spikes,
-        "heavy tail": normal(10_000, dtype) ** 9,
-        "two values": (normal(10_000, dtype) > 0).to(dtype) * 2 - 1,
-    }
-
-
-CASES = [(name, dtype) for dtype in DTYPES for name in tensors(dtype)]
-every_tensor = pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda v: str(v))
+@every_compressor
+def test_at_most_k_elements_are_kept_and_as_they_were(compressor):
+    for dtype in (torch.float32, torch.float64):
+        tensors = {
+            **ordinary(dtype),
+            "two": torch.tensor([0.0, -2.5], dtype=dtype),
+            "largest": normal(10_000, dtype).clamp(-1, 1) * torch.finfo(dtype).max,
+        }
+        for name, tensor in tensors.items():
+            for cf in (1.0, 1.5, 1000.0):
+                payload = compressor.compress(tensor, cf, KEY)
+                indices, numel = payload.parts[0], tensor.numel()
+                assert indices.dtype == torch.int32
+                assert min(numel, 1) <= indices.numel() <= kept(numel, cf), (name, cf)
+                assert bool((indices.diff() > 0).all()), (name, cf)
+                sent = compressor.decompress(payload)
+                assert torch.equal(sent[indices.long()], tensor[indices.long()]), (name, cf)
+                assert sent.count_nonzero() <= indices.numel(), (name, cf)
+                assert bool(sent.any()) == bool(tensor.any()), (name, cf)
 
 
 @every_compressor
-@every_tensor
-@pytest.mark.parametrize("cf", CFS)
-def test_size_round_trip_energies_and_residual(compressor, name, dtype, cf):
-    tensor = tensors(dtype)[name]
-    numel, before = tensor.numel(), tensor.clone()
-    payload = compressor.compress(tensor, cf, KEY)
-    assert torch.equal(tensor, before)
-    assert payload.nbytes == compressor.payload_nbytes(numel, cf, dtype)
-
-    indices = payload.parts[0]
-    assert indices.dtype == torch.int32
-    assert min(numel, 1) <= indices.numel() <= kept(numel, cf)
-    assert bool((indices.diff() > 0).all())
-    sent = compressor.decompress(payload)
-    assert torch.equal(sent[indices.long()], tensor[indices.long()])
-    assert sent.count_nonzero() <= indices.numel()
-    assert bool(sent.any()) == bool(tensor.any())
-
-    for offset in (0, 1):
-        received = wire(compressor, payload, dtype, offset)
-        assert torch.equal(received.parts[0], indices)
-        assert torch.equal(compressor.decompress(received), sent)
-
-    total = norm2(tensor)
-    assert payload.total == pytest.approx(total, rel=1e-6)
-    assert payload.energy == pytest.approx(norm2(sent), rel=1e-6)
-    if np.isfinite(total):
-        assert payload.error == pytest.approx(norm2(tensor - sent), rel=1e-6, abs=2e-6 * total)
-    memory = tensor.clone()
-    compressor.subtract_from(memory, payload)
-    assert torch.equal(memory, tensor - sent)
-
-
-@every_compressor
-@every_tensor
-@pytest.mark.parametrize("cf", [1.5, 100.0])
-def test_compress_sum_is_add_then_compress(compressor, name, dtype, cf):
-    tensor = tensors(dtype)[name]
-    memory = normal(tensor.numel(), dtype, seed=1)
-    before, total = tensor.clone(), memory + tensor
-    payload = compressor.compress_sum(memory, tensor, cf, KEY)
-    assert torch.equal(memory, total)
-    assert torch.equal(tensor, before)
-    if compressor.name != "adacomp":  # which looks at the latest gradient too
-        expected = compressor.compress(total, cf, KEY)
-        assert all(torch.equal(a, b) for a, b in zip(payload.parts, expected.parts, strict=True))
-        energies = (expected.energy, expected.error)
-        assert (payload.energy, payload.error) == pytest.approx(energies, rel=0, abs=0, nan_ok=True)
-
-
-@every_compressor
-@pytest.mark.parametrize("cf", [3.0, 30.0, 300.0])
-@pytest.mark.parametrize("numel", [700, 60_000])
-def test_sent_and_residual_make_up_what_came_in(compressor, numel, cf):
-    memory = torch.zeros(numel, dtype=torch.float64)
-    sent, total = torch.zeros_like(memory), torch.zeros_like(memory)
-    for step in range(6):
-        grad = normal(numel, torch.float64, seed=step) * 0.9**step
-        payload = compressor.compress_sum(memory, grad, cf, Key("w", step))
-        compressor.subtract_from(memory, payload)
-        compressor.add_to(sent, wire(compressor, payload, torch.float64))
-        total += grad
-    torch.testing.assert_close(sent + memory, total)
-    assert norm2(sent) > 0
-
-
-@every_compressor
-@pytest.mark.parametrize("numel", [1, 1000, 100_000])
-@pytest.mark.parametrize("factor", [1.0, 1.7, 100.0])
+@pytest.mark.parametrize(("numel", "factor"), [(1, 1.7), (1000, 1.0), (20_000, 1.7), (9000, 100.0)])
 def test_recompress_keeps_the_largest_of_what_was_kept(compressor, numel, factor):
     x = normal(numel)
     payload = compressor.compress(x, 10.0, KEY)
@@ -142,32 +420,8 @@ def test_recompress_keeps_the_largest_of_what_was_kept(compressor, numel, factor
 
 
 @every_compressor
-def test_same_input_same_bits_and_no_global_randomness(compressor):
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    tensor = normal(200_000)
-    first, second = (compressor.compress(t, 50.0, KEY) for t in (tensor, tensor.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(first.parts, second.parts, strict=True))
-    assert (first.energy, first.error) == (second.energy, second.error)
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1:] == (np.random.get_state()[1].tolist(), random.getstate())
-
-
-@every_compressor
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_works(compressor, dtype):
-    tensor = normal(1000).to(dtype)
-    payload = compressor.compress(tensor, 10.0, KEY)
-    assert payload.nbytes == compressor.payload_nbytes(1000, 10.0, dtype)
-    received = wire(compressor, payload, dtype, offset=1)
-    assert torch.equal(compressor.decompress(received), compressor.decompress(payload))
-    memory = torch.zeros(1000)
-    compressor.compress_sum(memory, tensor, 10.0, KEY)
-    assert torch.equal(memory, tensor.float())
-
-
-@every_compressor
 def test_non_finite_input_neither_crashes_nor_hides(compressor):
-    for numel in (50, 100_000):
+    for numel in (50, 10_000):
         for bad in (float("nan"), float("inf")):
             for count in (1, numel // 2, numel):
                 for cf in (1.0, 10.0):
@@ -181,24 +435,12 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
 
 
 @every_compressor
-def test_corrupt_bytes_are_refused(compressor):
-    payload = compressor.compress(normal(1000), 10.0, KEY)
-    data = torch.empty(payload.nbytes, dtype=torch.uint8)
-    payload.write(data)
-    for raw in (data[:-1], data[:0], torch.cat([data, data]), torch.full_like(data, 255)):
-        with pytest.raises(CorruptPayload):
-            compressor.read(raw, 1000, 10.0, torch.float32, KEY)
-
-
-@every_compressor
-@pytest.mark.parametrize("cf", CFS)
-@pytest.mark.parametrize("numel", [0, 1, 5000])
+@pytest.mark.parametrize(("numel", "cf"), [(0, 10.0), (1, 1.0), (5000, 1.5), (5000, 1000.0)])
 def test_device_path_keeps_the_same(monkeypatch, compressor, numel, cf):
     """The path of other devices, which is plain torch, run on the CPU."""
     x, add = normal(numel), normal(numel, seed=1)
     expected = compressor.compress(x, cf, KEY), compressor.compress_sum(x.clone(), add, cf, KEY)
-    for module in (ranking, search_module, redsync_module, adacomp_module):
-        monkeypatch.setattr(module, "on_numpy", lambda tensor: False)
+    use_device_kernels(monkeypatch)
     memory = x.clone()
     found = compressor.compress(x, cf, KEY), compressor.compress_sum(memory, add, cf, KEY)
     assert torch.equal(memory, x + add)
@@ -208,25 +450,9 @@ def test_device_path_keeps_the_same(monkeypatch, compressor, numel, cf):
 
 
 @every_compressor
-def test_non_contiguous_tensors(compressor):
-    wide = normal(20_000)
-    payload = compressor.compress(wide[::2], 10.0, KEY)
-    same = compressor.compress(wide[::2].contiguous(), 10.0, KEY)
-    assert torch.equal(payload.parts[0], same.parts[0])
-    assert payload.energy == same.energy
-
-
-@every_compressor
 def test_the_capacity_is_well_used_on_normal_data(compressor):
-    if compressor in (COMPRESSORS["threshold-fixed"], COMPRESSORS["sidco-2"]):
+    if compressor in (COMPRESSORS["threshold 1.5"], COMPRESSORS["sidco 1 stage"]):
         return  # whose rules do not aim at it
     for cf in (10.0, 100.0):
-        payload = compressor.compress(normal(400_000), cf, KEY)
-        assert payload.parts[0].numel() >= 0.7 * kept(400_000, cf)
-
-
-def test_poison_survives_the_wire():
-    compressor = DGC()
-    payload = compressor.compress(normal(1000), 10.0, KEY)
-    assert compressor.is_poisoned(wire(compressor, compressor.poison(payload), torch.float32))
-    assert replace(payload, cf=10.0).nbytes == payload.nbytes
+        payload = compressor.compress(normal(200_000), cf, KEY)
+        assert payload.parts[0].numel() >= 0.7 * kept(200_000, cf)

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from compressors import CorruptPayload, Key, TopK, kept, ranking, selection, topk
+from compressors import CorruptPayload, Key, TopK, kept
+from compressors.kernels import host
+from compressors.kernels.blocks import CACHE_BLOCK
+from tests.unit.samples import use_device_kernels
 
 KEY = Key("w")
-LARGE = 3_000_000
+LARGE = 600_000
 
 
 def reference(x: np.ndarray, k: int) -> np.ndarray:
@@ -41,17 +44,18 @@ def check(x: np.ndarray, cf: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("cf", [1, 1.5, 3, 5, 10, 100, 1000, 1e9])
 @pytest.mark.parametrize("numel", [0, 1, 2, 100, 3000, 8191, 8192, 20_000, 131_073])
-def test_equals_reference(numel, cf, dtype):
-    check(np.random.default_rng(numel).standard_normal(numel).astype(dtype), cf)
+def test_equals_reference(numel, dtype):
+    x = np.random.default_rng(numel).standard_normal(numel).astype(dtype)
+    for cf in (1, 1.5, 3, 5, 10, 100, 1000, 1e9):
+        check(x, cf)
 
 
 @given(
     arrays(np.float32, st.integers(0, 300), elements=st.integers(-3, 3).map(float)),
     st.floats(1, 400),
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_ties_go_to_the_lower_index(x, cf):
     check(x, cf)
 
@@ -70,7 +74,7 @@ def comb(period: int) -> np.ndarray:
 
 def one_block(rng: np.random.Generator) -> np.ndarray:
     x = np.zeros(LARGE)
-    x[1_500_000:1_560_000] = rng.standard_normal(60_000)
+    x[300_000:360_000] = rng.standard_normal(60_000)
     return x
 
 
@@ -80,7 +84,7 @@ def last_elements(rng: np.random.Generator) -> np.ndarray:
     return x
 
 
-SAMPLE_STRIDE = max(LARGE // selection._SAMPLE | 1, selection._STRIDE)
+SAMPLE_STRIDE = max(LARGE // host._SAMPLE | 1, host._STRIDE)
 LARGE_CASES = {
     "normal": lambda rng: rng.standard_normal(LARGE),
     "heavy tail": lambda rng: rng.standard_cauchy(LARGE),
@@ -131,10 +135,8 @@ def test_large_sum_and_residual(name):
 
 def test_a_misleading_sample_really_takes_further_passes(monkeypatch):
     passes = []
-    collect = selection._collect
-    monkeypatch.setattr(
-        selection, "_collect", lambda *args: passes.append(args[2]) or collect(*args)
-    )
+    collect = host._collect
+    monkeypatch.setattr(host, "_collect", lambda *args: passes.append(args[2]) or collect(*args))
     rng = np.random.default_rng(1)
     TopK().compress(torch.from_numpy(LARGE_CASES["normal"](rng).astype(np.float32)), 100, KEY)
     assert len(passes) == 1
@@ -147,15 +149,15 @@ def test_a_misleading_sample_really_takes_further_passes(monkeypatch):
 
 def test_what_is_held_stays_small_when_the_guess_is_low(monkeypatch):
     held = []
-    prune = selection._Collected.prune
+    prune = host.Candidates._prune
     monkeypatch.setattr(
-        selection._Collected, "prune", lambda self: held.append(self.count) or prune(self)
+        host.Candidates, "_prune", lambda self: held.append(self.count) or prune(self)
     )
     x = LARGE_CASES["ascending"](np.random.default_rng()).astype(np.float32)
-    monkeypatch.setattr(selection, "_threshold", lambda sample, rank: 0.0)
+    monkeypatch.setattr(host, "_guess", lambda sample, rank: 0.0)
     TopK().compress(torch.from_numpy(x), 100, KEY)
     assert held
-    assert max(held) <= 2 * (LARGE // 100) + 2 * selection.BLOCK
+    assert max(held) <= 2 * (LARGE // 100) + 2 * CACHE_BLOCK
 
 
 @pytest.mark.parametrize("k", [1, 2, 50, 9_000, 99_990, 100_000])
@@ -164,14 +166,14 @@ def test_kth_largest(k, sort):
     x = np.random.default_rng(k).standard_normal(100_000)
     ordered = np.sort(x)[::-1]
     x = {-1: ordered, 0: x, 1: ordered[::-1]}[sort]
-    assert ranking.kth_largest(x, k) == ordered[k - 1]
+    assert host.rank_value(x, k) == ordered[k - 1]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 5000])
 @pytest.mark.parametrize("cf", [1.0, 1.5, 100.0])
 def test_device_path_equals_reference(monkeypatch, numel, cf):
     """The path of other devices, which is plain torch, run on the CPU."""
-    monkeypatch.setattr(topk, "on_numpy", lambda tensor: False)
+    use_device_kernels(monkeypatch)
     x = np.random.default_rng(5).standard_normal(numel).astype(np.float32)
     check(x, cf)
     memory = torch.ones(numel)
@@ -183,9 +185,9 @@ def test_device_path_equals_reference(monkeypatch, numel, cf):
     np.testing.assert_array_equal(again.parts[0].numpy(), reference(x + 1, kept(numel, 2 * cf)))
 
 
-@pytest.mark.parametrize("cf", [1.0, 1.5, 10.0, 300.0])
-@pytest.mark.parametrize("factor", [1.0, 1.7, 10.0, 1e6])
-@pytest.mark.parametrize("numel", [1, 1000, 400_000])
+@pytest.mark.parametrize("cf", [1.0, 1.5, 300.0])
+@pytest.mark.parametrize("factor", [1.0, 1.7, 1e6])
+@pytest.mark.parametrize("numel", [1, 1000, 140_000])
 def test_recompress_equals_direct(numel, cf, factor):
     x = torch.from_numpy(np.random.default_rng(numel).standard_normal(numel).astype(np.float32))
     further = TopK().recompress(TopK().compress(x, cf, KEY), factor)

@@ -1,20 +1,14 @@
-"""Value formats, and the packing under them."""
+"""Value formats."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from compressors.base import Key
-from compressors.dither import fill_random16
-from compressors.packing import pack, packed_nbytes, padded, unpack
-from compressors.rows import BLOCK
-from compressors.ternary import pack_digits, ternary_nbytes, unpack_digits
-from compressors.values import Full, ValueFormat, make_values, value_names
-from compressors.wire import split
+from compressors.base import Key, split_bytes
+from compressors.kernels.blocks import CODE_BLOCK
+from compressors.wire.values import Full, ValueFormat, fill_random16, make_values, value_names
 
 KEY = Key("w", 1)
 every_format = pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8", "int4", "qsgd"])
@@ -22,7 +16,7 @@ every_format = pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8", 
 
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("count", [0, 1, 255, 256, 1000, BLOCK + 300])
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 1000, CODE_BLOCK + 300])
 def test_layout_encode_decode(name, dtype, count):
     form = make_values(name)
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -40,7 +34,7 @@ def test_layout_encode_decode(name, dtype, count):
     assert (decoded.double() - values.double()).abs().max().item() <= tolerance * 5 if count else 1
     assert not form.lossless or torch.equal(decoded, values)
     raw = torch.cat([torch.zeros(1, dtype=torch.uint8), *(p.view(torch.uint8) for p in parts)])
-    again = form.decode(split(raw[1:], *layout), count, dtype)
+    again = form.decode(split_bytes(raw[1:], *layout), count, dtype)
     assert torch.equal(again, decoded)
     assert form.nbytes(count, dtype) == raw.numel() - 1
 
@@ -74,63 +68,6 @@ def test_names():
         make_values("int3")
     with pytest.raises(TypeError, match="values must be"):
         make_values(8)  # type: ignore[arg-type]
-
-
-def packed_by_hand(codes: np.ndarray, bits: int) -> list[int]:
-    """Plane by plane: byte j holds the codes at j, j + length, j + 2 * length, ..."""
-    out, low = [], 0
-    for width in (4, 2, 1):
-        if bits & width:
-            plane = (codes >> low) & ((1 << width) - 1)
-            length = codes.size // 8 * width
-            for j in range(length):
-                out.append(sum(int(c) << (i * width) for i, c in enumerate(plane[j::length])))
-            low += width
-    return out
-
-
-@settings(max_examples=60)
-@given(bits=st.integers(1, 7), eighths=st.integers(0, 40), seed=st.integers(0, 2**32))
-def test_packing(bits, eighths, seed):
-    codes = np.random.default_rng(seed).integers(0, 1 << bits, 8 * eighths, np.uint8)
-    out = torch.empty(packed_nbytes(codes.size, bits), dtype=torch.uint8)
-    pack(torch.from_numpy(codes), bits, out)
-    assert out.tolist() == packed_by_hand(codes, bits)
-    back = torch.full((codes.size,), 99, dtype=torch.uint8)
-    unpack(out, bits, back)
-    assert back.tolist() == codes.tolist()
-
-
-@pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 16])
-def test_packing_goes_block_by_block(count):
-    size = padded(count)
-    codes = torch.from_numpy(np.random.default_rng(0).integers(0, 8, size, np.uint8))
-    whole = torch.empty(packed_nbytes(count, 3), dtype=torch.uint8)
-    pack(codes, 3, whole)
-    pieces = []
-    for start in range(0, size, BLOCK):
-        block = codes[start : start + BLOCK]
-        pieces.append(torch.empty(packed_nbytes(block.numel(), 3), dtype=torch.uint8))
-        pack(block, 3, pieces[-1])
-    assert torch.equal(whole, torch.cat(pieces))
-    back = torch.empty_like(codes)
-    unpack(whole, 3, back)
-    assert torch.equal(back, codes)
-
-
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 11, 243, BLOCK - 1, BLOCK, BLOCK + 2])
-def test_digits(count):
-    digits = torch.from_numpy(np.random.default_rng(1).integers(0, 3, count)).float()
-    out = torch.empty(ternary_nbytes(count), dtype=torch.uint8)
-    pack_digits(digits, out)
-    if count <= BLOCK and count:
-        each = -(-count // 5)
-        by_hand = np.zeros(5 * each, int)
-        by_hand[:count] = digits.numpy()
-        assert out.tolist() == (by_hand.reshape(each, 5) @ 3 ** np.arange(5)).tolist()
-    back = torch.full_like(digits, 9)
-    unpack_digits(out, torch.tensor([5.0, 6.0, 7.0]), back)
-    assert torch.equal(back, digits + 5)
 
 
 def test_random_numbers_are_uniform_and_follow_the_seed():

@@ -1,0 +1,115 @@
+"""Kernels: the loops over all elements of a gradient, once for the host and once for a device.
+
+`host` works with NumPy on the memory of CPU tensors, in blocks that fit the cache; `device` works
+with torch operations on tensors of any device. Both hold the functions that `Kernels` declares,
+with the same arguments and results, and `kernels_for` says which of them a tensor is for.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from compressors.kernels import device, host
+from compressors.kernels.blocks import (
+    Array,
+    Selected,
+    ThresholdSearch,
+    check_same_length,
+    fresh,
+    on_host,
+)
+
+__all__ = [
+    "Array",
+    "Kernels",
+    "Selected",
+    "add_and_norm",
+    "block_norm",
+    "check_same_length",
+    "fresh",
+    "kernels_for",
+    "on_host",
+    "rough_norm",
+    "squared_norm",
+]
+
+
+class Kernels(Protocol):
+    """This declares the functions that both modules hold.
+
+    All tensors are flat. `add`, where it is not None, has the dtype, length and device of `x` and
+    is added to it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0.
+    """
+
+    def squared_norm(self, x: Tensor) -> float:
+        """||x||^2, accumulated in double precision."""
+
+    def block_norm(self, x: Tensor) -> float:
+        """||x||^2 of one block: in single precision unless that overflows or vanishes."""
+
+    def rough_norm(self, x: Tensor) -> float:
+        """As `block_norm`, but it may overflow or vanish in single precision."""
+
+    def add_and_norm(self, memory: Tensor, tensor: Tensor) -> float:
+        """memory += tensor in place; returns ||memory||^2."""
+
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        """Ascending positions (int32) of the `k` elements of largest magnitude."""
+
+    def kth_largest(self, x: Tensor, k: int) -> float:
+        """The k-th largest element of `x`; NaN counts as the largest."""
+
+    def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
+        """The `k` elements of largest magnitude."""
+
+    def select_above(self, x: Tensor, threshold: float, k: int, add: Tensor | None) -> Selected:
+        """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).
+
+        If there are more than `k` of them, the `k` largest; if there are none, the largest of all
+        elements."""
+
+    def select_by_count(
+        self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
+    ) -> Selected:
+        """As `select_above`, with the threshold that `search` finds by counting.
+
+        Where the threshold is reached by more than `k` elements or none, the `k` largest."""
+
+    def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
+        """The elements x_i != 0 with |x_i + latest_i| at or above the maximum of |x| over their bin
+        of `bin_size` neighbours (1 to CACHE_BLOCK); latest is `add`, or `x` if that is None.
+
+        If there are more than `k` of them, the `k` largest; if there are none, the largest of all
+        elements."""
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """The module whose functions `tensor` is for: `host` for CPU tensors of float32 or float64,
+    `device` for all others."""
+    return host if on_host(tensor) else device
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """||tensor||^2 of a flat tensor. On a device other than the CPU this waits for the device."""
+    return kernels_for(tensor).squared_norm(tensor)
+
+
+def block_norm(tensor: Tensor) -> float:
+    """`Kernels.block_norm` of flat `tensor`."""
+    return kernels_for(tensor).block_norm(tensor)
+
+
+def rough_norm(tensor: Tensor) -> float:
+    """`Kernels.rough_norm` of flat `tensor`."""
+    return kernels_for(tensor).rough_norm(tensor)
+
+
+def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
+    """memory += tensor in place; returns ||memory||^2, in one pass over the memory on a CPU.
+
+    ValueError unless both are flat and equally long."""
+    check_same_length(memory, tensor)
+    same = tensor.dtype == memory.dtype and tensor.device == memory.device
+    return (kernels_for(memory) if same else device).add_and_norm(memory, tensor)

@@ -1,0 +1,319 @@
+"""Quantizers: every element is sent, in fewer bits.
+
+    FP16, BF16  half precision
+    Int8        even levels, rounded to the nearest, with a scale for each bucket of values
+    QSGD        a few even levels, rounded at random
+    Natural     powers of two, rounded at random
+
+Those that send hardly more than the signs are in `compressors.signs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compressors.base import Compressor, Key, Payload, check_cf, check_flat, check_out, split_bytes
+from compressors.kernels import block_norm, check_same_length
+from compressors.kernels.blocks import (
+    CODE_BLOCK,
+    block_bounds,
+    numbers_of_rows,
+    reduce_rows,
+    rows,
+    scratch,
+    scratch_like,
+    widened,
+)
+from compressors.wire.values import (
+    Block,
+    BlockFormat,
+    Half,
+    Layout,
+    Levels,
+    Parts,
+    encode_sum,
+    fill_random16,
+)
+
+
+class Quantizer(Compressor):
+    """A quantizer sends every element of a tensor, in a value format that the CF chooses.
+
+    The CF is fp32 bits / bits of an element. Scales are not counted in it, but in `payload_nbytes`.
+    Half-precision tensors are computed in float32 and sent in the same number of bits.
+
+    forms: the value format of each CF that can be done. Any other CF means the nearest of these
+        (the smaller of two equally near), and that is the CF of the payload.
+
+    Not multilevel: quantizing quantized values once more would add a second error to the first one,
+    and be no cheaper than compressing the tensor itself.
+    """
+
+    multilevel = False
+
+    def __init__(self, forms: Mapping[float, BlockFormat]) -> None:
+        self.forms = dict(sorted(forms.items()))
+
+    def form(self, cf: float) -> BlockFormat:
+        """The value format used at `cf`."""
+        return self.forms[self._nearest(cf)]
+
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self._compress(tensor, None, cf, key)
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        check_same_length(memory, tensor)
+        return self._compress(memory, tensor, cf, key)
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        check_out(out, payload)
+        self._add(out.detach(), payload, scale)
+
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        self._add(tensor.detach(), payload, -1.0)
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        return self.form(cf).nbytes(numel, dtype)
+
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        cf = self._nearest(cf)
+        parts = split_bytes(data, *self.forms[cf].layout(numel, dtype))
+        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
+
+    def supported(self, cf: float, numel: int) -> float:
+        return self._nearest(cf)
+
+    def floats(self, numel: int, cf: float) -> float:
+        """The fp32 numbers that have as many bits."""
+        return numel / self._nearest(cf)
+
+    def _nearest(self, cf: float) -> float:
+        cf = check_cf(cf)
+        return min(self.forms, key=lambda can: (abs(can - cf), can))
+
+    def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
+        check_flat(tensor)
+        cf = self._nearest(cf)
+        parts, total, energy, error = encode_sum(self.forms[cf], tensor, add, key)
+        return Payload(parts, tensor.numel(), cf, energy, error, key, total, tensor.dtype)
+
+    def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
+        form, dtype = self.form(payload.cf), payload.dtype
+        for start, stop in block_bounds(out):
+            block = out[start:stop]
+            if dtype == widened(dtype):
+                kept = scratch("kept", block.numel(), dtype, block.device)
+            else:
+                kept = torch.empty(block.numel(), dtype=dtype, device=block.device)
+            form.decode_into(kept, payload.parts, start)
+            block.add_(kept, alpha=scale)
+
+
+class HalfPrecision(Quantizer):
+    """Half precision (CF 2) sends values of 16 bits, which an all-reduce can sum.
+
+    Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and PyTorch's `fp16_compress_hook`
+    and `bf16_compress_hook`. The sum is formed on the wire in half precision, and what that rounds
+    away is in no rank's residual: error feedback covers the rounding of this rank's own values
+    only.
+
+    peers: number of ranks whose values can be summed without overflow. Values beyond the largest
+        number / peers (fp16: 1023 for 64) are cut there, and the rest is sent in later steps.
+        Scaling all values down instead would make the small ones vanish, of which fp16 has more.
+    """
+
+    linear = True
+    half: torch.dtype
+
+    def __init__(self, peers: int = 64) -> None:
+        if isinstance(peers, bool) or not isinstance(peers, int) or peers < 1:
+            raise ValueError(f"peers must be a whole number >= 1, got {peers!r}")
+        self.peers = peers
+        super().__init__({2.0: Half(self.name, self.half, peers)})
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.half
+
+
+class FP16(HalfPrecision):
+    """This sends IEEE half precision: 10 bits of mantissa and magnitudes from 6e-8 to 65504.
+
+    Smaller magnitudes stay in the residual."""
+
+    name = "fp16"
+    half = torch.float16
+
+
+class BF16(HalfPrecision):
+    """This sends bfloat16: 7 bits of mantissa (2 to 3 decimal digits), the range of fp32."""
+
+    name = "bf16"
+    half = torch.bfloat16
+
+
+class Int8(Quantizer):
+    """This sends 8 bits a value (CF 4): x / scale rounded, with scale = max|x| / 127 over a bucket.
+
+    As block-wise quantization of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+    (ICLR 2022), with even levels. A contraction, used with error feedback: no value is moved by
+    more than its own size, and the largest hardly at all.
+
+    bucket: number of consecutive values that share a scale, a power of two.
+    """
+
+    name = "int8"
+
+    def __init__(self, bucket: int = 256) -> None:
+        self.bucket = bucket
+        super().__init__({4.0: Levels(self.name, 8, bucket)})
+
+
+class QSGD(Quantizer):
+    """QSGD (CF 16, 32/3, 8, ..., 4) rounds to a few levels at random.
+
+    Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding"
+    (NeurIPS 2017). Section 3.1 scales by the 2-norm; section 4 ("practical variants", used in all
+    of its experiments) by the largest magnitude of each bucket of consecutive values, with codes
+    of a fixed length. Elias coding is left out: its size depends on the data. A value takes
+    b = 2 to 8 bits: a sign and 2**(b - 1) - 1 levels.
+
+    norm: "max" (section 4) or "l2" (section 3.1; larger steps, for the theory).
+    bucket: number of consecutive values that share a scale, a power of two.
+    seed: of the random numbers. They also depend on the tensor's name, the step and the data, so
+        ranks that share a seed round independently unless their data is the same.
+    error_feedback: the mean error is zero, so by default it is not fed back. Feeding it back
+        converges if C is a contraction, for which a bucket of n values needs s levels with
+        s**2 > (n - 1) / 8 ("max") or s**2 > n ("l2", Lemma 3.1); with True only the bit counts that
+        meet this are used: 5 bits and more for buckets of 512, 3 and more for 64.
+    """
+
+    name = "qsgd"
+
+    def __init__(
+        self,
+        norm: str = "max",
+        bucket: int = 512,
+        seed: int = 0,
+        error_feedback: bool = False,
+    ) -> None:
+        self.norm, self.bucket, self.seed = norm, bucket, seed
+        self.error_feedback = error_feedback
+        forms = [Levels(self.name, bits, bucket, norm, seed) for bits in range(2, 9)]
+        if error_feedback:
+            forms = [form for form in forms if contracts(form)]
+        if not forms:
+            raise ValueError(f"bucket must be smaller for error_feedback=True, got {bucket}")
+        super().__init__({32 / form.bits: form for form in forms})
+
+
+def contracts(form: Levels) -> bool:
+    """Whether C with this format is a contraction: E||x - C(x)||^2 < ||x||^2 for every x.
+
+    Squared errors and energies in units of the scale: a value of magnitude e < 1 has energy e^2 and
+    loses e - e^2 on average; the largest of the n values of a bucket has energy s^2, s being the
+    number of levels, and loses nothing. At worst (e = 1/4) the other n - 1 values together lose
+    (n - 1) / 8 more than their energy.
+    """
+    worst = form.bucket if form.norm == "l2" else (form.bucket - 1) / 8
+    return form.levels**2 > worst
+
+
+class _Float(NamedTuple):
+    """This says how a floating-point number lies in an integer of as many bits."""
+
+    integer: torch.dtype
+    mantissa: int  # bits of the mantissa
+    top: int  # largest exponent field of a finite number
+    lift: float  # times the smallest normal number: 2**-126
+
+
+_FLOATS = {
+    torch.float32: _Float(torch.int32, 23, 254, 1.0),
+    torch.float64: _Float(torch.int64, 52, 2046, 2.0**896),
+}
+
+
+class PowersOfTwo(BlockFormat):
+    """This value format of 8 bits rounds x to a power of two next to it, right on average.
+
+    The paper sends a sign and all 8 bits of the exponent. Here 7 bits count from an offset for each
+    CODE_BLOCK elements, so that an element takes one byte. What is below 2**-126 of the largest
+    magnitude there becomes 0, a bias far beyond the precision of any sum.
+
+    Rounding is done on the bits: adding a random number to the mantissa carries into the exponent
+    with a probability equal to the mantissa, as definition 1 wants. It is right for denormal
+    numbers too, which become 0 or the smallest normal one.
+
+    parts: offsets as powers of two, codes (uint8: sign, 7 bits of exponent; exponent 0 means 0).
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.seed = name, seed
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((-(-count // CODE_BLOCK), widened(dtype)), (count, torch.uint8))
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        offsets, codes = parts
+        form = _FLOATS[block.x.dtype]
+        bits = block.x.view(form.integer)
+        mask = torch.iinfo(form.integer).max
+        field = torch.bitwise_and(bits, mask, out=scratch_like("bits", bits))
+        largest = reduce_rows(field, CODE_BLOCK, lambda row: row.amax(dim=1))
+        largest.bitwise_right_shift_(form.mantissa)
+        below = (largest - 126).clamp_(0, form.top - 127)  # one above the largest is 127 or less
+        offsets.copy_(((below + 127) << form.mantissa).view(block.x.dtype))  # 2**below / lift
+        offsets.masked_fill_(largest > form.top, nan)
+        random = scratch_like("random", bits)
+        fill_random16(random, self.seed, block.key.name, block.key.step, block.start, block.norm)
+        field.add_(random.bitwise_left_shift_(form.mantissa - 16))
+        field.bitwise_right_shift_(form.mantissa)
+        for row, offset in zip(
+            rows(field, CODE_BLOCK), numbers_of_rows(below, field, CODE_BLOCK), strict=True
+        ):
+            row.sub_(offset).clamp_(0, 127)
+        negative = torch.bitwise_right_shift(bits, bits.element_size() * 8 - 8, out=random)
+        codes.copy_(field.bitwise_or_(negative.bitwise_and_(128)))
+        kept = scratch_like("kept", block.x)
+        self.decode_block(parts, kept)
+        energy = block_norm(kept)
+        return energy, block_norm(torch.sub(block.x, kept, out=kept))
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        offsets, codes = parts
+        form = _FLOATS[out.dtype]
+        bits = out.view(form.integer)
+        bits.copy_(codes)
+        sign = torch.bitwise_and(bits, 128, out=scratch_like("bits", bits))
+        sign.bitwise_left_shift_(bits.element_size() * 8 - 8)
+        bits.bitwise_and_(127).bitwise_left_shift_(form.mantissa).bitwise_or_(sign)
+        if form.lift != 1:
+            out.mul_(form.lift)
+        for row, offset in zip(
+            rows(out, CODE_BLOCK), numbers_of_rows(offsets, out, CODE_BLOCK), strict=True
+        ):
+            row.mul_(offset)
+
+
+class Natural(Quantizer):
+    """Natural compression (CF 4) rounds each element to a power of two, up or down at random.
+
+    Horvath et al., "Natural Compression for Distributed Deep Learning" (2019; MSML 2022),
+    definition 1: unbiased, with a variance of at most 1/8 of the energy (theorem 3).
+
+    seed: of the random numbers, which also depend on the tensor's name, the step and the data.
+    error_feedback: unbiased, so by default the error is not fed back; but it is a contraction, and
+        can be.
+    """
+
+    name = "natural"
+
+    def __init__(self, seed: int = 0, error_feedback: bool = False) -> None:
+        self.seed = seed
+        self.error_feedback = error_feedback
+        super().__init__({4.0: PowersOfTwo(self.name, seed)})

@@ -1,0 +1,439 @@
+"""How values travel: in full, in half precision, or as levels with a shared scale.
+
+A `ValueFormat` turns the values of a flat tensor into the parts of a payload: of the values that a
+sparsifier keeps (`TopK(values="bf16")`), or of all values of a tensor (`compressors.quantizers`).
+A `BlockFormat` does so for one block that fits the cache at a time, so that adding the new
+gradient, rounding, packing and summing squared norms read the tensor from memory once.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from hashlib import blake2b
+from math import nan
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.random import SFC64
+from torch import Tensor
+
+from compressors.base import Key, projection_error
+from compressors.kernels import block_norm, on_host, rough_norm
+from compressors.kernels.blocks import (
+    CODE_BLOCK,
+    block_bounds,
+    fresh,
+    numbers_of_rows,
+    reduce_rows,
+    rows,
+    scratch,
+    scratch_like,
+    widened,
+)
+from compressors.kernels.host import checked_norm
+from compressors.wire.packing import codes_nbytes, pack_codes, padded, unpack_codes
+
+STEP = 2.0**-16
+"""Times this, the numbers of `fill_random16` are in [0, 1)."""
+
+WIDER = 1 + 2.0**-20
+"""Scales are larger by this factor: rounding errors must not put a value past the last level."""
+
+NORMS = ("max", "l2")
+
+_BUCKETS = [8 << i for i in range(CODE_BLOCK.bit_length() - 3)]
+_ODD = np.uint16(40503)  # 2**16 over the golden ratio
+_USES = 4  # elements that a random word serves
+
+_local = threading.local()
+
+Layout = tuple[tuple[int, torch.dtype], ...]
+"""(elements, dtype) of each part of a payload."""
+
+Parts = tuple[Tensor, ...]
+"""The parts of a payload: flat contiguous tensors."""
+
+
+class ValueFormat(ABC):
+    """A value format writes the values of a flat tensor as the parts of a payload.
+
+    It carries nothing from call to call, and any pattern of bytes decodes to something. At least
+    one part holds floating-point numbers (values or scales) and is not empty if there is a value:
+    if all numbers of such a part are NaN, all values decode to NaN, and if all are 0, to 0.
+
+    name: the registered name, or that of the compressor.
+    lossless: decodes to exactly what was encoded.
+    """
+
+    name: str = ""
+    lossless: bool = False
+
+    @abstractmethod
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        """(elements, dtype) of each part for `count` values of a tensor of `dtype`."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, key: Key) -> Parts:
+        """The parts, contiguous, as `layout` says. `values` (flat) are left as they are."""
+
+    @abstractmethod
+    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
+        """The values that `parts` stand for: bit by bit the same wherever it is called."""
+
+    def nbytes(self, count: int, dtype: torch.dtype) -> int:
+        """Bytes of all the parts together."""
+        return sum(elements * part.itemsize for elements, part in self.layout(count, dtype))
+
+
+class Block(NamedTuple):
+    """A block is a run of neighbouring elements that is encoded at once.
+
+    x: the elements, float32 or float64. start: position of the first of them in the tensor.
+    norm: ||x||^2, which seeds random numbers. key: of the tensor.
+    """
+
+    x: Tensor
+    start: int
+    norm: float
+    key: Key
+
+
+class Blocks:
+    """This iterates over the blocks of `x`, from first to last, as often as needed.
+
+    The first time round, each block has `add` added to it in place before it is handed out.
+
+    total: ||x||^2, known once all blocks have been handed out.
+    """
+
+    def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
+        self.x, self.key = x.detach(), key
+        self._add = None if add is None else add.detach()
+        self._norms: list[float] = []
+        self.total = nan
+
+    def __iter__(self) -> Iterator[Block]:
+        known, add = len(self._norms) > 0, self._add
+        for i, (start, stop) in enumerate(block_bounds(self.x)):
+            x = self.x[start:stop]
+            if add is not None:
+                x.add_(add[start:stop])
+            wide = x if x.dtype == widened(x.dtype) else x.to(widened(x.dtype))
+            if not known:
+                self._norms.append(rough_norm(wide))
+            yield Block(wide, start, self._norms[i], self.key)
+        self._add = None
+        if not known:
+            total = sum(self._norms)
+            self.total = checked_norm(total, self.x.numpy()) if on_host(self.x) else total
+
+
+class BlockFormat(ValueFormat):
+    """A block format is a value format that encodes and decodes block by block.
+
+    Its `layout` grows evenly with every CODE_BLOCK elements.
+
+    shared: number of leading parts that hold for the whole tensor, such as a common scale;
+        `fill_shared` computes them.
+    projection: what is lost is orthogonal to what is kept, so that error = total - energy.
+    """
+
+    shared: int = 0
+    projection: bool = False
+
+    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
+        """Go through `blocks` (at least one) and fill the `shared` parts, if there are any."""
+
+    @abstractmethod
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        """Encode a block into its slices of the parts.
+
+        Returns the squared norms of what is kept and of what is lost (the latter is not looked at
+        if `projection`)."""
+
+    @abstractmethod
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        """Decode a block into `out` (float32 or float64) from its slices of the parts."""
+
+    def encode(self, values: Tensor, key: Key) -> Parts:
+        return encode_sum(self, values, None, key).parts
+
+    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
+        out = fresh(count, dtype, parts[0].device)
+        for start, stop in block_bounds(out):
+            self.decode_into(out[start:stop], parts, start)
+        return out
+
+    def decode_into(self, out: Tensor, parts: Parts, start: int) -> None:
+        """Fill `out` (of any dtype) with the block that starts at `start`."""
+        slices = self.slices(parts, start, out.numel(), out.dtype)
+        if out.dtype == widened(out.dtype):
+            self.decode_block(slices, out)
+        else:
+            wide = scratch("wide", out.numel(), widened(out.dtype), out.device)
+            self.decode_block(slices, wide)
+            out.copy_(wide)
+
+    def slices(self, parts: Parts, start: int, count: int, dtype: torch.dtype) -> Parts:
+        """The slices of `parts` for `count` elements from `start` (a multiple of CODE_BLOCK) on."""
+        before = self.layout(start, dtype)[self.shared :]
+        here = self.layout(count, dtype)[self.shared :]
+        own = (
+            part[a : a + b]
+            for part, (a, _), (b, _) in zip(parts[self.shared :], before, here, strict=True)
+        )
+        return (*parts[: self.shared], *own)
+
+
+class Encoded(NamedTuple):
+    """This is the result of encoding: the parts, and three squared norms.
+
+    total: of what was encoded. energy: of what is kept. error: of what is lost.
+    """
+
+    parts: Parts
+    total: float
+    energy: float
+    error: float
+
+
+def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> Encoded:
+    """x += add in place (if given), then encode x."""
+    layout = form.layout(x.numel(), x.dtype)
+    parts = tuple(fresh(size, dtype, x.device) for size, dtype in layout)
+    blocks = Blocks(x, add, key)
+    energy = error = 0.0
+    with np.errstate(all="ignore"):
+        if form.shared and x.numel():
+            form.fill_shared(blocks, parts[: form.shared])
+        for block in blocks:
+            slices = form.slices(parts, block.start, block.x.numel(), x.dtype)
+            kept, lost = form.encode_block(block, slices)
+            energy, error = energy + kept, error + lost
+    if form.projection:
+        error = projection_error(blocks.total, energy)
+    return Encoded(parts, blocks.total, energy, error)
+
+
+class Full(ValueFormat):
+    """This value format changes nothing: it sends the values in their own dtype, not copied."""
+
+    name = "fp32"
+    lossless = True
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((count, dtype),)
+
+    def encode(self, values: Tensor, key: Key) -> Parts:
+        return (values.detach().contiguous(),)
+
+    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
+        return parts[0]
+
+
+class Half(BlockFormat):
+    """This value format rounds each value to the nearest number of 16 bits.
+
+    Values beyond the largest such number are cut to it; what is cut off is part of the error, and
+    is fed back with it.
+
+    headroom: how many values must be able to be summed: they are cut to the largest number divided
+        by this.
+    parts: values (float16 or bfloat16).
+    """
+
+    def __init__(self, name: str, half: torch.dtype, headroom: float = 1.0) -> None:
+        self.name = name
+        self.half = half
+        self.limit = torch.finfo(half).max / headroom
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((count, self.half),)
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        (values,) = parts
+        work = torch.clamp(block.x, -self.limit, self.limit, out=scratch_like("work", block.x))
+        values.copy_(work)
+        work.copy_(values)
+        energy = block_norm(work)
+        return energy, block_norm(torch.sub(block.x, work, out=work))
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        out.copy_(parts[0])
+
+
+class Levels(BlockFormat):
+    """This value format decodes x to scale * q, with a scale for each bucket of values.
+
+    q is a whole number from -levels to levels, levels = 2**(bits - 1) - 1.
+
+    bits: 2 to 8 for each value.
+    bucket: number of values that share a scale, a power of two.
+    norm: "max": scale = max|x| / levels over the bucket; "l2": scale = ||x|| / levels.
+    seed: x / scale is rounded up or down at random so that E[scale * q] = x; None: it is rounded to
+        the nearest.
+
+    A scale is never below the smallest normal number, so that a bucket of zeros is no special case:
+    what is smaller than half of that number is lost (and fed back).
+
+    parts: scales (float64 for float64, else float32), codes (uint8): q in 8 bits of two's
+    complement, or q + levels packed.
+    """
+
+    def __init__(
+        self, name: str, bits: int, bucket: int, norm: str = "max", seed: int | None = None
+    ) -> None:
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+            raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
+        check_bucket(bucket)
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}; got {norm!r}")
+        self.name, self.bits, self.bucket, self.norm, self.seed = name, bits, bucket, norm, seed
+        self.levels = 2 ** (bits - 1) - 1
+
+    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+        size = count if self.bits == 8 else codes_nbytes(count, self.bits)
+        return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        scales, packed = parts
+        steps, q = scratch_like("work", block.x), scratch_like("levels", block.x)
+        columns = numbers_of_rows(scales, block.x, self.bucket)
+        matrices = rows(block.x, self.bucket), columns, rows(steps, self.bucket)
+        for x, scale, row in zip(*matrices, strict=True):
+            self._scale(x, scale, row)
+            torch.div(x, scale, out=row)
+        self._round(block, steps, q)
+        squares = scales.double().square()
+        energy = _weighted(squares, q, self.bucket)
+        codes = packed if self.bits == 8 else scratch_codes(q)
+        codes[: q.numel()].view(torch.int8).copy_(q)
+        if self.bits < 8:
+            codes.add_(self.levels)
+            pack_codes(codes, self.bits, packed)
+        return energy, _weighted(squares, steps.sub_(q), self.bucket)
+
+    def decode_block(self, parts: Parts, out: Tensor) -> None:
+        scales, codes = parts
+        if self.bits < 8:
+            packed, codes = codes, scratch_codes(out)
+            unpack_codes(packed, self.bits, codes)
+            codes.sub_(self.levels)
+        out.copy_(codes[: out.numel()].view(torch.int8))
+        columns = numbers_of_rows(scales, out, self.bucket)
+        for values, scale in zip(rows(out, self.bucket), columns, strict=True):
+            values.mul_(scale)
+
+    def _scale(self, x: Tensor, scale: Tensor, work: Tensor) -> None:
+        """Fill `scale`, a column, for the rows of `x`."""
+        torch.abs(x, out=work)
+        torch.amax(work, dim=1, keepdim=True, out=scale)
+        if self.norm == "l2":  # of x / max|x|, which neither overflows nor vanishes
+            torch.div(x, scale.clamp(min=torch.finfo(x.dtype).tiny), out=work)
+            scale.mul_(work.square_().sum(dim=1, keepdim=True).sqrt_())
+        scale.div_(self.levels if self.seed is None else self.levels / WIDER)
+        scale.clamp_(min=torch.finfo(x.dtype).tiny)
+
+    def _round(self, block: Block, steps: Tensor, q: Tensor) -> None:
+        if self.seed is None:
+            torch.round(steps, out=q)
+            return
+        fill_random16(q, self.seed, block.key.name, block.key.step, block.start, block.norm)
+        torch.add(steps, q, alpha=STEP, out=q).floor_()
+
+
+def check_bucket(bucket: int) -> None:
+    """Raise ValueError unless so many values can share a scale."""
+    if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket not in _BUCKETS:
+        raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
+
+
+def scratch_codes(x: Tensor) -> Tensor:
+    """Scratch memory for the codes of `x`, padded with zeros."""
+    codes = scratch("codes", padded(x.numel()), torch.uint8, x.device)
+    codes[x.numel() :] = 0
+    return codes
+
+
+def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
+    """Sum of ||bucket of x||^2 times the bucket's squared scale."""
+    if x.numel() % bucket or not on_host(x):
+        norms = reduce_rows(x, bucket, lambda row: row.double().square().sum(dim=1))
+        return float(torch.dot(norms, squares))
+    array = x.numpy().reshape(-1, bucket)
+    norms = np.matmul(array[:, None, :], array[:, :, None]).reshape(-1)
+    return float(np.dot(norms.astype(np.float64), squares.numpy()))
+
+
+def fill_random16(out: Tensor, *seed: object) -> None:
+    """Fill flat `out` (any dtype that holds them) with whole numbers, uniform from 0 to 65535.
+
+    seed: the numbers are a function of the repr of this. No global random state is read or
+        changed. Sixteen bits bias stochastic rounding by less than 2**-16 of a step.
+
+    Drawing is the slowest part of stochastic rounding, so on a CPU each random word serves four
+    elements, a quarter of the length of `out` apart: as it is, and times powers of an odd number.
+    Multiplying by an odd number permutes the words, so every element is uniform.
+    """
+    digest = blake2b(repr(seed).encode(), digest_size=24).digest()
+    if out.device.type != "cpu":
+        generator = torch.Generator(out.device)
+        generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        out.random_(0, 1 << 16, generator=generator)
+        return
+    each = -(-out.numel() // _USES)
+    words = np.asarray(_seeded(digest).random_raw(-(-each // 4))).view(np.uint16)[:each]
+    array = out.numpy()
+    for start in range(0, array.size, each or 1):
+        piece = array[start : start + each]
+        np.copyto(piece, words[: piece.size])
+        np.multiply(words, _ODD, out=words)
+
+
+def _seeded(digest: bytes) -> SFC64:
+    """This thread's generator, set to the state `digest`. (A new one takes as long as drawing.)"""
+    if "bits" not in _local.__dict__:
+        _local.bits = SFC64(0)
+    bits: SFC64 = _local.bits
+    words = np.append(np.frombuffer(digest, np.uint64), np.uint64(1))  # the last one is a counter
+    bits.state = {
+        "bit_generator": "SFC64",
+        "state": {"state": words},
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    return bits
+
+
+_formats: dict[str, ValueFormat] = {
+    form.name: form
+    for form in (
+        Full(),
+        Half("fp16", torch.float16),
+        Half("bf16", torch.bfloat16),
+        Levels("int8", bits=8, bucket=256),
+        Levels("int4", bits=4, bucket=64),
+        Levels("qsgd", bits=4, bucket=512, seed=0),
+    )
+}
+
+
+def value_names() -> tuple[str, ...]:
+    """The registered names, in alphabetical order."""
+    return tuple(sorted(_formats))
+
+
+def make_values(values: str | ValueFormat) -> ValueFormat:
+    """The format called `values`, or `values` itself if it already is one.
+
+    ValueError for an unknown name, TypeError for anything else."""
+    if isinstance(values, ValueFormat):
+        return values
+    if not isinstance(values, str):
+        raise TypeError(f"values must be a name or a ValueFormat object, got {values!r}")
+    if values not in _formats:
+        raise ValueError(f"values must be one of {', '.join(value_names())}; got {values!r}")
+    return _formats[values]
