@@ -26,7 +26,8 @@ from adaptive.stopwatch import Stopwatch
 from adaptive.summary import Summary, Totals
 from adaptive.tally import Tally
 from adaptive.timeline import Event
-from policies import DENSE, Plan, Policy, saved
+from policies import DENSE, Plan, Policy
+from policies import state as saved
 
 log = logging.getLogger("adaptive")
 
@@ -203,7 +204,7 @@ class Controller:
         lines = [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense until it is attached again"])
-        lines += [line for line in (self.policy.verdict(), self.policy.outlook()) if line]
+        lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from math import isfinite, nan
 from typing import Any
 
 from adaptive.residual import Slot
-from policies import LayerReport, saved
+from policies import LayerReport
+from policies import state as saved
 
 
 @dataclass

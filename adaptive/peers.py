@@ -21,7 +21,7 @@ import torch
 from adaptive.residual import Slot
 from adaptive.tally import Tally
 from compressors.norms import Array
-from policies import saved
+from policies import state as saved
 
 WIDTH = 256
 """Numbers in a sketch: 2 kB in the all-reduce of the statistics."""

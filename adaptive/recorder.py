@@ -8,7 +8,8 @@ from math import isfinite, nan
 from typing import Any
 
 from adaptive.timeline import Event, Header, SafeTimeline, StepRecord
-from policies import DENSE, Policy, StepReport, saved
+from policies import DENSE, Policy, StepReport
+from policies import state as saved
 
 log = logging.getLogger("adaptive")
 

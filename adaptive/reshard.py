@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies import saved
+from policies import state as saved
 
 State = Mapping[str, Any]
 

@@ -43,7 +43,8 @@ from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.step_watch import StepWatch
 from adaptive.stopwatch import Stopwatch
 from adaptive.timeline import Header
-from policies import DENSE, saved
+from policies import DENSE
+from policies import state as saved
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

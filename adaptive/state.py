@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptive.residual import Slot
-from policies import saved
+from policies import state as saved
 
 CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resharded_from")
 """What a state holds beside what must be equal."""

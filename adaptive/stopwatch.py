@@ -14,8 +14,8 @@ from adaptive.instants import HostInstants, Instant, Span
 from adaptive.modelled import ModelledClock
 from adaptive.tally import Tally
 from adaptive.timing import ForwardMark, StepTiming
-from policies import saved
-from policies.step_times import LAST
+from policies import state as saved
+from policies.step_time import LAST
 
 
 class Stopwatch:

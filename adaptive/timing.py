@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adaptive.instants import Instant, Span
-from policies import saved
+from policies import state as saved
 
 Since = Callable[[Instant, Instant], float]
 """Seconds from one instant to another."""

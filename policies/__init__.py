@@ -17,13 +17,11 @@ from policies.base import (
     Policy,
     StepReport,
 )
+from policies.baselines import Fixed, Schedule, Warmup
 from policies.budget import Budget
-from policies.fixed import Fixed
 from policies.goodput import Goodput
 from policies.gravac import GraVAC
 from policies.layerwise import Layerwise
-from policies.schedule import Schedule
-from policies.warmup import Warmup
 
 __all__ = [
     "DENSE",

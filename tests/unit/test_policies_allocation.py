@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.allocation import Option, allocate, hull
+from policies.layerwise import Option, allocate, hull
 
 numbers = st.floats(0, 100)
 layers = st.lists(

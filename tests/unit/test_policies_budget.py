@@ -10,9 +10,8 @@ from random import Random
 import pytest
 
 from policies.base import DENSE, Context, StepReport
-from policies.budget import LOOK, OPENING, Budget
-from policies.step_line import StepLine
-from policies.wire_guess import WireBytes
+from policies.budget import LOOK, OPENING, Budget, WireBytes
+from policies.step_time import StepLine
 from tests.unit.plans import reasons, sends, switches
 
 RANGE = (10.0, 1000.0)
@@ -390,11 +389,11 @@ def test_compression_is_part_of_a_compressed_step_only():
 
 def test_what_would_make_it_move():
     run = Network(Budget(share=0.2))
-    assert run.policy.outlook() == "it changes when it is known what the network costs"
+    assert run.policy.next_move() == "it changes when it is known what the network costs"
     run.run(100)
-    assert run.policy.outlook().startswith(
+    assert run.policy.next_move().startswith(
         "it changes when communication takes more than 0.25 of a step (now, as predicted, 0."
     )
-    assert run.policy.outlook().endswith(", or a smaller CF would take less than 0.16")
+    assert run.policy.next_move().endswith(", or a smaller CF would take less than 0.16")
     run = Network(Budget(bytes_per_step=5e4))
-    assert run.policy.outlook() == "it changes when a step's bytes do; bytes_per_step is 50000"
+    assert run.policy.next_move() == "it changes when a step's bytes do; bytes_per_step is 50000"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policies.choice import choose, nothing_lost, saturation
-from policies.reasons import change
+from policies.base import change
+from policies.exploration import nothing_lost
+from policies.gravac import choose, saturation
 
 
 @pytest.mark.parametrize(

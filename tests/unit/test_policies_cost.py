@@ -8,7 +8,7 @@ from math import inf, nan
 import pytest
 
 from policies.base import DENSE, StepReport
-from policies.cost import CostModel
+from policies.step_time import CostModel
 
 
 def timed(cf, seconds, nbytes=nan, compress=nan):
@@ -113,7 +113,7 @@ def test_a_cost_model_that_forgets_makes_its_own_medians():
     assert copy.seconds(10.0) == model.seconds(10.0) == 0.25
     for _ in range(100):
         model.observe(timed(10.0, 0.1))
-    assert len(dict(model.state_dict()["since"])[10.0]) == 32
+    assert len(dict(model.state_dict()["since_forgotten"])[10.0]) == 32
 
 
 def test_step_times_without_compression():

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from policies.base import DENSE, Context, Measurement, StepReport
-from policies.drift import MAX_DOUBLINGS
+from policies.drift import MAX_COOLDOWN_DOUBLINGS
 from policies.gravac import GraVAC
 from tests.unit.plans import reasons, switches
 
@@ -171,8 +171,13 @@ def test_after_a_change_of_the_network_gains_are_known_and_times_are_not():
     assert sent.count(1000.0) == 0
     # the times are of the present network, though the controller's medians are not
     assert "T_comp" in run.policy.verdict()
-    assert run.policy.state_dict()["seen"]["cost"]["seconds"][0] == [40.0, pytest.approx(0.24)]
-    assert dict(run.policy.state_dict()["seen"]["cost"]["seconds"])[DENSE] == pytest.approx(5.105)
+    assert run.policy.state_dict()["statistics"]["cost"]["seconds"][0] == [
+        40.0,
+        pytest.approx(0.24),
+    ]
+    assert dict(run.policy.state_dict()["statistics"]["cost"]["seconds"])[DENSE] == pytest.approx(
+        5.105
+    )
 
 
 def test_a_slower_machine_is_drift_too():
@@ -322,8 +327,8 @@ def test_switches_are_bounded_however_noisy_the_times(seed):
     run.noise = noisy(1.0, seed)
     run.run(20_000)
     opened = sum("explores again" in why for why in reasons(run.plans))
-    longest = 40 * 2**MAX_DOUBLINGS
-    assert opened <= MAX_DOUBLINGS + 1 + 20_000 / longest
+    longest = 40 * 2**MAX_COOLDOWN_DOUBLINGS
+    assert opened <= MAX_COOLDOWN_DOUBLINGS + 1 + 20_000 / longest
     assert switches(run.plans) <= 14 * (opened + 1)
 
 
@@ -387,17 +392,17 @@ def test_settings_are_checked(settings, error, message):
 
 def test_what_would_make_it_move():
     run = network(SLOW)
-    assert run.policy.outlook() == "dense is measured, 0 steps so far; then CF 10"
+    assert run.policy.next_move() == "dense is measured, 0 steps so far; then CF 10"
     run.run(60)
-    assert run.policy.outlook() == "CF 20 is judged, 10 steps of its window so far"
+    assert run.policy.next_move() == "CF 20 is judged, 10 steps of its window so far"
     run.settle()
-    assert run.policy.outlook() == (
+    assert run.policy.next_move() == (
         "it explores again when its step time or gain changes by 0.3 of itself for 2 x 8 steps, "
         "or when in a look now and then CF 10, 20, 160, 1000 shows a gain that promises more"
     )
     run = network(SLOW, drift=None, retry=None)
     run.settle()
-    assert run.policy.outlook() == "nothing but epsilon changes it any more"
+    assert run.policy.next_move() == "nothing but epsilon changes it any more"
     run = network(FAST, drift=None, retry=None)
     run.settle()
-    assert run.policy.outlook() == "nothing changes it any more"
+    assert run.policy.next_move() == "nothing changes it any more"

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from policies.base import DENSE, Measurement, StepReport
-from policies.evidence import Evidence
+from policies.exploration import CandidateStatistics
 
 
 def evidence(gains, times):
     """Of one measurement and one step each; times in seconds."""
-    seen = Evidence("gradient", 0.5, 1)
+    seen = CandidateStatistics("gradient", 0.5, 1)
     for cf, gain in gains.items():
         measured = {cf: Measurement(sample_error=1 - gain, sample_total=1)}
         seen.observe(StepReport(0, cf, measured), {cf})
@@ -24,7 +24,7 @@ def evidence(gains, times):
 def test_a_network_that_changed_leaves_the_gains_known_until_they_are_measured():
     seen = evidence({10.0: 0.75, 20.0: 0.5}, {DENSE: 1.0, 10.0: 0.5})
     seen.judge(10.0, 20.0)
-    seen.forget_all_but(())
+    seen.keep_only(())
     assert seen.gain(20.0) is None
     seen.forget_times()
     assert (seen.gain(10.0), seen.gain(20.0), seen.gain(40.0)) == (0.75, 0.5, None)
@@ -32,7 +32,7 @@ def test_a_network_that_changed_leaves_the_gains_known_until_they_are_measured()
     measured = {20.0: Measurement(sample_error=0.75, sample_total=1)}
     seen.observe(StepReport(0, 20.0, measured), {20.0})
     assert seen.gain(20.0) == 0.25
-    copy = Evidence("gradient", 0.5, 1)
+    copy = CandidateStatistics("gradient", 0.5, 1)
     copy.load_state_dict(json.loads(json.dumps(seen.state_dict())))
     assert (copy.gain(10.0), copy.gain(20.0)) == (0.75, 0.25)
 

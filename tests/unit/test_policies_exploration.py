@@ -208,4 +208,4 @@ def test_measurements_that_were_not_asked_for_do_not_count():
     one = Measurement(sample_error=0.1, sample_total=1)
     for step in range(9):
         policy.observe(StepReport(step, DENSE, dict.fromkeys((10.0, 20.0, 40.0, 999.0), one)))
-    assert [cf for cf, _ in policy.state_dict()["seen"]["averages"]] == [10.0, 20.0]
+    assert [cf for cf, _ in policy.state_dict()["statistics"]["averages"]] == [10.0, 20.0]

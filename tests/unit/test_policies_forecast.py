@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.base import StepReport
-from policies.forecast import Forecast
+from policies.step_time import Forecast
 
 WORK = 0.05
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.isotonic import descending
+from policies.estimators import descending
 
 VALUES = st.lists(st.floats(-10, 10), min_size=1, max_size=12)
 

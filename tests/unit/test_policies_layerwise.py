@@ -18,7 +18,7 @@ from policies import (
     StepReport,
     make_policy,
 )
-from policies.schedule import Schedule
+from policies.baselines import Schedule
 
 NUMELS = {"big": 10_000, "small": 100}
 STEADY = {
@@ -191,17 +191,17 @@ def test_outlook_and_verdict_are_those_of_the_policy_that_sets_the_cf():
     policy = Layerwise(Goodput(gain="error_fed", cooldown=1, opening=1), window=2)
     policy.start(context())
     anew = "the layers' CFs are solved anew in"
-    assert policy.outlook() == f"nothing is known of the other CFs yet; {anew} 2 steps"
+    assert policy.next_move() == f"nothing is known of the other CFs yet; {anew} 2 steps"
     slow = {"timed_cf": 10.0, "seconds": 1.0, "median_seconds": 1.0}
     policy.observe(StepReport(0, 10.0, **slow, compress_seconds=0.9, exchange_seconds=0.0))
-    assert policy.outlook().endswith(f"; {anew} 1 step")
+    assert policy.next_move().endswith(f"; {anew} 1 step")
     assert (policy.plan().send, policy.verdict()) == (1.0, "")
     policy.observe(StepReport(1, 1.0))
     assert policy.verdict() == "Goodput sends dense: no CF promises a larger T_comp"
-    assert policy.outlook().endswith(f"; {anew} 2 steps")
+    assert policy.next_move().endswith(f"; {anew} 2 steps")
 
 
 def test_before_start_it_has_nothing_to_tell():
     policy = Layerwise()
-    assert (dict(policy.status()), policy.verdict(), policy.outlook()) == ({}, "", "")
+    assert (dict(policy.status()), policy.verdict(), policy.next_move()) == ({}, "", "")
     assert policy.candidates() == ()

@@ -23,8 +23,8 @@ from policies import (
     StepReport,
     Warmup,
 )
+from policies.baselines import Schedule
 from policies.budget import Budget
-from policies.schedule import Schedule
 
 few = settings(max_examples=60)
 
@@ -150,7 +150,7 @@ def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
             policy.load_state_dict(json.loads(state))
         plan = policy.plan()
         assert policy.plan() == plan  # looking changes nothing
-        told = repr(dict(policy.status())), policy.verdict(), policy.outlook()
+        told = repr(dict(policy.status())), policy.verdict(), policy.next_move()
         seen.append((plan, *told))
         sent, probed = move["gains"]
         measured = {cf: measurement(probed, move["norms"], move["wild"]) for cf in plan.probe}
@@ -389,8 +389,8 @@ def test_the_histories_do_reach_every_phase():
         @given(setting=gravacs, cf_range=ranges, moves=histories)
         def collect(setting, cf_range, moves):
             state = json.loads(replay(GraVAC(**setting), cf_range, moves)[1])
-            phases.add((state["phase"], state["rule"]["level"]))
-            reopened.add((state["quick"], bool(state["seen"]["remembered"])))
+            phases.add((state["exploration"]["phase"], state["rule"]["level"]))
+            reopened.add((state["exploration"]["quick"], bool(state["statistics"]["remembered"])))
 
         collect()
         if not missing():

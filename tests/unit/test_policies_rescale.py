@@ -116,7 +116,7 @@ def test_gravac_explores_again_and_knows_the_gains() -> None:
     assert before.status()["exploring"] == 0
     assert after.status()["exploring"] == 1
     assert "the number of ranks has changed" in after.plan().reason
-    judged = dict(before.state_dict()["seen"]["judged"])
+    judged = dict(before.state_dict()["statistics"]["judged"])
     assert after.status()["gain_floor"] == pytest.approx(judged[10.0])
     _run(after, 4, 60)
     assert after.status()["exploring"] == 0

@@ -8,8 +8,7 @@ from math import nan
 import pytest
 
 from policies.base import DENSE, Context, StepReport
-from policies.schedule import Schedule
-from policies.warmup import Warmup
+from policies.baselines import Schedule, Warmup
 
 RANGE = (10.0, 1000.0)
 
@@ -110,6 +109,6 @@ def test_before_start():
 
 def test_what_comes_next():
     policy = started({2: 10})
-    assert policy.outlook() == "the schedule has CF 10 from step 2"
+    assert policy.next_move() == "the schedule has CF 10 from step 2"
     drive(policy, 3)
-    assert policy.outlook() == "the schedule has no later piece"
+    assert policy.next_move() == "the schedule has no later piece"

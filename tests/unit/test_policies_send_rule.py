@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from policies.send_rule import MAX_DOUBLINGS, SOON, Level, SendRule
+from policies.estimators import Backoff
+from policies.exploration import MAX_DOUBLINGS, Level, SendRule
 
 
 def rule_at(level, epsilon=0.5, hysteresis=0.1, cooldown=10):
@@ -86,7 +87,7 @@ def test_an_up_move_that_lasted_makes_the_cooldown_what_it_was(lasted, wait):
     for earlier in (10, 20, 40):
         rule.step(0.1, None)
         assert steps_until_up(rule) == earlier
-    assert SOON * 40 == 160
+    assert Backoff.SOON * 40 == 160
     for _ in range(lasted - 1):
         assert rule.step(0.9, None) == ""
     rule.step(0.1, None)

@@ -7,7 +7,7 @@ from math import nan
 import pytest
 
 from policies.base import Context, Plan
-from policies.fixed import Fixed
+from policies.baselines import Fixed
 from policies.gravac import GraVAC
 
 RANGE = (10.0, 1000.0)

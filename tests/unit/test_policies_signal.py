@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, GraVAC, Measurement, StepReport
-from policies.mean_ratio import CLEAR, LEAST, LOST, WEIGHT, MeanRatio
-from policies.signal import SignalGain
+from policies.estimators import CLEAR, LEAST, LOST, WEIGHT, MeanRatio
+from policies.signal_gain import SignalGain
 
 SIGNAL = {10.0: 0.8, 100.0: 0.5, 1000.0: 0.2}
 STEADY = {10.0: 0.4, 100.0: 0.05, 1000.0: 0.01}
@@ -222,7 +222,7 @@ def test_gravac_decides_on_it_while_it_means_something(total, decides, floor):
     assert policy.status()["gain_floor"] == pytest.approx(floor)
     assert policy.status()["signal"] == 2 * bool(decides)
     assert (policy.status()["next_errors"] > 0) == bool(decides)
-    assert ("no signal gain now" in policy.outlook()) == (not decides)
+    assert ("no signal gain now" in policy.next_move()) == (not decides)
     assert any(decides in reason for reason in reasons)
     assert not probed  # the shadow ladder knows them all
 
@@ -343,7 +343,7 @@ def test_a_cf_that_is_sure_does_not_wait_for_one_that_promises_more_and_is_not()
             )
         )
         if step == 398:
-            promised, told = policy.t_comp(), policy.outlook()
+            promised, told = policy.t_comp(), policy.next_move()
     assert promised[1000.0] > promised[100.0] > 1.1 * promised[10.0]
     assert "CF 100 is nearest" in told
     assert policy.plan().send == 100.0

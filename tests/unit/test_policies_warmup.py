@@ -7,7 +7,7 @@ import json
 import pytest
 
 from policies import Accordion, Context, Fixed, GraVAC, StepReport, Warmup, make_policy
-from policies.schedule import Schedule
+from policies.baselines import Schedule
 
 
 def cfs(policy, steps):
@@ -100,7 +100,7 @@ def test_errors_name_the_argument(settings, named):
 
 def test_before_start_it_has_nothing_to_tell():
     policy = Warmup(GraVAC())
-    assert (dict(policy.status()), policy.verdict(), policy.outlook()) == ({}, "", "")
+    assert (dict(policy.status()), policy.verdict(), policy.next_move()) == ({}, "", "")
     assert policy.candidates() == ()
     with pytest.raises(RuntimeError, match="start"):
         policy.load_state_dict({})
@@ -150,7 +150,7 @@ def test_what_comes_next(cf_range, then, outlooks):
     policy.start(Context(cf_range, 2))
     told = []
     for step in range(5):
-        told.append(policy.outlook())
+        told.append(policy.next_move())
         policy.observe(StepReport(step, policy.plan().send))
     assert told == outlooks
 
