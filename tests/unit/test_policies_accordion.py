@@ -89,12 +89,15 @@ def test_a_norm_that_grows_is_critical_too():
         ([4.0, 4.0, nan, 4.0, 4.0], [10, 10, 1000, 1000, 1000]),
         ([4.0, 4.0, inf, 1.0, 1.0], [10, 10, 1000, 1000, 10]),  # 1 is compared with the last 4
         ([4.0, nan, 4.0, 4.0], [10, 10, 10, 1000]),
+        ([4.0, -1.0, 4.0, 4.0], [10, 10, 10, 1000]),  # no norm
         ([nan, nan, nan, nan], [10, 10, 10, 10]),
     ],
 )
 def test_a_sum_that_is_not_finite_keeps_the_regime(norms, cfs):
-    plans = drive(started(), norms=norms)
+    policy = started()
+    plans = drive(policy, norms=norms)
     assert by_interval(plans) == cfs
+    started().load_state_dict(json.loads(json.dumps(policy.state_dict(), allow_nan=False)))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +339,7 @@ DROPS = "the learning rate drops to 0.5 of itself"
 
 
 @pytest.mark.parametrize(
-    ("steps", "norms", "lrs", "outlook"),
+    ("steps", "norms", "lrs", "told"),
     [
         (
             0,
@@ -385,13 +388,13 @@ DROPS = "the learning rate drops to 0.5 of itself"
         ),
     ],
 )
-def test_what_would_make_it_move(steps, norms, lrs, outlook):
+def test_what_would_make_it_move(steps, norms, lrs, told):
     policy = started()
     drive(policy, norms, lrs, steps)
-    assert policy.next_move() == outlook
+    assert policy.next_move() == told
 
 
-few = hypothesis_settings(max_examples=60)
+few = hypothesis_settings(max_examples=30)
 
 
 @few
@@ -456,7 +459,7 @@ def test_what_would_make_each_layer_move():
     )
 
 
-def test_the_outlook_of_the_side_in_charge_is_told_too():
+def test_the_next_move_of_the_side_in_charge_is_told_too():
     policy = started(low=1, high=Schedule({0: 10, 2: 40}))
     assert policy.next_move().startswith("it goes to schedule, CF 10, in 10 steps (nothing")
     assert "decides" not in policy.next_move()

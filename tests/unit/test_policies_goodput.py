@@ -92,7 +92,7 @@ def test_a_changed_network_is_followed_within_forty_steps(before, after):
 RATES = st.floats(4.5, 9).map(lambda digits: 10**digits)
 
 
-@settings(max_examples=200)
+@settings(max_examples=30)
 @given(RATES, RATES, st.integers(1, 80))
 def test_a_change_at_any_time_is_followed(before, after, at):
     sent = run(started(), [before] * at + [after] * 80)
@@ -100,7 +100,7 @@ def test_a_change_at_any_time_is_followed(before, after, at):
     assert reached >= t_comp(best(after), after) / 1.3
 
 
-@settings(max_examples=200)
+@settings(max_examples=30)
 @given(RATES, RATES, RATES, st.integers(20, 80), st.integers(1, 30))
 def test_a_change_in_between_is_not_remembered(before, for_a_while, after, at, steps):
     sent = run(started(), [before] * at + [for_a_while] * steps + [after] * 80)
@@ -183,7 +183,7 @@ def test_goes_on_from_its_state(stop):
 anything = st.one_of(st.floats(), st.floats(0, 10))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     moves=st.lists(st.tuples(anything, anything, anything, anything, anything), max_size=40),
     cf_range=st.sampled_from([(10.0, 1000.0), (1.0, 40.0), (64.0, 64.0), (1.0, 1.0)]),
@@ -298,7 +298,7 @@ def test_times_and_products_may_be_as_large_as_numbers_go():
         json.dumps(policy.state_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize("power", [0.3, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("power", [0.3, 2.0])
 def test_signal_gain_counts_to_a_power(power):
     rate = 1e6
     policy = started(gain="signal", power=power)

@@ -92,7 +92,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+@pytest.mark.parametrize("steps", [0, 7, 40])
 def test_every_policy_goes_on_and_its_state_too(name: str, steps: int) -> None:
     _, after = _rescaled(MAKERS[name], steps)
     again = MAKERS[name]()
