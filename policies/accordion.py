@@ -331,9 +331,9 @@ def _listed(told: list[str]) -> str:
 
 
 class Regime(Stateful):
-    """Whether training, or one layer, is in a critical regime (Algorithm 1).
+    """The regime of the whole model or of one layer: critical or not (Algorithm 1).
 
-    It is until the norms of two intervals can be compared; then as these say.
+    It is critical until the norms of two intervals can be compared, and then as these say.
 
     eta: relative change of the norm that makes the regime critical.
 

@@ -81,7 +81,7 @@ _REFERENCES = Field(
 
 
 class ChangeTest(Stateful):
-    """Tests whether a quantity has changed for good, by its values in window after window.
+    """A test of whether a quantity has changed for good, by its values in window after window.
 
     threshold: `relative_change` that counts. Below half of it the count of windows starts again;
     between the two it stays (hysteresis).
@@ -127,8 +127,8 @@ class ChangeTest(Stateful):
 
 
 class DriftDetector(Stateful):
-    """Detects a lasting change at the CF in use: of its step time without compression, of the time
-    that waits for the network, and of the gain of the chosen CF.
+    """A detector of lasting changes at the CF in use: of its step time without compression, of the
+    time that it waits for the network, and of its gain if it is the chosen CF.
 
     drift: `relative_change` of the step time or gain that counts. patience: windows that it must
     last. steps: of a window. kind: the definition of gain.
@@ -257,8 +257,8 @@ class ChoiceCooldown(Stateful):
 
 
 class PeriodicProbe(Stateful):
-    """Decides when the gains of the CFs that were passed over are measured again: a wait, then a
-    probe of a few steps, then the wait again.
+    """A timer for measuring again the gains of the CFs that were passed over: a wait, then a probe
+    of a few steps, then the wait again.
 
     The wait doubles after a probe that changed nothing, because gains change slowly late in
     training.
@@ -297,7 +297,7 @@ class PeriodicProbe(Stateful):
 
 
 class Finding(NamedTuple):
-    """What the monitor has found in a step, and why.
+    """What the drift monitor has found in a step, and the numbers that show it.
 
     what: "time" or "gain" call for a new exploration, "probe" only means that other CFs are
     measured from now on.
@@ -308,7 +308,7 @@ class Finding(NamedTuple):
 
 
 class DriftMonitor(Stateful):
-    """Watches whether a choice of GraVAC's is still right, and says when to explore again.
+    """A monitor that says when a choice of GraVAC's may no longer be right, and why.
 
     epsilon: gain below which a CF is not sent. up_at: gain from which on it is sent again.
     omega: relative difference of T_comp that counts as none.

@@ -253,7 +253,7 @@ MOMENTS = Field(_load_moments, list)
 
 
 class MeanRatio(Stateful):
-    """E[product] / E[total] by CF, from products so noisy that they may be negative.
+    """A ratio of means by CF, E[product] / E[total], of products that noise may make negative.
 
     Both means are exponentially weighted and taken before they are divided. The ratio means
     something only while the mean total is clearly above 0, measured by its own standard error.

@@ -40,7 +40,7 @@ MAX_DOUBLINGS = 6
 
 
 class Level(IntEnum):
-    """What the send rule sends, in the order of compression."""
+    """The three things that the send rule chooses from, in the order of compression."""
 
     DENSE = 0
     FLOOR = 1
@@ -122,7 +122,8 @@ class SendRule(Stateful):
 
 
 class CandidateStatistics(Stateful):
-    """Gain, T_sys and T_comp = T_sys x gain of each CF, as far as they are known (section 3.1).
+    """The candidates' statistics: gain, T_sys and T_comp = T_sys x gain of each CF, as far as they
+    are known (section 3.1).
 
     The gain of a CF is averaged while it is measured, and noted (`judge`) at the end of its window.
 
@@ -289,7 +290,7 @@ def nothing_lost(
 
 
 class Phase(StrEnum):
-    """What GraVAC is doing."""
+    """The phases of a GraVAC run."""
 
     MEASURE = "measure"
     """Dense is sent for a few steps, for dense's own step time; gains are probed meanwhile."""

@@ -262,7 +262,7 @@ class Option(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The CF of every layer, and the sums of their bytes and worth."""
+    """A choice of one CF for every layer, with the sums of their bytes and worth."""
 
     cfs: dict[str, float]
     nbytes: float

@@ -94,7 +94,7 @@ _RECENT = Field(
 
 
 class CostModel(Stateful):
-    """Step times of the CFs that were run, and a line through them:
+    """A model of the step time that looks back on all CFs that were run:
     seconds(cf) = a + b * bytes(cf) + compress(cf).
 
     Compression time is measured, never fitted. The line (a: all other work, b: seconds a byte) is
@@ -192,7 +192,8 @@ class CostModel(Stateful):
 
 
 class StepLine(Stateful):
-    """Seconds of a step without compression as a line, a + b * bytes, that follows the network.
+    """A model of the step time that follows the network from the CF in use: without compression,
+    seconds = a + b * bytes.
 
     The work a changes rarely: it is found from two CFs sent in close succession, by `solve`, and
     then kept. The seconds a byte b then follow from the CF in use alone, by `follow`.
@@ -271,8 +272,8 @@ class StepLine(Stateful):
 
 
 class Forecast(Stateful):
-    """Seconds of a step at any CF, run or not, on a network that changes: work + compression and
-    decoding + exposed time.
+    """A model of the step time that keeps apart what the network does not change: at any CF, run or
+    not, seconds = work + compression and decoding + exposed time.
 
     The exposed time is what backward waits for the network, as measured by the rank that waits
     least. What other ranks wait for a slower one is there at any CF, and counts as work. Work and
