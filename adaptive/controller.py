@@ -25,7 +25,8 @@ from adaptive.statistics.timing import ModelledClock, Stopwatch
 from adaptive.statistics.vector import PendingStep, Tally
 from adaptive.summary import Summary, Totals
 from adaptive.timeline.records import Event, Header, Recorder
-from policies import DENSE, Context, Fixed, Plan, Policy, saved
+from policies import DENSE, Context, Fixed, Plan, Policy
+from policies import state as saved
 
 
 class PolicyStart:
@@ -264,7 +265,7 @@ class Controller:
         lines = [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense until it is attached again"])
-        lines += [line for line in (self.policy.verdict(), self.policy.outlook()) if line]
+        lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:

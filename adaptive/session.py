@@ -37,7 +37,8 @@ from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.timing import Stopwatch, make_timestamps
 from adaptive.step_watch import StepWatch
 from adaptive.timeline.records import Header, Recorder
-from policies import DENSE, saved
+from policies import DENSE
+from policies import state as saved
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

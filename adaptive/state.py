@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import Slot
-from policies import saved
+from policies import state as saved
 
 CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resharded_from")
 """What a state holds beside what must be equal."""

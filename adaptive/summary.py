@@ -8,7 +8,8 @@ from math import isfinite, nan
 from typing import Any
 
 from adaptive.exchange.collectives import Traffic
-from policies import Measurement, saved
+from policies import Measurement
+from policies import state as saved
 
 
 @dataclass(frozen=True)

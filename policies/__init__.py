@@ -1,4 +1,12 @@
-"""When to switch: pure state machines on agreed statistics (no torch, no I/O, no clock)."""
+"""Policies decide when to switch to another CF: pure state machines on statistics that all ranks
+share (no torch, no I/O, no clock).
+
+- base.py: the contract between a policy and the controller.
+- goodput.py, gravac.py (with exploration.py and drift.py), accordion.py, budget.py, layerwise.py,
+  baselines.py: the policies.
+- ladder.py, estimators.py, signal_gain.py, step_time.py (with exposed_time.py): what they share.
+- checks.py, state.py: checks of settings, and saved states.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +25,11 @@ from policies.base import (
     Policy,
     StepReport,
 )
+from policies.baselines import Fixed, Schedule, Warmup
 from policies.budget import Budget
-from policies.fixed import Fixed
 from policies.goodput import Goodput
 from policies.gravac import GraVAC
 from policies.layerwise import Layerwise
-from policies.schedule import Schedule
-from policies.warmup import Warmup
 
 __all__ = [
     "DENSE",

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import nan
+from math import inf, isfinite, nan
 from typing import Any
 
-from policies import checks, saved
-from policies.base import DENSE, Context, Plan, Policy, StepReport
-from policies.fixed import Fixed
-from policies.intervals import Intervals
-from policies.mixture import mixture
-from policies.reasons import change, counted_steps
-from policies.regime import Regime
+from policies import checks
+from policies.base import (
+    DENSE,
+    Context,
+    DeclaredPolicy,
+    Plan,
+    Policy,
+    StepReport,
+    change,
+    counted_steps,
+    layered_plan,
+)
+from policies.baselines import Fixed
+from policies.state import (
+    CHILD,
+    Stateful,
+    count,
+    declare,
+    flag,
+    maybe_number,
+    part,
+    saved_as,
+    text,
+    together,
+    values,
+)
 
 PAPER_EPOCHS = 10
 """The paper's detection interval."""
 
 NAMED = 3
-"""Layers named in a reason; of more, how many."""
+"""Layers that a reason names; further ones are only counted."""
 
 
-class Accordion(Policy):
-    """`low` while training is in a critical regime, else `high`.
+class Accordion(DeclaredPolicy):
+    """A policy that sends the CF `low` while training is in a critical regime, else `high`.
 
     At the end of each interval (Algorithm 1) the regime is critical if the norm of the gradient,
     summed over the interval, changed by a ratio of eta or more:
@@ -33,15 +52,19 @@ class Accordion(Policy):
 
     low, high: CFs, 1 (dense) or inside cf_range; None: the ends of cf_range. Or policies, each of
         which sees the reports of the steps that it has planned.
-    eta: > 0. interval: steps between detections.
-    per_layer: a regime, and so a CF, for each layer, as in the paper. low and high are CFs then.
-    lr_drop: a learning rate that falls to this part of itself or less, in one step, has dropped
-        (a cosine schedule has not).
+    eta: relative change of the norm that makes a regime critical, > 0.
+    interval: steps between detections, >= 1.
+    per_layer: each layer has a regime, and so a CF, of its own, as in the paper. low and high must
+        be CFs then.
+    lr_drop: a learning rate that falls in one step to this part of itself or less has dropped, in
+        (0, 1). (With a cosine schedule it does not.)
     steps_per_epoch, interval_epochs: the interval in the paper's terms (10 epochs if only
         steps_per_epoch is given), instead of `interval`.
+    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "accordion"
+    _fields = declare(_intervals=CHILD, _reason=saved_as(text))
 
     def __init__(
         self,
@@ -75,7 +98,6 @@ class Accordion(Policy):
         self.gain = "signal" if "signal" in kinds else kinds[0]  # it needs products of its own
         names = ("eta", "interval", "per_layer", "lr_drop")
         self._settings = {name: getattr(self, name) for name in names}
-        self._sides: tuple[Policy, Policy] | None = None
 
     def _side(self, name: str, given: float | Policy | None) -> float | Policy | None:
         """A CF or policy of the user's, checked."""
@@ -104,36 +126,34 @@ class Accordion(Policy):
         pair = [side if isinstance(side, Policy) else Fixed(side) for side in (low, high)]
         for side in pair:
             side.start(context)
-        self._sides = pair[0], pair[1]
+        self._sides: tuple[Policy, Policy] = pair[0], pair[1]
         self._numels = dict(context.layers)
         self._regimes = {
             name: Regime(self.eta) for name in (context.layers if self.per_layer else ("",))
         }
         self._intervals = Intervals(self.interval, self.lr_drop)
         self._reason = ""
-        self._mixed = self._mix()
+        self._layered = self._plan_layers()
+        self._started = True
 
     @property
-    def _in_charge(self) -> Policy:
-        """The side whose plan is sent, where all layers are alike."""
-        assert self._sides is not None
+    def _active(self) -> Policy:
+        """The side, low or high, whose plan is sent if all layers have the same regime."""
         low, high = self._sides
         return low if any(regime.critical for regime in self._regimes.values()) else high
 
-    def _mix(self) -> Plan | None:
-        """Of low and high by layer; None if all layers are alike."""
-        assert self._sides is not None
+    def _plan_layers(self) -> Plan | None:
+        """A plan with low and high by layer; None if all layers have the same CF."""
         critical = {name: regime.critical for name, regime in self._regimes.items()}
         low, high = (side.plan().send for side in self._sides)
         if len(set(critical.values())) == 1 or low == high:
             return None
         cfs = {name: low if is_so else high for name, is_so in critical.items()}
-        return mixture(cfs, self._numels)
+        return layered_plan(cfs, self._numels)
 
     def plan(self) -> Plan:
-        if self._sides is None:
-            raise RuntimeError("Accordion needs start(context) before plan()")
-        plan = self._in_charge.plan() if self._mixed is None else self._mixed
+        self._check_started("plan")
+        plan = self._active.plan() if self._layered is None else self._layered
         ends = self._intervals.ends
         return replace(
             plan,
@@ -145,21 +165,21 @@ class Accordion(Policy):
 
     def observe(self, report: StepReport) -> None:
         before = self.plan().send
-        if self._mixed is None:
-            self._in_charge.observe(report)
+        if self._layered is None:
+            self._active.observe(report)
         dropped = self._watch_learning_rate(report.lr)
-        # Both, always: a sum that comes with a drop is still the next one's yardstick.
+        # After a drop as well: the next sum is compared with this one.
         detected = self._detect(report)
         why = dropped or detected
         if why:
-            self._mixed = self._mix()
+            self._layered = self._plan_layers()
         self._reason = ""
         self._intervals.step += 1
         if why:
             self._reason = change(before, self.plan().send, why)
 
     def _watch_learning_rate(self, lr: float) -> str:
-        """Critical at once where the rate has dropped; returns why if anything changes."""
+        """Make all regimes critical if the learning rate has dropped; why if one was not."""
         ratio = self._intervals.dropped(lr)
         if not ratio:
             return ""
@@ -169,7 +189,7 @@ class Accordion(Policy):
         return f"critical regime, learning rate dropped, {ratio}" if quiet else ""
 
     def _detect(self, report: StepReport) -> str:
-        """Compare two intervals, if one has just ended; returns why if anything changes."""
+        """Compare two intervals if one has just ended; returns why if a regime changes."""
         begun: list[str] = []
         over: list[str] = []
         for name, regime in self._regimes.items():
@@ -188,40 +208,43 @@ class Accordion(Policy):
         )
 
     def status(self) -> Mapping[str, float]:
-        """critical: the share of regimes that are (of one: 1 or 0); sum_norm: of the last interval
-        of the whole model that had one, else nan; and what the policy in charge has to say."""
-        if self._sides is None:
+        """Numbers for the timeline by name.
+
+        critical: part of the regimes that are critical (1 or 0 if there is one). sum_norm: of the
+        whole model in the last interval, nan if there is none. Also the numbers of the side, low or
+        high, that is active.
+        """
+        if not self._started:
             return {}
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
-            **(self._in_charge.status() if self._mixed is None else {}),
+            **(self._active.status() if self._layered is None else {}),
             "critical": sum(regime.critical for regime in regimes) / len(regimes),
             "sum_norm": nan if whole is None else whole,
         }
 
     def verdict(self) -> str:
-        if self._sides is None or self._mixed is not None:
+        if not self._started or self._layered is not None:
             return ""
-        return self._in_charge.verdict()
+        return self._active.verdict()
 
-    def outlook(self) -> str:
-        if self._sides is None:
+    def next_move(self) -> str:
+        if not self._started:
             return ""
         low, high = map(_named, self._sides)
-        if low == high and isinstance(self._in_charge, Fixed):
+        if low == high and isinstance(self._active, Fixed):
             return f"nothing would change it: low and high are both {low}"
         regimes = self._regimes.values()
         kinds = (which for which in (True, False) if any(r.critical == which for r in regimes))
         told = [self._foreseen(which) for which in kinds]
-        if self._mixed is None and not isinstance(self._in_charge, Fixed):
-            inner = self._in_charge.outlook()
-            told.append(f"until then {self._in_charge.name} decides" + (inner and f": {inner}"))
+        if self._layered is None and not isinstance(self._active, Fixed):
+            inner = self._active.next_move()
+            told.append(f"until then {self._active.name} decides" + (inner and f": {inner}"))
         return "; ".join(told)
 
     def _foreseen(self, critical: bool) -> str:
-        """When and if the critical regimes end, or the others begin to be critical."""
-        assert self._sides is not None
+        """When and on what condition the critical regimes end, or the others become critical."""
         low, high = self._sides
         regimes = [r for r in self._regimes.values() if r.critical == critical]
         left, why, old = self._compared(regimes)
@@ -234,8 +257,8 @@ class Accordion(Policy):
         )
 
     def _compared(self, regimes: list[Regime]) -> tuple[int, str, str]:
-        """Steps until their next two sums that count are compared, why that is not at the end of
-        this interval, and, where it is known, of what the change is a part."""
+        """Steps until the next comparison of two sums that may change these regimes; why that is
+        later than the end of this interval, in words; and the norm to compare with, in words."""
         known = any(regime.norm is not None for regime in regimes)
         left, later = self._intervals.left(known)
         if not known:
@@ -246,63 +269,57 @@ class Accordion(Policy):
         return left, "", f" of {norm:.4g}" if norm else ""
 
     def _rate(self, critical: bool) -> str:
-        """What the learning rate can do to that."""
+        """How a drop of the learning rate would change that, in words."""
         if self._intervals.lr is None and self._intervals.step:  # nobody reports it
             return ""
         drops = f"the learning rate drops to {self.lr_drop:g} of itself"
         if not critical:
             return f", or {'all of them ' if self.per_layer else ''}at once if {drops}"
-        return f", unless {drops} before" if self._mixed is None else ""
+        return f", unless {drops} before" if self._layered is None else ""
 
     def rescale(self) -> None:
         """The regimes stay what they are until two sums of the new number of ranks can be compared:
-        the norm of a mean over more ranks has less noise in it."""
-        for side in self._sides or ():
+        the norm of a mean over more ranks has less noise."""
+        for side in self._sides:
             side.rescale()
         for regime in self._regimes.values():
             regime.norm = None
         self._intervals.restart()
 
     def candidates(self) -> tuple[float, ...]:
-        sent = {side.plan().send for side in self._sides or ()}
-        return tuple(sorted(sent.union(self._known())))
+        if not self._started:
+            return ()
+        return tuple(sorted({*(side.plan().send for side in self._sides), *self._known()}))
 
     def _known(self) -> list[float]:
-        return sorted({cf for side in self._sides or () for cf in side.candidates()})
+        return sorted({cf for side in self._sides for cf in side.candidates()})
+
+    def _saved_settings(self) -> dict[str, Any]:
+        names = [side.name for side in self._sides]
+        layers = list(self._regimes)
+        return {**self._settings, "cfs": self._known(), "sides": names, "layers": layers}
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "settings": {**self._settings, "cfs": self._known()},
-            **self._intervals.state_dict(),
-            "reason": self._reason,
+            **super().state_dict(),
             "regimes": {name: regime.state_dict() for name, regime in self._regimes.items()},
-            "sides": [[side.name, side.state_dict()] for side in self._sides or ()],
+            "sides": [side.state_dict() for side in self._sides],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After start(). Raises ValueError if the state is of other settings or another range."""
-        if self._sides is None:
-            raise RuntimeError("Accordion needs start(context) before load_state_dict()")
-        names = [side.name for side in self._sides]
-        sides, regimes = saved.entries(state, "sides", 2), saved.part(state, "regimes")
-        checks.same(
-            self.name,
-            {**self._settings, "cfs": self._known(), "sides": names},
-            {**saved.part(state, "settings"), "sides": [name for name, _ in sides]},
-        )
-        layers = list(self._regimes)
-        checks.same(self.name, {"layers": layers}, {"layers": list(regimes)})
-        for side, (_, inner) in zip(self._sides, sides, strict=True):
+        super().load_state_dict(state)
+        regimes, sides = part(state, "regimes"), values(state, "sides")
+        checks.same(self.name, {"regimes": list(self._regimes)}, {"regimes": list(regimes)})
+        together(len(sides) == len(self._sides), "'sides' must have two states")
+        for side, inner in zip(self._sides, sides, strict=True):
             side.load_state_dict(inner)
         for name, regime in self._regimes.items():
-            regime.load_state_dict(saved.part(regimes, name))
-        self._intervals.load_state_dict(state)
-        self._reason = saved.text(state, "reason")
-        self._mixed = self._mix()
+            regime.load_state_dict(part(regimes, name))
+        self._layered = self._plan_layers()
 
 
 def _named(side: Policy) -> str:
-    """Where a change of the regime leads."""
+    """A side, low or high, in words."""
     send = side.plan().send
     cf = "dense" if send == DENSE else f"CF {send:g}"
     return cf if isinstance(side, Fixed) else f"{side.name}, {cf},"
@@ -311,3 +328,88 @@ def _named(side: Policy) -> str:
 def _listed(told: list[str]) -> str:
     more = f" and {len(told) - NAMED} more" if len(told) > NAMED else ""
     return ", " + ", ".join(told[:NAMED]) + more
+
+
+class Regime(Stateful):
+    """The regime of the whole model or of one layer: critical or not (Algorithm 1).
+
+    It is critical until the norms of two intervals can be compared, and then as these say.
+
+    eta: relative change of the norm that makes the regime critical.
+
+    critical: whether it is. norm: of the gradient summed over the last interval that had one.
+    """
+
+    _fields = declare(critical=saved_as(flag), norm=saved_as(maybe_number, least=0))
+
+    def __init__(self, eta: float) -> None:
+        self._eta = eta
+        self.critical = True
+        self.norm: float | None = None
+
+    def detect(self, norm: float, protected: bool) -> str:
+        """Take in the norm of the gradient summed over an interval; returns the numbers if the
+        regime changes, else "". protected: a critical regime must not end now."""
+        if not isfinite(norm) or norm < 0:  # not read, or a gradient was not finite
+            return ""
+        old, self.norm = self.norm, norm
+        if old is None or protected:
+            return ""
+        relative = abs(old - norm) / old if old > 0 else (inf if norm > 0 else 0.0)
+        was, self.critical = self.critical, relative >= self._eta
+        if self.critical == was:
+            return ""
+        sign = ">=" if self.critical else "<"
+        return f"|{old:.4g} - {norm:.4g}| / {old:.4g} = {relative:.3g} {sign} eta {self._eta:g}"
+
+
+class Intervals(Stateful):
+    """The detection intervals: when two sums are compared, and when a critical regime is protected
+    because the learning rate has dropped.
+
+    length: steps of an interval. lr_drop: a learning rate that falls in one step to this part of
+    itself or less has dropped.
+    """
+
+    _fields = declare(
+        step=saved_as(count), _protected_until=saved_as(count), lr=saved_as(maybe_number)
+    )
+
+    def __init__(self, length: int, lr_drop: float) -> None:
+        self._length, self._lr_drop = length, lr_drop
+        self.step = 0
+        self.lr: float | None = None
+        self._protected_until = 0  # reports before this one cannot end a critical regime
+
+    @property
+    def ends(self) -> bool:
+        """Whether this step is the last of its interval."""
+        return self.step % self._length == self._length - 1
+
+    @property
+    def protected(self) -> bool:
+        """Whether a critical regime must not end in this step."""
+        return self.step < self._protected_until
+
+    def dropped(self, lr: float) -> str:
+        """Take in the learning rate; returns the numbers if it has dropped, else ""."""
+        if not isfinite(lr):
+            return ""
+        before, self.lr = self.lr, lr
+        if before is None or before <= 0 or lr / before > self._lr_drop:
+            return ""
+        following = self.step // self._length + 1
+        self._protected_until = (following + 1) * self._length - 1  # its last step decides again
+        return f"{lr:.4g} / {before:.4g} = {lr / before:.3g} <= lr_drop {self._lr_drop:g}"
+
+    def left(self, known: bool) -> tuple[int, bool]:
+        """Steps until two sums are compared and count, and whether that is later than at the end of
+        this interval. known: whether there is a sum to compare with."""
+        ends = self.step - self.step % self._length + self._length - 1
+        decides = max(ends if known else ends + self._length, self._protected_until)
+        return decides - self.step + 1, decides > ends
+
+    def restart(self) -> None:
+        """Begin a new interval; a protected regime stays protected as long as it was."""
+        left = -self.step % self._length
+        self.step, self._protected_until = self.step + left, self._protected_until + left

@@ -13,26 +13,33 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any, Literal
 
+from policies import checks
+from policies.state import Stateful, part
+
 DENSE = 1.0
-"""The CF that means "not compressed"."""
+"""The CF that means that nothing is compressed."""
 
 GainKind = Literal["gradient", "error_fed", "raw", "signal"]
+"""How the gain of a CF is defined: "gradient" by the energy that compression keeps of the gradient
+before error feedback, "error_fed" by what it keeps of the error-fed gradient (GraVAC's definition),
+"raw" by the energy kept over that of the gradient (GraVAC's released code), "signal" by the part of
+the true gradient that gets through (policies/signal_gain.py)."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy is told once, before its first plan.
+    """What a policy is told about the run, once, before its first plan.
 
-    cf_range: smallest and largest CF it may send besides dense; CFs are floats >= 1.
+    cf_range: smallest and largest CF that may be sent besides dense; CFs are floats >= 1.
     world_size: number of ranks.
-    supported: the nearest CF that the compressor can really do.
-    assumed: gains, by CF, of what cannot be measured (foreign hooks); those CFs belong to the
-        ladder too.
-    wire_bytes: bytes a rank puts on the wire in a step at a CF; nan if that is not known.
-    unknown: CFs of which not even that is known: for whoever asks for them by name.
-    layers: elements of each layer (parameter) that may have a CF of its own, by name, in order;
-        empty if they are not known or must be alike.
-    layer_bytes: payload bytes of a layer at a CF.
+    supported: returns the nearest CF that the compressor can really do.
+    assumed: gains by CF for hooks of other libraries, whose gain cannot be measured; these CFs are
+        candidates as well.
+    unknown: CFs whose gain is not even assumed: they are sent only if the user names them.
+    wire_bytes: returns the bytes that a rank puts on the wire in a step at a CF; nan if not known.
+    layers: number of elements, by name, of each layer (parameter) that may have a CF of its own, in
+        the model's order; empty if the layers are not known or must all have the same CF.
+    layer_bytes: returns the payload bytes of a layer at a CF.
     """
 
     cf_range: tuple[float, float]
@@ -47,16 +54,16 @@ class Context:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do in the next step.
+    """What a policy wants done in the next step.
 
     send: CF to send; 1 is dense.
     probe: CFs to measure without sending them, also while dense is sent.
-    reason: why this differs from the plan before, in words and numbers; "" when it does not.
+    reason: why this plan differs from the one before, in words and numbers; "" if it does not.
     accumulate: keep the sum of the decoded mean gradients (one gradient-sized accumulator).
-    read_sum: report the norm of that sum in this step's report, and start a new sum.
-    layers: what a CF of this plan means layer by layer: for `send` or one of `probe`, the CFs of
-        the layers that have another. Only from a policy that says `layerwise`.
-    read_layers: report what is known of each layer in this step's report, and start anew.
+    read_sum: put the norm of that sum into this step's report, and start a new sum.
+    layers: for `send` or a CF of `probe`, the CFs of single layers, by name; layers not named get
+        the CF itself. Only policies with `layerwise = True` may fill it.
+    read_layers: put a `LayerReport` of each layer into this step's report, and start new ones.
     """
 
     send: float
@@ -70,11 +77,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Squared norms of one CF in one step, summed over tensors and ranks (agreed).
+    """What compression at one CF kept and lost in one step: squared norms, summed over tensors and
+    ranks, the same on every rank; nan where they were not measured.
 
-    kept: ||c||^2; error: ||a - c||^2; total: ||a||^2 with a the error-fed gradient;
-    grad: ||g||^2 of the local gradients; sample_error, sample_total: ||s - C(s)||^2 and ||s||^2,
-    s a fixed strided sample of the gradient before error feedback.
+    kept: ||c||^2, where c = C(a) is the compressed and a the error-fed gradient.
+    error: ||a - c||^2.
+    total: ||a||^2.
+    grad: ||g||^2 of the local gradients.
+    sample_error, sample_total: ||s - C(s)||^2 and ||s||^2, where s is a fixed strided sample of the
+        gradient before error feedback.
     """
 
     kept: float = nan
@@ -85,8 +96,8 @@ class Measurement:
     sample_total: float = nan
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
-        """Numerator and denominator of a gain, to be averaged apart (ratio of means); nan for
-        "signal", which is not told by one step's energies (see `StepReport.signal`)."""
+        """Numerator and denominator of a gain, to be averaged separately (ratio of means); nan for
+        "signal", which does not follow from the energies of one step (see `StepReport.signal`)."""
         if kind == "signal":
             return nan, nan
         if kind == "error_fed":
@@ -96,7 +107,7 @@ class Measurement:
         return _surviving(self.sample_total, self.sample_error), self.sample_total
 
     def gain(self, kind: GainKind) -> float:
-        """This step's gain in [0, 1]; nan if it was not measured or is not finite."""
+        """This step's gain, in [0, 1]; nan if it was not measured or is not finite."""
         top, bottom = self.terms(kind)
         if not (isfinite(top) and isfinite(bottom)) or bottom <= 0:
             return nan
@@ -110,11 +121,11 @@ def _surviving(total: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer, over the steps since it was last reported (agreed).
+    """What is known of one layer over the steps since it was last reported, the same on every rank.
 
     energy: ||g||^2 of the local gradients, summed over steps and ranks.
-    sum_norm: norm of the sum of its mean gradients; nan unless the plan read the sum too.
-    steady: steady-state gain of each CF of the shadow ladder, if there is one.
+    sum_norm: norm of the sum of the layer's mean gradients; nan unless the plan said `read_sum`.
+    steady: steady-state gain by CF, from the shadow ladder if there is one.
     """
 
     energy: float = nan
@@ -124,34 +135,36 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, as all ranks agreed on it. Times in seconds, nan when unknown.
+    """The statistics of one step, the same on every rank. Times are in seconds; nan: not known.
 
-    step: index of the step, from 0. cf: CF that was sent.
+    step: index of the step, from 0.
+    cf: CF that was sent in this step.
     measurements: by CF, for the CF sent and those probed.
-    timed_cf: the CF of the step that `seconds` belongs to (the step before this one: a step's
-        time is known only when the next begins).
-    seconds: mean over ranks of that step's wall time.
+    timed_cf: CF of the step that the times below belong to. That is the step before this one: the
+        duration of a step is known only when the next one begins.
+    seconds: wall time of the timed step, mean over ranks.
     median_seconds: mean over ranks of each rank's median over the last steps sent at timed_cf.
-    compress_seconds, exchange_seconds, decode_seconds, compute_seconds: of the timed step, mean
-        over ranks: in compression; waiting, after backward, for the network and for slower ranks;
-        and for what it brought to be decoded; in forward and backward (nan if the model is not
-        known).
-    network_seconds: exchange_seconds of the rank that waited least, the last one to be ready: what
-        the network took, where the others have waited for that rank as well.
-    wire_bytes: bytes a rank put on the wire in this step.
-    statistics_bytes: of these, what is no gradient and does not grow with the model.
-    dense_wire_bytes: what dense fp32 all-reduce would have put there.
-    timed_bytes: wire bytes of the step that `seconds` belongs to.
+    compress_seconds: time of the timed step that went to compression, mean over ranks.
+    exchange_seconds: time that the timed step waited after backward, for the network and for slower
+        ranks, mean over ranks.
+    decode_seconds: time that went to decoding what was received, mean over ranks.
+    compute_seconds: forward and backward, mean over ranks; nan if the model is not known.
+    network_seconds: exchange_seconds of the rank that waited least. That rank was ready last and
+        waited for nobody, so this is the time of the network alone.
+    wire_bytes: bytes that a rank put on the wire in this step.
+    statistics_bytes: the part of wire_bytes that is statistics, independent of the model's size.
+    dense_wire_bytes: bytes that dense fp32 all-reduce would have put on the wire.
+    timed_bytes: wire bytes of the timed step.
     grad_norm: root of the mean over ranks of ||g||^2.
     sum_norm: norm of the sum of the mean gradients since the last reading; nan unless read.
     lr: learning rate of the first parameter group; nan if no optimizer was handed over.
-    steady: steady-state gain of each CF of the shadow ladder, for a policy that asks for it.
-    layers: by name, in the steps whose plan reads them.
-    signal: <c, g> of each CF of that ladder, for a policy whose gain is "signal": c what plain
-        error feedback would have sent in the step before this one, g this step's gradient.
-    signal_total: <g of the step before, g>; both are noisy, and may be negative.
-    peers, peers_total: <c, g> and <g, g> of the step before, of different ranks: as noisy, but with
-        expectations that are never negative for <g, g>.
+    steady: steady-state gain by CF from the shadow ladder; only for a policy with `shadow = True`.
+    layers: by name, in the steps whose plan said `read_layers`.
+    signal: <c, g> by CF of the shadow ladder, for a policy with the gain "signal": c is what plain
+        error feedback would have sent in the step before this one, g is this step's gradient.
+    signal_total: <gradient of the step before, g>. Both are noisy and may be negative.
+    peers, peers_total: <c, g> and <g, g> of the step before, where c and g are of different ranks.
+        They are as noisy, but the expectation of <g, g> is never negative.
     """
 
     step: int
@@ -180,7 +193,7 @@ class StepReport:
     network_seconds: float = nan
 
     def gain(self, cf: float, kind: GainKind) -> float:
-        """This step's gain of a CF in [0, 1]; nan if it was not measured or has no meaning."""
+        """This step's gain of a CF, in [0, 1]; nan if it was not measured or is not defined."""
         if kind != "signal":
             measured = self.measurements.get(cf)
             return nan if measured is None else measured.gain(kind)
@@ -190,19 +203,20 @@ class StepReport:
 
     @property
     def coding_seconds(self) -> float:
-        """What compression costs: compressing and, as far as that is known, decoding."""
+        """Time of the timed step that went to compressing and, where known, to decoding."""
         return self.compress_seconds + _known(self.decode_seconds)
 
     @property
     def wait_seconds(self) -> float:
-        """For the network alone, or, where that was not told, for the other ranks as well."""
+        """Time that the timed step waited for the network; where that was not measured alone, the
+        time that it waited for the other ranks is included."""
         known = isfinite(self.network_seconds)
         return self.network_seconds if known else self.exchange_seconds
 
     @property
     def rest_seconds(self) -> float:
-        """Of the timed step, what is left: the optimizer, waiting for input, and all computing
-        where that is not known by itself."""
+        """The rest of the timed step: the optimizer, waiting for input, and forward and backward
+        too where their time is not known."""
         coding, compute = self.coding_seconds, _known(self.compute_seconds)
         return self.seconds - compute - coding - self.exchange_seconds
 
@@ -212,32 +226,36 @@ def _known(seconds: float) -> float:
 
 
 class Policy(ABC):
-    """Decides which CF to send. The controller calls, on every rank alike:
-    `start(context)` once, then `plan()` before and `observe(report)` after each step."""
+    """A rule that decides which CF is sent in each step.
+
+    The controller calls, on every rank alike, `start(context)` once, then `plan()` before and
+    `observe(report)` after each step. A user's own policy overrides at least `start`, `plan`,
+    `state_dict` and `load_state_dict`.
+    """
 
     name: str = ""
     gain: GainKind = "gradient"
-    """The gain it decides on; the timeline's T_comp uses the same."""
+    """The definition of gain that the policy decides on; the timeline's T_comp uses the same."""
 
     shadow: bool = False
-    """It wants the steady-state gains of its candidates: keep a shadow ladder."""
+    """Whether the policy needs the steady-state gains of its candidates, from a shadow ladder."""
 
     layerwise: bool = False
-    """Its plans may give layers CFs of their own, and read reports of layers."""
+    """Whether its plans may give single layers CFs of their own, and read reports of layers."""
 
     @abstractmethod
     def start(self, context: Context) -> None:
-        """Learn the CF range and world size; ValueError if the settings do not fit them."""
+        """Learn the CF range and the world size. ValueError if the settings do not fit them."""
 
     @abstractmethod
     def plan(self) -> Plan:
         """The plan for the next step."""
 
     def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule need not look
-        """Take in what happened in the step just planned."""
+        """Take in the statistics of the step just planned."""
 
     def candidates(self) -> Sequence[float]:
-        """After start(): CFs that it may send besides the ends of cf_range and dense. Payload
+        """After start(): the CFs that it may send besides the ends of cf_range and dense. Payload
         sizes are checked at these before training starts."""
         return ()
 
@@ -246,21 +264,21 @@ class Policy(ABC):
         return {}
 
     def verdict(self) -> str:
-        """One sentence when the policy has concluded something worth telling; else ""."""
+        """One sentence if the policy has reached a conclusion worth telling; else ""."""
         return ""
 
-    def outlook(self) -> str:
-        """In one sentence, what would make the CF change; "" if the policy does not say."""
+    def next_move(self) -> str:
+        """One sentence on what would make the CF change; "" if the policy does not say."""
         return ""
 
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
-        """A state was loaded that another number of ranks has left: forget what depends on it (step
-        times, bytes on the wire, norms of the mean gradient and of sums of it, which begin anew),
-        and keep the rest."""
+        """Forget what depends on the number of ranks, and keep the rest: the state that was loaded
+        was saved by another number of ranks. Step times, bytes on the wire, and norms of the mean
+        gradient and of sums of it depend on that number."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly from here, in plain JSON-like values."""
+        """All that is needed to go on exactly from here, in plain JSON-like values."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,3 +286,63 @@ class Policy(ABC):
 
         ValueError if the state is of other settings or damaged; the policy may then be half loaded
         (the controller puts back what it was)."""
+
+
+class DeclaredPolicy(Stateful, Policy):
+    """A policy whose saved state is its settings and the fields declared in `_fields`.
+
+    A state is refused if it was saved under other settings, because the run would then go on as
+    something else. Subclasses set `_started` at the end of start(), and list in `_saved_settings`
+    what a state has to agree with.
+    """
+
+    _started = False
+
+    def _saved_settings(self) -> dict[str, Any]:
+        """The settings that a saved state must agree with, in JSON-like values."""
+        raise NotImplementedError
+
+    def _check_started(self, method: str) -> None:
+        """Raises RuntimeError if `method` was called before start()."""
+        if not self._started:
+            raise RuntimeError(f"{type(self).__name__}.{method}() needs start(context) first")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check_started("state_dict")
+        return {"settings": self._saved_settings(), **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`, after start(). ValueError if the state is of other settings
+        or another cf_range, or damaged."""
+        self._check_started("load_state_dict")
+        checks.same(self.name, self._saved_settings(), part(state, "settings"))
+        super().load_state_dict(state)
+
+
+# What plans of several policies have in common.
+
+
+def layered_plan(cfs: Mapping[str, float], numels: Mapping[str, int]) -> Plan:
+    """A plan that sends each layer at its own CF.
+
+    cfs: CF by layer; at least one is above 1. numels: number of elements by layer. The plan's own
+    CF is that of all layers together: their elements / the elements kept.
+    """
+    kept = sum(numels[name] / cf for name, cf in cfs.items())
+    send = sum(numels[name] for name in cfs) / kept
+    return Plan(send, layers={send: dict(cfs)})
+
+
+def change(old: float, new: float, why: str) -> str:
+    """The reason of a plan whose CF goes from `old` to `new`: "scale up 10 -> 20: ...",
+    "dense: 10 -> 1, ...", or `why` alone if the CF stays the same."""
+    if old == new:
+        return why
+    if new == DENSE:
+        return f"dense: {old:g} -> 1, {why}"
+    return f"scale {'up' if new > old else 'down'} {old:g} -> {new:g}: {why}"
+
+
+def counted_steps(number: int) -> str:
+    """A number of steps in words: "1 step", "2 steps"."""
+    return f"{number} step{'' if number == 1 else 's'}"

@@ -1,51 +1,79 @@
-"""The largest gain that a budget of bytes or of time allows (the idea of Kimad: Xin, Ilin, Zhang,
-Canini, Richtarik, 2023: compress as the bandwidth measured of late asks for)."""
+"""Budget: the largest gain that a budget of bytes or of time allows.
+
+The idea is Kimad's (Xin, Ilin, Zhang, Canini, Richtarik, 2023): compress as much as the bandwidth
+measured of late asks for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import nan
+from collections.abc import Callable, Mapping
+from math import inf, isfinite, log, nan
 from typing import Any
 
-from policies import checks, saved
-from policies.base import DENSE, Context, Plan, Policy, StepReport
+from policies import checks
+from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change
 from policies.ladder import make_ladder
-from policies.reasons import change
-from policies.step_line import StepLine
-from policies.wire_guess import WireBytes
+from policies.state import (
+    CHILD,
+    Stateful,
+    by_cf,
+    count,
+    declare,
+    maybe_cf,
+    maybe_number,
+    number,
+    saved_as,
+    text,
+)
+from policies.step_time import StepLine
 
 OPENING = 5
-"""Dense steps before the first look: as many as a look has."""
+"""Dense steps before the first look: as many as a look has.
+
+A look sends a second CF for a few steps, to tell the time on the network from the rest."""
 
 LOOK = 5
-"""Steps of a look at a second CF: the time of the last one comes too late to count."""
+"""Steps of a look. The time of the last of them comes too late to count."""
 
 APART = 4
-"""A look is at a CF with about so many times fewer bytes (or more, from the largest CF): far
-enough apart for the difference to stand out from the noise, and cheap."""
+"""A look sends a CF with about so many times fewer bytes (or more, from the largest CF): the
+difference stands out from the noise, and the look is cheap."""
 
 DEFAULT_SHARE = 0.2
 
-_STATE = ("send", "look", "since", "looked", "reason")
 
+class Budget(DeclaredPolicy):
+    """A policy that sends the smallest CF, dense included, that keeps to a budget, or the largest
+    CF if none does.
 
-class Budget(Policy):
-    """Sends the smallest CF, dense included, that keeps to the budget; else the largest.
+    Give one of the first two:
 
-    bytes_per_step: wire bytes of a rank in a step. As sizes are computed where they can be and
-        learned where not, from the largest CF down, only what was guessed can exceed it, once.
-    share: part of the step time, in (0, 1], that may go to communication (what of it does not
-        overlap with backward); 0.2 if neither is given. One of the two.
-    window: steps at a CF before its share is judged.
-    look_every: windows after which the line behind the prediction is found anew, from LOOK steps
-        at a second CF; also done before each move, and at the start, from dense.
-    hysteresis: of the share. A larger CF is taken if it is exceeded by more than this ratio, a
-        smaller one if that is predicted to stay below it by this ratio; twice as much, seen
-        between two looks, brings one about at the end of the window.
-    step_size: CFs are those of a geometric ladder in cf_range, this far apart, > 1.
+    bytes_per_step: wire bytes of a rank in a step, > 0. Sizes are computed where they can be.
+        Where they cannot, they are learned from the largest CF down, and only a size that was
+        guessed can exceed the budget, once.
+    share: part of the step time, in (0, 1], that may go to communication that does not overlap with
+        backward; 0.2 if neither is given.
+    window: steps at a CF before its share is judged, >= 5.
+    look_every: windows after which the line behind the predictions is found anew by a look, i.e. 5
+        steps at a second CF. There is a look before each move too, and one at the start, from
+        dense.
+    hysteresis: relative to the share. A larger CF is taken if the share is exceeded by more than
+        this ratio, a smaller one if it is predicted to stay below the share by this ratio. Twice as
+        much, seen between two looks, brings about a look at the end of the window.
+    step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1.
+    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "budget"
+    _fields = declare(
+        _send=saved_as(number, least=1),
+        _look=saved_as(maybe_cf),
+        _since=saved_as(count),
+        _looked=saved_as(count),
+        _reason=saved_as(text),
+        _wire=CHILD,
+        _line=CHILD,
+    )
 
     def __init__(
         self,
@@ -83,7 +111,7 @@ class Budget(Policy):
         self._computed = context.wire_bytes
         self._wire = WireBytes(self._computed)
         self._line = StepLine()
-        self._look: float | None = None  # the second CF, while it is looked at
+        self._look: float | None = None  # the second CF, during a look
         self._since = 0  # steps since the window or look began
         self._looked = 0  # windows since the last look
         self._reason = ""
@@ -92,10 +120,10 @@ class Budget(Policy):
             self._send = self._cfs[-1]
             self._send = self._within(self.bytes_per_step)
         self._line.restart(self._send)
+        self._started = True
 
     def plan(self) -> Plan:
-        if not self._cfs:
-            raise RuntimeError("Budget needs start(context) before plan()")
+        self._check_started("plan")
         return Plan(self._now, reason=self._reason)
 
     @property
@@ -116,12 +144,13 @@ class Budget(Policy):
     # Bytes
 
     def _within(self, limit: float) -> float:
-        """The smallest CF whose bytes are within the limit; the largest if none is known to be."""
+        """The smallest CF whose bytes are known to be within the limit; the largest if none is."""
         fitting = (cf for cf in self._cfs if (n := self._wire.at(cf)) is not None and n <= limit)
         return next(fitting, self._cfs[-1])
 
     def _keep_to_bytes(self, limit: float) -> str:
-        """No flapping: of a CF that has once exceeded the limit the bytes are known."""
+        """Send the smallest CF within the limit. This cannot flap: once a CF has exceeded it, its
+        bytes are known."""
         before, self._send = self._send, self._within(limit)
         if self._send == before:
             return ""
@@ -134,7 +163,7 @@ class Budget(Policy):
     # Share of the step time
 
     def _keep_to_share(self) -> str:
-        """At a window's end: is there a reason for a look?"""
+        """At the end of a window, begin a look if there is a reason; returns that reason."""
         opening = self._line.a is None
         if self._since < (min(OPENING, self.window) if opening else self.window):
             return ""
@@ -152,7 +181,7 @@ class Budget(Policy):
         other = self._second() if why and self._line.seconds(self._send) is not None else None
         if other is None:
             if opening:
-                self._line.free(self._send)
+                self._line.all_work(self._send)
             self._line.restart(self._send)
             return ""
         self._look = other
@@ -160,7 +189,7 @@ class Budget(Policy):
         return f"looks at CF {other:g} for {LOOK} steps, {why}"
 
     def _end_look(self, other: float) -> str:
-        """Known by now: what the network costs. Move, or go back."""
+        """At the end of a look, move or go back to the CF before; returns why."""
         if self._since < LOOK:
             return ""
         solved = self._line.solve(self._send, self._bytes(self._send), other, self._bytes(other))
@@ -179,7 +208,7 @@ class Budget(Policy):
         )
 
     def _best(self, hysteresis: float) -> float:
-        """The CF to send by the line as it is now; the present one, unless clearly wrong."""
+        """The CF to send by the line as it is now: the present one, unless it is clearly wrong."""
         safely = self.share / (1 + hysteresis)
         smaller = any(cf < self._send and self._predicted(cf) <= safely for cf in self._cfs)
         exceeds = self._predicted(self._send) > self.share * (1 + hysteresis)
@@ -189,7 +218,8 @@ class Budget(Policy):
         return next(fitting, self._cfs[-1])
 
     def _second(self) -> float | None:
-        """The CF to look at: about APART times fewer bytes, else more; None: all have as many."""
+        """The CF for a look: with about APART times fewer bytes, else with more; None if all CFs
+        have the same number of bytes."""
         here = self._bytes(self._send)
         others = {cf: n for cf in self._cfs if (n := self._bytes(cf)) != here}
         fewer = {cf: n for cf, n in others.items() if 2 * n <= here}
@@ -197,7 +227,7 @@ class Budget(Policy):
         return min(among, key=lambda cf: abs(among[cf] - wanted), default=None)
 
     def _bytes(self, cf: float) -> float:
-        """Bytes at a CF, in units of dense where nothing at all is known."""
+        """Bytes at a CF, or, where no size is known, its part of dense."""
         nbytes = self._wire.at(cf)
         return 1 / cf if nbytes is None else nbytes
 
@@ -216,8 +246,11 @@ class Budget(Policy):
         return self._cfs[1:]
 
     def status(self) -> Mapping[str, float]:
-        """share: predicted for the CF sent; bandwidth: bytes a second; nan where not known.
-        exploring: 1 at the start and in a look, else 0."""
+        """Numbers for the timeline by name, nan where they are not known.
+
+        share: predicted for the CF sent. bandwidth: bytes a second. exploring: 1 at the start and
+        in a look, else 0.
+        """
         known = self.bytes_per_step is None and self._line.a is not None
         return {
             "share": self._predicted(self._send) if known else nan,
@@ -225,7 +258,7 @@ class Budget(Policy):
             "exploring": float(self.bytes_per_step is None and (not known or bool(self._look))),
         }
 
-    def outlook(self) -> str:
+    def next_move(self) -> str:
         if self.bytes_per_step is not None:
             return f"it changes when a step's bytes do; bytes_per_step is {self.bytes_per_step:g}"
         if self._line.a is None:
@@ -238,8 +271,8 @@ class Budget(Policy):
         )
 
     def rescale(self) -> None:
-        """It stays at its CF and looks what the network costs; a number of bytes it keeps to at
-        once, where sizes can be computed."""
+        """It stays at its CF and takes a look; bytes are kept to at once where sizes can
+        be computed."""
         before = self._now
         self._wire, self._line = WireBytes(self._computed), StepLine()
         self._look, self._since, self._looked = None, 0, 0
@@ -248,22 +281,50 @@ class Budget(Policy):
         self._line.restart(self._send)
         self._reason = change(before, self._now, "the number of ranks has changed")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "settings": {**self._settings, "cfs": list(self._cfs)},
-            **{name: getattr(self, f"_{name}") for name in _STATE},
-            "wire": self._wire.state_dict(),
-            "line": self._line.state_dict(),
-        }
+    def _saved_settings(self) -> dict[str, Any]:
+        return {**self._settings, "cfs": list(self._cfs)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After start(). Raises ValueError if the state is of other settings or another range."""
-        if not self._cfs:
-            raise RuntimeError("Budget needs start(context) before load_state_dict()")
-        settings = saved.part(state, "settings")
-        checks.same(self.name, {**self._settings, "cfs": list(self._cfs)}, settings)
-        self._send, self._look = saved.number(state, "send", least=1), saved.maybe_cf(state, "look")
-        self._since, self._looked = saved.count(state, "since"), saved.count(state, "looked")
-        self._reason = saved.text(state, "reason")
-        self._wire.load_state_dict(saved.part(state, "wire"))
-        self._line.load_state_dict(saved.part(state, "line"))
+
+class WireBytes(Stateful):
+    """Bytes on the wire by CF: as measured where a CF was sent, else as computed, else guessed.
+
+    The guess is dense / CF, corrected by the nearest CF that was measured. Indices and headers, and
+    what an exchange multiplies by the number of ranks, make a compressed step larger than dense /
+    CF, by much the same factor at neighbouring CFs.
+
+    computed: returns the bytes at a CF; nan where they are not known.
+    """
+
+    _fields = declare(_measured=saved_as(by_cf, least=0), _dense=saved_as(maybe_number, above=0))
+
+    def __init__(self, computed: Callable[[float], float]) -> None:
+        self._computed = computed
+        self._measured: dict[float, float] = {}
+        self._dense: float | None = None
+
+    def observe(self, report: StepReport) -> None:
+        """Take in the bytes that the reported step has sent."""
+        if isfinite(report.dense_wire_bytes) and report.dense_wire_bytes > 0:
+            if report.dense_wire_bytes != self._dense:
+                self._measured = {}  # the model has another size now: layers were frozen or freed
+            self._dense = report.dense_wire_bytes
+        if isfinite(report.wire_bytes) and report.wire_bytes >= 0:
+            self._measured[report.cf] = report.wire_bytes
+
+    def at(self, cf: float) -> float | None:
+        """Bytes of a step at `cf`; None if they can be neither computed nor guessed."""
+        if cf in self._measured:
+            return self._measured[cf]
+        computed = self._computed(cf)
+        if isfinite(computed) and computed >= 0:
+            return computed
+        if self._dense is None:
+            return None
+        if cf == DENSE:
+            return self._dense
+        sent = [other for other in self._measured if other != DENSE]
+        if not sent:
+            return self._dense / cf
+        nearest = min(sent, key=lambda other: abs(log(other / cf)))
+        guess = self._measured[nearest] * (nearest / cf)
+        return guess if guess < inf else None

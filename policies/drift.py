@@ -1,116 +1,177 @@
-"""Has what a choice rests on changed since? Windows of steps are compared with how it was then.
+"""What GraVAC watches after it has chosen, to notice that the choice may no longer be right.
 
-Noise must not look like drift: a window counts by its median or mean, a change must be large, go
-the same way and last for several windows, and a conclusion that has just been reached is left
-alone for a while.
+The paper explores once. `DriftMonitor` finds reasons to explore again:
+
+1. A drift: the step time or the gain of the CF in use has changed (`DriftDetector`).
+2. The chosen CF could not be sent for long, because its gain is below epsilon: a CF between it and
+   the floor may serve.
+3. A probe, now and then, of the CFs that were passed over shows one that promises more
+   (`PeriodicProbe`).
+
+Noise must not look like drift. So windows of steps are compared, each by its median or mean; a
+change must be large, go the same way and last for several windows; and a new choice stands for a
+while whatever is observed (`ChoiceCooldown`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-from policies import saved
-from policies.average import Average
-from policies.base import GainKind, StepReport
-from policies.step_times import median, without_compression
+from policies.base import DENSE, GainKind, StepReport
+from policies.estimators import Average, Backoff, median, relative_change
+from policies.exploration import CandidateStatistics
+from policies.state import (
+    CHILD,
+    OPTIONAL_CHILD,
+    Field,
+    Stateful,
+    count,
+    declare,
+    entries,
+    maybe_cf,
+    maybe_count,
+    number,
+    numbers,
+    saved_as,
+    whole,
+)
+from policies.step_time import seconds_without_compression
 
-SOON = 4
-"""A conclusion that was given up within this many cooldowns did not last."""
+MAX_COOLDOWN_DOUBLINGS = 4
+"""The cooldown of a choice grows to 16 times the first and no further: a network may really
+change."""
 
-MAX_DOUBLINGS = 4
-"""The cooldown grows to 16 times the first and no further: a network may really change."""
+MAX_PROBE_DOUBLINGS = 6
+"""The wait between probes grows to 64 times the first."""
 
 EXCHANGE_CHANGE = 1.0
-"""The time spent waiting for the network must double or halve to count. It says more than the step
-time, of which it may be a small part while much is compressed, but it is noisier."""
+"""The time spent waiting for the network must double or halve to count. It shows a change earlier
+than the step time, of which it may be a small part at a large CF, but it is noisier."""
 
 EXCHANGE_SHARE = 0.05
-"""... and the difference must be this part of the step time, or it is of no consequence."""
+"""The difference must also be this part of the step time, or it has no consequence."""
 
 REFERENCE_WINDOWS = 5
-"""A reference is the mean of that many windows, of those near it, so that its own noise is small;
-later ones do not count, or a slow drift would take it along."""
+"""A reference is the mean of the first so many windows that are near it, so that it has little
+noise. Later windows do not count, or the reference would follow a slow drift."""
 
 
 class Drift(NamedTuple):
-    """What has drifted ("time" or "gain"), and the numbers that show it."""
+    """A change that calls for a new exploration: what has changed, and the numbers that show it."""
 
     what: Literal["time", "gain"]
     why: str
 
 
-def apart(now: float, before: float) -> float:
-    """Relative change, the same both ways: 0.3 is 1.3 times as much or 1 / 1.3 of it."""
-    if now == before:
-        return 0.0
-    if now <= 0 or before <= 0:
-        return inf
-    return max(now / before, before / now) - 1
+def _load_references(state: Any, key: str, _: Any) -> dict[float, tuple[float, int]]:
+    found = {}
+    for cf, mean, windows in entries(state, key, 3):
+        row = {"cf": cf, "mean": mean, "windows": windows}
+        mean, windows = number(row, "mean"), count(row, "windows", least=1)
+        found[number(row, "cf", least=1)] = (mean, windows)
+    return found
 
 
-class Signal:
-    """Counts the windows in a row in which a number was far from its reference, on one side.
+_REFERENCES = Field(
+    _load_references,
+    lambda references: [[cf, *reference] for cf, reference in references.items()],
+)
 
-    threshold: `apart` from here on counts; below half of it the count starts again, and between
-    the two it stands (hysteresis). patience: windows that make it a drift.
+
+class ChangeTest(Stateful):
+    """A test of whether a quantity has changed for good, by its values in window after window.
+
+    threshold: `relative_change` that counts. Below half of it the count of windows starts again;
+    between the two it stays (hysteresis).
+    patience: windows in a row, all above or all below the reference, that make a change.
+
+    references: by CF, the mean that windows are compared with, and the number of windows in it.
     """
+
+    _fields = declare(references=_REFERENCES, _windows_off=saved_as(whole))
 
     def __init__(self, threshold: float, patience: int) -> None:
         self.threshold, self.patience = threshold, patience
-        self.strikes = 0  # negative: below the reference
+        self.references: dict[float, tuple[float, int]] = {}
+        self._windows_off = 0  # in a row; negative if below the reference
 
-    def judge(self, now: float, reference: float, least: float = 0.0) -> bool:
-        """One more window; whether it has drifted. least: smallest difference that counts."""
-        distance = apart(now, reference)
+    def begin_count(self) -> None:
+        """Forget the windows that were off the reference."""
+        self._windows_off = 0
+
+    def changed_from(self, cf: float, now: float, least: float = 0.0) -> float | None:
+        """Take in the value of one window at a CF. Returns the reference if the quantity has
+        changed from it, else None; without a reference the value becomes one.
+
+        least: smallest difference that counts.
+        """
+        before, windows = self.references.setdefault(cf, (now, 1))
+        if self._is_off(now, before, least):
+            return before
+        if windows < REFERENCE_WINDOWS and not self._windows_off:
+            self.references[cf] = before + (now - before) / (windows + 1), windows + 1
+        return None
+
+    def _is_off(self, now: float, reference: float, least: float) -> bool:
+        """Count the window; whether enough of them in a row were off the reference."""
+        distance = relative_change(now, reference)
         side = 1 if now > reference else -1
         if distance >= self.threshold and abs(now - reference) >= least:
-            self.strikes = self.strikes + side if self.strikes * side > 0 else side
+            off = self._windows_off
+            self._windows_off = off + side if off * side > 0 else side
         elif distance < self.threshold / 2 or abs(now - reference) < least:
-            self.strikes = 0
-        return abs(self.strikes) >= self.patience
+            self._windows_off = 0
+        return abs(self._windows_off) >= self.patience
 
 
-class Watch:
-    """Watches the CF in use: its step time without compression, what of that was waiting for the
-    network, and the gain of the CF that was chosen.
+class DriftDetector(Stateful):
+    """A detector of lasting changes at the CF in use: of its step time without compression, of the
+    time that it waits for the network, and of its gain if it is the chosen CF.
 
-    drift: relative change that counts (see `apart`). patience: windows it must last.
-    steps: of a window. kind: which gain.
+    drift: `relative_change` of the step time or gain that counts. patience: windows that it must
+    last. steps: of a window. kind: the definition of gain.
     """
+
+    _fields = declare(
+        _chosen=saved_as(maybe_cf),
+        _cf=saved_as(maybe_cf),
+        _seconds=CHILD,
+        _exchange=CHILD,
+        _gain=CHILD,
+        _count=saved_as(count),
+        _times=saved_as(numbers, least=0),
+        _waits=saved_as(numbers, least=0),
+        _window_gain=CHILD,
+    )
 
     def __init__(self, drift: float, patience: int, steps: int, kind: GainKind) -> None:
         self.drift, self.patience, self.steps = drift, patience, steps
         self._kind = kind
-        self._cf: float | None = None
-        self._signals = {
-            "seconds": Signal(drift, patience),
-            "exchange": Signal(EXCHANGE_CHANGE, patience),
-            "gain": Signal(drift, patience),
-        }
+        self._cf: float | None = None  # in use
+        self._seconds = ChangeTest(drift, patience)
+        self._exchange = ChangeTest(EXCHANGE_CHANGE, patience)
+        self._gain = ChangeTest(drift, patience)
         self.begin(None, {})
 
     def begin(self, chosen: float | None, seconds: Mapping[float, float]) -> None:
-        """A choice was made; the step times by CF that it rests on.
+        """A choice was made, on these step times by CF, which become references.
 
-        Of the rest the first windows are the reference: exchange times were not compared, and the
-        error-fed gain of a CF is another one once that CF is in use.
+        The references of the other quantities are the first windows after the choice. Exchange
+        times were not compared for the choice, and the error-fed gain of a CF changes once that CF
+        is sent.
         """
         self._chosen = chosen
-        # By signal and CF: the mean so far, and of how many windows.
-        self._references: dict[str, dict[float, tuple[float, int]]] = {
-            "seconds": {cf: (time, 1) for cf, time in seconds.items()},
-            "exchange": {},
-            "gain": {},
-        }
+        self._seconds.references = {cf: (time, 1) for cf, time in seconds.items()}
+        self._exchange.references, self._gain.references = {}, {}
         self._start_window(None)
 
     def _start_window(self, cf: float | None) -> None:
-        """Of the CF that is in use now; another one than before leaves no strikes behind."""
+        """Start a window of the CF that is in use now. After another CF, counts start again."""
         if cf is None or cf != self._cf:
-            for signal in self._signals.values():
-                signal.strikes = 0
+            for test in (self._seconds, self._exchange, self._gain):
+                test.begin_count()
         self._cf = cf
         self._count = 0
         self._times: list[float] = []
@@ -118,13 +179,14 @@ class Watch:
         self._window_gain = Average(1 / self.steps)
 
     def observe(self, report: StepReport, gain: float | None = None) -> Drift | None:
-        """One step on; the drift, if a window ends that proves one.
+        """Take in one step; returns the drift if a window ends that proves one.
 
-        gain: of the chosen CF, where a window is too short to measure it ("signal")."""
+        gain: of the chosen CF, for the definition "signal", for which a window is too short.
+        """
         if report.cf != self._cf:
             self._start_window(report.cf)
         if report.timed_cf == report.cf:
-            seconds = without_compression(report)
+            seconds = seconds_without_compression(report)
             if seconds is not None:
                 self._times.append(seconds)
             if isfinite(report.wait_seconds) and report.wait_seconds >= 0:
@@ -139,107 +201,233 @@ class Watch:
         return drift
 
     def _judge(self, cf: float, gain: float) -> Drift | None:
-        """The window is over: compare what it shows."""
+        """The window is over: compare its numbers with the references."""
         if self._times:
             now = median(self._times)
-            why = self._compare("seconds", cf, now)
-            if why:
-                return Drift("time", f"a step at CF {cf:g} without compression {why}")
+            before = self._seconds.changed_from(cf, now)
+            if before is not None:
+                told = self._described(self._seconds, before, now, " s")
+                return Drift("time", f"a step at CF {cf:g} without compression {told}")
             if self._waits:
-                why = self._compare("exchange", cf, median(self._waits), EXCHANGE_SHARE * now)
-                if why:
-                    return Drift("time", f"the wait for the network at CF {cf:g} {why}")
+                wait = median(self._waits)
+                before = self._exchange.changed_from(cf, wait, EXCHANGE_SHARE * now)
+                if before is not None:
+                    told = self._described(self._exchange, before, wait, " s")
+                    return Drift("time", f"the wait for the network at CF {cf:g} {told}")
         if cf == self._chosen and isfinite(gain):
-            why = self._compare("gain", cf, min(1.0, gain))
-            if why:
-                return Drift("gain", f"the gain of CF {cf:g} {why}")
+            gain = min(1.0, gain)
+            before = self._gain.changed_from(cf, gain)
+            if before is not None:
+                told = self._described(self._gain, before, gain, "")
+                return Drift("gain", f"the gain of CF {cf:g} {told}")
         return None
 
-    def _compare(self, name: str, cf: float, now: float, least: float = 0.0) -> str:
-        """How far a window's number has drifted, if it has; without a reference it becomes one."""
-        signal, references = self._signals[name], self._references[name]
-        before, windows = references.setdefault(cf, (now, 1))
-        if signal.judge(now, before, least):
-            unit = "" if name == "gain" else " s"
-            return (
-                f"went from {before:.4g} to {now:.4g}{unit}, a change of {apart(now, before):.2f} "
-                f">= {signal.threshold:g} for {signal.patience} x {self.steps} steps"
-            )
-        if windows < REFERENCE_WINDOWS and not signal.strikes:
-            references[cf] = before + (now - before) / (windows + 1), windows + 1
-        return ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, in JSON-like values: pairs, since JSON has no float keys."""
-        return {
-            "chosen": self._chosen,
-            "references": {
-                name: [[cf, *reference] for cf, reference in by_cf.items()]
-                for name, by_cf in self._references.items()
-            },
-            "cf": self._cf,
-            "count": self._count,
-            "times": list(self._times),
-            "waits": list(self._waits),
-            "window_gain": self._window_gain.state_dict(),
-            "strikes": {name: signal.strikes for name, signal in self._signals.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self._chosen, self._cf = saved.maybe_cf(state, "chosen"), saved.maybe_cf(state, "cf")
-        references, strikes = saved.part(state, "references"), saved.part(state, "strikes")
-        self._references = {name: _references(references, name) for name in self._signals}
-        self._count = saved.count(state, "count")
-        self._times = saved.numbers(state, "times", least=0)
-        self._waits = saved.numbers(state, "waits", least=0)
-        self._window_gain.load_state_dict(saved.part(state, "window_gain"))
-        for name, signal in self._signals.items():
-            signal.strikes = int(saved.whole(strikes, name))
-
-
-def _references(state: Mapping[str, Any], name: str) -> dict[float, tuple[float, int]]:
-    """A mean and its number of windows by CF, saved as triples."""
-    found = {}
-    for cf, mean, windows in saved.entries(state, name, 3):
-        row = {"cf": cf, "mean": mean, "windows": windows}
-        found[saved.number(row, "cf", least=1)] = (
-            saved.number(row, "mean"),
-            saved.count(row, "windows", least=1),
+    def _described(self, test: ChangeTest, before: float, now: float, unit: str) -> str:
+        return (
+            f"went from {before:.4g} to {now:.4g}{unit}, a change of "
+            f"{relative_change(now, before):.2f} >= {test.threshold:g} for {test.patience} x "
+            f"{self.steps} steps"
         )
-    return found
 
 
-class Cooldown:
-    """For how long a new conclusion stands whatever is seen.
+class ChoiceCooldown(Stateful):
+    """The number of steps for which a new choice stands, whatever is observed.
 
-    Each time that one is given up soon after, the next stands twice as long (MAX_DOUBLINGS times
-    at most): reports so noisy that they look like drift cost less and less. After one that lasted
-    it is itself again, so a network that changes now and then is followed at once.
+    It doubles each time that a choice is given up soon after, so that reports so noisy that they
+    look like drift cost less and less. After a choice that lasted it is itself again, so that a
+    network that changes now and then is followed at once.
     """
 
+    _fields = declare(_wait=CHILD, _since=saved_as(maybe_count))
+
     def __init__(self, steps: int) -> None:
-        self._first = self._steps = steps
-        self._since: int | None = None  # None: nothing was ever concluded
+        self._wait = Backoff(steps, MAX_COOLDOWN_DOUBLINGS)
+        self._since: int | None = None  # steps with the choice; None: none was ever made
 
     def begin(self) -> None:
-        """There is a conclusion."""
+        """A choice was made."""
         if self._since is not None:
-            soon = self._since <= SOON * self._steps
-            longest = self._first * 2**MAX_DOUBLINGS
-            self._steps = min(2 * self._steps, longest) if soon else self._first
+            self._wait.judge(self._since)
         self._since = 0
 
     def step(self) -> bool:
-        """One step on with the conclusion; whether it may be given up."""
+        """Take one step with the choice; returns whether it may be given up."""
         self._since = (self._since or 0) + 1
-        return self._since > self._steps
+        return self._since > self._wait.steps
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, in JSON-like values."""
-        return {"steps": self._steps, "since": self._since}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self._steps = saved.count(state, "steps", least=1)
-        self._since = saved.maybe_count(state, "since")
+class PeriodicProbe(Stateful):
+    """A timer for measuring again the gains of the CFs that were passed over: a wait, then a probe
+    of a few steps, then the wait again.
+
+    The wait doubles after a probe that changed nothing, because gains change slowly late in
+    training.
+
+    wait: steps before the first probe. steps: of a probe.
+    """
+
+    _fields = declare(_wait=CHILD, _since=saved_as(count))
+
+    def __init__(self, wait: int, steps: int) -> None:
+        self._wait = Backoff(wait, MAX_PROBE_DOUBLINGS)
+        self._steps = steps
+        self._since = 0  # steps since the wait began
+
+    @property
+    def active(self) -> bool:
+        """Whether this step is part of a probe."""
+        return self._since >= self._wait.steps
+
+    def step(self) -> bool:
+        """Take one step; returns whether a probe has just ended."""
+        self._since += 1
+        return self._since >= self._wait.steps + self._steps
+
+    def begin(self, changed: bool) -> None:
+        """Wait again. changed: another CF was chosen since the last probe."""
+        self._since = 0
+        if changed:
+            self._wait.reset()
+        else:
+            self._wait.fail()
+
+    def pause(self) -> None:
+        """The chosen CF is not in use: a probe that had begun starts again when it is."""
+        self._since = min(self._since, self._wait.steps)
+
+
+class Finding(NamedTuple):
+    """What the drift monitor has found in a step, and the numbers that show it.
+
+    what: "time" or "gain" call for a new exploration, "probe" only means that other CFs are
+    measured from now on.
+    """
+
+    what: Literal["time", "gain", "probe"]
+    why: str
+
+
+class DriftMonitor(Stateful):
+    """A monitor that says when a choice of GraVAC's may no longer be right, and why.
+
+    epsilon: gain below which a CF is not sent. up_at: gain from which on it is sent again.
+    omega: relative difference of T_comp that counts as none.
+    drift: `relative_change` of step time or gain that counts; None: drift is not looked for.
+    patience: windows that a drift must last. steps: of a window, and of a probe.
+    retry: steps before the first probe, and steps for which the chosen CF may be kept from being
+        sent by its gain; None: there are no probes, and it may be so for ever.
+    cooldown: steps for which a choice stands.
+    """
+
+    _fields = declare(
+        _chosen=saved_as(maybe_cf),
+        _bottom=saved_as(number, least=1),
+        _others=Field(lambda state, key, _: tuple(numbers(state, key, least=1)), list),
+        _steps_below=saved_as(count),
+        _detector=OPTIONAL_CHILD,
+        _cooldown=CHILD,
+        _probe=OPTIONAL_CHILD,
+    )
+
+    def __init__(
+        self,
+        kind: GainKind,
+        *,
+        epsilon: float,
+        up_at: float,
+        omega: float,
+        drift: float | None,
+        patience: int,
+        steps: int,
+        retry: int | None,
+        cooldown: int,
+    ) -> None:
+        self._epsilon, self._up_at, self._omega = epsilon, up_at, omega
+        self._retry = retry
+        self._detector = None if drift is None else DriftDetector(drift, patience, steps, kind)
+        self._cooldown = ChoiceCooldown(cooldown)
+        self._probe = None if retry is None else PeriodicProbe(retry, steps)
+        self._chosen: float | None = None
+        self._others: tuple[float, ...] = ()  # tried and passed over
+        self._bottom = DENSE  # smallest CF of the ladder
+        self._steps_below = 0  # in a row, with the chosen CF's gain below epsilon
+
+    def begin(
+        self, chosen: float, tried: tuple[float, ...], statistics: CandidateStatistics
+    ) -> None:
+        """A choice was made among the CFs that were tried and dense."""
+        changed, self._chosen = chosen != self._chosen, chosen
+        self._others = tuple(cf for cf in tried if cf not in (DENSE, chosen))
+        self._bottom = tried[0]
+        self._steps_below = 0
+        if self._detector is not None:
+            self._detector.begin(chosen, statistics.step_times())
+        self._cooldown.begin()
+        if self._probe is not None:
+            self._probe.begin(changed)
+
+    def probe(self, send: float) -> tuple[float, ...]:
+        """The CFs to measure while `send` is sent: none, except during a probe."""
+        active = self._probe is not None and self._probe.active
+        return self._others if active and send == self._chosen else ()
+
+    def observe(self, report: StepReport, statistics: CandidateStatistics) -> Finding | None:
+        """Take in one step with the choice; returns what was found, if anything."""
+        gain = None if statistics.signal is None else statistics.gain(self._chosen)
+        drift = None if self._detector is None else self._detector.observe(report, gain)
+        may_leave = self._cooldown.step()
+        drift = drift or self._out_of_use(report.cf, statistics)
+        if drift is not None and may_leave:
+            return Finding(*drift)
+        return self._observe_probe(report.cf, statistics, may_leave)
+
+    def _out_of_use(self, sent: float, statistics: CandidateStatistics) -> Drift | None:
+        """A drift if the gain of the chosen CF has kept it from being sent for too long."""
+        if self._retry is None or sent == self._chosen or self._chosen == self._bottom:
+            self._steps_below = 0
+            return None
+        gain = statistics.gain(self._chosen)
+        below = gain is not None and gain < self._epsilon
+        self._steps_below = self._steps_below + 1 if below else 0
+        if self._steps_below < self._retry:
+            return None
+        numbers = f"{gain:.4g} < epsilon {self._epsilon:g} for {self._steps_below} steps"
+        return Drift("gain", f"the gain of CF {self._chosen:g} is {numbers}")
+
+    def _observe_probe(
+        self, sent: float, statistics: CandidateStatistics, may_leave: bool
+    ) -> Finding | None:
+        """Begin or end a probe of the other CFs when it is time to, while the chosen CF is sent."""
+        if self._probe is None:
+            return None
+        if not self._others or sent != self._chosen:
+            self._probe.pause()
+            return None
+        was_active = self._probe.active
+        if self._probe.step():
+            why = statistics.promising(self._others, self._chosen, self._up_at, self._omega)
+            if why and may_leave:
+                return Finding("gain", why)
+            self._probe.begin(changed=False)
+            listed = self._listed()
+            return Finding("probe", f"looked again at CF {listed}: none is better by omega")
+        if self._probe.active and not was_active:
+            return Finding("probe", f"looks again at the gains of CF {self._listed()}")
+        return None
+
+    def described(self) -> str:
+        """What would make it explore again, in words; "" if nothing will."""
+        causes = []
+        if self._detector is not None:
+            causes.append(
+                f"its step time or gain changes by {self._detector.drift:g} of itself for "
+                f"{self._detector.patience} x {self._detector.steps} steps"
+            )
+        if self._retry is not None and self._others:
+            causes.append(
+                f"in a look now and then CF {self._listed()} shows a gain that promises more"
+            )
+        return f"it explores again when {', or when '.join(causes)}" if causes else ""
+
+    def _listed(self) -> str:
+        return ", ".join(f"{cf:g}" for cf in self._others)

@@ -1,21 +1,22 @@
-"""Goodput: straight to the CF with the largest compression throughput, without trying the others.
+"""Goodput: go straight to the CF with the largest compression throughput, without trying others.
 
-GraVAC's measure (section 3.1), T_comp = T_sys x gain, with both factors known for the whole ladder
-at any time: the gain in steady state from the shadow ladder (`adaptive.shadow`), or its signal gain
-(policies/signal.py); the step time from a cost model. Nothing is sent just to look, and a changed
-network moves the CF as soon as it shows.
+The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for the whole
+ladder at any time: the gain from the shadow ladder (`adaptive.shadow`), as signal gain
+(policies/signal_gain.py) or as the error-fed gain in steady state; the step time from a forecast
+(policies/step_time.py). Nothing is sent only to be measured, and a changed network moves the CF as
+soon as it shows.
 
-Signal gain s is what gets through at once. What does not is late, not lost, and velocities with
-less lag of their own make up for a part of that (adaptive/momentum.py): progress falls more slowly
-than s, which counts to the `power` of 0.5 (measured: docs/results.md). More costs time, and gives
-quality in as many steps.
+Signal gain s is the part of the gradient that gets through at once. The rest is late, not lost, and
+momentum correction makes up for some of the delay (`adaptive.momentum`). So progress falls more
+slowly than s, and s counts to the `power` of 0.5 (measured: docs/results.md). A larger power costs
+time and gives more quality in as many steps.
 
-A dense step over a slow network can take as long as a hundred compressed ones, so not even the
-first is dense. Nor is it sent at a large CF: the first gradients are the largest, and a residual of
-them that a later, smaller CF lets go all at once sets training back. A run begins at the smallest
-CF, and as long as signal gain has nothing to say the root of the steady-state error-fed gain takes
-its place; it never moves to a CF whose shadow residual is still filling. From a large CF it comes
-down by strides, the network measured anew with each.
+A run begins at the smallest CF. Not dense: over a slow network a dense step can take as long as a
+hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if they wait in
+the residual until a later, smaller CF sends them all at once, training is set back. While there is
+no signal gain yet, the root of the steady-state error-fed gain takes its place, and CFs whose
+shadow residual is still filling are not considered. From a large CF it comes down in strides, and
+measures the network anew at each.
 """
 
 from __future__ import annotations
@@ -24,49 +25,71 @@ from collections.abc import Mapping
 from math import inf, isfinite, nan
 from typing import Any
 
-from policies import checks, saved
-from policies.average import Average, averages_by_cf
-from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
-from policies.forecast import Forecast
+from policies import checks
+from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
+from policies.estimators import AVERAGES, Average, Averages
 from policies.ladder import SCALINGS, make_ladder
-from policies.reasons import change
-from policies.signal import SignalGain
+from policies.signal_gain import SignalGain
+from policies.state import (
+    CHILD,
+    OPTIONAL_CHILD,
+    count,
+    declare,
+    maybe_cf,
+    number,
+    saved_as,
+    text,
+    together,
+)
+from policies.step_time import Forecast
 
 GAIN_WEIGHT = 0.1
-"""Of a new step: gains move slowly, and one step's is noisy."""
+"""Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
 
-ARRIVING = 5
+STRIDE_STEPS = 5
 """Steps at each CF on the way to one that sends many more bytes."""
 
-FILLING = 8.0
-"""With signal gain, CFs up to so many times the steps done are considered: the shadow residual of a
-larger one is still filling, and its gain too large."""
+FILLED = 8.0
+"""With signal gain, only CFs up to so many times the number of steps done are considered: the
+shadow residual of a larger CF is still filling, which makes its gain look too large."""
 
 STRIDE = 8.0
-"""A step may send so many times the bytes of the largest that this network has carried yet."""
+"""On the way to a CF, a step may send so many times the bytes that the network has carried."""
 
 UP = 2.0
-"""Standard errors of T_comp (power x those of the gain) that a larger CF must be better by."""
-
-_STATE = ("send", "since", "steps", "left", "reason")
+"""A larger CF must be better by so many standard errors of its T_comp."""
 
 
-class Goodput(Policy):
-    """Sends the smallest CF for `opening` steps, then whichever CF promises most.
+class Goodput(DeclaredPolicy):
+    """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
+    predicted compression throughput.
 
-    scaling, step_size: of the ladder, as in GraVAC ("geometric": each step_size times the last).
-    margin: how much more than the CF in use a larger one must promise, in (0, 1], beside what
-    T_comp is uncertain by (UP); a smaller one more than any. cooldown: steps between switches
-    (fewer on the way to a CF that sends many more bytes: ARRIVING). epsilon: smallest gain worth
-    sending, once gains are known, in [0, 1). gain: "signal" or "error_fed" (in steady state).
-    power: of signal gain in what a CF promises, > 0; a larger one for smaller CFs, and more quality
-    in as many steps.
-    ValueError or TypeError names what is wrong.
+    scaling, step_size: of the ladder of candidates (policies/ladder.py); "geometric" makes each
+        candidate step_size times the last.
+    opening: steps at the smallest CF before another is considered, >= 1.
+    margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
+        in addition to UP standard errors. A smaller CF need only promise more.
+    cooldown: steps between two switches, >= 1 (STRIDE_STEPS on the way to a CF that sends many more
+        bytes).
+    epsilon: smallest gain worth sending, in [0, 1).
+    gain: "signal", or "error_fed" for that gain in steady state.
+    power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs.
+    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "goodput"
     gain: GainKind = "signal"
     shadow = True
+    _fields = declare(
+        _send=saved_as(number, least=1),
+        _since=saved_as(count),
+        _steps=saved_as(count),
+        _came_from=saved_as(maybe_cf),
+        _reason=saved_as(text),
+        _gains=AVERAGES,
+        _time=CHILD,
+        _signal=OPTIONAL_CHILD,
+    )
 
     def __init__(
         self,
@@ -100,17 +123,19 @@ class Goodput(Policy):
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
         self._bytes = context.wire_bytes
         self._time = Forecast(context.wire_bytes)
-        self._gains = {cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE}
+        self._gains = Averages(GAIN_WEIGHT)  # error-fed gains in steady state
+        self._gains.update({cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE})
         self._signal = SignalGain() if self.gain == "signal" else None
         self._send = self._ladder[0]
         self._since = 0  # steps at the present CF
-        self._steps = 0  # in all
-        self._left: float | None = None  # on the way from here to a CF that is out of reach yet
+        self._steps = 0  # steps in all
+        # On the way in strides to a CF with many more bytes: the CF where that way began.
+        self._came_from: float | None = None
         self._reason = ""
+        self._started = True
 
     def plan(self) -> Plan:
-        if not self._ladder:
-            raise RuntimeError("Goodput needs start(context) before plan()")
+        self._check_started("plan")
         return Plan(self._send, reason=self._reason)
 
     def observe(self, report: StepReport) -> None:
@@ -124,25 +149,26 @@ class Goodput(Policy):
             self._consider()
 
     @property
-    def _opens(self) -> bool:
-        """Nothing but the first CF was sent yet."""
+    def _is_opening(self) -> bool:
+        """Whether only the first CF has been sent yet."""
         return self._since == self._steps
 
     @property
     def _wait(self) -> int:
-        if self._opens:
+        """Steps at the present CF before another is considered."""
+        if self._is_opening:
             return self.opening
-        return self.cooldown if self._left is None else min(ARRIVING, self.cooldown)
+        return self.cooldown if self._came_from is None else min(STRIDE_STEPS, self.cooldown)
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
 
     def t_comp(self) -> dict[float, float]:
-        """Steps a second x gain (signal gain to the power) that each CF promises; dense and those
-        of which enough is known."""
+        """Predicted compression throughput by CF: steps a second x gain (signal gain to the
+        power). It holds dense and the CFs whose gain and step time are known."""
         promised = {}
         power = 1.0 if self._signal is None else self.power
-        largest = inf if self._signal is None else FILLING * self._steps
+        largest = inf if self._signal is None else FILLED * self._steps
         for cf in (DENSE, *self._gains):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
             if gain is None or not seconds or cf > largest:
@@ -152,8 +178,12 @@ class Goodput(Policy):
         return promised
 
     def status(self) -> Mapping[str, float]:
-        """By name, nan where there is none; gain and throughputs (steps/s) are of the CF sent.
-        exploring: 1 until it first considers to leave the first CF, then 0."""
+        """Numbers for the timeline by name, nan where there is none.
+
+        candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s), gain: of the CF sent.
+        exploring: 1 until it first considers leaving the first CF, then 0. With signal gain also
+        the numbers of `SignalGain.status`.
+        """
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan
         numbers = {
@@ -161,7 +191,7 @@ class Goodput(Policy):
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
             "gain": nan if (gain := self._gain(self._send)) is None else gain,
-            "exploring": float(self._opens and self._since < self._wait),
+            "exploring": float(self._is_opening and self._since < self._wait),
         }
         return numbers if self._signal is None else {**numbers, **self._signal.status()}
 
@@ -169,7 +199,7 @@ class Goodput(Policy):
         sends_dense = self._send == DENSE and self._since >= self.cooldown
         return "Goodput sends dense: no CF promises a larger T_comp" if sends_dense else ""
 
-    def outlook(self) -> str:
+    def next_move(self) -> str:
         promised = self.t_comp()
         others = {cf: value for cf, value in promised.items() if cf != self._send}
         if not others:
@@ -181,74 +211,60 @@ class Goodput(Policy):
         )
 
     def rescale(self) -> None:
-        """It stays at its CF for a cooldown, in which the step times are measured anew."""
+        """It stays at its CF for a cooldown and measures the step times anew."""
         self._time = Forecast(self._bytes)
-        self._since, self._left = 0, None
+        self._since, self._came_from = 0, None
         if self._signal is not None:
             self._signal.rescale()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "settings": {**self._settings, "ladder": list(self._ladder)},
-            **{name: getattr(self, f"_{name}") for name in _STATE},
-            "gains": [[cf, average.state_dict()] for cf, average in self._gains.items()],
-            "time": self._time.state_dict(),
-            "signal": None if self._signal is None else self._signal.state_dict(),
-        }
+    def _saved_settings(self) -> dict[str, Any]:
+        return {**self._settings, "ladder": list(self._ladder)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After start(). Raises ValueError if the state is of other settings or another range."""
-        if not self._ladder:
-            raise RuntimeError("Goodput needs start(context) before load_state_dict()")
-        settings = saved.part(state, "settings")
-        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, settings)
-        self._send = saved.number(state, "send", least=1)
-        self._since, self._steps = saved.count(state, "since"), saved.count(state, "steps")
-        self._left = saved.maybe_cf(state, "left")
-        self._reason = saved.text(state, "reason")
-        gains = averages_by_cf(state, "gains", GAIN_WEIGHT)
-        saved.together(gains.keys() == self._gains.keys(), "'gains' are of other CFs")
-        self._gains = gains
-        self._time.load_state_dict(saved.part(state, "time"))
-        saved.load_if_there(state, "signal", self._signal)
+        candidates = set(self._gains) if self._started else set()
+        super().load_state_dict(state)
+        together(set(self._gains) == candidates, "'gains' are of other CFs")
 
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:
             return 1.0
         if self._signal is not None:
             return self._signal.gain(cf)
-        average = self._gains[cf]
-        return min(1.0, max(0.0, average.value)) if average.count else None
+        gain = self._gains.value(cf)
+        return None if gain is None else min(1.0, max(0.0, gain))
 
     def _consider(self) -> None:
-        """Move to the CF that promises most, if it promises enough more than the one in use."""
+        """Move to the CF that promises most, if that is enough more than the one in use."""
         promised = self.t_comp()
         here = promised.get(self._send, 0.0)
         if not promised:
             return
-        left, self._left = self._left, None
-        # A larger CF may promise most, and be too uncertain to hinder one that is not.
+        origin, self._came_from = self._came_from, None
+        # The CF that promises most may be too uncertain to move to. It does not stand in the way
+        # of another that promises enough.
         others = [cf for cf in promised if cf != self._send]
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
-        if left is not None and promised.get(left, 0.0) > here:
-            better.append(left)  # what led away from there was not so
+        if origin is not None and promised.get(origin, 0.0) > here:
+            better.append(origin)  # the strides have shown that leaving it was a mistake
         if not better:
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
-        told = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
-        why = f"T_comp {promised[best]:.4g} against {here:.4g} ({told})"
+        listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
+        why = f"T_comp {promised[best]:.4g} against {here:.4g} ({listed})"
         goal = self._within_reach(best)
         if goal != best:
-            self._left = self._send if left is None else left
+            self._came_from = self._send if origin is None else origin
             why = f"on the way to {best:g}, {why}"
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must promise. Only a larger one must be better by a margin, and
-        by what noise may have made: it may do harm, where a smaller one, or dense, which loses
-        nothing, can only take time. But a smaller one does not lead where one larger than here
-        promises more: it would be left again for that one."""
+        """T_comp that another CF must exceed to be moved to.
+
+        A larger CF must be better by the margin and by what may be noise, because it may do harm. A
+        smaller one, or dense, loses nothing but time: it must be better than the one in use, and
+        than every larger CF, or it would be left again for that one.
+        """
         here = promised.get(self._send, 0.0)
         if cf < self._send:
             return max([here, *(n for other, n in promised.items() if other > self._send)])
@@ -256,7 +272,8 @@ class Goodput(Policy):
         return (1 + self.margin + UP * doubt) * here
 
     def _within_reach(self, best: float) -> float:
-        """The CF itself, or on the way there the one with the most bytes that may be tried."""
+        """The CF to send next on the way to `best`: the one with the most bytes that is not more
+        than a stride away, or `best` itself."""
         between = [cf for cf in (DENSE, *self._ladder) if best <= cf < self._send]
         if not between:
             return best
@@ -264,6 +281,6 @@ class Goodput(Policy):
         return next((cf for cf in between if self._times(cf, most) <= STRIDE), between[-1])
 
     def _times(self, cf: float, most: float) -> float:
-        """Bytes at a CF in those at another."""
+        """Bytes at a CF / bytes at another."""
         times = self._bytes(cf) / (self._bytes(most) or nan)
         return times if isfinite(times) else most / cf

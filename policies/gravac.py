@@ -1,12 +1,13 @@
-"""GraVAC (Tyagi, Swany, 2023): move the CF by gain and compression throughput (DESIGN section 5).
+"""GraVAC (Tyagi, Swany, 2023): choose the CF by gain and compression throughput.
 
-A run explores the ladder (policies/exploration.py), and then is "settled" on the CF where
-compression throughput saturates, left and found again through epsilon; or will "stay dense", where
-no CF beats dense.
+A run explores the ladder (policies/exploration.py) and then either settles on the CF where
+compression throughput saturates, which is left and taken up again through epsilon, or stays dense,
+if no CF beats dense.
 
-That lasts until something has drifted (policies/vigil.py); then it explores again. What has not
-drifted stays known: after a change of the network the gains, so that a few steps a candidate are
-enough, for its step time; after one of gains the step times, dense's too.
+Beyond the paper, that lasts until something has drifted (policies/drift.py); then it explores
+again. What has not drifted stays known. After a change of the network these are the gains, so that
+a few steps for each candidate are enough, for its step time; after a change of gains these are the
+step times, dense's too.
 """
 
 from __future__ import annotations
@@ -15,46 +16,63 @@ from collections.abc import Mapping
 from math import nan
 from typing import Any, get_args
 
-from policies import checks, saved
-from policies.average import weight_for
-from policies.base import DENSE, Context, GainKind, Plan, Policy, StepReport
-from policies.choice import choose
-from policies.evidence import Evidence
-from policies.exploration import Exploration
+from policies import checks
+from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
+from policies.drift import DriftMonitor
+from policies.estimators import weight_for
+from policies.exploration import (
+    MIN_OBSERVATIONS,
+    CandidateStatistics,
+    Exploration,
+    Level,
+    Phase,
+    SendRule,
+)
 from policies.ladder import SCALINGS, make_ladder
-from policies.reasons import change
-from policies.send_rule import MIN_OBSERVATIONS, Level, SendRule
-from policies.vigil import Vigil
+from policies.state import CHILD, declare, maybe_cf, saved_as, text, together
 
 TIMED_STEPS = 3
-"""Steps, beyond those for its gain, that the shortest window leaves for a candidate's time."""
-
-_STATE = ("chosen", "reason", "verdict")
+"""Steps that the shortest window leaves for a candidate's step time, after those for its gain."""
 
 
-class GraVAC(Policy):
-    """Gradient-variance-aware choice of one CF for the whole model.
+class GraVAC(DeclaredPolicy):
+    """A policy that tries larger and larger CFs and keeps the one with the largest compression
+    throughput whose gain is large enough; one CF for the whole model.
 
     epsilon: smallest gain worth sending, in (0, 1].
-    omega: relative change that counts as none, of gains (floor promotion) and of T_comp (choice).
-    window: steps that a candidate is judged on; those sent dense for want of gain do not count.
+    omega: relative change that counts as none, of gains (where the floor moves up) and of T_comp
+        (in the choice), in (0, 1].
+    window: steps that a candidate is judged on, >= 1. Steps sent dense because no gain reaches
+        epsilon do not count.
     scaling, step_size: how the candidates grow (policies/ladder.py); step_size > 1.
-    gain: which gain decides: "gradient", "error_fed" (the paper), "raw" (its released code) or
-        "signal" (policies/signal.py; needs a shadow ladder, so a base that keeps the largest).
-    allow_dense: measure dense first, and keep it if no CF beats it. False: send dense only where
-        no gain reaches epsilon.
-    dense_window: steps of that measurement; 0: no measurement.
-    hysteresis, cooldown (steps): around epsilon, see policies/send_rule.py. A choice, too, stands
-        for `cooldown` steps at least.
+    gain: the definition of gain that decides: "gradient", "error_fed" (the paper), "raw" (its
+        released code) or "signal" (policies/signal_gain.py; it needs a shadow ladder, so a base
+        compressor that keeps the largest elements).
+    allow_dense: measure dense first, and keep it if no CF beats it. If False, dense is sent only
+        while no gain reaches epsilon.
+    dense_window: steps of that measurement; 0: dense is not measured.
+    hysteresis, cooldown (steps): around epsilon, see `SendRule`. A choice, too, stands for at least
+        `cooldown` steps.
     drift: relative change (0.3: 1.3 times as much, or 1 / 1.3 of it) of the step time or gain of
-        the CF in use that, if it lasts, opens the exploration again; None: never.
-    patience: how many short windows it must last: of a fifth of `window`, but enough steps to
-        measure a gain and a time in. After a drift of time each candidate gets one such.
-    retry: windows after which gains that did not serve are looked at again, the wait doubling with
-        each look for nothing; None: never.
+        the CF in use that opens the exploration again if it lasts; None: none does.
+    patience: short windows that a drift must last. A short window is a fifth of `window`, but long
+        enough to measure a gain and a step time. After a drift of the step time each candidate gets
+        one such window.
+    retry: windows after which gains that were too small are measured again. The wait doubles each
+        time that this changes nothing. None: they never are.
+    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "gravac"
+    _fields = declare(
+        _chosen=saved_as(maybe_cf),
+        _reason=saved_as(text),
+        _verdict=saved_as(text),
+        _exploration=CHILD,
+        _statistics=CHILD,
+        _rule=CHILD,
+        _monitor=CHILD,
+    )
 
     def __init__(
         self,
@@ -106,10 +124,10 @@ class GraVAC(Policy):
         # A short window must still leave steps to send the candidate in.
         believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
         weight = weight_for(context.world_size)
-        self._seen = Evidence(self.gain, weight, believed_after, context.assumed)
+        self._statistics = CandidateStatistics(self.gain, weight, believed_after, context.assumed)
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
         short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
-        self._vigil = Vigil(
+        self._monitor = DriftMonitor(
             self.gain,
             epsilon=self.epsilon,
             up_at=self._rule.up_at,
@@ -120,9 +138,9 @@ class GraVAC(Policy):
             retry=None if self.retry is None else self.retry * self.window,
             cooldown=self.cooldown,
         )
-        self._walk = Exploration(
+        self._exploration = Exploration(
             self._ladder,
-            self._seen,
+            self._statistics,
             self._rule,
             window=self.window,
             short_window=short_window,
@@ -132,113 +150,115 @@ class GraVAC(Policy):
         )
         self._reason = ""
         self._open(quick=False)
+        self._started = True
 
     def _open(self, quick: bool) -> None:
-        """Begin to explore."""
-        self._chosen: float | None = None  # until settled
+        """Begin to explore. quick: with short windows."""
+        self._chosen: float | None = None  # until a choice is made
         self._verdict = ""
-        self._walk.open(quick)
+        self._exploration.open(quick)
 
     def _open_again(self, what: str, why: str) -> str:
-        """What has drifted is forgotten and found out anew; returns why the plan changes."""
-        self._seen.judge(self._chosen)
+        """Explore again, after a drift of "time" or "gain", and forget that; returns why the plan
+        changes."""
+        self._statistics.judge(self._chosen)
         if what == "time":
-            self._seen.forget_times()
+            self._statistics.forget_times()
         else:
-            self._seen.forget_gains()
+            self._statistics.forget_gains()
         self._open(quick=what == "time")
         return f"explores again, {why}"
 
     def plan(self) -> Plan:
-        if not self._ladder:
-            raise RuntimeError("GraVAC needs start(context) before plan()")
+        self._check_started("plan")
         send = self._send
         return Plan(send=send, probe=self._probe(send), reason=self._reason)
 
     @property
     def _candidate(self) -> float | None:
-        """The CF above the floor: the one explored, or the one chosen."""
-        if self._walk.phase == "settled":
-            return None if self._chosen == self._walk.floor else self._chosen
-        return self._walk.candidate
+        """The CF above the floor, if there is one: the explored one, or later the chosen one."""
+        if self._exploration.phase == Phase.SETTLED:
+            return None if self._chosen == self._exploration.floor else self._chosen
+        return self._exploration.candidate
 
     @property
     def _send(self) -> float:
         if self._rule.level == Level.CANDIDATE and self._candidate is not None:
             return self._candidate
-        return self._walk.floor if self._rule.level == Level.FLOOR else DENSE
+        return self._exploration.floor if self._rule.level == Level.FLOOR else DENSE
 
     def _probe(self, send: float) -> tuple[float, ...]:
-        """What the send rule must know and sending does not show; nothing once all is well."""
-        if self.shadow:  # knows the gains of the whole ladder
+        """The CFs whose gains the send rule needs and sending `send` does not show."""
+        if self.shadow:  # the gains of the whole ladder are known
             return ()
         if send == self._chosen:
-            return self._vigil.probe(send)
-        wanted = (self._walk.floor, self._candidate)
+            return self._monitor.probe(send)
+        wanted = (self._exploration.floor, self._candidate)
         return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, send))
 
     def observe(self, report: StepReport) -> None:
         sent = self._send
-        basis = self._seen.observe(report, {sent, *self._probe(sent)})
+        basis = self._statistics.observe(report, {sent, *self._probe(sent)})
         why = "; ".join(filter(None, (self._advance(report), basis)))
         send = self._send
         self._reason = change(sent, send, why)
-        self._seen.forget_all_but({send, *self._probe(send)})
+        self._statistics.keep_only({send, *self._probe(send)})
 
     def _advance(self, report: StepReport) -> str:
-        """One step on; returns why the plan changes, "" if it does not."""
+        """Take one step; returns why the plan changes, "" if it does not."""
         if self._chosen is not None:
             return self._go_on_with_choice(report)
-        ended, why = self._walk.step()
+        ended, why = self._exploration.step()
         if not ended:
             return why
         return self._stay_dense(why) if why else self._settle()
 
     def _go_on_with_choice(self, report: StepReport) -> str:
-        found = self._vigil.observe(report, self._seen)
-        if found is not None and found.what != "look":
+        found = self._monitor.observe(report, self._statistics)
+        if found is not None and found.what != "probe":
             return self._open_again(*found)
-        moved = "" if self._walk.phase == "stay dense" else self._walk.follow_rule(self._candidate)
-        if found is None or self.shadow:  # a look changes no probe where all gains are known
+        stays_dense = self._exploration.phase == Phase.STAY_DENSE
+        moved = "" if stays_dense else self._exploration.follow_rule(self._candidate)
+        if found is None or self.shadow:  # with all gains known, nothing more is probed
             return moved
         return moved or found.why
 
     def _settle(self) -> str:
-        """The ladder is used up: choose; returns why."""
-        t_comp = self._seen.t_comp(self.epsilon)
-        dense = self._seen.t_sys(DENSE) if self.allow_dense else None
+        """The end of the ladder is reached: choose a CF or dense; returns why."""
+        t_comp = self._statistics.t_comp(self.epsilon)
+        dense = self._statistics.t_sys(DENSE) if self.allow_dense else None
         if t_comp:
             self._chosen, why = choose(t_comp, dense, self.omega)
         else:
-            self._chosen = self._walk.floor
+            self._chosen = self._exploration.floor
             why = f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
         if t_comp and self._chosen == DENSE:
             return self._stay_dense(why)
-        self._walk.close("settled")
+        self._exploration.close(Phase.SETTLED)
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
         self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
-        self._vigil.begin(self._chosen, self._ladder, self._seen)
+        self._monitor.begin(self._chosen, self._ladder, self._statistics)
         return f"settled, {why}"
 
     def _stay_dense(self, why: str) -> str:
-        """No CF beats dense: nothing is compressed, and probed only in looks; returns why."""
-        self._walk.close("stay dense")
+        """No CF beats dense: send dense, and probe other CFs now and then; returns why."""
+        self._exploration.close(Phase.STAY_DENSE)
         self._chosen = DENSE
         self._rule.enter(Level.DENSE)
         self._verdict = f"GraVAC stays dense: {why}"
-        self._vigil.begin(DENSE, self._walk.tried, self._seen)
+        self._monitor.begin(DENSE, self._exploration.tried, self._statistics)
         return why
 
     def rescale(self) -> None:
-        """The gains stay known, the step times do not: it explores again, as after a change of the
-        network."""
+        """It explores again, as after a change of the network: gains stay known, step times do
+        not."""
         sent, why = self._send, "the number of ranks has changed"
-        if self._seen.signal is not None:
-            self._seen.signal.rescale()
+        if self._statistics.signal is not None:
+            self._statistics.signal.rescale()
         if self._chosen is not None:
             why = self._open_again("time", why)
         else:
-            self._seen.forget_times()
+            self._statistics.forget_times()
             self._open(quick=False)
         self._reason = change(sent, self._send, why)
 
@@ -246,63 +266,84 @@ class GraVAC(Policy):
         return self._ladder
 
     def status(self) -> Mapping[str, float]:
-        """By name, nan where there is none; throughputs (steps/s) are those of the CF sent.
-        exploring: 1 until a choice is made, then 0. With gain="signal" also the numbers of
-        policies/signal.py."""
-        gain, t_sys = self._seen.gain(self._send), self._seen.t_sys(self._send)
+        """Numbers for the timeline by name, nan where there is none.
+
+        t_sys, t_comp: throughputs of the CF sent (steps/s). exploring: 1 until a choice is made,
+        then 0. With gain="signal" also the numbers of `SignalGain.status`.
+        """
+        gain, t_sys = self._statistics.gain(self._send), self._statistics.t_sys(self._send)
         numbers = {
-            "candidate": None if self._walk.phase == "stay dense" else self._candidate,
-            "floor": self._walk.floor,
-            "gain_floor": self._seen.gain(self._walk.floor),
-            "gain_candidate": self._seen.gain(self._candidate),
+            "candidate": None if self._exploration.phase == Phase.STAY_DENSE else self._candidate,
+            "floor": self._exploration.floor,
+            "gain_floor": self._statistics.gain(self._exploration.floor),
+            "gain_candidate": self._statistics.gain(self._candidate),
             "t_sys": t_sys,
             "t_comp": None if gain is None or t_sys is None else gain * t_sys,
             "epsilon": self.epsilon,
             "exploring": float(self._chosen is None),
         }
         known = {k: nan if number is None else float(number) for k, number in numbers.items()}
-        signal = self._seen.signal
+        signal = self._statistics.signal
         return known if signal is None else {"signal": 0.0, **known, **signal.status()}
 
     def verdict(self) -> str:
-        wanting = self._rule.level == Level.DENSE and self._walk.phase in ("floor", "explore")
-        if wanting:
+        explores = self._exploration.phase in (Phase.FLOOR, Phase.EXPLORE)
+        starved = explores and self._rule.level == Level.DENSE
+        if starved:
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 
-    def outlook(self) -> str:
-        if self._seen.signal is not None and not self._seen.signal.clear:
-            return f"{self._next()} (no signal gain now: {self._seen.signal.numbers()})"
+    def next_move(self) -> str:
+        if self._statistics.signal is not None and not self._statistics.signal.clear:
+            return f"{self._next()} (no signal gain now: {self._statistics.signal.described()})"
         return self._next()
 
     def _next(self) -> str:
         if self._chosen is not None:
             watched = "nothing but epsilon" if self._chosen != DENSE else "nothing"
-            return self._vigil.outlook() or f"{watched} changes it any more"
-        return self._walk.outlook()
+            return self._monitor.described() or f"{watched} changes it any more"
+        return self._exploration.described()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "settings": {**self._settings, "ladder": list(self._ladder)},
-            **{name: getattr(self, f"_{name}") for name in _STATE},
-            **self._walk.state_dict(),
-            "seen": self._seen.state_dict(),
-            "rule": self._rule.state_dict(),
-            "vigil": self._vigil.state_dict(),
-        }
+    def _saved_settings(self) -> dict[str, Any]:
+        return {**self._settings, "ladder": list(self._ladder)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After start(). Raises ValueError if the state is of other settings or another range."""
-        if not self._ladder:
-            raise RuntimeError("GraVAC needs start(context) before load_state_dict()")
-        settings = saved.part(state, "settings")
-        checks.same(self.name, {**self._settings, "ladder": list(self._ladder)}, settings)
-        self._chosen = saved.maybe_cf(state, "chosen")
-        self._reason = saved.text(state, "reason")
-        self._verdict = saved.text(state, "verdict")
-        self._walk.load_state_dict(state)
-        exploring = self._walk.phase not in ("settled", "stay dense")
-        saved.together(exploring == (self._chosen is None), "'chosen' and 'phase' contradict")
-        self._seen.load_state_dict(saved.part(state, "seen"))
-        self._rule.load_state_dict(saved.part(state, "rule"))
-        self._vigil.load_state_dict(saved.part(state, "vigil"))
+    def _check_loaded(self) -> None:
+        exploring = self._exploration.phase.explores
+        together(exploring == (self._chosen is None), "'chosen' and 'phase' contradict")
+
+
+def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
+    """The CF to keep, and why: dense (1) if no CF beats it, else where T_comp saturates.
+
+    t_comp: compression throughput (steps/s x gain) by CF, at least one.
+    dense: dense's T_comp, its gain being 1; None: dense is not a choice.
+    """
+    if dense is not None:
+        best = max(t_comp, key=lambda cf: t_comp[cf])
+        if t_comp[best] <= dense:
+            return DENSE, f"best T_comp {t_comp[best]:.4g} (CF {best:g}) <= {dense:.4g} of dense"
+        t_comp = {cf: value for cf, value in t_comp.items() if value > dense}
+    return saturation(t_comp, omega)
+
+
+def saturation(t_comp: Mapping[float, float], omega: float) -> tuple[float, str]:
+    """The CF at which T_comp saturates, and why.
+
+    Upwards from the smallest CF, of the one kept so far and the next: the smaller where their
+    T_comp differ by no more than omega (relative to the one kept), else the one with the larger
+    T_comp.
+    """
+    ascending = sorted(t_comp)
+    kept = ascending[0]
+    saturated = ""
+    for cf in ascending[1:]:
+        change = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept]
+        if change <= omega:
+            saturated = (
+                f"saturates at {kept:g}, |{t_comp[cf]:.4g} - {t_comp[kept]:.4g}| / "
+                f"{t_comp[kept]:.4g} = {change:.3f} <= omega {omega:g}"
+            )
+        elif t_comp[cf] > t_comp[kept]:
+            kept, saturated = cf, ""
+    listed = ", ".join(f"{t_comp[cf]:.4g} at {cf:g}" for cf in ascending)
+    return kept, f"T_comp {listed}: {saturated or f'largest at {kept:g}'}"

@@ -1,51 +1,85 @@
-"""Per-layer CFs that leave the least gradient energy waiting, for the same bytes
-(policies/allocation.py).
+"""Layerwise: CFs for single layers that leave the least gradient energy unsent, for the same bytes.
 
-To keep the most energy of the gradients of now is not the aim: what a starved layer does not send
-comes back in its residual, and grows. With error feedback the energy that waits in a residual is
-rho^2 times the gradient's, where the gain in steady state is 1 / (1 + rho^2) (DESIGN section 5), so
-that the energy E / gain - E, summed over the layers, is what costs progress and lowers the gain.
-Measured on the language model, CF 300, 400 steps: perplexity 6.03 this way, 6.19 all alike, 6.53
-with the most energy kept.
+Keeping the most energy of the present gradients is not the aim: what is not sent of a layer comes
+back in its residual, which grows. With error feedback the energy in a layer's residual is rho^2
+times its gradient's energy E, where the gain in steady state is 1 / (1 + rho^2). So E / gain - E,
+summed over the layers, is the energy that is delayed, which costs progress. Measured on the
+language model, CF 300, 400 steps: perplexity 6.03 this way, 6.19 with all layers alike, 6.53 with
+the most energy kept.
+
+Which layer gets which CF is a knapsack problem (`allocate`). The idea is L-GreCo's (Alimohammadi,
+Markov, Frantar, Alistarh, 2023), which solves it by dynamic programming under an error budget. Here
+each layer has a few options, bytes against worth. On the upper concave hull of these points every
+further byte adds less than the one before. So bytes are spent greedily where they add most, which
+is exact up to the last option that does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
-from policies import checks, saved
-from policies.allocation import Allocation, Option, allocate
-from policies.base import DENSE, Context, LayerReport, Plan, Policy, StepReport
+from policies import checks
+from policies.base import (
+    DENSE,
+    Context,
+    DeclaredPolicy,
+    LayerReport,
+    Plan,
+    Policy,
+    StepReport,
+    counted_steps,
+)
 from policies.gravac import GraVAC
 from policies.ladder import make_ladder
-from policies.reasons import counted_steps
+from policies.state import Field, by_cf, count, declare, entries, number, part, saved_as, text
 
 FREE = 1e-9
-"""Relative: bytes of the same CFs, added up in another order, are the same bytes."""
+"""Relative difference of bytes or energies that is only rounding."""
 
 LEAST = 1e-6
-"""Gain of a layer that sent nothing of the sample: a residual is never infinite."""
+"""Smallest gain of a layer, for those whose sample had nothing sent: residuals are finite."""
 
 
-class Layerwise(Policy):
-    """Another policy sets the CF, and so the bytes of a step; this one shares them out.
+def _load_reports(state: Any, key: str, _: Any) -> dict[str, LayerReport]:
+    found = {}
+    for layer, energy, steady in entries(state, key, 3):
+        row = {"energy": energy, "steady": steady}
+        energy = number(row, "energy", least=0)
+        found[layer] = LayerReport(energy, steady=by_cf(row, "steady"))
+    return found
 
-    What waits in a layer's residual at a CF follows from the energy of its gradient and its gain in
-    steady state, from the shadow ladder. Solved again every window; before the first, and where no
-    division leaves less waiting, all layers are alike.
 
-    then: the policy that sets the CF, for the whole model; None: GraVAC with its defaults.
-    window: steps that a solution rests on, and between two.
-    step_size: layers get CFs of a geometric ladder in cf_range, this far apart (> 1), or 1.
-    ValueError or TypeError names what is wrong.
+_REPORTS = Field(
+    _load_reports,
+    lambda reports: [
+        [name, layer.energy, [list(item) for item in layer.steady.items()]]
+        for name, layer in reports.items()
+    ],
+)
+
+
+class Layerwise(DeclaredPolicy):
+    """A policy that lets another one set the CF, and so the bytes of a step, and divides these
+    bytes among the layers.
+
+    The energy in a layer's residual at a CF follows from the energy of its gradient and its gain in
+    steady state, from the shadow ladder. The division is solved again every window. Before the
+    first, and where no division leaves less energy unsent, all layers have the same CF.
+
+    then: the policy that sets the CF for the whole model; None: GraVAC with its defaults.
+    window: steps that a solution rests on, and steps between two, >= 1.
+    step_size: layers get 1 or a CF of a geometric ladder in cf_range, this factor apart, > 1.
+    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "layerwise"
     shadow = True
     layerwise = True
+    _fields = declare(_step=saved_as(count), _known=_REPORTS, _told=saved_as(text))
 
     def __init__(
         self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
@@ -75,10 +109,10 @@ class Layerwise(Policy):
         self._solved: dict[float, Allocation | None] = {}
         self._told = ""
         self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)}))
+        self._started = True
 
     def plan(self) -> Plan:
-        if not self._cfs:
-            raise RuntimeError("Layerwise needs start(context) before plan()")
+        self._check_started("plan")
         plan = self._then.plan()
         solutions = {cf: self._solve(cf) for cf in (plan.send, *plan.probe) if cf != DENSE}
         return replace(
@@ -89,23 +123,24 @@ class Layerwise(Policy):
         )
 
     def observe(self, report: StepReport) -> None:
-        before = self._next()
+        before = self._next_cfs()
         self._then.observe(report)
         self._step += 1
         if report.layers:
             self._known = _usable(report.layers)
             self._solved = {}
-        # What is told is of the CF about to be sent: `then` may just have moved it.
-        moved = self._next() != before
+        # The reason is about the CF of the next step, which `then` may just have changed.
+        moved = self._next_cfs() != before
         self._told = self._described(anew=bool(report.layers)) if moved else ""
 
-    def _next(self) -> Mapping[str, float]:
-        """The layers' CFs in the next step; empty where they are alike."""
+    def _next_cfs(self) -> Mapping[str, float]:
+        """The layers' CFs in the next step; empty if all have the same."""
         found = self._solve(self._then.plan().send)
         return {} if found is None else found.cfs
 
     def _solve(self, cf: float) -> Allocation | None:
-        """Each layer's CF for the bytes of all layers at `cf`; None if they had best be alike."""
+        """Each layer's CF, for as many bytes as all layers have at `cf`; None if all had best have
+        that CF."""
         if not self._known or cf == DENSE:
             return None
         if cf not in self._solved:
@@ -115,30 +150,30 @@ class Layerwise(Policy):
     def _solve_anew(self, cf: float) -> Allocation | None:
         alike = {name: self._option(name, cf) for name in self._layers}
         budget = sum(option.nbytes for option in alike.values()) * (1 + FREE)
-        # A layer of which nothing is known stays where it is.
+        # A layer that nothing is known of keeps the CF of the whole model.
         options = {
             name: [here, *self._options(name)] if self._energy(name) is not None else [here]
             for name, here in alike.items()
         }
         found = allocate(options, budget)
-        waits = -sum(option.worth for option in alike.values())
-        return found if -found.worth < waits * (1 - FREE) and found.nbytes <= budget else None
+        unsent = -sum(option.worth for option in alike.values())
+        return found if -found.worth < unsent * (1 - FREE) and found.nbytes <= budget else None
 
     def _options(self, name: str) -> list[Option]:
         return [self._option(name, cf) for cf in self._cfs if self._gain(name, cf) is not None]
 
     def _option(self, name: str, cf: float) -> Option:
         gain = max(LEAST, self._gain(name, cf) or 0.0)
-        waits = (self._energy(name) or 0.0) * (1 / gain - 1)
-        return Option(cf, self._nbytes(name, cf), -waits)
+        unsent = (self._energy(name) or 0.0) * (1 / gain - 1)
+        return Option(cf, self._nbytes(name, cf), -unsent)
 
     def _energy(self, name: str) -> float | None:
-        """Of a layer's gradient; None if it is not known."""
+        """Energy of a layer's gradient; None if it is not known."""
         known = self._known.get(name)
         return None if known is None else known.energy
 
     def _gain(self, name: str, cf: float) -> float | None:
-        """A layer's, in steady state; between two CFs of the ladder that of the larger."""
+        """Gain of a layer in steady state, at a CF of the ladder or the next larger one."""
         if cf == DENSE:
             return 1.0
         known = self._known.get(name)
@@ -149,7 +184,7 @@ class Layerwise(Policy):
         return None if gain is None else min(1.0, max(0.0, gain))
 
     def _described(self, anew: bool) -> str:
-        """The layers' CFs in the next step, in words; dense needs none."""
+        """The layers' CFs in the next step, in words; "" for dense."""
         cf = self._then.plan().send
         found = self._solve(cf)
         what = "layer CFs solved anew:" if anew else "layer CFs"
@@ -159,77 +194,56 @@ class Layerwise(Policy):
 
     def _numbers(self, cf: float, found: Allocation) -> str:
         energy = sum(self._energy(name) or 0.0 for name in self._layers)
-        waits = -sum(self._option(name, cf).worth for name in self._layers)
+        unsent = -sum(self._option(name, cf).worth for name in self._layers)
         low, high = min(found.cfs.values()), max(found.cfs.values())
         return (
             f"{low:g} to {high:g} for the bytes of CF {cf:g}, leave {-found.worth / energy:.3g} of "
-            f"a gradient's energy waiting, all alike {waits / energy:.3g}"
+            f"a gradient's energy waiting, all alike {unsent / energy:.3g}"
         )
 
     def candidates(self) -> tuple[float, ...]:
-        if not self._cfs:
+        if not self._started:
             return ()
         theirs = (*self._then.candidates(), self._then.plan().send)
         return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
 
     def status(self) -> Mapping[str, float]:
-        return self._then.status() if self._cfs else {}
+        return self._then.status() if self._started else {}
 
     def verdict(self) -> str:
-        return self._then.verdict() if self._cfs else ""
+        return self._then.verdict() if self._started else ""
 
-    def outlook(self) -> str:
-        if not self._cfs:
+    def next_move(self) -> str:
+        if not self._started:
             return ""
         left = self.window - self._step % self.window
         rest = f"the layers' CFs are solved anew in {counted_steps(left)}"
-        return "; ".join(filter(None, (self._then.outlook(), rest)))
+        return "; ".join(filter(None, (self._then.next_move(), rest)))
 
     def rescale(self) -> None:
-        """What waits in the layers' residuals stays in proportion, and so does the solution."""
+        """The energies of the layers' residuals stay in proportion, and so the solution stays."""
         self._then.rescale()
 
+    def _saved_settings(self) -> dict[str, Any]:
+        ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
+        return {**ours, "then": self._then.name}
+
     def state_dict(self) -> dict[str, Any]:
-        known = [
-            [name, layer.energy, [list(item) for item in layer.steady.items()]]
-            for name, layer in self._known.items()
-        ]
-        return {
-            "settings": {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)},
-            "step": self._step,
-            "known": known,
-            "told": self._told,
-            "then": [self._then.name, self._then.state_dict()],
-        }
+        return {**super().state_dict(), "then": self._then.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After start(). Raises ValueError if the state is of other settings, another range, other
-        layers or another policy that sets the CF."""
-        if not self._cfs:
-            raise RuntimeError("Layerwise needs start(context) before load_state_dict()")
-        name, inner = saved.nested(state, "then")
-        ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
-        checks.same(
-            self.name,
-            {**ours, "then": self._then.name},
-            {**saved.part(state, "settings"), "then": name},
-        )
-        self._then.load_state_dict(inner)
-        self._step = saved.count(state, "step")
-        self._told = saved.text(state, "told")
+        super().load_state_dict(state)
+        self._then.load_state_dict(part(state, "then"))
         self._solved = {}
-        self._known = {}
-        for layer, energy, steady in saved.entries(state, "known", 3):
+
+    def _check_loaded(self) -> None:
+        for layer in self._known:
             if layer not in self._layers:
                 raise ValueError(f"state: 'known' has {layer!r:.80}, which is no layer")
-            row = {"energy": energy, "steady": steady}
-            self._known[layer] = LayerReport(
-                saved.number(row, "energy", least=0), steady=saved.by_cf(row, "steady")
-            )
 
 
 def _usable(layers: Mapping[str, LayerReport]) -> dict[str, LayerReport]:
-    """Those whose numbers say something, and of these the gains that do."""
+    """The reports of layers with a finite energy, with their finite gains."""
     return {
         name: LayerReport(
             layer.energy, steady={cf: gain for cf, gain in layer.steady.items() if isfinite(gain)}
@@ -237,3 +251,64 @@ def _usable(layers: Mapping[str, LayerReport]) -> dict[str, LayerReport]:
         for name, layer in layers.items()
         if isfinite(layer.energy) and layer.energy >= 0
     }
+
+
+class Option(NamedTuple):
+    """A CF that a layer may have, its payload bytes, and its worth, which may be negative."""
+
+    cf: float
+    nbytes: float
+    worth: float
+
+
+class Allocation(NamedTuple):
+    """A choice of one CF for every layer, with the sums of their bytes and worth."""
+
+    cfs: dict[str, float]
+    nbytes: float
+    worth: float
+
+
+def allocate(options: Mapping[str, Sequence[Option]], budget: float) -> Allocation:
+    """Choose one option for each layer, worth most together for at most `budget` bytes.
+
+    If not even the cheapest options fit, these are chosen. Each layer has at least one option, and
+    all numbers are finite.
+    """
+    hulls = {name: hull(of_layer) for name, of_layer in options.items()}
+    taken = {name: points[0] for name, points in hulls.items()}
+    left = budget - sum(option.nbytes for option in taken.values())
+    steps = [
+        ((after.worth - before.worth) / (after.nbytes - before.nbytes), name, place)
+        for name, points in hulls.items()
+        for place, (before, after) in enumerate(pairwise(points))
+    ]
+    for _, name, place in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
+        before, after = hulls[name][place : place + 2]
+        if taken[name] is before and after.nbytes - before.nbytes <= left:
+            left -= after.nbytes - before.nbytes
+            taken[name] = after
+    chosen = taken.values()
+    return Allocation(
+        {name: option.cf for name, option in taken.items()},
+        sum(option.nbytes for option in chosen),
+        sum(option.worth for option in chosen),
+    )
+
+
+def hull(options: Sequence[Option]) -> list[Option]:
+    """The upper concave hull, from the cheapest option on: bytes and worth both grow."""
+    points: list[Option] = []
+    for option in sorted(options, key=lambda each: (each.nbytes, -each.worth, each.cf)):
+        if points and option.worth <= points[-1].worth:
+            continue
+        while len(points) > 1 and not _bends_down(points[-2], points[-1], option):
+            points.pop()
+        points.append(option)
+    return points
+
+
+def _bends_down(a: Option, b: Option, c: Option) -> bool:
+    """Whether a byte adds no more on the way from b to c than on the way from a to b."""
+    before, after = b.worth - a.worth, c.worth - b.worth
+    return before * (c.nbytes - b.nbytes) >= after * (b.nbytes - a.nbytes)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from adaptive.parameters import Slot
 from compressors.kernels import squared_norm
-from policies import LayerReport, saved
+from policies import LayerReport
+from policies import state as saved
 
 
 class GradientSum:

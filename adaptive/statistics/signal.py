@@ -28,7 +28,7 @@ import torch
 from adaptive.parameters import Slot
 from adaptive.statistics.vector import Tally
 from compressors.kernels import Array
-from policies import saved
+from policies import state as saved
 
 if TYPE_CHECKING:
     from adaptive.statistics.shadow import ShadowGroup

@@ -30,8 +30,8 @@ import torch
 from adaptive.exchange.collectives import Traffic
 from adaptive.exchange.link import LinkSpec
 from adaptive.statistics.vector import Tally
-from policies import saved
-from policies.step_times import LAST
+from policies import state as saved
+from policies.step_time import LAST
 
 Timestamp = Any
 """A number by the host's clock; an event on a device."""

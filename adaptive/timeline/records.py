@@ -16,7 +16,8 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
-from policies import DENSE, Policy, StepReport, saved
+from policies import DENSE, Policy, StepReport
+from policies import state as saved
 
 log = logging.getLogger("adaptive")
 

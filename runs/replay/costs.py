@@ -2,8 +2,8 @@
 
 Bytes: the median of those that were sent, and of others what the record's header says; between two
 CFs a power of CF, beyond them in proportion to 1 / CF. Seconds: as measured where the CF was sent,
-else the fitted a + b x bytes + compress (policies/cost.py). One line for the whole run: a network
-that changed is not followed.
+else the fitted a + b x bytes + compress (policies/step_time.py). One line for the whole run: a
+network that changed is not followed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 
 from adaptive import Header, StepRecord
 from policies.base import DENSE
-from policies.cost import CostModel
+from policies.step_time import CostModel
 from runs.replay.log_cf import part_of_way
 
 MEASURED = "step times of CFs that were never sent: a line fitted through those that were"

@@ -6,7 +6,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from policies.signal import SignalGain
+from policies.signal_gain import SignalGain
 from runs.records import TIMELINE_FILE, read_records
 from runs.study.options import Study
 

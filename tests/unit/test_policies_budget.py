@@ -10,9 +10,7 @@ from random import Random
 import pytest
 
 from policies.base import DENSE, Context, StepReport
-from policies.budget import LOOK, OPENING, Budget
-from policies.step_line import StepLine
-from policies.wire_guess import WireBytes
+from policies.budget import LOOK, OPENING, Budget, WireBytes
 from tests.unit.plans import reasons, sends, switches
 
 RANGE = (10.0, 1000.0)
@@ -70,7 +68,7 @@ def grid():
 # Bytes
 
 
-@pytest.mark.parametrize("limit", [1e6, 2.1e5, 1.5e5, 4e4, 1.2e4, 2500])
+@pytest.mark.parametrize("limit", [1e6, 1.5e5, 4e4, 2500])
 @pytest.mark.parametrize("known", [True, False])
 def test_the_smallest_cf_within_the_bytes(limit, known):
     run = Network(Budget(bytes_per_step=limit), known=known)
@@ -117,7 +115,7 @@ def test_nothing_known_nothing_moves():
 # Share
 
 
-@pytest.mark.parametrize("rate", [1e4, 1e5, 1e6, 1e7, 1e8, 1e9])
+@pytest.mark.parametrize("rate", [1e4, 1e6, 1e7, 1e9])
 @pytest.mark.parametrize("overhead", [1.5, 8.0])
 def test_the_smallest_cf_within_the_share(rate, overhead):
     run = Network(Budget(share=0.2), rate=rate, overhead=overhead)
@@ -153,7 +151,7 @@ def test_dense_where_the_network_is_fast_enough():
     )
 
 
-@pytest.mark.parametrize("offset", range(0, 25, 4))
+@pytest.mark.parametrize("offset", [0, 7, 13, 20])
 @pytest.mark.parametrize(("first", "then"), [(1e8, 2e6), (2e6, 1e8), (2e6, 2e5), (2e5, 2e6)])
 def test_a_network_that_changes_is_followed_within_two_windows(first, then, offset):
     run = Network(Budget(share=0.2), rate=first)
@@ -188,14 +186,14 @@ def test_looks_are_rare_on_a_quiet_network():
     assert any(why.startswith("scale down") and "after the look" in why for why in reasons(plans))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_moves_it_rarely_and_not_far(seed):
     dice = Random(seed)
     run = Network(Budget(share=0.2), rate=2e6, noise=lambda: dice.lognormvariate(0, 0.05))
     run.run(200)
-    plans = run.run(4000)
+    plans = run.run(2000)
     homes = [b.send for a, b in pairwise(plans) if a.send != b.send][1::2]
-    assert switches(plans) <= 4000 / 25
+    assert switches(plans) <= 2000 / 25
     assert {run.share(cf) for cf in homes} <= {s for s in map(run.share, grid()) if 0.1 < s < 0.35}
 
 
@@ -258,7 +256,7 @@ def test_status_tells_share_and_bandwidth():
 
 
 @pytest.mark.parametrize("settings", [{"share": 0.2}, {"bytes_per_step": 4e4}])
-@pytest.mark.parametrize("at", [0, 3, 7, 10, 60, 130, 142])
+@pytest.mark.parametrize("at", [0, 7, 60, 142])
 def test_goes_on_exactly_from_its_state(settings, at):
     def history(reload_at):
         run = Network(Budget(**settings), rate=1e8)
@@ -332,69 +330,13 @@ def test_bytes_measured_then_computed_then_guessed():
     assert wire.at(1000.0) == 100.0
 
 
-def line_at(*times):
-    line = StepLine()
-    for cf, seconds in times:
-        line.restart(cf)
-        for _ in range(3):
-            line.observe(StepReport(0, 77.0, timed_cf=cf, seconds=seconds))
-    return line
-
-
-def test_a_line_from_two_cfs_then_followed_with_one():
-    line = line_at((10.0, 0.3), (40.0, 0.15))
-    assert line.solve(10.0, 2000.0, 40.0, 500.0)
-    assert (line.a, line.b) == (pytest.approx(0.1), pytest.approx(1e-4))
-    assert line.share(10.0, 2000.0) == pytest.approx(2 / 3)
-    line.restart(10.0)
-    assert line.seconds(10.0) is None
-    for _ in range(3):
-        line.observe(StepReport(0, 10.0, timed_cf=10.0, seconds=0.5))
-    line.follow(10.0, 2000.0)
-    assert (line.a, line.b) == (pytest.approx(0.1), pytest.approx(2e-4))
-
-
-def test_a_line_cannot_be_found_from_equal_sizes_or_no_times():
-    line = line_at((10.0, 0.3), (40.0, 0.15))
-    assert not line.solve(10.0, 500.0, 40.0, 500.0)
-    assert not line.solve(10.0, 500.0, 20.0, 300.0)
-    assert line.a is None
-
-
-def test_a_line_has_no_negative_parts():
-    line = line_at((10.0, 0.3), (40.0, 0.4))
-    assert line.solve(10.0, 2000.0, 40.0, 500.0)
-    assert (line.a, line.b) == (pytest.approx(0.3), 0.0)
-    line = line_at((10.0, 0.4), (40.0, 0.01))
-    line.solve(10.0, 2000.0, 40.0, 500.0)
-    assert line.a == 0.0
-
-
-def test_a_small_change_of_a_counts_by_half_and_a_large_one_at_once():
-    line = line_at((10.0, 0.3), (40.0, 0.15))
-    line.solve(10.0, 2000.0, 40.0, 500.0)
-    for more, a in [(0.02, 0.11), (0.5, 0.6)]:
-        fresh = line_at((10.0, 0.3 + more), (40.0, 0.15 + more))
-        fresh.a = line.a
-        fresh.solve(10.0, 2000.0, 40.0, 500.0)
-        assert fresh.a == pytest.approx(a)
-
-
-def test_compression_is_part_of_a_compressed_step_only():
-    line = line_at((10.0, 0.3), (40.0, 0.15))
-    line.solve(10.0, 2000.0, 40.0, 500.0)
-    line.observe(StepReport(0, 10.0, timed_cf=10.0, seconds=0.4, compress_seconds=0.1))
-    assert line.share(DENSE, 1000.0) == pytest.approx(0.5)
-    assert line.share(10.0, 1000.0) == pytest.approx(0.1 / 0.3)
-
-
 def test_what_would_make_it_move():
     run = Network(Budget(share=0.2))
-    assert run.policy.outlook() == "it changes when it is known what the network costs"
+    assert run.policy.next_move() == "it changes when it is known what the network costs"
     run.run(100)
-    assert run.policy.outlook().startswith(
+    assert run.policy.next_move().startswith(
         "it changes when communication takes more than 0.25 of a step (now, as predicted, 0."
     )
-    assert run.policy.outlook().endswith(", or a smaller CF would take less than 0.16")
+    assert run.policy.next_move().endswith(", or a smaller CF would take less than 0.16")
     run = Network(Budget(bytes_per_step=5e4))
-    assert run.policy.outlook() == "it changes when a step's bytes do; bytes_per_step is 50000"
+    assert run.policy.next_move() == "it changes when a step's bytes do; bytes_per_step is 50000"

@@ -1,4 +1,4 @@
-"""GraVAC opens its exploration again when network, machine or gains have drifted, and not else."""
+"""What GraVAC watches after its choice, part by part, and that it explores again when it must."""
 
 from __future__ import annotations
 
@@ -11,9 +11,109 @@ from statistics import median
 import pytest
 
 from policies.base import DENSE, Context, Measurement, StepReport
-from policies.drift import MAX_DOUBLINGS
+from policies.drift import (
+    MAX_COOLDOWN_DOUBLINGS,
+    REFERENCE_WINDOWS,
+    ChangeTest,
+    ChoiceCooldown,
+    DriftDetector,
+    PeriodicProbe,
+)
+from policies.estimators import Backoff
 from policies.gravac import GraVAC
 from tests.unit.plans import reasons, switches
+
+# The parts
+
+
+@pytest.mark.parametrize(
+    ("values", "drifts"),
+    [
+        ([1.3, 1.3], [False, True]),
+        ([1.3, 1.2, 1.3], [False, False, True]),  # between the thresholds the count stands
+        ([1.3, 1.1, 1.3], [False, False, False]),
+        ([1.3, 0.7, 1.3, 0.7, 0.7], [False] * 4 + [True]),  # both sides of it: noise
+        ([1.29, 1.29, 1.29], [False] * 3),
+    ],
+)
+def test_a_change_takes_patience_and_hysteresis(values, drifts):
+    test = ChangeTest(0.299, 2)
+    test.references[10.0] = 1.0, REFERENCE_WINDOWS
+    assert [test.changed_from(10.0, value) is not None for value in values] == drifts
+
+
+def test_a_difference_too_small_to_matter_does_not_count():
+    test = ChangeTest(1.0, 1)
+    test.references[10.0] = 0.01, REFERENCE_WINDOWS
+    assert test.changed_from(10.0, 0.04, least=0.05) is None
+    assert test.changed_from(10.0, 0.07, least=0.05) == 0.01
+
+
+def timed(cf, seconds, timed_cf=None, **more):
+    return StepReport(0, cf, timed_cf=cf if timed_cf is None else timed_cf, seconds=seconds, **more)
+
+
+def test_a_detector_compares_each_cf_with_itself():
+    detector = DriftDetector(0.3, 1, 2, "gradient")
+    detector.begin(40.0, {40.0: 1.0, 10.0: 3.0})
+    for report in [timed(40.0, 1.0), timed(10.0, 3.0), timed(10.0, 3.0), timed(40.0, 1.0)]:
+        assert detector.observe(report) is None
+    assert detector.observe(timed(40.0, 9.0, timed_cf=10.0)) is None  # 10's time
+    assert detector.observe(timed(40.0, 2.0)) is None
+    assert detector.observe(timed(40.0, 2.0)).what == "time"
+
+
+def test_a_detector_takes_its_first_window_where_there_is_no_reference():
+    detector = DriftDetector(0.3, 1, 1, "gradient")
+    detector.begin(40.0, {})
+    assert detector.observe(timed(40.0, 5.0)) is None
+    assert detector.observe(timed(40.0, 5.1)) is None
+    assert detector.observe(timed(40.0, nan)) is None
+    assert detector.observe(timed(40.0, 50.0)).what == "time"
+
+
+def test_cooldowns_double_when_conclusions_do_not_last():
+    def lasts(cooldown):
+        steps = 1
+        while not cooldown.step():
+            steps += 1
+        return steps - 1
+
+    cooldown = ChoiceCooldown(10)
+    lasted = []
+    for _ in range(MAX_COOLDOWN_DOUBLINGS + 2):
+        cooldown.begin()
+        lasted.append(lasts(cooldown))
+    assert lasted == [10, 20, 40, 80, 160, 160]
+    for _ in range(Backoff.SOON * 160):
+        cooldown.step()
+    cooldown.begin()
+    assert lasts(cooldown) == 10
+
+
+def test_a_probe_comes_after_a_wait_that_grows():
+    probe = PeriodicProbe(4, 2)
+
+    def cycle():
+        seen = []
+        while True:
+            seen.append(probe.active)
+            if probe.step():
+                return seen
+
+    probe.begin(changed=True)
+    assert cycle() == [False] * 4 + [True] * 2
+    probe.begin(changed=False)
+    assert cycle() == [False] * 8 + [True] * 2
+    probe.begin(changed=True)
+    for _ in range(5):
+        probe.step()
+    probe.pause()  # a look that was broken off begins again
+    assert cycle() == [True] * 2
+
+
+# The policy
+
 
 RANGE = (10.0, 1000.0)
 GAINS = {10.0: 0.8, 20.0: 0.7, 40.0: 0.68, 160.0: 0.45, 1000.0: 0.2}
@@ -92,8 +192,8 @@ def network(dense_seconds, gains=GAINS, **settings):
 # What it is for: networks that change (windows of 40 steps: two are 80)
 
 
-@pytest.mark.parametrize("offset", range(0, 8, 2))
-@pytest.mark.parametrize("lasted", [50, 200, 1500])
+@pytest.mark.parametrize("offset", [0, 3, 6])
+@pytest.mark.parametrize("lasted", [50, 1500])
 def test_dense_is_left_within_two_windows_when_the_network_slows_down(offset, lasted):
     run = network(FAST, retry=None)
     assert run.settle() == DENSE
@@ -105,7 +205,7 @@ def test_dense_is_left_within_two_windows_when_the_network_slows_down(offset, la
     assert {plan.send for plan in run.run(100)} == {40.0}
 
 
-@pytest.mark.parametrize("offset", range(0, 8, 2))
+@pytest.mark.parametrize("offset", [0, 3, 6])
 def test_compression_is_left_within_two_windows_when_the_network_becomes_fast(offset):
     run = network(SLOW, retry=None)
     assert run.settle() == 40.0
@@ -171,8 +271,13 @@ def test_after_a_change_of_the_network_gains_are_known_and_times_are_not():
     assert sent.count(1000.0) == 0
     # the times are of the present network, though the controller's medians are not
     assert "T_comp" in run.policy.verdict()
-    assert run.policy.state_dict()["seen"]["cost"]["seconds"][0] == [40.0, pytest.approx(0.24)]
-    assert dict(run.policy.state_dict()["seen"]["cost"]["seconds"])[DENSE] == pytest.approx(5.105)
+    assert run.policy.state_dict()["statistics"]["cost"]["seconds"][0] == [
+        40.0,
+        pytest.approx(0.24),
+    ]
+    assert dict(run.policy.state_dict()["statistics"]["cost"]["seconds"])[DENSE] == pytest.approx(
+        5.105
+    )
 
 
 def test_a_slower_machine_is_drift_too():
@@ -303,27 +408,26 @@ def noisy(sigma, seed=0):
     return lambda: dice.lognormvariate(0, sigma)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dense_seconds", [SLOW, FAST])
 @pytest.mark.parametrize(("sigma", "most"), [(0.1, 0), (0.2, 2)])
 def test_stationary_noise_is_not_drift(dense_seconds, seed, sigma, most):
     run = network(dense_seconds)
     run.noise = noisy(sigma, seed)
     run.settle()
-    plans = run.run(4000)
+    plans = run.run(2500)
     opened = sum("explores again" in why for why in reasons(plans))
     assert opened <= most
     assert switches(plans) <= 12 * opened
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_switches_are_bounded_however_noisy_the_times(seed):
+def test_switches_are_bounded_however_noisy_the_times():
     run = network(SLOW)
-    run.noise = noisy(1.0, seed)
-    run.run(20_000)
+    run.noise = noisy(1.0)
+    run.run(8_000)
     opened = sum("explores again" in why for why in reasons(run.plans))
-    longest = 40 * 2**MAX_DOUBLINGS
-    assert opened <= MAX_DOUBLINGS + 1 + 20_000 / longest
+    longest = 40 * 2**MAX_COOLDOWN_DOUBLINGS
+    assert opened <= MAX_COOLDOWN_DOUBLINGS + 1 + 8_000 / longest
     assert switches(run.plans) <= 14 * (opened + 1)
 
 
@@ -348,11 +452,11 @@ def test_a_choice_stands_for_the_cooldown():
 # Saved in the middle of anything
 
 
-@pytest.mark.parametrize("at", [60, 300, 330, 345, 352, 380, 420, 455])
+@pytest.mark.parametrize("at", [60, 330, 345, 380, 455])
 def test_goes_on_exactly_from_its_state(at):
     def history(reload_at):
         run = network(FAST, retry=3)
-        for step in range(900):
+        for step in range(600):
             run.dense_seconds = SLOW if step >= 320 else FAST
             if step == reload_at:
                 state = json.dumps(run.policy.state_dict(), allow_nan=False)
@@ -365,39 +469,22 @@ def test_goes_on_exactly_from_its_state(at):
     assert history(at) == history(None)
 
 
-# Settings and words
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"drift": 0}, ValueError, "drift=0: must be a finite number > 0"),
-        ({"drift": nan}, ValueError, "drift=nan"),
-        ({"drift": "0.3"}, TypeError, "drift='0.3'"),
-        ({"patience": 0}, ValueError, "patience=0: must be an int >= 1"),
-        ({"patience": None}, TypeError, "patience=None"),
-        ({"retry": 0}, ValueError, "retry=0: must be an int >= 1"),
-        ({"retry": 1.5}, TypeError, "retry=1.5"),
-    ],
-)
-def test_settings_are_checked(settings, error, message):
-    with pytest.raises(error, match=message):
-        GraVAC(**settings)
+# Words
 
 
 def test_what_would_make_it_move():
     run = network(SLOW)
-    assert run.policy.outlook() == "dense is measured, 0 steps so far; then CF 10"
+    assert run.policy.next_move() == "dense is measured, 0 steps so far; then CF 10"
     run.run(60)
-    assert run.policy.outlook() == "CF 20 is judged, 10 steps of its window so far"
+    assert run.policy.next_move() == "CF 20 is judged, 10 steps of its window so far"
     run.settle()
-    assert run.policy.outlook() == (
+    assert run.policy.next_move() == (
         "it explores again when its step time or gain changes by 0.3 of itself for 2 x 8 steps, "
         "or when in a look now and then CF 10, 20, 160, 1000 shows a gain that promises more"
     )
     run = network(SLOW, drift=None, retry=None)
     run.settle()
-    assert run.policy.outlook() == "nothing but epsilon changes it any more"
+    assert run.policy.next_move() == "nothing but epsilon changes it any more"
     run = network(FAST, drift=None, retry=None)
     run.settle()
-    assert run.policy.outlook() == "nothing changes it any more"
+    assert run.policy.next_move() == "nothing changes it any more"

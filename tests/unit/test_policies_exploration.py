@@ -1,18 +1,218 @@
-"""GraVAC's exploration, branch by branch, from hand-made gains and step times."""
+"""How GraVAC explores: its send rule, its statistics of candidates, and its way up the ladder."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from math import isnan, nan
 
 import pytest
 
 from policies.base import DENSE, Context, Measurement, Plan, StepReport
+from policies.estimators import Backoff
+from policies.exploration import MAX_DOUBLINGS, CandidateStatistics, Level, SendRule, nothing_lost
 from policies.gravac import GraVAC
 from tests.unit.gravac_world import FALLING, GOOD, RANGE, bare, world
 from tests.unit.plans import reasons, sends
 
-# Opening
+# The send rule
+
+
+def rule_at(level, epsilon=0.5, hysteresis=0.1, cooldown=10):
+    rule = SendRule(epsilon, hysteresis, cooldown)
+    rule.enter(level)
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("level", "floor", "candidate", "new", "why"),
+    [
+        (Level.CANDIDATE, 0.9, 0.5, Level.CANDIDATE, ""),
+        (Level.CANDIDATE, 0.9, None, Level.CANDIDATE, ""),
+        (Level.CANDIDATE, 0.5, 0.49, Level.FLOOR, "gain 0.49 < epsilon 0.5"),
+        (Level.CANDIDATE, None, 0.49, Level.FLOOR, "gain 0.49 < epsilon 0.5"),
+        (Level.CANDIDATE, 0.48, 0.49, Level.DENSE, "gain 0.49 < epsilon 0.5"),
+        (Level.FLOOR, 0.5, 0.2, Level.FLOOR, ""),
+        (Level.FLOOR, None, None, Level.FLOOR, ""),
+        (Level.FLOOR, 0.49, 0.2, Level.DENSE, "gain 0.49 < epsilon 0.5"),
+        (Level.FLOOR, 0.9, 0.54, Level.FLOOR, ""),
+        (Level.FLOOR, 0.9, 0.56, Level.CANDIDATE, "gain 0.56 >= 0.55 (epsilon 0.5 and hysteresis)"),
+        (Level.DENSE, 0.54, 0.2, Level.DENSE, ""),
+        (Level.DENSE, None, None, Level.DENSE, ""),
+        (Level.DENSE, 0.56, 0.2, Level.FLOOR, "gain 0.56 >= 0.55 (epsilon 0.5 and hysteresis)"),
+        (Level.DENSE, 0.9, 0.9, Level.FLOOR, "gain 0.9 >= 0.55 (epsilon 0.5 and hysteresis)"),
+        (Level.DENSE, 0.2, 0.9, Level.CANDIDATE, "gain 0.9 >= 0.55 (epsilon 0.5 and hysteresis)"),
+    ],
+)
+def test_each_branch_of_the_send_rule(level, floor, candidate, new, why):
+    rule = rule_at(level)
+    assert rule.step(floor, candidate) == why
+    assert rule.level == new
+
+
+def test_hysteresis_asks_for_no_more_than_1():
+    rule = rule_at(Level.DENSE, epsilon=0.95)
+    assert rule.step(0.999, None) == ""
+    assert rule.step(1.0, None) != ""
+    assert rule.level == Level.FLOOR
+
+
+def steps_until_up(rule, limit=10_000):
+    for n in range(1, limit):
+        if rule.step(0.9, None):
+            assert rule.level == Level.FLOOR
+            return n
+    raise AssertionError("never went up")
+
+
+def test_going_up_waits_for_the_cooldown_and_down_does_not():
+    rule = rule_at(Level.FLOOR)
+    rule.step(0.1, None)
+    assert rule.level == Level.DENSE
+    assert steps_until_up(rule) == 10
+    rule.step(0.1, None)
+    assert rule.level == Level.DENSE
+
+
+def test_one_level_up_waits_for_the_next():
+    rule = rule_at(Level.DENSE)
+    levels = [(rule.step(0.9, 0.9), rule.level)[1] for _ in range(12)]
+    assert levels == [Level.FLOOR] * 10 + [Level.CANDIDATE] * 2
+
+
+def test_the_cooldown_doubles_with_each_mistake_up_to_a_bound():
+    rule = rule_at(Level.FLOOR)
+    waits = []
+    for _ in range(MAX_DOUBLINGS + 3):
+        rule.step(0.1, None)
+        waits.append(steps_until_up(rule))
+    assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
+
+
+@pytest.mark.parametrize(("lasted", "wait"), [(1, 80), (100, 80), (160, 80), (161, 10)])
+def test_an_up_move_that_lasted_makes_the_cooldown_what_it_was(lasted, wait):
+    rule = rule_at(Level.FLOOR)
+    for earlier in (10, 20, 40):
+        rule.step(0.1, None)
+        assert steps_until_up(rule) == earlier
+    assert Backoff.SOON * 40 == 160
+    for _ in range(lasted - 1):
+        assert rule.step(0.9, None) == ""
+    rule.step(0.1, None)
+    assert steps_until_up(rule) == wait
+
+
+def test_both_steps_down_count_as_one_mistake():
+    rule = rule_at(Level.DENSE)
+    rule.step(0.1, None)
+    rule.enter(Level.FLOOR)
+    rule.step(0.1, None)
+    assert steps_until_up(rule) == 10
+    while rule.level != Level.CANDIDATE:
+        rule.step(0.9, 0.9)
+    rule.step(0.9, 0.1)
+    assert rule.level == Level.FLOOR
+    rule.step(0.1, 0.1)
+    assert rule.level == Level.DENSE
+    assert steps_until_up(rule) == 20
+
+
+def test_the_first_move_after_enter_is_free_and_no_mistake():
+    rule = rule_at(Level.FLOOR)
+    rule.step(0.9, 0.9)
+    assert rule.level == Level.CANDIDATE
+    rule.step(0.9, 0.1)
+    waited = 0
+    while rule.level != Level.CANDIDATE:
+        rule.step(0.9, 0.9)
+        waited += 1
+    assert waited == 10  # not 20
+
+
+def test_the_send_rule_is_saved():
+    rule = rule_at(Level.FLOOR)
+    for gain in (0.1, *[0.9] * 12, 0.1, 0.9, 0.9):
+        rule.step(gain, None)
+    copy = SendRule(0.5, 0.1, 10)
+    copy.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    waited = steps_until_up(copy)
+    assert waited == steps_until_up(rule) == 18  # in the middle of a doubled cooldown
+
+
+# Statistics of the candidates
+
+
+def statistics_of(gains, times):
+    """Of one measurement and one step each; times in seconds."""
+    seen = CandidateStatistics("gradient", 0.5, 1)
+    for cf, gain in gains.items():
+        measured = {cf: Measurement(sample_error=1 - gain, sample_total=1)}
+        seen.observe(StepReport(0, cf, measured), {cf})
+    for cf, seconds in times.items():
+        seen.observe(StepReport(0, 77.0, timed_cf=cf, median_seconds=seconds), ())
+    return seen
+
+
+def test_a_network_that_changed_leaves_the_gains_known_until_they_are_measured():
+    seen = statistics_of({10.0: 0.75, 20.0: 0.5}, {DENSE: 1.0, 10.0: 0.5})
+    seen.judge(10.0, 20.0)
+    seen.keep_only(())
+    assert seen.gain(20.0) is None
+    seen.forget_times()
+    assert (seen.gain(10.0), seen.gain(20.0), seen.gain(40.0)) == (0.75, 0.5, None)
+    assert (seen.t_sys(10.0), seen.t_comp(0.1)) == (None, {})
+    measured = {20.0: Measurement(sample_error=0.75, sample_total=1)}
+    seen.observe(StepReport(0, 20.0, measured), {20.0})
+    assert seen.gain(20.0) == 0.25
+    copy = CandidateStatistics("gradient", 0.5, 1)
+    copy.load_state_dict(json.loads(json.dumps(seen.state_dict())))
+    assert (copy.gain(10.0), copy.gain(20.0)) == (0.75, 0.25)
+
+
+def test_gains_that_changed_leave_the_times_known():
+    seen = statistics_of({10.0: 0.75}, {DENSE: 1.0, 10.0: 0.5})
+    seen.judge(10.0)
+    seen.forget_gains()
+    assert (seen.gain(10.0), seen.t_comp(0.1)) == (None, {})
+    assert (seen.t_sys(10.0), seen.t_sys(DENSE)) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gain", "seconds", "why"),
+    [
+        (0.6, {20.0: 0.4}, "CF 20 has gain 0.6 now, T_comp 1.5 > 1.1 x 1 of CF 10"),
+        (0.42, {20.0: 0.4}, ""),  # 1.05, within omega
+        (0.4, {20.0: 0.1}, ""),  # fast, but below what is sent again
+        (0.6, {}, "CF 20 has not been sent and has gain 0.6 >= 0.41 now"),
+        (0.4, {}, ""),
+    ],
+)
+def test_what_promises_to_be_better(gain, seconds, why):
+    seen = statistics_of({10.0: 0.5, 20.0: gain}, {10.0: 0.5, **seconds})
+    assert seen.promising((20.0, 40.0), 10.0, 0.41, 0.1) == why
+
+
+@pytest.mark.parametrize(
+    ("floor_gain", "gain", "omega", "may", "why"),
+    [
+        (0.912, 0.906, 0.01, True, "|0.912 - 0.906| / 0.912 = 0.007 <= omega 0.01"),
+        (0.9, 0.6, 0.1, False, "|0.9 - 0.6| / 0.9 = 0.333 > omega 0.1"),
+        (1.0, 0.5, 0.5, True, "= 0.500 <= omega 0.5"),
+        (0.3, 0.3, 0.1, True, "= 0.000 <= omega 0.1"),
+        (0.6, 0.9, 0.1, False, "|0.6 - 0.9| / 0.6 = 0.500 > omega 0.1"),
+        (0.31, 0.29, 0.1, False, "= 0.065 <= omega 0.1 but gain < epsilon 0.3"),
+        (0.0, 0.5, 0.1, False, "> omega"),
+        (None, 0.5, 0.1, False, "gains not known"),
+        (0.5, None, 0.1, False, "gains not known"),
+    ],
+)
+def test_when_the_floor_may_move(floor_gain, gain, omega, may, why):
+    verdict, reason = nothing_lost(floor_gain, gain, omega, epsilon=0.3)
+    assert verdict is may
+    assert why in reason
+
+
+# The way up the ladder
 
 
 def test_opening_dense_then_floor_then_first_candidate():
@@ -208,4 +408,4 @@ def test_measurements_that_were_not_asked_for_do_not_count():
     one = Measurement(sample_error=0.1, sample_total=1)
     for step in range(9):
         policy.observe(StepReport(step, DENSE, dict.fromkeys((10.0, 20.0, 40.0, 999.0), one)))
-    assert [cf for cf, _ in policy.state_dict()["seen"]["averages"]] == [10.0, 20.0]
+    assert [cf for cf, _ in policy.state_dict()["statistics"]["averages"]] == [10.0, 20.0]

@@ -1,16 +1,49 @@
-"""What GraVAC chooses and how it goes on, from hand-made gains and step times."""
+"""GraVAC: its choice, how it goes on after it, its settings, and that it does not flap."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import isnan, nan
 
 import pytest
 
-from policies.base import DENSE
+from policies.base import DENSE, Context, Measurement, StepReport
+from policies.gravac import GraVAC, choose, saturation
 from tests.unit.gravac_world import FALLING, FASTER, GOOD, LADDER, bare, world
 from tests.unit.plans import reasons, sends
 
-# Choosing
+
+@pytest.mark.parametrize(
+    ("t_comp", "omega", "kept", "why"),
+    [
+        ({10: 1.0, 20: 2.0, 40: 3.0}, 0.1, 40, "largest at 40"),
+        ({40: 1.0, 20: 2.0, 10: 3.0}, 0.1, 10, "largest at 10"),
+        ({10: 1.0, 20: 3.0, 40: 2.0}, 0.1, 20, "largest at 20"),
+        ({10: 1.0, 20: 2.0, 40: 2.1}, 0.1, 20, "saturates at 20, |2.1 - 2| / 2 = 0.050 <= omega"),
+        ({10: 1.0, 20: 2.0, 40: 1.9}, 0.1, 20, "saturates at 20, |1.9 - 2| / 2 = 0.050 <= omega"),
+        ({10: 1.0, 20: 2.0, 40: 2.1}, 0.01, 40, "largest at 40"),
+        ({10: 1.0, 20: 1.05, 40: 9.0}, 0.1, 40, "largest at 40"),  # a plateau is not the end
+        ({10: 1.0, 20: 1.08, 40: 1.16}, 0.1, 40, "largest at 40"),  # small steps add up
+        ({10: 1.0, 20: 1.05, 40: 0.1}, 0.1, 10, "saturates at 10"),
+        ({10: 1.0, 20: 1.5}, 0.5, 10, "saturates at 10"),
+        ({64: 1.0}, 0.1, 64, "largest at 64"),
+    ],
+)
+def test_saturation(t_comp, omega, kept, why):
+    chosen, reason = saturation(t_comp, omega)
+    assert chosen == kept
+    assert why in reason
+    for cf, value in t_comp.items():
+        assert f"{value:.4g} at {cf}" in reason
+
+
+def test_choice_against_dense():
+    t_comp = {10.0: 0.98, 20.0: 1.05}
+    assert choose(t_comp, None, 0.1)[0] == 10.0
+    assert choose({10.0: 1.0, 20.0: 2.0}, 1.0, 1.0)[0] == 20.0  # as good as dense is not better
+    # 10 is within omega of 20, but it does not beat dense
+    assert choose(t_comp, 1.0, 0.1)[0] == 20.0
+    assert choose(t_comp, 1.05, 0.1) == (1.0, "best T_comp 1.05 (CF 20) <= 1.05 of dense")
 
 
 def test_choice_of_the_largest_t_comp():
@@ -272,3 +305,126 @@ def test_status_numbers():
         "exploring": 1.0,
     }
     assert dict(run.policy.status()) == pytest.approx(expected, nan_ok=True)
+
+
+# Settings
+
+
+RANGE = (10.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"epsilon": 0}, ValueError, r"epsilon=0: must be in \(0, 1\]"),
+        ({"epsilon": nan}, ValueError, "epsilon=nan"),
+        ({"epsilon": "0.5"}, TypeError, "epsilon='0.5'"),
+        ({"omega": -0.1}, ValueError, "omega=-0.1"),
+        ({"window": 0}, ValueError, "window=0: must be an int >= 1"),
+        ({"window": 2.5}, TypeError, "window=2.5"),
+        ({"scaling": "linear"}, ValueError, "scaling='linear'.*'exponential', 'geometric'"),
+        ({"step_size": 1}, ValueError, "step_size=1: must be a finite number > 1"),
+        ({"step_size": float("inf")}, ValueError, "step_size=inf"),
+        ({"gain": "best"}, ValueError, "gain='best'.*'error_fed', 'gradient', 'raw'"),
+        ({"allow_dense": 1}, TypeError, "allow_dense=1"),
+        ({"dense_window": -1}, ValueError, "dense_window=-1"),
+        ({"hysteresis": -0.1}, ValueError, "hysteresis=-0.1: must be a finite number >= 0"),
+        ({"cooldown": 0}, ValueError, "cooldown=0"),
+        ({"drift": 0}, ValueError, "drift=0: must be a finite number > 0"),
+        ({"drift": "0.3"}, TypeError, "drift='0.3'"),
+        ({"patience": 0}, ValueError, "patience=0: must be an int >= 1"),
+        ({"retry": 0}, ValueError, "retry=0: must be an int >= 1"),
+    ],
+)
+def test_settings_are_checked(settings, error, message):
+    with pytest.raises(error, match=message):
+        GraVAC(**settings)
+
+
+def test_settings_are_by_keyword():
+    with pytest.raises(TypeError):
+        GraVAC(0.5)
+
+
+@pytest.mark.parametrize(
+    "cf_range", [(1000.0, 10.0), (0.5, 10.0), (10.0,), (nan, 10.0), (10.0, float("inf")), 10.0]
+)
+def test_a_range_that_is_none(cf_range):
+    with pytest.raises(ValueError, match="cf_range"):
+        GraVAC().start(Context(cf_range, 2))
+
+
+def test_a_step_size_that_does_not_fit_the_range():
+    with pytest.raises(ValueError, match="step_size"):
+        GraVAC(step_size=1.0001).start(Context(RANGE, 2))
+
+
+def test_before_start():
+    for use in (GraVAC().plan, lambda: GraVAC().load_state_dict({})):
+        with pytest.raises(RuntimeError, match="start"):
+            use()
+
+
+def test_the_ends_of_what_is_accepted():
+    policy = GraVAC(epsilon=1, omega=1, window=1, step_size=1.5, cooldown=1, dense_window=0)
+    policy.start(Context(RANGE, 1))
+    assert policy.plan().send == 10.0
+    assert policy.status()["epsilon"] == 1
+
+
+# Flapping
+
+
+class ErrorFeedback:
+    """A toy: the error-fed gain is good right after a dense step.
+
+    Of the gradient's energy 1 a CF sends `kept`, of the residual's energy only a tenth.
+    """
+
+    def __init__(self):
+        self.kept = {10.0: 0.8, 20.0: 0.6}
+        self.residual = 0.0
+
+    def measure(self, cf):
+        total = 1 + self.residual
+        energy = self.kept[cf] + 0.1 * self.residual
+        return Measurement(kept=energy, error=total - energy, total=total, grad=1)
+
+    def send(self, cf):
+        self.residual = 0.0 if cf == DENSE else self.measure(cf).error
+
+
+def switches_of(run_step, steps=600):
+    sent = [run_step() for _ in range(steps)]
+    return sum(a != b for a, b in pairwise(sent))
+
+
+def test_the_bare_send_rule_flaps_on_the_toy():
+    toy = ErrorFeedback()
+
+    def step():
+        gain = toy.measure(10.0).gain("error_fed")
+        cf = 10.0 if gain >= 0.7 else DENSE
+        toy.send(cf)
+        return cf
+
+    assert switches_of(step) > 100
+
+
+@pytest.mark.parametrize("allow_dense", [True, False])
+@pytest.mark.parametrize("ranks", [2, 50])
+@pytest.mark.parametrize(("steps", "most"), [(600, 12), (4000, 60)])
+def test_gravac_switches_a_handful_of_times_on_the_toy(allow_dense, ranks, steps, most):
+    """The longer run: with every exploration that the gain's ups and downs open again."""
+    toy = ErrorFeedback()
+    policy = GraVAC(epsilon=0.7, gain="error_fed", allow_dense=allow_dense)
+    policy.start(Context((10.0, 20.0), ranks))
+
+    def step():
+        plan = policy.plan()
+        measured = {cf: toy.measure(cf) for cf in {plan.send, *plan.probe} - {DENSE}}
+        toy.send(plan.send)
+        policy.observe(StepReport(0, plan.send, measured, timed_cf=plan.send, median_seconds=1.0))
+        return plan.send
+
+    assert 2 <= switches_of(step, steps) <= most

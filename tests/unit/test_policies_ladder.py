@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.ladder import MAX_RUNGS, make_ladder
@@ -29,6 +29,7 @@ def test_ladders(cf_range, scaling, step_size, rungs):
     assert make_ladder(cf_range, scaling, step_size) == rungs
 
 
+@settings(max_examples=40)
 @given(
     st.tuples(st.floats(1, 1e4), st.floats(1, 1e4)).map(sorted),
     st.sampled_from(["exponential", "geometric"]),

@@ -1,11 +1,14 @@
-"""Layerwise: another policy's bytes, shared out among the layers."""
+"""Layerwise: another policy's bytes, divided among the layers."""
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from math import inf, nan
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from policies import (
     Accordion,
@@ -18,7 +21,8 @@ from policies import (
     StepReport,
     make_policy,
 )
-from policies.schedule import Schedule
+from policies.baselines import Schedule
+from policies.layerwise import Option, allocate, hull
 
 NUMELS = {"big": 10_000, "small": 100}
 STEADY = {
@@ -187,21 +191,98 @@ def test_the_same_solution_again_is_not_told():
     assert [bool(reason) for reason in told] == [False, False, True, False, False, False, False]
 
 
-def test_outlook_and_verdict_are_those_of_the_policy_that_sets_the_cf():
+def test_next_move_and_verdict_are_those_of_the_policy_that_sets_the_cf():
     policy = Layerwise(Goodput(gain="error_fed", cooldown=1, opening=1), window=2)
     policy.start(context())
     anew = "the layers' CFs are solved anew in"
-    assert policy.outlook() == f"nothing is known of the other CFs yet; {anew} 2 steps"
+    assert policy.next_move() == f"nothing is known of the other CFs yet; {anew} 2 steps"
     slow = {"timed_cf": 10.0, "seconds": 1.0, "median_seconds": 1.0}
     policy.observe(StepReport(0, 10.0, **slow, compress_seconds=0.9, exchange_seconds=0.0))
-    assert policy.outlook().endswith(f"; {anew} 1 step")
+    assert policy.next_move().endswith(f"; {anew} 1 step")
     assert (policy.plan().send, policy.verdict()) == (1.0, "")
     policy.observe(StepReport(1, 1.0))
     assert policy.verdict() == "Goodput sends dense: no CF promises a larger T_comp"
-    assert policy.outlook().endswith(f"; {anew} 2 steps")
+    assert policy.next_move().endswith(f"; {anew} 2 steps")
 
 
 def test_before_start_it_has_nothing_to_tell():
     policy = Layerwise()
-    assert (dict(policy.status()), policy.verdict(), policy.outlook()) == ({}, "", "")
+    assert (dict(policy.status()), policy.verdict(), policy.next_move()) == ({}, "", "")
     assert policy.candidates() == ()
+
+
+# Which layer gets which CF
+
+
+numbers = st.floats(0, 100)
+many_layers = st.lists(
+    st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+def options_of(points):
+    return {
+        f"layer{i}": [Option(float(cf), *point) for cf, point in enumerate(of_layer, start=1)]
+        for i, of_layer in enumerate(points)
+    }
+
+
+def best(options, budget):
+    """By trying everything; None if nothing fits."""
+    worth = [
+        sum(option.worth for option in chosen)
+        for chosen in product(*options.values())
+        if sum(option.nbytes for option in chosen) <= budget
+    ]
+    return max(worth, default=None)
+
+
+@settings(max_examples=50)
+@given(points=many_layers, budget=st.floats(0, 400))
+def test_never_more_than_the_budget_and_never_more_than_the_best(points, budget):
+    options = options_of(points)
+    found = allocate(options, budget)
+    cheapest = sum(min(each.nbytes for each in of_layer) for of_layer in options.values())
+    assert found.nbytes <= max(budget, cheapest) * (1 + 1e-9)
+    chosen = [
+        next(each for each in of_layer if each.cf == found.cfs[name])
+        for name, of_layer in options.items()
+    ]
+    assert found.worth == sum(option.worth for option in chosen)
+    most = best(options, budget)
+    if most is not None:
+        assert found.worth <= most * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(
+    gains=st.lists(
+        st.lists(st.integers(0, 20), min_size=4, max_size=4).map(lambda g: sorted(g)[::-1]),
+        min_size=1,
+        max_size=4,
+    ),
+    spent=st.integers(0, 16),
+)
+def test_exact_where_every_further_byte_adds_less(gains, spent):
+    """Concave curves with steps of one byte: greedy is the best there is."""
+    options = {
+        f"layer{i}": [Option(5.0 - n, float(n), float(sum(steps[:n]))) for n in range(5)]
+        for i, steps in enumerate(gains)
+    }
+    assert allocate(options, spent).worth == best(options, spent)
+
+
+def test_the_bytes_go_where_the_energy_is():
+    options = {
+        "flat": [Option(100, 1, 1), Option(10, 10, 2), Option(1, 100, 3)],
+        "steep": [Option(100, 1, 10), Option(10, 10, 60), Option(1, 100, 100)],
+    }
+    assert allocate(options, 20).cfs == {"flat": 10, "steep": 10}
+    assert allocate(options, 12).cfs == {"flat": 100, "steep": 10}
+    assert allocate(options, 101).cfs == {"flat": 100, "steep": 1}
+    assert allocate(options, 0).cfs == {"flat": 100, "steep": 100}  # the least there is
+
+
+def test_what_costs_more_and_is_worth_less_is_never_taken():
+    points = [Option(1, 10, 5), Option(2, 4, 6), Option(3, 4, 2), Option(4, 1, 1), Option(5, 2, 1)]
+    assert [each.cf for each in hull(points)] == [4, 2]

@@ -92,7 +92,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+@pytest.mark.parametrize("steps", [0, 7, 40])
 def test_every_policy_goes_on_and_its_state_too(name: str, steps: int) -> None:
     _, after = _rescaled(MAKERS[name], steps)
     again = MAKERS[name]()
@@ -116,7 +116,7 @@ def test_gravac_explores_again_and_knows_the_gains() -> None:
     assert before.status()["exploring"] == 0
     assert after.status()["exploring"] == 1
     assert "the number of ranks has changed" in after.plan().reason
-    judged = dict(before.state_dict()["seen"]["judged"])
+    judged = dict(before.state_dict()["statistics"]["judged"])
     assert after.status()["gain_floor"] == pytest.approx(judged[10.0])
     _run(after, 4, 60)
     assert after.status()["exploring"] == 0

@@ -1,4 +1,4 @@
-"""What a step costs at a CF that was never sent, from exposed times that noise has a part in."""
+"""The time of a step at a CF that was never sent, from exposed times with noise in them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.base import StepReport
-from policies.forecast import Forecast
+from policies.step_time import Forecast
 
 WORK = 0.05
 
@@ -29,6 +29,7 @@ def _run(forecast: Forecast, cf: float, exposed: Sequence[float]) -> None:
         forecast.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=0.0, **times))
 
 
+@settings(max_examples=30)
 @given(st.floats(0.001, 10.0), st.integers(1, 9), st.sampled_from([1.0, 2.0, 5.0, 20.0, 100.0]))
 def test_a_steady_exchange_grows_with_the_bytes(exposed: float, steps: int, cf: float) -> None:
     seconds = _forecast([exposed] * steps).seconds(cf)
@@ -41,6 +42,7 @@ def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes() -> Non
     assert forecast.seconds(1.0) == pytest.approx(WORK + 0.004, rel=0.05)  # ten times 0.0004
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), st.integers(0, 4))
 def test_one_step_that_waited_for_nothing_does_not_make_a_slow_network_fast(
     others: list[float], place: int
@@ -56,6 +58,7 @@ def test_two_noisy_cfs_do_not_make_a_slow_network_of_a_fast_one() -> None:
     assert forecast.seconds(40.0) == pytest.approx(WORK + 0.0, abs=0.001)
 
 
+@settings(max_examples=30)
 @given(st.floats(0.1, 1.0), st.integers(5, 30), st.sampled_from([1.0, 5.0]))
 def test_what_backward_hides_at_a_large_cf_is_not_free_at_a_small_one(
     exposed: float, steps: int, cf: float
@@ -72,6 +75,7 @@ def test_what_backward_hides_at_a_large_cf_is_not_free_at_a_small_one(
     assert forecast.seconds(1000.0) == pytest.approx(WORK)
 
 
+@settings(max_examples=30)
 @given(st.floats(0.001, 1.0), st.floats(0.0, 0.01), st.sampled_from([1.0, 2.0, 5.0, 40.0, 100.0]))
 def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float) -> None:
     forecast = _forecast([latency + rate] * 5)
@@ -93,6 +97,7 @@ def test_a_larger_cf_has_less_to_decode() -> None:
     assert forecast.seconds(1.0) == pytest.approx(WORK)
 
 
+@settings(max_examples=30)
 @given(st.floats(0.001, 0.1), st.floats(0.0, 0.1), st.floats(0.0, 0.1))
 def test_a_larger_cf_has_less_to_pack(search: float, pack: float, decode: float) -> None:
     """Two CFs tell what grows with the bytes; of more bytes than both they say little."""
@@ -122,6 +127,7 @@ def test_what_slower_ranks_make_the_others_wait_is_work() -> None:
     assert forecast.seconds(1.0) == pytest.approx(WORK + waits + 0.01)
 
 
+@settings(max_examples=8)
 @given(st.randoms(use_true_random=False), st.floats(0.02, 0.3))
 def test_noise_of_a_busy_machine_is_no_other_network(luck: Random, network: float) -> None:
     """Two steps of three wait for the network alone, the others for a while longer."""
@@ -133,6 +139,7 @@ def test_noise_of_a_busy_machine_is_no_other_network(luck: Random, network: floa
     assert set(forecast.timed()) == {10.0, 20.0}
 
 
+@settings(max_examples=40)
 @given(st.sampled_from([0.2, 0.5, 1.5, 2.0, 10.0]), st.integers(5, 40), st.floats(0.1, 1.0))
 def test_five_steps_show_another_network(times: float, before: int, network: float) -> None:
     forecast = _forecast([network] * 5)
@@ -146,6 +153,7 @@ def test_five_steps_show_another_network(times: float, before: int, network: flo
     assert forecast.seconds(1.0) == pytest.approx(WORK + network * 10 * times)
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 2), st.integers(0, 4))
 def test_steps_held_up_before_a_change_are_no_part_of_it(held_up: int, more: int) -> None:
     forecast = _forecast([0.01] * 10, cf=1.0)
@@ -154,6 +162,7 @@ def test_steps_held_up_before_a_change_are_no_part_of_it(held_up: int, more: int
     assert forecast.seconds(10.0) == pytest.approx(WORK + 2)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 2), st.integers(5, 40))
 def test_a_change_in_the_first_steps_at_a_cf_is_corrected(old: int, steps: int) -> None:
     forecast = _forecast([0.001] * 5)
@@ -162,6 +171,7 @@ def test_a_change_in_the_first_steps_at_a_cf_is_corrected(old: int, steps: int) 
     assert old + steps < 6 or forecast.seconds(2.0) > WORK + 5
 
 
+@settings(max_examples=40)
 @given(st.integers(2, 5), st.booleans(), st.integers(0, 10))
 def test_every_nth_step_may_be_an_exception(nth: int, slower: bool, before: int) -> None:
     old, new = (0.01, 1.0) if slower else (1.0, 0.01)
@@ -173,6 +183,7 @@ def test_every_nth_step_may_be_an_exception(nth: int, slower: bool, before: int)
     assert forecast.seconds(10.0) == pytest.approx(WORK + (new if followed else old))
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 5), st.booleans())
 def test_more_bytes_that_take_less_are_of_another_network(fewer: int, slower: bool) -> None:
     """So are fewer bytes that take longer."""
@@ -182,7 +193,7 @@ def test_more_bytes_that_take_less_are_of_another_network(fewer: int, slower: bo
     assert len(forecast.timed()) == 1
 
 
-@pytest.mark.parametrize("steps", range(1, 30))
+@pytest.mark.parametrize("steps", [1, 4, 5, 6, 10, 11, 21, 29])
 @pytest.mark.parametrize("after", [1e6, 1e9])
 def test_a_dip_of_the_network_is_not_remembered(steps: int, after: float) -> None:
     """It moves to CF 320 in it, and finds its way back when it is over."""

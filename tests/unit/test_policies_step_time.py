@@ -1,14 +1,35 @@
-"""The cost model finds the line of what was run, and says what it does not know."""
+"""Step times from reports, the line of an exploration, and the line that follows a network."""
 
 from __future__ import annotations
 
 import json
-from math import inf, nan
+from math import inf, isfinite, nan
 
 import pytest
 
 from policies.base import DENSE, StepReport
-from policies.cost import CostModel
+from policies.estimators import relative_change
+from policies.step_time import CostModel, StepLine, seconds_without_compression, step_seconds
+
+
+def one_step(cf, seconds, **more):
+    return StepReport(0, cf, timed_cf=cf, seconds=seconds, **more)
+
+
+def test_step_times():
+    assert step_seconds(one_step(10.0, 0.5)) == 0.5
+    assert step_seconds(StepReport(0, 10.0, median_seconds=0.4)) == 0.4
+    assert step_seconds(one_step(10.0, -1.0)) is None
+    assert seconds_without_compression(one_step(10.0, 0.5, compress_seconds=0.2)) == pytest.approx(
+        0.3
+    )
+    assert seconds_without_compression(one_step(10.0, 0.5, compress_seconds=0.6)) == 0.5
+    assert seconds_without_compression(one_step(10.0, 0.5)) == 0.5
+    assert seconds_without_compression(one_step(10.0, nan)) is None
+    assert isfinite(relative_change(2.0, 1.0))
+
+
+# CostModel
 
 
 def timed(cf, seconds, nbytes=nan, compress=nan):
@@ -113,9 +134,68 @@ def test_a_cost_model_that_forgets_makes_its_own_medians():
     assert copy.seconds(10.0) == model.seconds(10.0) == 0.25
     for _ in range(100):
         model.observe(timed(10.0, 0.1))
-    assert len(dict(model.state_dict()["since"])[10.0]) == 32
+    assert len(dict(model.state_dict()["since_forgotten"])[10.0]) == 32
 
 
 def test_step_times_without_compression():
     model = cost_of((10.0, 0.5, 8.0, 0.1), (20.0, 0.4), (40.0, 0.1, 8.0, 0.3))
     assert model.without_compression() == pytest.approx({10.0: 0.4, 20.0: 0.4, 40.0: 0.1})
+
+
+# StepLine
+
+
+def line_at(*times):
+    line = StepLine()
+    for cf, seconds in times:
+        line.restart(cf)
+        for _ in range(3):
+            line.observe(StepReport(0, 77.0, timed_cf=cf, seconds=seconds))
+    return line
+
+
+def test_a_line_from_two_cfs_then_followed_with_one():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    assert line.solve(10.0, 2000.0, 40.0, 500.0)
+    assert (line.a, line.b) == (pytest.approx(0.1), pytest.approx(1e-4))
+    assert line.share(10.0, 2000.0) == pytest.approx(2 / 3)
+    line.restart(10.0)
+    assert line.seconds(10.0) is None
+    for _ in range(3):
+        line.observe(StepReport(0, 10.0, timed_cf=10.0, seconds=0.5))
+    line.follow(10.0, 2000.0)
+    assert (line.a, line.b) == (pytest.approx(0.1), pytest.approx(2e-4))
+
+
+def test_a_line_cannot_be_found_from_equal_sizes_or_no_times():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    assert not line.solve(10.0, 500.0, 40.0, 500.0)
+    assert not line.solve(10.0, 500.0, 20.0, 300.0)
+    assert line.a is None
+
+
+def test_a_line_has_no_negative_parts():
+    line = line_at((10.0, 0.3), (40.0, 0.4))
+    assert line.solve(10.0, 2000.0, 40.0, 500.0)
+    assert (line.a, line.b) == (pytest.approx(0.3), 0.0)
+    line = line_at((10.0, 0.4), (40.0, 0.01))
+    line.solve(10.0, 2000.0, 40.0, 500.0)
+    assert line.a == 0.0
+
+
+def test_a_small_change_of_a_counts_by_half_and_a_large_one_at_once():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    line.solve(10.0, 2000.0, 40.0, 500.0)
+    for more, a in [(0.02, 0.11), (0.5, 0.6)]:
+        fresh = line_at((10.0, 0.3 + more), (40.0, 0.15 + more))
+        fresh.a = line.a
+        fresh.solve(10.0, 2000.0, 40.0, 500.0)
+        assert fresh.a == pytest.approx(a)
+
+
+def test_compression_is_part_of_a_compressed_step_only():
+    line = line_at((10.0, 0.3), (40.0, 0.15))
+    line.solve(10.0, 2000.0, 40.0, 500.0)
+    line.observe(StepReport(0, 10.0, timed_cf=10.0, seconds=0.4, compress_seconds=0.1))
+    assert line.share(DENSE, 1000.0) == pytest.approx(0.5)
+    assert line.share(10.0, 1000.0) == pytest.approx(0.1 / 0.3)

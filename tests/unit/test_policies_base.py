@@ -1,10 +1,8 @@
-"""Policies by name, the fixed policy, and what all policies may import."""
+"""Policies by name, reasons in words, and what all policies may import."""
 
 from __future__ import annotations
 
 import ast
-import json
-from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -12,15 +10,22 @@ import pytest
 import policies
 from policies import (
     Accordion,
-    Context,
     Fixed,
     GraVAC,
-    Plan,
-    StepReport,
     Warmup,
     make_policy,
     policy_names,
 )
+from policies.base import change
+
+
+def test_reasons():
+    assert change(10, 20, "because") == "scale up 10 -> 20: because"
+    assert change(160, 10, "because") == "scale down 160 -> 10: because"
+    assert change(10, 1, "because") == "dense: 10 -> 1, because"
+    assert change(1, 1.5, "because") == "scale up 1 -> 1.5: because"
+    assert change(10, 10, "because") == "because"
+
 
 RANGE = (10.0, 1000.0)
 
@@ -71,52 +76,6 @@ def test_register(monkeypatch):
     assert "half" in policy_names()
     with pytest.raises(ValueError, match="'half'"):
         policies.register("half", Fixed)
-
-
-# Fixed
-
-
-@pytest.mark.parametrize(("cf", "sent"), [(None, 10.0), (1, 1.0), (10, 10.0), (33.3, 33.3)])
-def test_fixed_sends_its_cf_for_ever(cf, sent):
-    policy = Fixed(cf)
-    policy.start(Context(RANGE, 4))
-    for step in range(5):
-        assert policy.plan() == Plan(send=sent)
-        policy.observe(StepReport(step, sent, median_seconds=1.0, timed_cf=sent))
-    policy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert policy.plan() == Plan(send=sent)
-    assert (dict(policy.status()), policy.verdict()) == ({}, "")
-
-
-@pytest.mark.parametrize("cf", [0, 0.99, -3, nan, inf])
-def test_fixed_refuses_what_is_no_cf(cf):
-    with pytest.raises(ValueError, match="cf="):
-        Fixed(cf)
-
-
-@pytest.mark.parametrize("cf", ["10", True, [10]])
-def test_fixed_refuses_what_is_no_number(cf):
-    with pytest.raises(TypeError, match="cf="):
-        Fixed(cf)
-
-
-@pytest.mark.parametrize("cf", [9, 1001])
-def test_fixed_keeps_to_the_range(cf):
-    with pytest.raises(ValueError, match=rf"cf={cf}: must be 1 \(dense\) or inside cf_range"):
-        Fixed(cf).start(Context(RANGE, 2))
-
-
-def test_fixed_refuses_the_state_of_another_cf():
-    one, other = Fixed(20), Fixed(30)
-    for policy in (one, other):
-        policy.start(Context(RANGE, 2))
-    with pytest.raises(ValueError, match=r"send=20\.0.*30\.0"):
-        other.load_state_dict(one.state_dict())
-
-
-def test_fixed_before_start():
-    with pytest.raises(RuntimeError, match="start"):
-        Fixed().plan()
 
 
 # Purity

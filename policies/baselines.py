@@ -1,0 +1,263 @@
+"""Policies that look at no statistics: one CF, a table of CFs, and a warm-up before another policy.
+
+They are the baselines that adaptive policies are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from policies import checks
+from policies.base import (
+    DENSE,
+    Context,
+    DeclaredPolicy,
+    GainKind,
+    Plan,
+    Policy,
+    StepReport,
+    change,
+    counted_steps,
+)
+from policies.state import count, declare, part, saved_as
+
+
+class Fixed(DeclaredPolicy):
+    """A policy that sends the same CF in every step: the static baseline.
+
+    cf: 1 (dense) or inside cf_range; None: the smallest of cf_range.
+    probe: other CFs > 1 that are measured without being sent, for the record.
+    gain: the definition of gain that is recorded; "signal" needs a shadow ladder.
+    ValueError or TypeError names the setting that is wrong.
+    """
+
+    name = "fixed"
+    _fields = declare()
+
+    def __init__(
+        self,
+        cf: float | None = None,
+        probe: Sequence[float] = (),
+        gain: GainKind = "gradient",
+    ) -> None:
+        self.cf = None if cf is None else checks.real("cf", cf, least=1)
+        if isinstance(probe, str) or not isinstance(probe, Iterable):
+            kind = type(probe).__name__
+            raise TypeError(f"probe={probe!r}: must be a sequence of CFs > 1, got {kind}")
+        self.probe = tuple(sorted({checks.real("probe", other, above=1) for other in probe}))
+        checks.one_of("gain", gain, get_args(GainKind))
+        self.gain = gain
+        self.shadow = self.shadow or gain == "signal"
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if cf is neither 1 nor inside cf_range."""
+        allowed = checks.cf_range(context.cf_range)
+        send = allowed[0] if self.cf is None else self.cf
+        send = context.supported(checks.cf_within("cf", send, allowed))
+        self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
+        self._started = True
+
+    def plan(self) -> Plan:
+        self._check_started("plan")
+        return self._plan
+
+    def candidates(self) -> tuple[float, ...]:
+        return self.plan().send, *self.probe
+
+    def next_move(self) -> str:
+        return "nothing would change it"
+
+    def _saved_settings(self) -> dict[str, Any]:
+        return {"send": self.plan().send}
+
+
+class Schedule(DeclaredPolicy):
+    """A policy that sends CFs by a table written beforehand: each step, the CF of the last piece of
+    the table that has begun.
+
+    pieces: {first step: CF}, e.g. {0: 10, 1000: 100}. Steps are counted from 0, from where this
+        policy begins (inside `Warmup`: after the warm-up). Before the first piece dense is sent.
+        CFs are 1 (dense) or inside cf_range, and the nearest that the compressor can do is sent.
+    gain: the definition of gain that is recorded; "signal" needs a shadow ladder.
+    ValueError or TypeError names the setting that is wrong.
+    """
+
+    name = "schedule"
+    _fields = declare(_step=saved_as(count))
+
+    def __init__(self, pieces: Mapping[int, float], gain: GainKind = "gradient") -> None:
+        checks.one_of("gain", gain, get_args(GainKind))
+        self.gain = gain
+        self.shadow = self.shadow or gain == "signal"
+        if not isinstance(pieces, Mapping):
+            kind = type(pieces).__name__
+            raise TypeError(f"pieces={pieces!r}: must be a mapping {{step: CF}}, got {kind}")
+        if not pieces:
+            raise ValueError("pieces={}: must have at least one step: CF")
+        checked = {
+            checks.whole("pieces: step", step, least=0): checks.real(
+                f"pieces[{step!r}]", cf, least=1
+            )
+            for step, cf in pieces.items()
+        }
+        self.pieces = {0: DENSE, **checked}
+        self._starts = sorted(self.pieces)
+        self._cfs: dict[int, float] = {}
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if a CF is neither 1 nor inside cf_range."""
+        allowed = checks.cf_range(context.cf_range)
+        for step, cf in self.pieces.items():
+            checks.cf_within(f"pieces[{step}]", cf, allowed)
+        self._cfs = {
+            step: DENSE if cf == DENSE else context.supported(cf)
+            for step, cf in self.pieces.items()
+        }
+        self._step = 0
+        self._started = True
+
+    def _at(self, step: int) -> float:
+        """The CF of a step."""
+        begun = [start for start in self._starts if start <= step]
+        return self._cfs[begun[-1]] if begun else DENSE
+
+    def plan(self) -> Plan:
+        self._check_started("plan")
+        before, now = self._at(self._step - 1), self._at(self._step)
+        moved = self._step > 0 and now != before
+        why = f"the schedule has CF {now:g} from step {self._step}"
+        return Plan(now, reason=change(before, now, why) if moved else "")
+
+    def observe(self, report: StepReport) -> None:
+        self._step += 1
+
+    def candidates(self) -> tuple[float, ...]:
+        return tuple(sorted(set(self._cfs.values())))
+
+    def next_move(self) -> str:
+        later = [start for start in self._starts if start >= self._step and start > 0]
+        if not later:
+            return "the schedule has no later piece"
+        return f"the schedule has CF {self._cfs[later[0]]:g} from step {later[0]}"
+
+    def _saved_settings(self) -> dict[str, Any]:
+        return {"cfs": [[step, self._cfs[step]] for step in self._starts]}
+
+
+class Warmup(DeclaredPolicy):
+    """A policy that lets compression grow exponentially at the start of a run, and then does as
+    another policy says (Deep Gradient Compression, section 3.4).
+
+    Early gradients are large and change fast, and keeping only a few of their elements does lasting
+    harm. So it sends factor, factor^2, ..., for `steps` steps each. The paper sends CF 4, 16, 64,
+    256 (sparsity 75%, 93.75%, 98.4375%, 99.6%) for an epoch each.
+
+    then: the `Policy` that follows; it sees no report from before. None: the largest CF of cf_range
+        for good.
+    steps: steps of each stage, >= 1. stages: number of stages, >= 1. factor: > 1.
+    CFs outside cf_range become its nearer end.
+    ValueError or TypeError names the setting that is wrong.
+    """
+
+    name = "warmup"
+    _fields = declare(_step=saved_as(count))
+
+    def __init__(
+        self,
+        then: Policy | None = None,
+        *,
+        steps: int = 100,
+        stages: int = 4,
+        factor: float = 4.0,
+    ) -> None:
+        if then is not None and not isinstance(then, Policy):
+            raise TypeError(f"then must be a Policy object or None, got {then!r}")
+        self.steps = checks.whole("steps", steps, least=1)
+        self.stages = checks.whole("stages", stages, least=1)
+        self.factor = checks.real("factor", factor, above=1)
+        self._settings = {"steps": self.steps, "stages": self.stages, "factor": self.factor}
+        self._given = then
+        self.shadow = then is not None and then.shadow
+        self.layerwise = then is not None and then.layerwise
+
+    def start(self, context: Context) -> None:
+        """Raises ValueError if cf_range does not suit `then`."""
+        low, high = checks.cf_range(context.cf_range)
+        wanted = (min(high, max(low, self.factor**i)) for i in range(1, self.stages + 1))
+        self._cfs = tuple(context.supported(cf) for cf in wanted)
+        self._then = Fixed(high) if self._given is None else self._given
+        self._then.start(context)
+        self.gain = self._then.gain
+        self._step = 0
+        self._started = True
+
+    def plan(self) -> Plan:
+        self._check_started("plan")
+        stage, into = divmod(self._step, self.steps)
+        if stage >= self.stages:
+            plan = self._then.plan()
+            first = stage == self.stages and into == 0
+            if first:  # the other policy does not know which CF was sent before
+                plan = replace(plan, reason=change(self._cfs[-1], plan.send, "warm-up is over"))
+            return plan
+        before = self._cfs[stage - 1] if stage else DENSE
+        why = f"warm-up, stage {stage + 1} of {self.stages}, {self.steps} steps each"
+        return Plan(self._cfs[stage], reason="" if into else change(before, self._cfs[stage], why))
+
+    @property
+    def _over(self) -> bool:
+        return self._started and self._step >= self.steps * self.stages
+
+    def observe(self, report: StepReport) -> None:
+        if self._over:
+            self._then.observe(report)
+        self._step += 1
+
+    def candidates(self) -> tuple[float, ...]:
+        if not self._started:
+            return ()
+        return (*self._cfs, *self._then.candidates(), self._then.plan().send)
+
+    def status(self) -> Mapping[str, float]:
+        """The numbers of the other policy; none before, when it does not explore yet."""
+        return self._then.status() if self._over else {}
+
+    def next_move(self) -> str:
+        if not self._started:
+            return ""
+        if self._over:
+            return self._then.next_move()
+        stage, into = divmod(self._step, self.steps)
+        left = self.steps - into
+        soon = f"in {counted_steps(left)}"
+        if stage + 1 < self.stages:
+            return f"the next stage begins {soon}, with CF {self._cfs[stage + 1]:g}"
+        return self._afterwards(soon)
+
+    def _afterwards(self, soon: str) -> str:
+        """What follows the last stage, in words."""
+        last, first = self._cfs[-1], self._then.plan().send
+        if self._given is not None:
+            return f"{self._then.name} takes over {soon}, with CF {first:g}"
+        if first == last:
+            return f"it stays at CF {last:g}, where warm-up ends {soon}"
+        return f"it goes to CF {first:g} {soon}, and stays there"
+
+    def verdict(self) -> str:
+        return self._then.verdict() if self._over else ""
+
+    def rescale(self) -> None:
+        if self._over:
+            self._then.rescale()
+
+    def _saved_settings(self) -> dict[str, Any]:
+        return {**self._settings, "cfs": list(self._cfs), "then": self._then.name}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "then": self._then.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._then.load_state_dict(part(state, "then"))
