@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf, isfinite
 from numbers import Integral, Real
-from typing import Any, ClassVar, Protocol
-
-
-class Loadable(Protocol):
-    """An object that can go on from a saved state of its own."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
+from typing import Any, ClassVar
 
 # Readers: each takes a saved state and the name of a field, and returns the field's value.
 
@@ -135,22 +128,6 @@ def text(state: Any, name: str) -> str:
     return value
 
 
-def nested(state: Any, name: str) -> tuple[str, Any]:
-    """Name and state of a policy inside another one, saved as a pair."""
-    value = field(state, name)
-    if not isinstance(value, list | tuple) or len(value) != 2 or not isinstance(value[0], str):
-        raise _wrong(name, value, "the name and the state of a policy")
-    return value[0], value[1]
-
-
-def load_if_there(state: Any, name: str, target: Loadable | None) -> None:
-    """Load what is saved under `name` into the target; without a target it must be None."""
-    if target is not None:
-        target.load_state_dict(part(state, name))
-    elif field(state, name) is not None:
-        raise ValueError(f"state: {name!r} is of other settings, it must be None")
-
-
 def together(condition: bool, what: str) -> None:
     """Raises ValueError("state: " + what) unless the fields that were read fit together."""
     if not condition:
@@ -256,8 +233,11 @@ def _load_child(state: Any, key: str, child: Any) -> Any:
 
 
 def _load_optional_child(state: Any, key: str, child: Any) -> Any:
-    load_if_there(state, key, child)
-    return child
+    if child is not None:
+        return _load_child(state, key, child)
+    if field(state, key) is not None:
+        raise ValueError(f"state: {key!r} is of other settings, it must be None")
+    return None
 
 
 CHILD = Field(_load_child, lambda child: child.state_dict())
