@@ -49,7 +49,7 @@ def test_packing(bits, eighths, seed):
 
 
 @pytest.mark.parametrize("count", [CODE_BLOCK - 1, CODE_BLOCK, CODE_BLOCK + 1, 2 * CODE_BLOCK + 16])
-def test_packing_goes_block_by_block(count):
+def test_packing_goes_block_by_block(monkeypatch, count):
     size = padded(count)
     codes = torch.from_numpy(np.random.default_rng(0).integers(0, 8, size, np.uint8))
     whole = torch.empty(codes_nbytes(count, 3), dtype=torch.uint8)
@@ -62,6 +62,12 @@ def test_packing_goes_block_by_block(count):
     assert torch.equal(whole, torch.cat(pieces))
     back = torch.empty_like(codes)
     unpack_codes(whole, 3, back)
+    assert torch.equal(back, codes)
+    monkeypatch.setattr(packing, "native", lambda tensor: tensor)  # the path of other devices
+    again = torch.empty_like(whole)
+    pack_codes(codes, 3, again)
+    assert torch.equal(again, whole)
+    unpack_codes(whole, 3, back.zero_())
     assert torch.equal(back, codes)
 
 
