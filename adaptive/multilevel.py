@@ -73,17 +73,6 @@ def levels_beside(unit: Unit, a: Tensor, sent: Payload) -> list[Payload]:
     return [payloads[cf] for cf in unit.levels]
 
 
-def measure_levels(
-    unit: Unit, first: Compress, again: Compress, sample: Tensor, tally: Tally
-) -> list[Payload]:
-    """Compress a unit at each of its levels, and add what is kept and lost to the tally: of the
-    tensor that `first` compresses (and `again`, afterwards), and of `sample`, the gradient's own
-    strided sample."""
-    levels = compress_levels(unit.base, first, again, unit.levels)
-    record_levels(unit, levels, sample, tally)
-    return levels
-
-
 def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: Tally) -> None:
     """Add what `levels`, a payload for each of the unit's, keep and lose to the tally.
 

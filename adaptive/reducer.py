@@ -33,7 +33,7 @@ from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.foreign import only
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.multilevel import levels_beside, measure_levels, record_levels, strided_sample
+from adaptive.multilevel import compress_levels, levels_beside, record_levels, strided_sample
 from adaptive.parameters import Scratch, Slot
 from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.vector import Tally
@@ -135,7 +135,8 @@ class Reducer:
         for unit, sample in zip(units, samples, strict=True):
             if not unit.held:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
-                measure_levels(unit, direct, direct, sample, tally)
+                levels = compress_levels(unit.base, direct, direct, unit.levels)
+                record_levels(unit, levels, sample, tally)
         _write_back(bucket, buffer)
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -301,7 +302,8 @@ class _OwnPart:
             return compressor.compress_sum(target, addend, cf, unit.key)
 
         sample = strided_sample(self._view(unit))
-        levels = measure_levels(unit, first, again, sample, self._tally)
+        levels = compress_levels(unit.base, first, again, unit.levels)
+        record_levels(unit, levels, sample, self._tally)
         return replace(levels[self._sent], cf=unit.cf)
 
 
