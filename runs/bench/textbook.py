@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Unit
-from adaptive.multilevel import measure_levels, strided_sample
+from adaptive.multilevel import compress_levels, record_levels, strided_sample
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, TopK
 from compressors.base import Key, Payload, kept
@@ -49,14 +49,14 @@ def with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) 
     compressor = TopK()
     levels, numel = (cf, candidate), grad.numel()
     unit = Unit(0, numel, KEY, compressor, compressor, cf, levels, ())
-    payload, _ = measure_levels(
-        unit,
+    payloads = compress_levels(
+        unit.base,
         lambda how, lowest: how.compress_sum(residual, grad, lowest, KEY),
         lambda how, other: how.compress(residual, other, KEY),
-        strided_sample(grad),
-        Tally(cfs=levels),
+        levels,
     )
-    compressor.subtract_from(residual, payload)
+    record_levels(unit, payloads, strided_sample(grad), Tally(cfs=levels))
+    compressor.subtract_from(residual, payloads[0])
 
 
 def bench_topk(numel: int, rounds: int, seed: int) -> list[Row]:

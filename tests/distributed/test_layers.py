@@ -225,7 +225,7 @@ def _refused(rank: int, options: dict[str, Any]) -> str:
         ({"base": "fp16", "cf_range": (1, 2), "policy": Accordion(per_layer=True)}, "half"),
         ({"base": "qsgd"}, "keeps the largest elements"),
     ],
-    ids=str,
+    ids=["bucket", "small layers", "half precision", "quantizer"],
 )
 def test_what_cannot_be_is_refused_on_every_rank(options: dict[str, Any], says: str) -> None:
     assert all(says in message for message in run_ranks(2, _refused, options))
