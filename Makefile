@@ -15,10 +15,10 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 tests/unit
-	$(BIN)/python -m pytest tests/distributed tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/distributed tests/integration
 
 long-test: $(STAMP)
-	$(BIN)/python -m pytest -m long tests/distributed tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long tests/distributed tests/integration
 
 browser-test: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
