@@ -7,8 +7,8 @@ import os
 import shlex
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from pathlib import Path
+from sys import float_info
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -181,7 +181,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
             if len(of_each) == len(value):
                 return tuple(_checked(name, v, k) for v, k in zip(value, of_each, strict=True))
         elif one is float and type(value) in (int, float):
-            if 0 <= value < (_MOST if type(value) is int else inf):
+            if 0 <= value <= float_info.max:
                 return float(value)
         elif one is int and type(value) is int:
             if least <= value < _MOST:
@@ -193,7 +193,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 
 _MOST = 2**63
-"""No whole number of a configuration is as large."""
+"""No count of a configuration is as large."""
 
 
 def _words(value: Any) -> list[str]:
