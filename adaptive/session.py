@@ -87,7 +87,7 @@ class Session:
         )
         self._slots = Slots(model)
         self._watch = StepWatch(self._slots)
-        self._memory = ModelMemory(settings.memory, self._slots, lambda: self._watch.compare())
+        self._memory = ModelMemory(settings.memory, self._slots)
         self._told: set[str] = set()
         self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
@@ -356,6 +356,8 @@ class Session:
                 controller.policy.rescale()
         if has_fallen_back:
             self._fall_back()
+            if self.exchange.rank == 0:
+                self._warn_once(f"the state is of a run with plain error feedback; {_FALLEN_BACK}")
         if state["link"] is not None:
             self._ways.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])

@@ -71,13 +71,14 @@ class StepWatch:
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
         engine.queue_callback(lambda: engine.queue_callback(lambda: self._remember(compare)))
 
-    def compare(self) -> None:
-        """Before the optimizer reads the gradients: have they been changed since backward?"""
-        if not self._norms:
-            return
-        now = _norms(self._norms)
+    def _compare(self, optimizer: Optimizer) -> None:
+        """Before an optimizer reads its gradients: have they been changed since backward? Those of
+        other optimizers may yet be."""
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
+        now = _norms(own)
         pairs = [(self._norms[p], norm) for p, norm in now.items()]
-        self._norms = {}
+        for p in own:
+            del self._norms[p]
         if not pairs:
             return
         before, after = (torch.stack(each) for each in zip(*pairs, strict=True))
@@ -105,10 +106,23 @@ class StepWatch:
             self._version = self._witness._version
         self._norms = _norms(self._parameters) if compare else {}
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # With a closure, which runs backward, it is too early to compare.
-        if len(args) < 2 and kwargs.get("closure") is None and self._is_for_us(optimizer):
-            self.compare()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """args: as torch hands them to step hooks, the optimizer first."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._compare(optimizer)
+            return None
+        if not self._is_for_us(optimizer):
+            return None
+
+        def watched() -> Any:  # it runs backward, and may change the gradients then
+            loss = closure()
+            self._compare(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_for_us(optimizer):
@@ -150,9 +164,8 @@ def _weakly(method: Any) -> Any:
     """A hook that does not keep the method's object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            alive(*args)
+        return None if alive is None else alive(*args)
 
     return call

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runs.files import not_a_link
 from runs.parser import UsageError
 
 LOCK_FILE = "lock.json"
@@ -47,7 +48,8 @@ def claim(folder: Path, what: str, command: str) -> Iterator[None]:
 def _lock(path: Path, what: str) -> int:
     """The handle of the file, locked."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not for child processes
+        # Not for child processes, and never by way of a link: the file is emptied.
+        handle = os.open(not_a_link(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_type_hints
 from adaptive import Event, Header, StepRecord, StepReport
 from policies import LayerReport, Measurement
 from runs.config import write_text
-from runs.files import Damage, json_lines, parse_object, raw_lines
+from runs.files import Damage, json_lines, not_a_link, parse_object, raw_lines
 
 __all__ = [
     "METRICS_FILE",
@@ -129,6 +129,7 @@ def keep_before(path: Path, step: int) -> None:
     """Drop the records of `step` and later ones, and a last line that was cut short. The header
     belongs to no step, and stays. Damaged lines go too, with a warning."""
     if not path.exists():
+        not_a_link(path)  # to nothing: whoever appends would make what it names
         return
     damage, kept = Damage(path), []
     for number, line in raw_lines(path, damage):

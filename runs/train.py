@@ -259,9 +259,10 @@ class _Keeper:
         state = self._trainer.state_dict()  # takes in the last step, which goes on record
         if self._logbook is not None:
             self._logbook.flush()
-        if self._hopeless:
-            return
         step = self._trainer.step
+        if self._hopeless:
+            self._say("is left out", f"the loss is {self._loss:g}")
+            return
         try:
             self.unsaved = save_checkpoint(self._config, step, state)
         except NotFiniteError as error:
@@ -269,11 +270,15 @@ class _Keeper:
             return
         if not self.unsaved:
             self.saved_at = step
-        elif self._logbook is not None:
+        else:
+            self._say("could not be saved", self.unsaved)
+
+    def _say(self, what: str, why: str) -> None:
+        """Warn that there is no checkpoint of the present step."""
+        if self._logbook is not None:
             left = f"the one of step {self.saved_at} stays" if self.saved_at else "there is none"
             self._logbook.progress.say(
-                f"warning: the checkpoint of step {step} could not be saved, and {left}: "
-                f"{self.unsaved}"
+                f"warning: the checkpoint of step {self._trainer.step} {what}, and {left}: {why}"
             )
 
     def check_model(self) -> None:

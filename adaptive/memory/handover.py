@@ -12,7 +12,7 @@ this is linear, a buffer that was there before simply goes on decaying.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -61,23 +61,14 @@ class MomentumHandover:
 
     ValueError if a group with momentum holds parameters that the model does not have: their
     momentum would be lost.
-
-    before_gradients_are_read: called in each step, after its closure.
     """
 
-    def __init__(
-        self,
-        optimizer: SGD,
-        slots: Mapping[Tensor, Slot],
-        own: set[Tensor],
-        before_gradients_are_read: Callable[[], None],
-    ) -> None:
+    def __init__(self, optimizer: SGD, slots: Mapping[Tensor, Slot], own: set[Tensor]) -> None:
         self._optimizer = optimizer
         self._slots = slots
         self._saved: list[dict[str, Any]] | None = None
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
-        self._before_gradients_are_read = before_gradients_are_read
         for index, group in enumerate(optimizer.param_groups):
             if group["momentum"] and not all(p in own for p in group["params"]):
                 raise ValueError(
@@ -171,7 +162,6 @@ class MomentumHandover:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._restore()  # a step that raised never came to its post-hook
         args, kwargs = _run_closure(args, kwargs)
-        self._before_gradients_are_read()
         for group in optimizer.param_groups:
             if group["momentum"]:
                 for p in group["params"]:
@@ -194,23 +184,31 @@ class MomentumHandover:
 
     @torch.no_grad()
     def _add_decay(self, p: Tensor, group: Mapping[str, Any], slot: Slot) -> None:
-        decay, momentum = group["weight_decay"], group["momentum"]
+        decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
+        # A fused SGD unscales gradients itself, and skips the step if they are not finite.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        skips = getattr(self._optimizer, "found_inf", None)
         state = self._optimizer.state[p]
         buffer = state.get("momentum_buffer")
         fresh, slot.stepped = not slot.stepped, True
         if buffer is None:
             if not decay:
                 return
-            buffer = p * (decay if fresh else (1 - group["dampening"]) * decay)
-            state["momentum_buffer"] = buffer
+            buffer = p * (decay if fresh else rate * decay)
+            state["momentum_buffer"] = buffer if skips is None else buffer.mul_(1 - skips)
+        elif skips is None:
+            buffer.mul_(momentum).add_(p, alpha=rate * decay)
         else:
-            buffer.mul_(momentum).add_(p, alpha=(1 - group["dampening"]) * decay)
+            moved = (buffer * momentum).add_(p, alpha=rate * decay)
+            buffer.lerp_(moved, (1 - skips).to(buffer.dtype))
         assert p.grad is not None
         sign = -1.0 if group.get("maximize") else 1.0  # SGD turns the gradient round first
-        if group["nesterov"]:
-            p.grad.add_(p, alpha=sign * decay).add_(buffer, alpha=sign * momentum)
-        else:
-            p.grad.add_(buffer, alpha=sign)
+        added = [(p, sign * decay), (buffer, sign * momentum)]
+        for tensor, factor in added if group["nesterov"] else [(buffer, sign)]:
+            if scale is None:
+                p.grad.add_(tensor, alpha=factor)
+            else:
+                p.grad.addcmul_(tensor, scale, value=factor)
 
 
 def _run_closure(

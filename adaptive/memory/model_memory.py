@@ -97,24 +97,19 @@ class MemoryChoice:
 
 
 class ModelMemory:
-    """now: the memory in use. before_gradients_are_read: see `MomentumHandover`."""
+    """now: the memory in use."""
 
-    def __init__(
-        self, choice: MemoryChoice, slots: Slots, before_gradients_are_read: Callable[[], None]
-    ) -> None:
+    def __init__(self, choice: MemoryChoice, slots: Slots) -> None:
         self.now = NoMemory(slots.maybe_unused)
         self._choice = choice
         self._slots = slots
         self._handover: MomentumHandover | None = None
-        self._before_gradients_are_read = before_gradients_are_read
 
     def choose(self, optimizer: Optimizer | None) -> None:
         """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
         with what was asked for."""
         if self._choice.takes_over(optimizer):
-            self._handover = MomentumHandover(
-                optimizer, self._slots, self._slots.own(), self._before_gradients_are_read
-            )
+            self._handover = MomentumHandover(optimizer, self._slots, self._slots.own())
             for slot in self._slots.values():
                 self._handover.to_velocity(slot)
         self.now = self._choice.make(self._handover, self._slots.maybe_unused)

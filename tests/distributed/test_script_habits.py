@@ -238,6 +238,112 @@ def test_without_an_optimizer_that_could_take_over_it_is_an_error_on_all_ranks()
         assert "clip_norm" in error
 
 
+def _fused(rank: int, nesterov: bool) -> list[float]:
+    """How far a fused SGD, which unscales gradients itself, is at CF 1 from plain DDP; the second
+    time one step has an infinite loss."""
+    apart = []
+    for spoiled in (-1, 6):
+        ends = []
+        for compressed in (False, True):
+            model = DDP(small_net(torch.float32))
+            settings = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True, **settings)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            if compressed:
+                compressor = AdaptiveCompressor(policy=Scripted([1.0]), cf_range=(1, 32))
+                compressor.attach(model, optimizer=optimizer, scaler=scaler)
+            for step in range(20):
+                optimizer.zero_grad()
+                loss = loss_of(model, step, rank)
+                scaler.scale(loss * float("inf") if step == spoiled else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            ends.append(flat_parameters(model))
+        apart.append(float((ends[0] - ends[1]).abs().max()))
+    return apart
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_fused_optimizer_unscales_the_decay_of_weights_too(nesterov: bool) -> None:
+    assert max(map(max, run_ranks(2, _fused, nesterov))) < 1e-6
+
+
+def _two_optimizers(rank: int) -> tuple[str, bool]:
+    """One has stepped before what the other steps with is clipped."""
+    model = DDP(small_net())
+    first, *others = (layer.parameters() for layer in model.module if list(layer.parameters()))
+    ours = torch.optim.SGD(first, lr=0.02, momentum=0.9)
+    other = torch.optim.SGD([p for group in others for p in group], lr=0.02)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=ours)
+    for step in range(6):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        other.step()
+        clip_grad_norm_(ours.param_groups[0]["params"], 1e-3)
+        ours.step()
+    return compressor.state_dict()["memory_kind"], ours.param_groups[0]["momentum"] == 0.9
+
+
+def test_what_is_clipped_between_two_optimizers_is_noticed() -> None:
+    assert run_ranks(2, _two_optimizers) == [("residual", True)] * 2
+
+
+def _closure(rank: int, clips: bool, by_name: bool) -> str:
+    """What is said of an optimizer of the script's own that is stepped with a closure."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    AdaptiveCompressor(policy=Scripted([10.0]), memory="momentum", momentum=0.9).attach(model)
+    step = 0
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        loss.backward()
+        if clips:
+            _clip(model)
+        return loss
+
+    try:
+        while step < 5:
+            step += 1
+            loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+            assert loss is not None
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _closures(rank: int) -> list[str]:
+    return [_closure(rank, clips, by_name) for by_name in (False, True) for clips in (False, True)]
+
+
+def test_what_is_clipped_in_a_closure_is_noticed() -> None:
+    for said in run_ranks(2, _closures):
+        assert [bool(told) for told in said] == [False, True] * 2
+        assert all("p.grad was changed" in told for told in said if told)
+
+
+def _state_of_plain_error_feedback(rank: int) -> list[str]:
+    """What is said when momentum correction is asked for, and the state has none."""
+    states, told = [], _listen()
+    for options in ({"memory": "residual"}, {}):
+        model = DDP(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        compressor = AdaptiveCompressor(policy=Scripted([10.0]), **options)
+        compressor.attach(model, optimizer=optimizer)
+        if states:
+            compressor.load_state_dict(states[0])
+        states.append(compressor.state_dict())
+    assert states[1]["memory_kind"] == "residual"
+    return told
+
+
+def test_a_state_without_momentum_correction_is_not_loaded_in_silence() -> None:
+    first, second = run_ranks(2, _state_of_plain_error_feedback)
+    assert "plain error feedback" in first[0]
+    assert second == []
+
+
 def _thrown_away(rank: int, how: str, momentum: float) -> int:
     """How often a backward that was thrown away is warned of."""
     model = DDP(small_net(), bucket_cap_mb=0.002)

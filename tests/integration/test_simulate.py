@@ -157,7 +157,9 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
     run = tmp_path / "run"
     options = ("--workers", "2", "--checkpoint-every", "1", *words.split())
     assert _simulate(text, run, "--steps", "12", *options) == 3
-    said = capsys.readouterr().err.splitlines()[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert any(" is left out, and the one of step " in line for line in lines)
+    said = lines[-1]
     assert "error: the run has diverged by step" in said
     checkpoint = find_checkpoint(run)
     assert f"the last checkpoint is of step {checkpoint.step}, in {run / 'checkpoint'}" in said

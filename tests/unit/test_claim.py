@@ -48,6 +48,18 @@ def test_a_second_one_is_told_who_holds_it_and_a_killed_holder_blocks_nobody(
     assert list(folder.iterdir()) == []
 
 
+def test_nothing_is_written_through_a_link_of_that_name(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    folder.mkdir()
+    mine.write_text("mine")
+    (folder / LOCK_FILE).symlink_to(mine)
+    with claim(folder, "", ""):
+        assert not (folder / LOCK_FILE).is_symlink()
+        with pytest.raises(UsageError), claim(folder, "", ""):
+            pass
+    assert mine.read_text() == "mine"
+
+
 def test_a_holder_whose_folder_is_removed_ends_well_and_leaves_the_next_ones_claim(
     tmp_path: Path,
 ) -> None:

@@ -338,6 +338,16 @@ HOSTILE = st.one_of(
 )
 
 
+def test_a_link_to_nothing_is_not_appended_to(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    elsewhere = path.with_name("elsewhere")
+    path.symlink_to(elsewhere)
+    keep_before(path, 3)
+    JSONLTimeline(path, append=True).event(Event(0, 1.0, 10.0, "switch"))
+    assert not elsewhere.exists()
+    assert path.is_file()
+
+
 def _places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     inside = value.items() if isinstance(value, dict) else ()
     return [place for key, part in inside for place in [(*way, key), *_places(part, (*way, key))]]
