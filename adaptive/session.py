@@ -164,21 +164,37 @@ class Session:
         sizes = [p.numel() for p in slots]
         lines = (
             *settings.describe(self._memory.now.name),
-            f"optimizer {describe(self._optimizer)}, scaler={self._scaler is not None}",
+            self._handed_over(),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in slots)}",
             describe_sizes(base, self._start.cfs, sizes),
         )
         return "\n".join(lines)
 
+    def _handed_over(self) -> str:
+        """What must be alike on all ranks of what `attach` was given."""
+        return f"optimizer {describe(self._optimizer)}, scaler={self._scaler is not None}"
+
     def _header(self) -> Header:
         return self._start.header(self._memory.now.name, self.controller.dense_wire_bytes)
 
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
-        """Compress again after `detach`, from where it stood."""
+        """Compress again after `detach`, from where it stood. A collective; the error of a rank
+        that cannot is raised on all, and it is as it was."""
         self._optimizer, self._scaler = optimizer, scaler
+
+        def choose() -> str:
+            self._choose_memory()
+            return self._handed_over()
+
+        try:
+            agree(choose, self.exchange.group)
+        except Exception:
+            self._memory.unchoose()
+            self._optimizer = None
+            self._reduce_with(clip_norm=None)
+            raise
         self._watch = StepWatch(self._slots)
-        self._choose_memory()
         self._warn_of(optimizer)
         self._watch_forward()
         self.controller.forced_dense = False

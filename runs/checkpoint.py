@@ -119,6 +119,8 @@ class Checkpoint:
 
     def _problem(self, state: Any, rank: int) -> str:
         """Why this is not the state of that rank of this run at this step; "" if it is."""
+        if not isinstance(state, dict) or not isinstance(state.get("run", {}), dict):
+            return "is no state of a run"
         missing = [key for key in ("run", *_CONTENTS) if key not in state]
         if missing:
             return f"is no state of a run: {', '.join(missing)} missing"

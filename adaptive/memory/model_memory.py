@@ -142,9 +142,7 @@ class ModelMemory:
         if self._handover is not None:
             self._handover.give_back(exchange)
             self.unhook()
-        self._forget_velocities()
-        keeps = Residual if self.now.keeps_residual else NoMemory
-        self.now = keeps(self._slots.maybe_unused)
+        self._let_go()
 
     @property
     def may_fall_back(self) -> bool:
@@ -160,6 +158,19 @@ class ModelMemory:
         self.unhook()
         self._forget_velocities()
         self.now = Residual(self._slots.maybe_unused)
+
+    def unchoose(self) -> None:
+        """As before `choose`, since when nothing was compressed; to be called after its error,
+        too."""
+        if self.may_fall_back:
+            self.fall_back()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Only the residual stays."""
+        self._forget_velocities()
+        keeps = Residual if self.now.keeps_residual else NoMemory
+        self.now = keeps(self._slots.maybe_unused)
 
     def discard(self) -> None:
         """Nothing is held any more."""

@@ -74,11 +74,21 @@ def _poison(folder: Path, rank: int) -> None:
     _reseal(folder, rank)
 
 
+def _replace(folder: Path, rank: int, state: Any) -> None:
+    torch.save(state, _file(folder, rank))
+    _reseal(folder, rank)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped0": (lambda folder: _flip(folder, 0), "rank0.pt is missing or damaged: its SHA-256"),
     "flipped1": (lambda folder: _flip(folder, 1), "rank1.pt is missing or damaged: its SHA-256"),
     "gone": (lambda folder: _file(folder, 1).unlink(), "rank1.pt is missing"),
     "empty": (lambda folder: _file(folder, 0).write_bytes(b""), "rank0.pt is missing or damaged"),
+    "no state": (lambda folder: _replace(folder, 1, 5), "rank1.pt is no state of a run"),
+    "no identity": (
+        lambda folder: _replace(folder, 1, {"run": 5}),
+        "rank1.pt is no state of a run",
+    ),
     "mixed seeds": (
         lambda folder: _mix(folder, 1, folder.with_name("another seed")),
         "rank1.pt is of another run or step: its seed is 1, expected 0",
