@@ -125,6 +125,7 @@ class Controller:
         self.carrying = False  # the residual may hold something
         self.owing = False  # and nothing is to be compressed before it is sent
         self.changed = False  # gradients were changed before the last step, on some rank
+        self.unscaled = False  # as by a loss scale that was not handed over
         self.spoiled = False  # the last step's were not finite
         self._exchange = exchange
         self._recorder = recorder
@@ -217,16 +218,16 @@ class Controller:
             return finite.index(max(finite))
         return self.step % self._exchange.world_size
 
-    def end_step(self, device: torch.device, changed: Tensor | None) -> None:
+    def end_step(self, device: torch.device, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
-        changed: see `Tally.vector`.
+        found: see `Tally.vector`.
 
         Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
         time until the step is over: then it starts with the next step."""
         peers = self._instruments.peers if self.tally.products else None
         if peers is not None:
             self.tally.sketch = peers.sketch()
-        vector = self._exchange.sum_later(self.tally.vector(device, changed))
+        vector = self._exchange.sum_later(self.tally.vector(device, found))
         if self.cf not in self._hooks:
             vector.start()
         traffic = self._exchange.take_traffic()
@@ -330,7 +331,8 @@ class Controller:
         layers, peers = self._instruments.layers, self._instruments.peers
         by_layer = layers.reports(agreed.layers, n) if layers and agreed.layers else {}
         self._energies = tuple(agreed.energies)
-        self.changed, self.spoiled = agreed.changed > 0, agreed.spoiled > 0
+        self.changed, self.unscaled = agreed.changed > 0, agreed.unscaled > 0
+        self.spoiled = agreed.spoiled > 0
         if peers is not None and pending.tally.products:
             peers.receive(agreed.sketch)
         if pending.cf == DENSE and not agreed.spoiled:

@@ -54,6 +54,11 @@ _FALLEN_BACK = (
     "with memory='residual'. To keep momentum correction, clip by AdaptiveCompressor(clip_norm=...)"
     " and hand a GradScaler over: attach(..., scaler=scaler)"
 )
+_UNSCALED = (
+    "gradients were divided by a power of two between backward() and optimizer.step(), as a "
+    "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
+    "stays in the scale of an earlier step"
+)
 _UNSTEPPED = (
     "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
     " accumulate gradients under model.no_sync()"
@@ -89,6 +94,7 @@ class Session:
         self._watch = StepWatch(self._slots)
         self._memory = ModelMemory(settings.memory, self._slots)
         self._told: set[str] = set()
+        self._gave_up_momentum = False
         self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
         timestamps = make_timestamps(settings.clock, self._slots.device)
@@ -201,6 +207,9 @@ class Session:
 
     def adopt(self, other: Session) -> None:
         """Take over what another, detached session on the same model still holds."""
+        if other._failed is not None:
+            log.warning("what the compressor before holds is forgotten: its last exchange failed")
+            return
         theirs, ours = other._memory.now.keeps_residual, self._memory.now.keeps_residual
         self.controller.owing = theirs and not ours
         self.controller.carrying = theirs
@@ -289,9 +298,10 @@ class Session:
                 bucket.is_last(),
             )
         if bucket.is_last():
-            controller.end_step(buffer.device, self._watch.take_changed())
+            controller.end_step(buffer.device, self._watch.take_found())
             self._reducer.end_backward()
-            self._watch.backward_ends(scale, compare=self._memory.now.keeps_velocity)
+            compare = self._memory.now.keeps_velocity or self._memory.now.keeps_residual
+            self._watch.backward_ends(scale, compare)
             if self._arrival is not None:
                 self._arrival.end()
             if self._watch.thrown_away and self._memory.now.holds(self._slots.values()):
@@ -324,11 +334,15 @@ class Session:
                 raise RuntimeError(f"{_CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
             controller.note(f"{_CHANGED}; {_FALLEN_BACK}")
             self._fall_back()
+        if controller.unscaled and self._scaler is None and _UNSCALED not in self._told:
+            self._told.add(_UNSCALED)
+            controller.note(_UNSCALED)
         if watch.unstepped and memory.keeps_velocity and not controller.spoiled:
             self._warn_once(_UNSTEPPED)
 
     def _fall_back(self) -> None:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
+        self._gave_up_momentum = True
         self._memory.fall_back()
         self._reducer.use(self._memory.now)
         self._instruments.begin(self._memory.now)
@@ -364,6 +378,11 @@ class Session:
         has_fallen_back = state.get("memory_kind") == "residual" and self._memory.may_fall_back
         if has_fallen_back:
             expected["memory_kind"] = "residual"
+        elif self._gave_up_momentum and state.get("memory_kind") == "momentum":
+            raise ValueError(
+                "state: it is of a run with momentum correction, which this compressor has given "
+                "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
+            )
         with undone_on_error((base, controller.policy), controller.loaded_parts()):
             check_state(state, expected, by_name, len(self._instruments.ladder))
             base.load_state_dict(saved.part(state, "compressor"))

@@ -43,7 +43,7 @@ class StepWatch:
         self._parameters = parameters
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
-        self._changed: Tensor | None = None
+        self._found: Tensor | None = None
         self._version = -1
         self.unstepped = False
         """The last synchronised backward has not been followed by a step."""
@@ -86,14 +86,16 @@ class StepWatch:
         if self._scale is not None:  # as the scaler is to do, before or in the step
             unscaled = before / self._scale
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        changed = (~same).any().to(torch.float64)
-        self._changed = changed if self._changed is None else self._changed + changed
+        halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
+        found = torch.stack([(~same).any(), halved]).to(torch.float64)
+        self._found = found if self._found is None else self._found + found
 
-    def take_changed(self) -> Tensor | None:
-        """How often gradients were changed since the last time that was asked, a 0-dim tensor where
-        they are; None if nothing was compared."""
-        changed, self._changed = self._changed, None
-        return changed
+    def take_found(self) -> Tensor | None:
+        """How often gradients were changed since the last time that was asked, and how often as by a
+        loss scale that was not handed over: a tensor of two, where they are; None if nothing was
+        compared."""
+        found, self._found = self._found, None
+        return found
 
     def discarded(self) -> None:
         """The last backward's gradients are thrown away, and somebody has said so."""
@@ -153,6 +155,17 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
             return {}
         norms = torch._foreach_norm(samples, 2, dtype=torch.float64)
     return dict(zip(grads, norms, strict=True))
+
+
+def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
+    """All of them, and by the same, as a `GradScaler` does. 0-dim, bool."""
+    known = (before > 0) & (after > 0) & before.isfinite() & after.isfinite()
+    exact = torch.log2(before / after)
+    power = exact.round()
+    fits = (exact - power).abs() < _TOLERANCE
+    largest = power.where(known, -torch.inf).max()
+    least = power.where(known, torch.inf).min()
+    return known.any() & (fits | ~known).all() & (largest == least) & (least >= 1)
 
 
 def _cleared(grad: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -29,6 +30,9 @@ from runs.files import not_a_link, open_regular, read_json
 from runs.parser import UsageError
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
+
+BEFORE = "before.json"
+"""The meta.json of the checkpoint before, until the present one is confirmed."""
 
 _CONTENTS = ("step", "model", "optimizer", "compressor", "rng")
 """What a rank's file holds, beside the entry that says of which run and step it is."""
@@ -267,10 +271,39 @@ def _write(path: Path, state: dict[str, Any]) -> str:
     return digesting.sha256.hexdigest()
 
 
+def confirm_checkpoint(config: TrainConfig, step: int) -> None:
+    """Training goes on well from the checkpoint of this step: delete the one before."""
+    folder = _folder(config.folder)
+    with suppress(OSError):
+        (folder / BEFORE).unlink(missing_ok=True)
+    for old in folder.glob("step-*"):
+        if old.name != f"step-{step}":
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def withdraw_checkpoint(config: TrainConfig, step: int) -> None:
+    """Training has failed from the checkpoint of this step: the one before is valid again, if there
+    was one."""
+    folder = _folder(config.folder)
+    with suppress(OSError):
+        if (folder / BEFORE).exists():
+            os.replace(folder / BEFORE, folder / "meta.json")
+        else:
+            (folder / "meta.json").unlink(missing_ok=True)
+        _sync(folder)
+        shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
+
+
 def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
-    """Every rank's file of this step is there: make it the checkpoint, and delete the old one."""
+    """Every rank's file of this step is there: make it the checkpoint. The one before stays until
+    this one is confirmed."""
     folder = _folder(config.folder)
     _sync(folder)
+    valid, before = folder / "meta.json", -1
+    if valid.exists():
+        with suppress(ValueError, KeyError, TypeError):
+            before = int(read_json(valid)["step"])
+            shutil.copyfile(valid, not_a_link(folder / BEFORE))
     meta = {
         "step": step,
         "world_size": len(digests),
@@ -287,7 +320,7 @@ def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
     except OSError:
         return  # which of the two a power failure leaves is not known, so both stay
     for old in folder.glob("step-*"):
-        if old.name != f"step-{step}":
+        if old.name not in (f"step-{step}", f"step-{before}"):
             shutil.rmtree(old, ignore_errors=True)
 
 

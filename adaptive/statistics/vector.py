@@ -75,7 +75,9 @@ class Tally:
     decode_seconds: float = _number("mean", reported=True)
     compute_seconds: float = _number("mean", reported=True)
     changed: float = _number("mean", 0.0)
-    """Gradients were changed between backward and step."""
+    """Gradients were changed between backward and step; `unscaled`: as by a loss scale that was not
+    handed over."""
+    unscaled: float = _number("mean", 0.0)
     kept: list[float] = _numbers("cfs")
     """||c||^2 at each CF; `error` ||a - c||^2, `sample_error` the same of the samples."""
     error: list[float] = _numbers("cfs")
@@ -130,9 +132,9 @@ class Tally:
 
     # -- agreed --------------------------------------------------------------------------------
 
-    def vector(self, device: torch.device, changed: Tensor | None = None) -> Tensor:
-        """This rank's part of the sum over the ranks: float64, flat. changed: how often gradients
-        were changed before the step, a 0-dim tensor on the device; None: never."""
+    def vector(self, device: torch.device, found: Tensor | None = None) -> Tensor:
+        """This rank's part of the sum over the ranks: float64, flat. found: `changed` and
+        `unscaled`, on the device, where nothing waits for them; None: both are 0."""
         values: list[float] = []
         at = 0
         for each in self._declared():
@@ -140,8 +142,8 @@ class Tally:
                 at = len(values)
             values += self._values(each)
         vector = torch.tensor(values, dtype=torch.float64).to(device)
-        if changed is not None:
-            vector[at] = changed
+        if found is not None:
+            vector[at : at + 2] = found
         return vector
 
     def agreed(self, vector: Tensor) -> Tally:

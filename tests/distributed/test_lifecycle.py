@@ -308,7 +308,14 @@ def _refusing_a_state(rank: int) -> bool:
     for step in range(3):
         loss_of(model, step, rank).backward()
     saved = compressor.state_dict()
-    state = {**saved, "controller": {**saved["controller"], "policy": {"send": 7.0}, "step": 99}}
+    state = {
+        **saved,
+        "controller": {
+            **saved["controller"],
+            "policy": {"settings": {"send": 7.0}},
+            "step": 99,
+        },
+    }
     state["compressor"] = {"q": {}}
     with pytest.raises(ValueError, match="send"):
         compressor.load_state_dict(state)

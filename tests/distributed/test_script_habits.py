@@ -426,3 +426,52 @@ def _discarding(rank: int, momentum: float) -> tuple[bool, bool]:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_discard_leaves_no_trace_of_a_backward(momentum: float) -> None:
     assert run_ranks(2, _discarding, momentum) == [(True, True)] * 2
+
+
+def _scaled_residual(rank: int, how: str) -> int:
+    """How often a GradScaler that was not handed over is told of, with plain error feedback."""
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how != "no scaler")
+    compressor = AdaptiveCompressor(policy=Scripted([10.0]))
+    handed_over = scaler if how == "handed over" else None
+    compressor.attach(model, optimizer=optimizer, scaler=handed_over)
+    told = _listen()
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank)).backward()
+        if how == "no scaler":
+            _clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+    return sum("GradScaler" in message for message in told)
+
+
+def _scaled_residual_each_way(rank: int) -> list[int]:
+    return [_scaled_residual(rank, how) for how in ("not handed over", "handed over", "no scaler")]
+
+
+def test_a_scaler_that_was_not_handed_over_is_told_of_with_any_memory() -> None:
+    assert run_ranks(2, _scaled_residual_each_way) == [[1, 0, 0], [0, 0, 0]]
+
+
+def _earlier_state(rank: int) -> str:
+    """What is said of a state from before momentum correction was given up."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        if step == 1:
+            saved = compressor.state_dict()
+        if step > 1:
+            _clip(model)
+        optimizer.step()
+    with pytest.raises(ValueError, match="attach a new AdaptiveCompressor") as caught:
+        compressor.load_state_dict(saved)
+    return str(caught.value)
+
+
+def test_a_state_from_before_momentum_was_given_up_says_what_to_do() -> None:
+    assert all(run_ranks(2, _earlier_state))

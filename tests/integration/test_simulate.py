@@ -17,8 +17,10 @@ from runs import checkpoint as checkpoints
 from runs.__main__ import main
 from runs.checkpoint import find_checkpoint, not_finite
 from runs.config import TrainConfig
+from runs.parser import UsageError
 from runs.records import read_records
 from runs.tasks import TASKS, TextTask
+from runs.train import Trainer
 from tests.distributed.setting import same
 from tests.integration.commands import Start, assert_refused, python_m
 
@@ -150,22 +152,41 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert len(ours) == done + 4
 
 
-@pytest.mark.parametrize("words", ["--lr 1e25", "--lr 1e38 --policy fixed --cf 10"])
+@pytest.mark.parametrize("good", [0, 5])
+@pytest.mark.parametrize("lr", [1e25, 1e38])
 def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
-    text: Path, tmp_path: Path, capsys: Any, words: str
+    text: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    lr: float,
+    good: int,
 ) -> None:
+    """After so many good steps one update spoils the model, though every number is finite yet."""
+    descend = Trainer.descend
+
+    def spoil(self: Trainer, loss: torch.Tensor) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr if self.step >= good else self.task.lr
+        descend(self, loss)
+
+    monkeypatch.setattr(Trainer, "descend", spoil)
     run = tmp_path / "run"
-    options = ("--workers", "2", "--checkpoint-every", "1", *words.split())
-    assert _simulate(text, run, "--steps", "12", *options) == 3
+    assert _simulate(text, run, "--steps", "12", "--workers", "2", "--checkpoint-every", "1") == 3
     lines = capsys.readouterr().err.splitlines()
-    assert any(" is left out, and the one of step " in line for line in lines)
+    assert any(" is left out, and " in line for line in lines)
     said = lines[-1]
     assert "error: the run has diverged by step" in said
-    checkpoint = find_checkpoint(run)
-    assert f"the last checkpoint is of step {checkpoint.step}, in {run / 'checkpoint'}" in said
-    states = _states(run)
-    assert [state["step"] for state in states] == [checkpoint.step] * 2
-    assert not_finite(states) == ""
+    if good:
+        checkpoint = find_checkpoint(run)
+        assert checkpoint.step == good
+        assert f"the last checkpoint is of step {good}, in {run / 'checkpoint'}" in said
+        states = _states(run)
+        assert [state["step"] for state in states] == [good] * 2
+        assert not_finite(states) == ""
+    else:
+        with pytest.raises(UsageError, match="nothing to resume"):
+            find_checkpoint(run)
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] < 12
     assert result["quality"] is None
