@@ -91,8 +91,8 @@ class StepWatch:
         self._found = found if self._found is None else self._found + found
 
     def take_found(self) -> Tensor | None:
-        """How often gradients were changed since the last time that was asked, and how often as by a
-        loss scale that was not handed over: a tensor of two, where they are; None if nothing was
+        """How often gradients were changed since the last time that was asked, and how often as by
+        a loss scale that was not handed over: a tensor of two, where they are; None if nothing was
         compared."""
         found, self._found = self._found, None
         return found

@@ -422,7 +422,7 @@ def other_trials(seed: int, quick: bool) -> Iterator[Trial]:
     for number, about in enumerate(random.Random(seed).sample(abouts, 3) if quick else abouts):
         plan = "plan" in about
         fault = f"ranks disagree about {about}" if plan else "ranks disagree about their settings"
-        # Collectives of different sizes may end a process inside gloo: loud, and what debug= is for.
+        # Collectives of different sizes may end a process in gloo: loud, and what debug= is for.
         loud = (ERROR, ABORTED) if plan and "debug" not in about else (ERROR,)
         yield Trial(fault, about, partial(disagree, about, 2 + number % 2), loud)
 
