@@ -60,7 +60,7 @@ class StepCFs:
 class Part:
     """One parameter's piece of a bucket: elements [start, stop) of its buffer.
 
-    grad: that slice. energy: ||g||^2. held: sends nothing this step, and keeps its memory to
+    grad: that slice. energy: ||g||^2. skipped: sends nothing this step, and keeps its memory to
     itself.
     """
 
@@ -70,7 +70,7 @@ class Part:
     grad: Tensor
     key: Key
     energy: float
-    held: bool
+    skipped: bool
 
 
 class Range(NamedTuple):
@@ -112,9 +112,9 @@ class Unit:
         return DENSE if self.compressor is EXACT else self.cf
 
     @property
-    def held(self) -> bool:
+    def skipped(self) -> bool:
         """All of it sends nothing this step."""
-        return all(piece.part.held for piece in self.ranges)
+        return all(piece.part.skipped for piece in self.ranges)
 
 
 class Bucket:
@@ -152,9 +152,9 @@ class Bucket:
                 grad.mul_(clip_norm / sqrt(energy))
                 energy = clip_norm**2
             tally.grad += energy
-            held = memory.holds_back(slot, energy)
+            skipped = memory.skips(slot, energy)
             key = Key(slot.name, step, tuple(slot.param.shape))
-            parts.append(Part(slot, start, stop, grad, key, energy, held))
+            parts.append(Part(slot, start, stop, grad, key, energy, skipped))
             start = stop
         bucket = cls(work, parts, early)
         if not bucket.finite:  # this step's statistics are to be skipped, by all ranks

@@ -125,7 +125,7 @@ class Reducer:
             tally.grad = nan  # not measured
             return self.plain(buffer, slots, on_mean)
         bucket = self._open(buffer, slots, step, tally)
-        sending = [part for part in bucket.parts if bucket.finite and not part.held]
+        sending = [part for part in bucket.parts if bucket.finite and not part.skipped]
         units = self._granularity.cut(bucket, cfs) if tally.cfs and bucket.finite else []
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
@@ -133,7 +133,7 @@ class Reducer:
         if not bucket.finite:  # the others' memories are not to take it for a mean
             bucket.work.fill_(nan)
         for unit, sample in zip(units, samples, strict=True):
-            if not unit.held:
+            if not unit.skipped:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
                 levels = compress_levels(unit.base, direct, direct, unit.levels)
                 record_levels(unit, levels, sample, tally)
@@ -261,7 +261,7 @@ class _OwnPart:
     def chosen(self, payloads: Sequence[Payload | None]) -> None:
         """See `Books`."""
         for unit, a, payload in zip(self._units, self._sums, payloads, strict=True):
-            if a is not None and payload is not None and self._bucket.finite and not unit.held:
+            if a is not None and payload is not None and self._bucket.finite and not unit.skipped:
                 levels = levels_beside(unit, a, payload)
                 record_levels(unit, levels, strided_sample(self._view(unit)), self._tally)
 
@@ -290,7 +290,7 @@ class _OwnPart:
             zeros = torch.zeros_like(self._view(unit))
             return compressor.poison(compressor.compress(zeros, unit.cf, unit.key))
         target, addend = self._memory.open(unit)
-        if unit.held:
+        if unit.skipped:
             return compressor.compress(target, unit.cf, unit.key)
 
         def again(compressor: Compressor, cf: float) -> Payload:

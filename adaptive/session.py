@@ -159,8 +159,8 @@ class Session:
             settings.shadow_sample,
         )
         self._choose_memory()
-        holds_back = slots.maybe_unused() or self._memory.now.keeps_velocity
-        if self._granularity.joined and not base.keeps_zeros and holds_back:
+        skips = slots.maybe_unused() or self._memory.now.keeps_velocity
+        if self._granularity.joined and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
                 f"on a model with parameters that a step may not use (find_unused_parameters, "

@@ -68,12 +68,12 @@ class PowerSGD(RoundsCompressor):
         world_size: int,
         report: Report,
         *,
-        held: Collection[int] = (),
+        skipped: Collection[int] = (),
         totals: Sequence[float] | None = None,
     ) -> Rounds:
         check_bucket(tensors, cfs, keys, totals)
         parts = [
-            self._part(tensor, cf, key, i in held, totals[i] if totals else None)
+            self._part(tensor, cf, key, i in skipped, totals[i] if totals else None)
             for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
         first = allocate_p(parts)
@@ -205,14 +205,16 @@ class PowerSGD(RoundsCompressor):
             raise ValueError(f"state must have matrices by name under 'q', got {sorted(state)}")
         self._warm.load_state_dict(state["q"])
 
-    def _part(self, tensor: Tensor, cf: float, key: Key, held: bool, total: float | None) -> Part:
+    def _part(
+        self, tensor: Tensor, cf: float, key: Key, skipped: bool, total: float | None
+    ) -> Part:
         flat = tensor.detach()
         plan = layout(cf, flat.numel(), key.shape)
-        if total is None or held:
-            total = 0.0 if held else squared_norm(flat)
+        if total is None or skipped:
+            total = 0.0 if skipped else squared_norm(flat)
         empty = flat.new_empty(0)
         start = self._warm.start(key.name, plan.rank, plan.cols, flat) if plan.rank else empty
-        return Part(key, plan, flat, held, total, start, p=empty, q=empty, rest=empty)
+        return Part(key, plan, flat, skipped, total, start, p=empty, q=empty, rest=empty)
 
 
 class Layout(NamedTuple):
@@ -272,14 +274,14 @@ def layout(cf: float, numel: int, shape: tuple[int, ...] = ()) -> Layout:
 class Part:
     """A part is one tensor of a bucket, on its way through the rounds.
 
-    held: whether this rank contributes nothing. total: ||a||^2. start: Q^T to begin with.
+    skipped: whether this rank contributes nothing. total: ||a||^2. start: Q^T to begin with.
     p, q, rest: P^T, Q^T and the uncompressed elements, as views of what is all-reduced.
     """
 
     key: Key
     plan: Layout
     flat: Tensor
-    held: bool
+    skipped: bool
     total: float
     start: Tensor
     p: Tensor
@@ -288,7 +290,7 @@ class Part:
 
     def find_p(self) -> None:
         """p = Q^T M^T, and the rest; zeros if this rank contributes nothing."""
-        if self.held:
+        if self.skipped:
             self.p.zero_()
             self.rest.zero_()
         else:
@@ -298,14 +300,14 @@ class Part:
 
     def find_q(self) -> None:
         """q = P^T M."""
-        if self.held:
+        if self.skipped:
             self.q.zero_()
         elif self.plan.rank:
             torch.mm(self.p, self.plan.matrix(self.flat), out=self.q)
 
     def own(self, cf: float) -> Payload:
         """The payload of what is kept of this rank's own tensor: P P^T M, and the rest."""
-        rest = torch.zeros_like(self.rest) if self.held else self.plan.tail(self.flat)
+        rest = torch.zeros_like(self.rest) if self.skipped else self.plan.tail(self.flat)
         energy = kept_energy(self.q.reshape(-1), rest) if self.plan.rank else self.total
         error = projection_error(self.total, energy)
         parts = (self.p.view(-1), self.q.clone().view(-1), rest)

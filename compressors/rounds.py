@@ -39,7 +39,7 @@ class RoundsCompressor(Compressor):
         world_size: int,
         report: Report,
         *,
-        held: Collection[int] = (),
+        skipped: Collection[int] = (),
         totals: Sequence[float] | None = None,
     ) -> Rounds:
         """Compress and average one bucket.
@@ -48,8 +48,7 @@ class RoundsCompressor(Compressor):
             device, left as they are and not changed by the caller until the last round is over.
         cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
             order, on every rank.
-        held: positions of the tensors to be skipped: this rank contributes nothing to them in this
-            step.
+        skipped: positions of the tensors to which this rank contributes nothing in this step.
         totals: ||a||^2 of each tensor if they are known already, else they are computed.
 
         Each `yield` hands out ONE flat tensor to be summed over all ranks (perhaps empty: then

@@ -78,14 +78,14 @@ class Budget(NamedTuple):
 class _Part:
     """A part is one tensor of a bucket, on its way through the rounds.
 
-    held: whether this rank contributes nothing. total: ||a||^2. indices: the coordinates found.
+    skipped: whether this rank contributes nothing. total: ||a||^2. indices: the coordinates found.
     summed: this tensor's part of the first sum.
     """
 
     key: Key
     budget: Budget
     flat: Tensor
-    held: bool
+    skipped: bool
     total: float
     indices: Tensor
     summed: Tensor
@@ -137,12 +137,12 @@ class Sketch(RoundsCompressor):
         world_size: int,
         report: Report,
         *,
-        held: Collection[int] = (),
+        skipped: Collection[int] = (),
         totals: Sequence[float] | None = None,
     ) -> Rounds:
         check_bucket(tensors, cfs, keys, totals)
         parts = [
-            self._part(tensor, cf, key, i in held, totals[i] if totals else None)
+            self._part(tensor, cf, key, i in skipped, totals[i] if totals else None)
             for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
         first = torch.cat([self._sketched(part) for part in parts])
@@ -237,12 +237,14 @@ class Sketch(RoundsCompressor):
     def supported(self, cf: float, numel: int) -> float:
         return max(1.0, numel / max(1.0, self.floats(numel, cf)))
 
-    def _part(self, tensor: Tensor, cf: float, key: Key, held: bool, total: float | None) -> _Part:
+    def _part(
+        self, tensor: Tensor, cf: float, key: Key, skipped: bool, total: float | None
+    ) -> _Part:
         flat = tensor.detach()
-        if total is None or held:
-            total = 0.0 if held else squared_norm(flat)
+        if total is None or skipped:
+            total = 0.0 if skipped else squared_norm(flat)
         budget = self.budget(flat.numel(), cf)
-        return _Part(key, budget, flat, held, total, flat.new_empty(0), flat.new_empty(0))
+        return _Part(key, budget, flat, skipped, total, flat.new_empty(0), flat.new_empty(0))
 
     def _hashes(self, part: _Part) -> CountSketch:
         numel, columns = part.flat.numel(), part.budget.columns
@@ -251,7 +253,7 @@ class Sketch(RoundsCompressor):
     def _sketched(self, part: _Part) -> Tensor:
         """What this rank adds to the first sum."""
         size = self.rows * part.budget.columns + part.budget.dense
-        if part.held:
+        if part.skipped:
             return part.flat.new_zeros(size)
         if not part.budget.k:
             return part.flat
@@ -272,7 +274,7 @@ class Sketch(RoundsCompressor):
     @staticmethod
     def _own_values(part: _Part) -> Tensor:
         """This rank's values at the indices found, or all of them if the tensor travels dense."""
-        if part.held:
+        if part.skipped:
             return part.flat.new_zeros(part.budget.k + part.budget.dense)
         return take(part.flat, part.indices) if part.budget.k else part.flat
 

@@ -322,7 +322,7 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
         [unit.key for unit in units],
         n,
         report,
-        held=[i for i, unit in enumerate(units) if unit.held],
+        skipped=[i for i, unit in enumerate(units) if unit.skipped],
     )
     share = next(rounds)
     first = torch.cat([share, *(payload.parts[0] for payload in plain)]) if plain else share

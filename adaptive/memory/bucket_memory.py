@@ -43,12 +43,12 @@ class BucketMemory:
         return any(self._memory.masks(unit.cf) for unit in self._units)
 
     def open(self, unit: Unit) -> Addition:
-        """The unit's error-fed gradient, to be added up by whoever compresses it. A held part is
+        """The unit's error-fed gradient, to be added up by whoever compresses it. A skipped part is
         not opened, and counts as zero."""
         if len(unit.ranges) > 1:
             return self._together(unit) or Addition(self._copied(unit), None)
         part, start, stop = unit.ranges[0]
-        if part.held:
+        if part.skipped:
             return Addition(part.grad[start:stop], None)
         target, addend = self._addition(part, unit.waiting_cf)
         return Addition(target[start:stop], None if addend is None else addend[start:stop])
@@ -59,7 +59,7 @@ class BucketMemory:
         kept = [
             (rest[start:stop], part.grad[start:stop])
             for part, start, stop in unit.ranges
-            if not part.held and (rest := self._memory.remainder(part.slot)) is not None
+            if not part.skipped and (rest := self._memory.remainder(part.slot)) is not None
         ]
         if not kept:
             return
@@ -77,7 +77,7 @@ class BucketMemory:
         sent = self._sent(own) if self.masks else {}
         cfs = {piece.part.slot: unit.cf for unit in self._units for piece in unit.ranges}
         for part in self._bucket.parts:
-            if not part.held:
+            if not part.skipped:
                 cf = cfs.get(part.slot, DENSE)  # an empty parameter is in no unit
                 self._memory.settle(part.slot, cf, sent.get(part.slot))
 
@@ -106,7 +106,7 @@ class BucketMemory:
 
     def _together(self, unit: Unit) -> Addition | None:
         """The parts' error-fed gradients, if they lie one after the other in memory."""
-        if any(piece.part.held for piece in unit.ranges):
+        if any(piece.part.skipped for piece in unit.ranges):
             return None
         opened = [(self._addition(part, unit.waiting_cf), a, b) for part, a, b in unit.ranges]
         target = as_one([addition.target[a:b] for addition, a, b in opened])
@@ -124,7 +124,7 @@ class BucketMemory:
         room = self._scratch.take(self._room, work.numel(), work)
         for part, start, stop in unit.ranges:
             place = room[part.start + start : part.start + stop]
-            if part.held:
+            if part.skipped:
                 place.zero_()
             else:
                 target, addend = self._addition(part, unit.waiting_cf)
@@ -142,7 +142,7 @@ class BucketMemory:
             pieces = _split(indices, [border - unit.start for border in borders])
             for (part, start, stop), within in zip(unit.ranges, pieces, strict=True):
                 known = sent.setdefault(part.slot, [])
-                if part.held:
+                if part.skipped:
                     continue
                 if within is not None:
                     if known is not None:

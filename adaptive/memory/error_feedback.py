@@ -93,7 +93,7 @@ class NoMemory:
         """True if a dense step has nothing to fold in, now and for this slot."""
         return not slot.filled
 
-    def holds_back(self, slot: Slot, grad_energy: float) -> bool:
+    def skips(self, slot: Slot, grad_energy: float) -> bool:
         """True if this slot sends nothing this step and keeps its memory to itself.
 
         DDP throws away what arrives for a globally unused parameter, so where there may be such, a

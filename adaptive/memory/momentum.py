@@ -160,12 +160,10 @@ class MomentumMemory(Residual):
     def idle(self, slot: Slot) -> bool:
         return False
 
-    def holds_back(self, slot: Slot, grad_energy: float) -> bool:
+    def skips(self, slot: Slot, grad_energy: float) -> bool:
         # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
         # treat as unused keeps everything to itself.
-        return super().holds_back(slot, grad_energy) or (
-            grad_energy == 0.0 and slot.velocity is None
-        )
+        return super().skips(slot, grad_energy) or (grad_energy == 0.0 and slot.velocity is None)
 
     def state_dict(self, slot: Slot) -> dict[str, Any]:
         state = super().state_dict(slot)

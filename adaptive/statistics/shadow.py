@@ -162,7 +162,7 @@ class ShadowLadder:
         if bucket.early:  # even those to be joined later on are compressed one by one
             together = singly
         for each in together:
-            if not all(part.held for part in each):
+            if not all(part.skipped for part in each):
                 self._step(each, tally)
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,8 +187,8 @@ class ShadowLadder:
         group = self._group([part.slot for part in parts])
         samples = [_sampled(p.grad, n) for p, n in zip(parts, group.strides, strict=True)]
         g = samples[0] if len(samples) == 1 else np.concatenate(samples)
-        held = [group.place(part.slot) for part in parts if part.held]
-        a = self._accumulate(group, g, [part.slot for part in parts if not part.held])
+        held = [group.place(part.slot) for part in parts if part.skipped]
+        a = self._accumulate(group, g, [part.slot for part in parts if not part.skipped])
         waiting = [a[:, place].copy() for place in held]
         for place in held:
             a[:, place] = 0

@@ -15,13 +15,18 @@ def exchange(
     buckets: Sequence[Sequence[Tensor]],
     cf: float,
     keys: Sequence[Key],
-    held: Mapping[int, Sequence[int]] | None = None,
+    skipped: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[list[list[Payload]], list[list[Payload]]]:
     """One step of every rank: (what each reported, what each got back)."""
     reported: list[list[Payload]] = [[] for _ in ranks]
     generators = [
         rank.rounds(
-            tensors, [cf] * len(tensors), keys, len(ranks), own.extend, held=(held or {}).get(i, ())
+            tensors,
+            [cf] * len(tensors),
+            keys,
+            len(ranks),
+            own.extend,
+            skipped=(skipped or {}).get(i, ()),
         )
         for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
     ]

@@ -116,20 +116,20 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
     gradients = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
     sent = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
     for step, cf in enumerate((4.0, 8.0, 2.0, 1.0, 3.0, 100.0, 4.0, 4.0)):
-        held = {1: (0, 2)} if step == 5 and against == "own" else {}
+        skipped = {1: (0, 2)} if step == 5 and against == "own" else {}
         for w, bucket in enumerate(buckets(world, 100 * step, dtype)):
             for i, grad in enumerate(bucket):
-                if i not in held.get(w, ()):
+                if i not in skipped.get(w, ()):
                     memory[w][i] += grad
                     gradients[i] += grad
         before = [[m.clone() for m in tensors] for tensors in memory]
-        reported, payloads = exchange(ranks, memory, cf, KEYS, held)
+        reported, payloads = exchange(ranks, memory, cf, KEYS, skipped)
         for w in range(world):
             assert all(torch.equal(a, b) for a, b in zip(memory[w], before[w], strict=True))
             taken = reported[w] if against == "own" else payloads[w]
             for i, payload in enumerate(taken):
                 ranks[w].subtract_from(memory[w][i], payload)
-            for i in held.get(w, ()):
+            for i in skipped.get(w, ()):
                 assert torch.equal(memory[w][i], before[w][i])
         for i, payload in enumerate(payloads[0]):
             sent[i] += world * ranks[0].decompress(payload).double()

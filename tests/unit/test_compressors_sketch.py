@@ -127,18 +127,18 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(dtype):
     gradients = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
     sent = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
     for step, cf in enumerate((4.0, 8.0, 2.0, 1.0, 3.0, 100.0, 4.0)):
-        held = {1: (0, 1)} if step == 4 else {}
+        skipped = {1: (0, 1)} if step == 4 else {}
         for w, bucket in enumerate(buckets(world, 100 * step, dtype)):
             for i, grad in enumerate(bucket):
-                if i not in held.get(w, ()):
+                if i not in skipped.get(w, ()):
                     memory[w][i] += grad
                     gradients[i] += grad
-        reported, payloads = exchange(ranks, memory, cf, KEYS, held)
+        reported, payloads = exchange(ranks, memory, cf, KEYS, skipped)
         for w in range(world):
             assert all(same(a, b) for a, b in zip(payloads[w], payloads[0], strict=True))
             for i, own in enumerate(reported[w]):
                 before = memory[w][i].clone()
-                if i in held.get(w, ()):
+                if i in skipped.get(w, ()):
                     assert norm2(ranks[w].decompress(own)) == own.total == own.error == 0
                 else:
                     kept_of_it = ranks[w].decompress(own)
@@ -147,7 +147,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(dtype):
                     left = norm2(before - kept_of_it)
                     assert own.error == pytest.approx(left, rel=1e-4, abs=1e-5 * own.total)
                 ranks[w].subtract_from(memory[w][i], own)
-                if i not in held.get(w, ()):  # an exact projection
+                if i not in skipped.get(w, ()):  # an exact projection
                     gone = kept_of_it != 0
                     assert memory[w][i][gone].count_nonzero() == 0
                     assert torch.equal(memory[w][i][~gone], before[~gone])
