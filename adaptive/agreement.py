@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from compressors import Compressor
 from compressors.base import Key
 from policies import Plan
@@ -97,8 +97,10 @@ class CrossCheck:
     every: steps between two comparisons of parameters.
     """
 
-    def __init__(self, slots: Iterable[Slot], group: dist.ProcessGroup, every: int) -> None:
-        self._slots = slots
+    def __init__(
+        self, parameters: Iterable[ModelParameter], group: dist.ProcessGroup, every: int
+    ) -> None:
+        self._parameters = parameters
         self._group = group
         self._every = every
 
@@ -121,19 +123,21 @@ class CrossCheck:
             self._compare_parameters(step)
 
     def _compare_parameters(self, step: int) -> None:
-        slots = list(self._slots)
-        everyone = self._gather([_checksum(slot.param) for slot in slots])
-        for i, slot in enumerate(slots):
+        parameters = list(self._parameters)
+        everyone = self._gather([_checksum(parameter.tensor) for parameter in parameters])
+        for i, parameter in enumerate(parameters):
             for rank, theirs in enumerate(everyone):
                 if theirs[i] != everyone[0][i]:
                     raise RuntimeError(
-                        f"debug: parameter {slot.name!r} of rank {rank} is not that of rank 0 "
+                        f"debug: parameter {parameter.name!r} of rank {rank} is not that of rank 0 "
                         f"before step {step}; the ranks are replicas no longer"
                     )
 
     def _gather(self, own: list[int]) -> list[tuple[int, ...]]:
         """What every rank has, rank by rank. own: as many numbers on every rank."""
-        device = next((slot.param.device for slot in self._slots), torch.device("cpu"))
+        device = next(
+            (parameter.tensor.device for parameter in self._parameters), torch.device("cpu")
+        )
         mine = torch.tensor(own, dtype=torch.int64, device=device)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(rows, mine, group=self._group)

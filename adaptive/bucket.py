@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key
@@ -64,7 +64,7 @@ class Part:
     itself.
     """
 
-    slot: Slot
+    parameter: ModelParameter
     start: int
     stop: int
     grad: Tensor
@@ -135,7 +135,7 @@ class Bucket:
     def open(
         cls,
         work: Tensor,
-        slots: Sequence[Slot],
+        parameters: Sequence[ModelParameter],
         step: int,
         memory: NoMemory,
         tally: Tally,
@@ -144,17 +144,17 @@ class Bucket:
     ) -> Bucket:
         """Look at the local gradients, clip them, and add their norms to the tally."""
         parts, start = [], 0
-        for slot in slots:
-            stop = start + slot.param.numel()
+        for parameter in parameters:
+            stop = start + parameter.tensor.numel()
             grad = work[start:stop]
             energy = squared_norm(grad)
             if clip_norm is not None and isfinite(energy) and energy > clip_norm**2:
                 grad.mul_(clip_norm / sqrt(energy))
                 energy = clip_norm**2
             tally.grad += energy
-            skipped = memory.skips(slot, energy)
-            key = Key(slot.name, step, tuple(slot.param.shape))
-            parts.append(Part(slot, start, stop, grad, key, energy, skipped))
+            skipped = memory.skips(parameter, energy)
+            key = Key(parameter.name, step, tuple(parameter.tensor.shape))
+            parts.append(Part(parameter, start, stop, grad, key, energy, skipped))
             start = stop
         bucket = cls(work, parts, early)
         if not bucket.finite:  # this step's statistics are to be skipped, by all ranks
@@ -209,7 +209,7 @@ class Granularity:
         key = first.part.key
         if len(ranges) > 1 or not first.whole:  # not the parameter: no shape, a name of its own
             key = Key(f"{key.name}[{first.start}:{first.start + stop - start}]", key.step)
-        layer = first.part.slot.name
+        layer = first.part.parameter.name
         cf = cfs.sent(layer)
         compressor = EXACT if cf == DENSE else base
         return Unit(start, stop, key, compressor, base, cf, cfs.levels(layer), tuple(ranges))
@@ -239,34 +239,36 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
-def lay_out(slots: Sequence[Slot], velocities: bool) -> None:
-    """Give the slots of a bucket that have none yet places next to one another, in the order in
-    which their gradients arrived. What they hold already moves there."""
+def lay_out(parameters: Sequence[ModelParameter], velocities: bool) -> None:
+    """Give the parameters of a bucket that have none yet places next to one another, in the order
+    in which their gradients arrived. What they hold already moves there."""
     for what in ("residual", "velocity") if velocities else ("residual",):
-        without = [slot for slot in slots if what not in slot.places]
+        without = [parameter for parameter in parameters if what not in parameter.places]
         if not without:
             continue
-        without.sort(key=lambda slot: slot.arrived)
-        sizes = [slot.param.numel() for slot in without]
+        without.sort(key=lambda parameter: parameter.arrived)
+        sizes = [parameter.tensor.numel() for parameter in without]
         # Zeros that nobody has written yet take no memory on a CPU.
-        room = torch.zeros(sum(sizes), dtype=without[0].dtype, device=without[0].param.device)
-        for slot, place in zip(without, room.split(sizes), strict=True):
-            slot.places[what] = place
-            held = getattr(slot, what)
+        room = torch.zeros(sum(sizes), dtype=without[0].dtype, device=without[0].tensor.device)
+        for parameter, place in zip(without, room.split(sizes), strict=True):
+            parameter.places[what] = place
+            held = getattr(parameter, what)
             if held is not None:
-                setattr(slot, what, place.copy_(held))
+                setattr(parameter, what, place.copy_(held))
 
 
 class Arrival:
-    """Counts, until `end()`: `slot.arrived` is the place of each parameter."""
+    """Counts, until `end()`: `parameter.arrived` is the place of each parameter."""
 
-    def __init__(self, slots: Mapping[Tensor, Slot]) -> None:
+    def __init__(self, parameters: Mapping[Tensor, ModelParameter]) -> None:
         self._places = count()
-        self._handles = [p.register_hook(self._counted(slot)) for p, slot in slots.items()]
+        self._handles = [
+            p.register_hook(self._counted(parameter)) for p, parameter in parameters.items()
+        ]
 
-    def _counted(self, slot: Slot) -> Callable[[Tensor], None]:
+    def _counted(self, parameter: ModelParameter) -> Callable[[Tensor], None]:
         def arrive(_: Tensor) -> None:
-            slot.arrived = min(slot.arrived, next(self._places))
+            parameter.arrived = min(parameter.arrived, next(self._places))
 
         return arrive
 

@@ -27,7 +27,7 @@ class Scratch:
 
 
 @dataclass(eq=False)
-class Slot:
+class ModelParameter:
     """What is kept for one parameter, flat. Half-precision parameters are kept in float32.
 
     residual: allocated at the first compressed step; meaningless unless `filled`.
@@ -41,7 +41,7 @@ class Slot:
     """
 
     name: str
-    param: Tensor
+    tensor: Tensor
     residual: Tensor | None = None
     filled: bool = False
     velocity: Tensor | None = None
@@ -54,14 +54,14 @@ class Slot:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.param.dtype == torch.float64 else torch.float32
+        return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
     def zeros(self, what: str = "") -> Tensor:
         """what: "residual" or "velocity", if it is to be that."""
         place = self.places.get(what)
         if place is not None:
             return place.zero_()
-        return torch.zeros(self.param.numel(), dtype=self.dtype, device=self.param.device)
+        return torch.zeros(self.tensor.numel(), dtype=self.dtype, device=self.tensor.device)
 
     def open_residual(self) -> Tensor:
         """The residual, zero if it was empty."""
@@ -73,7 +73,7 @@ class Slot:
         return self.residual
 
 
-class Slots(dict[Tensor, Slot]):
+class ModelParameters(dict[Tensor, ModelParameter]):
     """By parameter. model: None when the hook was registered without one; parameters are then
     found one by one, and have no names."""
 
@@ -85,12 +85,12 @@ class Slots(dict[Tensor, Slot]):
             ignored = model.parameters_to_ignore
             for name, p in model.module.named_parameters():
                 if p.requires_grad and (name if "." in name else f".{name}") not in ignored:
-                    self[p] = Slot(name, p)
+                    self[p] = ModelParameter(name, p)
 
-    def find(self, param: Tensor) -> Slot:
+    def find(self, param: Tensor) -> ModelParameter:
         """Of a parameter in a bucket. RuntimeError if the model has it not."""
-        slot = self.get(param)
-        if slot is None:
+        parameter = self.get(param)
+        if parameter is None:
             if self._model is not None:
                 names = {p: name for name, p in self._model.module.named_parameters()}
                 if param in names:
@@ -102,11 +102,11 @@ class Slots(dict[Tensor, Slot]):
                     "the bucket holds a parameter that the bound model has not: one compressor "
                     "serves one model"
                 )
-            slot = self[param] = Slot(f"parameter{len(self)}", param)
-        return slot
+            parameter = self[param] = ModelParameter(f"parameter{len(self)}", param)
+        return parameter
 
-    def by_name(self) -> dict[str, Slot]:
-        return {slot.name: slot for slot in self.values()}
+    def by_name(self) -> dict[str, ModelParameter]:
+        return {parameter.name: parameter for parameter in self.values()}
 
     def own(self) -> set[Tensor]:
         """All parameters of the model, also those that DDP ignores."""

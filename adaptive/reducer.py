@@ -34,14 +34,14 @@ from adaptive.foreign import only
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.multilevel import compress_levels, levels_beside, record_levels, strided_sample
-from adaptive.parameters import Scratch, Slot
+from adaptive.parameters import ModelParameter, Scratch
 from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Payload
 from compressors.rounds import RoundsCompressor
 
-OnMean = Callable[[Slot, Tensor], None]
+OnMean = Callable[[ModelParameter, Tensor], None]
 Send = Callable[[Tensor], Future[Tensor]]
 
 
@@ -91,16 +91,16 @@ class Reducer:
         return min(step, self._backwards) < self._settling
 
     def plain(
-        self, buffer: Tensor, slots: Sequence[Slot], on_mean: OnMean | None
+        self, buffer: Tensor, parameters: Sequence[ModelParameter], on_mean: OnMean | None
     ) -> Future[Tensor]:
-        """All-reduce the gradients as they are. on_mean: told every slot and its mean (flat)."""
+        """All-reduce the gradients as they are. on_mean: told each one's mean (flat)."""
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
             if on_mean and _all_finite(mean):
-                views = mean.split([slot.param.numel() for slot in slots])
-                for slot, view in zip(slots, views, strict=True):
-                    on_mean(slot, view)
+                views = mean.split([parameter.tensor.numel() for parameter in parameters])
+                for parameter, view in zip(parameters, views, strict=True):
+                    on_mean(parameter, view)
             return mean
 
         return self._mean(buffer).then(finish)
@@ -108,7 +108,7 @@ class Reducer:
     def dense(
         self,
         buffer: Tensor,
-        slots: Sequence[Slot],
+        parameters: Sequence[ModelParameter],
         step: int,
         cfs: StepCFs,
         tally: Tally,
@@ -121,15 +121,15 @@ class Reducer:
         send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
         """
         untouched = not (tally.cfs or tally.ladder or send) and self._clip_norm is None
-        if untouched and all(self._memory.idle(slot) for slot in slots):
+        if untouched and all(self._memory.idle(parameter) for parameter in parameters):
             tally.grad = nan  # not measured
-            return self.plain(buffer, slots, on_mean)
-        bucket = self._open(buffer, slots, step, tally)
+            return self.plain(buffer, parameters, on_mean)
+        bucket = self._open(buffer, parameters, step, tally)
         sending = [part for part in bucket.parts if bucket.finite and not part.skipped]
         units = self._granularity.cut(bucket, cfs) if tally.cfs and bucket.finite else []
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
-            self._memory.fold(part.slot, part.grad)
+            self._memory.fold(part.parameter, part.grad)
         if not bucket.finite:  # the others' memories are not to take it for a mean
             bucket.work.fill_(nan)
         for unit, sample in zip(units, samples, strict=True):
@@ -144,14 +144,14 @@ class Reducer:
             arrived = _all_finite(mean)
             for part in sending:
                 if arrived:
-                    self._memory.commit_dense(part.slot)
+                    self._memory.commit_dense(part.parameter)
                 else:
-                    self._memory.undo_fold(part.slot)
+                    self._memory.undo_fold(part.parameter)
             if sending and not arrived:  # what was folded in is not to be taken for sent
                 mean.fill_(nan)
             if on_mean and arrived:
                 for part in bucket.parts:
-                    on_mean(part.slot, mean[part.start : part.stop])
+                    on_mean(part.parameter, mean[part.start : part.stop])
             return mean
 
         return (send or self._mean)(buffer).then(finish)
@@ -159,7 +159,7 @@ class Reducer:
     def compressed(
         self,
         buffer: Tensor,
-        slots: Sequence[Slot],
+        parameters: Sequence[ModelParameter],
         step: int,
         cfs: StepCFs,
         tally: Tally,
@@ -173,9 +173,9 @@ class Reducer:
 
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
-        bucket = self._open(buffer, slots, step, tally)  # 1
+        bucket = self._open(buffer, parameters, step, tally)  # 1
         if self._granularity.joined and self._memory.keeps_residual:
-            lay_out(slots, self._memory.keeps_velocity)
+            lay_out(parameters, self._memory.keeps_velocity)
         shards = self._exchange.world_size if strategy.sharded else 1
         units = self._granularity.cut(bucket, cfs, shards)
         # With several rounds its room is read again when the next bucket has come by.
@@ -197,7 +197,7 @@ class Reducer:
                 decode(bucket, units, received, memory, self._exchange.rank)  # 5, 6
                 if on_mean:
                     for each in bucket.parts:
-                        on_mean(each.slot, each.grad)
+                        on_mean(each.parameter, each.grad)
             _write_back(bucket, buffer)
             return buffer
 
@@ -207,11 +207,13 @@ class Reducer:
     def _mean(self, buffer: Tensor) -> Future[Tensor]:
         return self._exchange.all_reduce(buffer.div_(self._exchange.world_size))
 
-    def _open(self, buffer: Tensor, slots: Sequence[Slot], step: int, tally: Tally) -> Bucket:
+    def _open(
+        self, buffer: Tensor, parameters: Sequence[ModelParameter], step: int, tally: Tally
+    ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         early = self._is_early(step)
-        bucket = Bucket.open(work, slots, step, self._memory, tally, self._clip_norm, early)
+        bucket = Bucket.open(work, parameters, step, self._memory, tally, self._clip_norm, early)
         self._instruments.observe(bucket, tally)
         return bucket
 

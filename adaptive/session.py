@@ -29,7 +29,7 @@ from adaptive.exchange.pipeline import Pipeline
 from adaptive.foreign import send_through
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.parameters import Slots
+from adaptive.parameters import ModelParameters
 from adaptive.reducer import Reducer
 from adaptive.sizes import Sizes
 from adaptive.state import check_state, shapes, undone_on_error
@@ -90,20 +90,20 @@ class Session:
         self.exchange = Exchange(
             group, EmulatedLink(settings.link) if settings.link else None, settings.checksum
         )
-        self._slots = Slots(model)
-        self._watch = StepWatch(self._slots)
-        self._memory = ModelMemory(settings.memory, self._slots)
+        self._parameters = ModelParameters(model)
+        self._watch = StepWatch(self._parameters)
+        self._memory = ModelMemory(settings.memory, self._parameters)
         self._told: set[str] = set()
         self._gave_up_momentum = False
         self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
-        timestamps = make_timestamps(settings.clock, self._slots.device)
+        timestamps = make_timestamps(settings.clock, self._parameters.device)
         self._pipeline = Pipeline(timestamps)
         self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
         joined = joins(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, joined, settings.dense_below)
         self._sizes = Sizes(
-            self._slots,
+            self._parameters,
             settings.base,
             joined,
             settings.dense_below,
@@ -119,7 +119,7 @@ class Session:
             self._watch.end()
             raise
         if self._ways.measures:
-            self._ways.link = measure_link(self.exchange, settings.clock, self._slots.device)
+            self._ways.link = measure_link(self.exchange, settings.clock, self._parameters.device)
         if self.exchange.world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
         self._warn_of(optimizer)
@@ -141,25 +141,27 @@ class Session:
             self._ways.by_energy,
         )
         every = settings.debug
-        self._check = CrossCheck(self._slots.values(), group, every) if every else None
+        self._check = CrossCheck(self._parameters.values(), group, every) if every else None
         self._watch_forward()
         # With unused parameters buckets stay as they are from the first backward on.
         fixed = model is None or (model.find_unused_parameters and not model.static_graph)
-        self._arrival = Arrival(self._slots) if self._granularity.joined and not fixed else None
+        self._arrival = (
+            Arrival(self._parameters) if self._granularity.joined and not fixed else None
+        )
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
-        settings, base, slots = self.settings, self.settings.base, self._slots
+        settings, base, parameters = self.settings, self.settings.base, self._parameters
         self._start = PolicyStart(settings, self._sizes, self.exchange.world_size)
         self._instruments = Instruments(
             settings.policy,
-            slots.values(),
+            parameters.values(),
             self._start.candidates,
             self._granularity.joined,
             settings.shadow_sample,
         )
         self._choose_memory()
-        skips = slots.maybe_unused() or self._memory.now.keeps_velocity
+        skips = parameters.maybe_unused() or self._memory.now.keeps_velocity
         if self._granularity.joined and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
@@ -167,12 +169,12 @@ class Session:
                 f"static_graph): it makes something of the zeros of a parameter that sends "
                 f"nothing; got 'bucket'"
             )
-        sizes = [p.numel() for p in slots]
+        sizes = [p.numel() for p in parameters]
         lines = (
             *settings.describe(self._memory.now.name),
             self._handed_over(),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
-            f"{', '.join(str(tuple(p.shape)) for p in slots)}",
+            f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
             describe_sizes(base, self._start.cfs, sizes),
         )
         return "\n".join(lines)
@@ -200,7 +202,7 @@ class Session:
             self._optimizer = None
             self._reduce_with(clip_norm=None)
             raise
-        self._watch = StepWatch(self._slots)
+        self._watch = StepWatch(self._parameters)
         self._warn_of(optimizer)
         self._watch_forward()
         self.controller.forced_dense = False
@@ -268,8 +270,8 @@ class Session:
             self._heed_script()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
-        slots = [self._slots.find(p) for p in bucket.parameters()]
-        self._sizes.see(bucket.index(), slots, self._reducer.joins(controller.step))
+        parameters = [self._parameters.find(p) for p in bucket.parameters()]
+        self._sizes.see(bucket.index(), parameters, self._reducer.joins(controller.step))
         rung = self.settings.hooks.get(controller.plan.send)
         scale = loss_scale(self._scaler, buffer.device)
         work = buffer
@@ -283,11 +285,11 @@ class Session:
                 if rung is None
                 else partial(send_through, rung, plan.send, bucket, scale, self.exchange)
             )
-            done = self._reducer.dense(work, slots, controller.step, cfs, tally, on_mean, send)
+            done = self._reducer.dense(work, parameters, controller.step, cfs, tally, on_mean, send)
         else:
             done = self._reducer.compressed(
                 work,
-                slots,
+                parameters,
                 controller.step,
                 cfs,
                 tally,
@@ -304,7 +306,7 @@ class Session:
             self._watch.backward_ends(scale, compare)
             if self._arrival is not None:
                 self._arrival.end()
-            if self._watch.thrown_away and self._memory.now.holds(self._slots.values()):
+            if self._watch.thrown_away and self._memory.now.holds(self._parameters.values()):
                 self._watch.thrown_away = False
                 if not controller.spoiled:
                     self._warn_once(_THROWN_AWAY)
@@ -372,7 +374,7 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
-        by_name, base = self._slots.by_name(), self.settings.base
+        by_name, base = self._parameters.by_name(), self.settings.base
         controller, expected = self.controller, self._identity()
         # It was told in the run that the state is of, and need not be found out again.
         has_fallen_back = state.get("memory_kind") == "residual" and self._memory.may_fall_back
@@ -407,7 +409,7 @@ class Session:
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
-            "parameters": shapes(self._slots.by_name()),
+            "parameters": shapes(self._parameters.by_name()),
         }
 
     def _choose_memory(self) -> None:

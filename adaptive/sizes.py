@@ -13,7 +13,7 @@ from adaptive.bucket import StepCFs
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import GATHERED
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from compressors import Compressor
 from policies import DENSE
 
@@ -33,16 +33,17 @@ class _Unit(NamedTuple):
 
 
 class Sizes:
-    """slots: of the parameters, which may still be found one by one. joined: those of a bucket are
-    compressed as one; policies are told the bytes of a model that is a single one, which is next to
-    the same and never changes. dense_below: elements.
+    """How many elements and bytes a step sends at each CF.
 
-    hooks: the CFs that foreign hooks send. named: all parameters are known.
+    parameters: may still be found one by one. joined: those of a bucket are compressed as one;
+    policies are told the bytes of a model that is a single bucket, which is next to the same and
+    never changes. dense_below: elements. hooks: the CFs that foreign hooks send. named: all
+    parameters are known.
     """
 
     def __init__(
         self,
-        slots: Mapping[Tensor, Slot],
+        parameters: Mapping[Tensor, ModelParameter],
         base: Compressor,
         joined: bool,
         dense_below: int,
@@ -51,27 +52,27 @@ class Sizes:
         world_size: int,
         named: bool,
     ) -> None:
-        self._slots = slots
+        self._parameters = parameters
         self._base = base
         self._joined = joined
-        self._buckets: dict[int, Sequence[Slot]] = {}
+        self._buckets: dict[int, Sequence[ModelParameter]] = {}
         self._dense_below = dense_below
         self._hooks = hooks
         self._ways = ways
         self._world_size = world_size
         self._named = named
         self._payload_bytes: dict[float, float] = {}
-        self._by_name: dict[str, Slot] = {}
+        self._by_name: dict[str, ModelParameter] = {}
 
-    def see(self, index: int, slots: Sequence[Slot], joined: bool) -> None:
+    def see(self, index: int, parameters: Sequence[ModelParameter], joined: bool) -> None:
         """What a bucket of this step holds, and whether it is compressed as one."""
         if index == 0:
             self._buckets = {}
-        self._buckets.update({index: slots} if joined else {})
+        self._buckets.update({index: parameters} if joined else {})
 
     def numel(self) -> int:
         """Elements of all gradients."""
-        return sum(p.numel() for p in self._slots)
+        return sum(p.numel() for p in self._parameters)
 
     def floats(self, cfs: StepCFs) -> float:
         """Elements that a step sends, indices not counted."""
@@ -85,19 +86,23 @@ class Sizes:
     def layers(self) -> dict[str, int]:
         """Elements of each parameter that is compressed by itself, by name; empty if they are not
         known."""
-        slots = self._slots.values() if self._named and not self._joined else ()
-        numels = {slot.name: slot.param.numel() for slot in slots}
+        parameters = self._parameters.values() if self._named and not self._joined else ()
+        numels = {parameter.name: parameter.tensor.numel() for parameter in parameters}
         return {name: numel for name, numel in numels.items() if numel >= max(1, self._dense_below)}
 
     def shapes(self, layers: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Of the parameters with these names."""
-        slots = self._slots.values()
-        return {slot.name: tuple(slot.param.shape) for slot in slots if slot.name in layers}
+        parameters = self._parameters.values()
+        return {
+            parameter.name: tuple(parameter.tensor.shape)
+            for parameter in parameters
+            if parameter.name in layers
+        }
 
     def layer_nbytes(self, layer: str, cf: float) -> float:
         """Payload bytes of one parameter at `cf`."""
         if layer not in self._by_name:
-            self._by_name = {slot.name: slot for slot in self._slots.values()}
+            self._by_name = {parameter.name: parameter for parameter in self._parameters.values()}
         return self._nbytes(self._unit(self._by_name[layer], cf))
 
     def payload_nbytes(self, cf: float) -> float:
@@ -138,22 +143,24 @@ class Sizes:
         """The base has no part in a step at `cf`."""
         return cf == DENSE or cf in self._hooks
 
-    def _whole(self) -> Sequence[Collection[Slot]]:
-        return [self._slots.values()] if self._joined else []
+    def _whole(self) -> Sequence[Collection[ModelParameter]]:
+        return [self._parameters.values()] if self._joined else []
 
-    def _units(self, cfs: StepCFs, joined: Collection[Collection[Slot]]) -> Iterator[_Unit]:
+    def _units(
+        self, cfs: StepCFs, joined: Collection[Collection[ModelParameter]]
+    ) -> Iterator[_Unit]:
         """What a step compresses or sends as it is, one by one. joined: what is compressed as one;
-        if nothing is, all slots are by themselves."""
-        for slots in joined or [[slot] for slot in self._slots.values()]:
-            units = [self._unit(slot, cfs.sent(slot.name)) for slot in slots]
-            yield from (unit for unit in units if unit.exact or len(slots) == 1)
-            together = sum(u.shape.numel() for u in units if not u.exact and len(slots) > 1)
+        if nothing is, all parameters are by themselves."""
+        for parameters in joined or [[parameter] for parameter in self._parameters.values()]:
+            units = [self._unit(parameter, cfs.sent(parameter.name)) for parameter in parameters]
+            yield from (unit for unit in units if unit.exact or len(parameters) == 1)
+            together = sum(u.shape.numel() for u in units if not u.exact and len(parameters) > 1)
             if together:
                 yield _Unit(torch.Size([together]), cfs.send, False)
 
-    def _unit(self, slot: Slot, cf: float) -> _Unit:
-        exact = cf == DENSE or slot.param.numel() < self._dense_below
-        return _Unit(slot.param.shape, cf, exact)
+    def _unit(self, parameter: ModelParameter, cf: float) -> _Unit:
+        exact = cf == DENSE or parameter.tensor.numel() < self._dense_below
+        return _Unit(parameter.tensor.shape, cf, exact)
 
     def _nbytes(self, unit: _Unit) -> float:
         if unit.exact:

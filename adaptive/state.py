@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from policies import state as saved
 
 CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resharded_from")
@@ -60,7 +60,7 @@ def undone_on_error(stateful: Sequence[Stateful], plain: Sequence[object]) -> It
 def check_state(
     state: Mapping[str, Any],
     expected: Mapping[str, Any],
-    by_name: Mapping[str, Slot],
+    by_name: Mapping[str, ModelParameter],
     ladder: int,
 ) -> None:
     """ValueError unless `state` is complete, equals `expected` where that says something, and its
@@ -99,9 +99,9 @@ def check_state(
         saved.number({"link": link[1]}, "link", above=0)
 
 
-def shapes(by_name: Mapping[str, Slot]) -> dict[str, list[int]]:
+def shapes(by_name: Mapping[str, ModelParameter]) -> dict[str, list[int]]:
     """Of the parameters, by name."""
-    return {name: list(slot.param.shape) for name, slot in by_name.items()}
+    return {name: list(parameter.tensor.shape) for name, parameter in by_name.items()}
 
 
 def _check_parameters(state: Mapping[str, Any], ours: Mapping[str, list[int]]) -> None:
@@ -123,7 +123,7 @@ def _check_parameters(state: Mapping[str, Any], ours: Mapping[str, list[int]]) -
         raise ValueError(f"state: of another model: {listed}")
 
 
-def _check_memory(name: str, kept: Mapping[str, Any], slot: Slot, kind: str) -> None:
+def _check_memory(name: str, kept: Mapping[str, Any], parameter: ModelParameter, kind: str) -> None:
     """What a memory keeps of one parameter."""
     known = {*TENSORS[kind], *(("lag", "to_full_lag") if "velocity" in kept else ())}
     if kind == "momentum" and "stepped" in kept:
@@ -136,17 +136,19 @@ def _check_memory(name: str, kept: Mapping[str, Any], slot: Slot, kind: str) -> 
         raise ValueError(f"state: memory {kind!r} keeps no {', '.join(extra)}, as of {name!r}")
     for what in TENSORS[kind]:
         if what in kept:
-            _check_tensor(what, name, kept[what], _flat(slot), slot.dtype)
+            _check_tensor(what, name, kept[what], _flat(parameter), parameter.dtype)
     if "velocity" in kept:
         lag = saved.number(kept, "lag", above=0)
         saved.number(kept, "to_full_lag", above=0)
         saved.together(lag <= 1, f"'lag' of {name!r} must be in (0, 1], got {lag!r}")
 
 
-def _check_shadow(name: str, kept: Mapping[str, Any], slot: Slot, ladder: int) -> None:
+def _check_shadow(
+    name: str, kept: Mapping[str, Any], parameter: ModelParameter, ladder: int
+) -> None:
     """What the shadow ladder keeps of one parameter: see `ShadowGroup`."""
     stride = saved.count(kept, "stride", least=1)
-    size = -(-slot.param.numel() // stride)
+    size = -(-parameter.tensor.numel() // stride)
     wanted = {
         "residual": (ladder, size),
         "velocity": (ladder, size),
@@ -164,8 +166,8 @@ def _check_shadow(name: str, kept: Mapping[str, Any], slot: Slot, ladder: int) -
             _check_tensor(f"shadow {what}", name, kept[what], wanted[what], dtype)
 
 
-def _flat(slot: Slot) -> tuple[int, ...]:
-    return (slot.param.numel(),)
+def _flat(parameter: ModelParameter) -> tuple[int, ...]:
+    return (parameter.tensor.numel(),)
 
 
 def _check_tensor(

@@ -11,7 +11,7 @@ from torch import Tensor
 from adaptive.bucket import Bucket, Part, Unit, as_one
 from adaptive.exchange.strategies import Remainder
 from adaptive.memory.error_feedback import Addition, NoMemory
-from adaptive.parameters import Scratch, Slot
+from adaptive.parameters import ModelParameter, Scratch
 from compressors.base import Payload
 from policies import DENSE
 
@@ -35,7 +35,7 @@ class BucketMemory:
         self._units = units
         self._scratch = scratch
         self._room = room
-        self._opened: dict[Slot, Addition] = {}
+        self._opened: dict[ModelParameter, Addition] = {}
 
     @property
     def masks(self) -> bool:
@@ -59,7 +59,7 @@ class BucketMemory:
         kept = [
             (rest[start:stop], part.grad[start:stop])
             for part, start, stop in unit.ranges
-            if not part.skipped and (rest := self._memory.remainder(part.slot)) is not None
+            if not part.skipped and (rest := self._memory.remainder(part.parameter)) is not None
         ]
         if not kept:
             return
@@ -75,18 +75,18 @@ class BucketMemory:
     def settle(self, own: Sequence[Payload]) -> None:
         """All is taken off. own: a payload for each unit, if this `masks`."""
         sent = self._sent(own) if self.masks else {}
-        cfs = {piece.part.slot: unit.cf for unit in self._units for piece in unit.ranges}
+        cfs = {piece.part.parameter: unit.cf for unit in self._units for piece in unit.ranges}
         for part in self._bucket.parts:
             if not part.skipped:
-                cf = cfs.get(part.slot, DENSE)  # an empty parameter is in no unit
-                self._memory.settle(part.slot, cf, sent.get(part.slot))
+                cf = cfs.get(part.parameter, DENSE)  # an empty parameter is in no unit
+                self._memory.settle(part.parameter, cf, sent.get(part.parameter))
 
     def keep(self, remainder: Remainder) -> None:
         """Add what a second compression has lost to what the memory holds."""
         values, start = remainder.values, remainder.start
         for unit in remainder.units:
             for part, first, stop in unit.ranges:
-                rest = self._memory.remainder(part.slot)
+                rest = self._memory.remainder(part.parameter)
                 if rest is not None:
                     lost = values[part.start + first - start :][: stop - first]
                     rest[first:stop].add_(lost, alpha=remainder.times)
@@ -94,14 +94,14 @@ class BucketMemory:
     def undo(self) -> None:
         """The memory as it was."""
         for part in self._bucket.parts:
-            if part.slot in self._opened:
-                self._memory.undo_open(part.slot, part.grad)
+            if part.parameter in self._opened:
+                self._memory.undo_open(part.parameter, part.grad)
 
     def _addition(self, part: Part, cf: float) -> Addition:
         """What the memory makes of a part; asked once a step, however many units share it."""
-        opened = self._opened.get(part.slot)
+        opened = self._opened.get(part.parameter)
         if opened is None:
-            opened = self._opened[part.slot] = self._memory.open(part.slot, part.grad, cf)
+            opened = self._opened[part.parameter] = self._memory.open(part.parameter, part.grad, cf)
         return opened
 
     def _together(self, unit: Unit) -> Addition | None:
@@ -133,22 +133,22 @@ class BucketMemory:
                 place.copy_(target[start:stop])
         return room[unit.start : unit.stop]
 
-    def _sent(self, own: Sequence[Payload]) -> dict[Slot, list[Tensor] | None]:
+    def _sent(self, own: Sequence[Payload]) -> dict[ModelParameter, list[Tensor] | None]:
         """By parameter, the indices of what was sent; None if that is all of it."""
-        sent: dict[Slot, list[Tensor] | None] = {}
+        sent: dict[ModelParameter, list[Tensor] | None] = {}
         for unit, payload in zip(self._units, own, strict=True):
             indices = unit.compressor.indices(payload)
             borders = [piece.part.start + piece.start for piece in unit.ranges]
             pieces = _split(indices, [border - unit.start for border in borders])
             for (part, start, stop), within in zip(unit.ranges, pieces, strict=True):
-                known = sent.setdefault(part.slot, [])
+                known = sent.setdefault(part.parameter, [])
                 if part.skipped:
                     continue
                 if within is not None:
                     if known is not None:
                         known.append(within + (unit.start - part.start))
                 elif stop - start == part.grad.numel():
-                    sent[part.slot] = None
+                    sent[part.parameter] = None
                 elif known is not None:
                     known.append(torch.arange(start, stop, device=part.grad.device))
         return sent

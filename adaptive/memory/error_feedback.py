@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 
 if TYPE_CHECKING:
     from adaptive.memory.momentum import MomentumRule
@@ -43,27 +43,27 @@ class NoMemory:
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         self._maybe_unused = maybe_unused
 
-    def holds(self, slots: Iterable[Slot]) -> bool:
+    def holds(self, parameters: Iterable[ModelParameter]) -> bool:
         """Something is remembered of earlier steps."""
-        return any(slot.filled or slot.velocity is not None for slot in slots)
+        return any(parameter.filled or parameter.velocity is not None for parameter in parameters)
 
-    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
+    def open(self, parameter: ModelParameter, grad: Tensor, cf: float) -> Addition:
         """What a step at `cf`, compressed, has to compress."""
         return Addition(grad, None)
 
-    def undo_open(self, slot: Slot, grad: Tensor) -> None:
+    def undo_open(self, parameter: ModelParameter, grad: Tensor) -> None:
         """Take back what `open` and the addition did to the memory (to rounding)."""
 
-    def remainder(self, slot: Slot) -> Tensor | None:
+    def remainder(self, parameter: ModelParameter) -> Tensor | None:
         """Where the error-fed gradient is (flat), for what is sent to be taken off; None if what
         is not sent is lost."""
         return None
 
-    def rules(self, slot: Slot, cfs: Sequence[float]) -> Sequence[MomentumRule]:
+    def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
         """How the velocity moves in a compressed step at each of the CFs; none without one."""
         return ()
 
-    def entering(self, slot: Slot, cfs: Sequence[float]) -> Sequence[float]:
+    def entering(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[float]:
         """What a compressed step at each of the CFs multiplies the velocity by before it moves."""
         return [1.0] * len(cfs)
 
@@ -71,39 +71,39 @@ class NoMemory:
         """The velocity of what is sent at this CF is cleared."""
         return False
 
-    def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
+    def settle(self, parameter: ModelParameter, cf: float, sent: Sequence[Tensor] | None) -> None:
         """What was sent at `cf` has been taken off the remainder.
 
         sent: the indices of what was sent (int64), in several tensors; None if that is all."""
 
-    def fold(self, slot: Slot, grad: Tensor) -> None:
+    def fold(self, parameter: ModelParameter, grad: Tensor) -> None:
         """Turn `grad`, in place, into all that a dense step has to send."""
-        if slot.filled:
-            assert slot.residual is not None
-            grad.add_(slot.residual)
+        if parameter.filled:
+            assert parameter.residual is not None
+            grad.add_(parameter.residual)
 
-    def undo_fold(self, slot: Slot) -> None:
+    def undo_fold(self, parameter: ModelParameter) -> None:
         """Take back what `fold` did to the memory."""
 
-    def commit_dense(self, slot: Slot) -> None:
+    def commit_dense(self, parameter: ModelParameter) -> None:
         """What `fold` made was sent: nothing remains."""
-        slot.filled = False
+        parameter.filled = False
 
-    def idle(self, slot: Slot) -> bool:
-        """True if a dense step has nothing to fold in, now and for this slot."""
-        return not slot.filled
+    def idle(self, parameter: ModelParameter) -> bool:
+        """True if a dense step has nothing to fold in, now and for this parameter."""
+        return not parameter.filled
 
-    def skips(self, slot: Slot, grad_energy: float) -> bool:
-        """True if this slot sends nothing this step and keeps its memory to itself.
+    def skips(self, parameter: ModelParameter, grad_energy: float) -> bool:
+        """True if this parameter sends nothing this step and keeps its memory to itself.
 
         DDP throws away what arrives for a globally unused parameter, so where there may be such, a
         slice that is exactly zero must not spend its residual."""
         return grad_energy == 0.0 and self._maybe_unused()
 
-    def state_dict(self, slot: Slot) -> dict[str, Any]:
+    def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
         return
 
 
@@ -113,24 +113,24 @@ class Residual(NoMemory):
     name = "residual"
     keeps_residual = True
 
-    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
-        return Addition(slot.open_residual(), grad)
+    def open(self, parameter: ModelParameter, grad: Tensor, cf: float) -> Addition:
+        return Addition(parameter.open_residual(), grad)
 
-    def undo_open(self, slot: Slot, grad: Tensor) -> None:
-        assert slot.residual is not None
-        slot.residual.sub_(grad)
+    def undo_open(self, parameter: ModelParameter, grad: Tensor) -> None:
+        assert parameter.residual is not None
+        parameter.residual.sub_(grad)
 
-    def remainder(self, slot: Slot) -> Tensor | None:
-        return slot.open_residual()
+    def remainder(self, parameter: ModelParameter) -> Tensor | None:
+        return parameter.open_residual()
 
-    def state_dict(self, slot: Slot) -> dict[str, Any]:
-        if not slot.filled:
+    def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
+        if not parameter.filled:
             return {}
-        assert slot.residual is not None
-        return {"residual": slot.residual.clone()}
+        assert parameter.residual is not None
+        return {"residual": parameter.residual.clone()}
 
-    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
         saved = state.get("residual")
-        slot.filled = saved is not None
+        parameter.filled = saved is not None
         if saved is not None:
-            slot.open_residual().copy_(saved)
+            parameter.open_residual().copy_(saved)

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.momentum import MomentumRule
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -63,9 +63,11 @@ class MomentumHandover:
     momentum would be lost.
     """
 
-    def __init__(self, optimizer: SGD, slots: Mapping[Tensor, Slot], own: set[Tensor]) -> None:
+    def __init__(
+        self, optimizer: SGD, parameters: Mapping[Tensor, ModelParameter], own: set[Tensor]
+    ) -> None:
         self._optimizer = optimizer
-        self._slots = slots
+        self._parameters = parameters
         self._saved: list[dict[str, Any]] | None = None
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
@@ -80,17 +82,17 @@ class MomentumHandover:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def rule(self, slot: Slot) -> MomentumRule:
-        """The slot's momentum settings as they stand now; no momentum if it is not optimized."""
-        index = self._group_index(slot)
+    def rule(self, parameter: ModelParameter) -> MomentumRule:
+        """Its momentum settings as they stand now; no momentum if it is not optimized."""
+        index = self._group_index(parameter)
         if index is None:
             return MomentumRule(0.0)
         settings = (self._saved or self._optimizer.param_groups)[index]
         return MomentumRule(settings["momentum"], settings["dampening"], settings["nesterov"])
 
-    def has_buffer(self, slot: Slot) -> bool:
+    def has_buffer(self, parameter: ModelParameter) -> bool:
         """True if SGD has a velocity for this parameter already."""
-        state = self._optimizer.state.get(slot.param, {})
+        state = self._optimizer.state.get(parameter.tensor, {})
         return state.get("momentum_buffer") is not None
 
     def unhook(self) -> None:
@@ -102,47 +104,47 @@ class MomentumHandover:
     def give_back(self, exchange: Exchange) -> None:
         """Add the ranks' mean velocities to SGD's own buffers, and turn each residual from a sum
         of velocities into a gradient. A collective."""
-        slots = list(self._slots.values())
-        device = slots[0].param.device
-        own = torch.tensor([float(slot.started) for slot in slots], device=device)
+        parameters = list(self._parameters.values())
+        device = parameters[0].tensor.device
+        own = torch.tensor([float(parameter.started) for parameter in parameters], device=device)
         started = exchange.sum_later(own).wait().tolist()  # on how many ranks
-        for slot, ranks in zip(slots, started, strict=True):
-            if slot.residual is not None:
-                slot.residual.mul_(1 / self._gradient_to_velocity(slot))
-            velocity = slot.velocity if slot.velocity is not None else slot.zeros()
-            share = self.rule(slot).change_of_lag(slot.lag, 1.0) / exchange.world_size
+        for parameter, ranks in zip(parameters, started, strict=True):
+            if parameter.residual is not None:
+                parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
+            velocity = parameter.velocity if parameter.velocity is not None else parameter.zeros()
+            share = self.rule(parameter).change_of_lag(parameter.lag, 1.0) / exchange.world_size
             mean = exchange.sum_later(velocity * share).wait()
             exchange.take_traffic()  # no step's
-            if ranks or slot.stepped:
-                self._add_to_buffer(slot, mean)
+            if ranks or parameter.stepped:
+                self._add_to_buffer(parameter, mean)
 
-    def to_velocity(self, slot: Slot) -> None:
+    def to_velocity(self, parameter: ModelParameter) -> None:
         """Turn a residual that was kept as a gradient into a sum of velocities."""
-        if slot.filled and slot.residual is not None:
-            slot.residual.mul_(self._gradient_to_velocity(slot))
+        if parameter.filled and parameter.residual is not None:
+            parameter.residual.mul_(self._gradient_to_velocity(parameter))
 
-    def to_gradient(self, slot: Slot) -> None:
+    def to_gradient(self, parameter: ModelParameter) -> None:
         """Turn a sum of velocities, and what the velocity has yet to deliver, into a residual of
         gradients, on which the optimizer's own momentum is to work."""
-        rule = self.rule(slot)
-        if slot.velocity is not None and rule.momentum != 1:
-            ahead = rule.momentum / (1 - rule.momentum) * rule.change_of_lag(slot.lag, 1.0)
-            slot.open_residual().add_(
-                slot.velocity, alpha=ahead * (rule.momentum if rule.nesterov else 1.0)
+        rule = self.rule(parameter)
+        if parameter.velocity is not None and rule.momentum != 1:
+            ahead = rule.momentum / (1 - rule.momentum) * rule.change_of_lag(parameter.lag, 1.0)
+            parameter.open_residual().add_(
+                parameter.velocity, alpha=ahead * (rule.momentum if rule.nesterov else 1.0)
             )
-        if slot.filled and slot.residual is not None:
-            slot.residual.mul_(1 / self._gradient_to_velocity(slot))
+        if parameter.filled and parameter.residual is not None:
+            parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
 
-    def _gradient_to_velocity(self, slot: Slot) -> float:
+    def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
-        rule = self.rule(slot)
+        rule = self.rule(parameter)
         if rule.dampening == 1:
             return 1.0
         return (1 - rule.dampening) / (1 - rule.momentum) if rule.momentum else 1.0
 
-    def _add_to_buffer(self, slot: Slot, mean: Tensor) -> None:
-        p, state = slot.param, self._optimizer.state[slot.param]
-        index = self._group_index(slot)
+    def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
+        p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
+        index = self._group_index(parameter)
         if index is not None and self._optimizer.param_groups[index].get("maximize"):
             mean = -mean
         # DDP's buckets hold a parameter's elements in the order of memory.
@@ -150,12 +152,12 @@ class MomentumHandover:
         buffer = state.get("momentum_buffer")
         state["momentum_buffer"] = shaped if buffer is None else buffer.add_(shaped)
 
-    def _group_index(self, slot: Slot) -> int | None:
+    def _group_index(self, parameter: ModelParameter) -> int | None:
         groups = self._optimizer.param_groups
         if self._indexed != len(groups):  # built late, and again after add_param_group
             self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
             self._indexed = len(groups)
-        return self._index.get(slot.param)
+        return self._index.get(parameter.tensor)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,8 +167,8 @@ class MomentumHandover:
         for group in optimizer.param_groups:
             if group["momentum"]:
                 for p in group["params"]:
-                    if p.grad is not None and p in self._slots:
-                        self._add_decay(p, group, self._slots[p])
+                    if p.grad is not None and p in self._parameters:
+                        self._add_decay(p, group, self._parameters[p])
         self._saved = [{k: group[k] for k in _NEUTRAL} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             if group["momentum"]:
@@ -183,14 +185,14 @@ class MomentumHandover:
             self._saved = None
 
     @torch.no_grad()
-    def _add_decay(self, p: Tensor, group: Mapping[str, Any], slot: Slot) -> None:
+    def _add_decay(self, p: Tensor, group: Mapping[str, Any], parameter: ModelParameter) -> None:
         decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
         scale = getattr(self._optimizer, "grad_scale", None)
         skips = getattr(self._optimizer, "found_inf", None)
         state = self._optimizer.state[p]
         buffer = state.get("momentum_buffer")
-        fresh, slot.stepped = not slot.stepped, True
+        fresh, parameter.stepped = not parameter.stepped, True
         if buffer is None:
             if not decay:
                 return

@@ -12,7 +12,7 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import MomentumHandover, has_momentum
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
-from adaptive.parameters import Slot, Slots
+from adaptive.parameters import ModelParameter, ModelParameters
 from compressors import Compressor
 from policies import DENSE
 
@@ -75,8 +75,8 @@ class MemoryChoice:
 
     def _with_velocity(
         self,
-        rule: Callable[[Slot], MomentumRule],
-        has_buffer: Callable[[Slot], bool],
+        rule: Callable[[ModelParameter], MomentumRule],
+        has_buffer: Callable[[ModelParameter], bool],
         maybe_unused: Callable[[], bool],
     ) -> MomentumMemory:
         return MomentumMemory(rule, has_buffer, self._masking, self._lag_at, maybe_unused)
@@ -99,20 +99,20 @@ class MemoryChoice:
 class ModelMemory:
     """now: the memory in use."""
 
-    def __init__(self, choice: MemoryChoice, slots: Slots) -> None:
-        self.now = NoMemory(slots.maybe_unused)
+    def __init__(self, choice: MemoryChoice, parameters: ModelParameters) -> None:
+        self.now = NoMemory(parameters.maybe_unused)
         self._choice = choice
-        self._slots = slots
+        self._parameters = parameters
         self._handover: MomentumHandover | None = None
 
     def choose(self, optimizer: Optimizer | None) -> None:
         """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
         with what was asked for."""
         if self._choice.takes_over(optimizer):
-            self._handover = MomentumHandover(optimizer, self._slots, self._slots.own())
-            for slot in self._slots.values():
-                self._handover.to_velocity(slot)
-        self.now = self._choice.make(self._handover, self._slots.maybe_unused)
+            self._handover = MomentumHandover(optimizer, self._parameters, self._parameters.own())
+            for parameter in self._parameters.values():
+                self._handover.to_velocity(parameter)
+        self.now = self._choice.make(self._handover, self._parameters.maybe_unused)
 
     def warning(self, optimizer: Optimizer | None) -> str:
         """What whoever handed this optimizer over should know; nothing if that is as expected."""
@@ -127,14 +127,14 @@ class ModelMemory:
 
     def adopt(self, other: ModelMemory) -> None:
         """Take over what another, detached compressor on the same model still holds."""
-        for p, slot in self._slots.items():
-            theirs = other._slots.get(p)
+        for p, parameter in self._parameters.items():
+            theirs = other._parameters.get(p)
             if theirs is not None and theirs.filled:
-                slot.residual, slot.filled = theirs.residual, True
+                parameter.residual, parameter.filled = theirs.residual, True
                 theirs.residual, theirs.filled = None, False
                 theirs.places.clear()
                 if self._handover is not None:
-                    self._handover.to_velocity(slot)
+                    self._handover.to_velocity(parameter)
 
     def release(self, exchange: Exchange) -> None:
         """Velocities go back to the optimizer, which is let go (a collective with momentum); the
@@ -153,11 +153,11 @@ class ModelMemory:
         """Plain error feedback from now on: the optimizer applies its momentum itself, and what
         velocities have yet to deliver waits in the residual."""
         assert self._handover is not None
-        for slot in self._slots.values():
-            self._handover.to_gradient(slot)
+        for parameter in self._parameters.values():
+            self._handover.to_gradient(parameter)
         self.unhook()
         self._forget_velocities()
-        self.now = Residual(self._slots.maybe_unused)
+        self.now = Residual(self._parameters.maybe_unused)
 
     def unchoose(self) -> None:
         """As before `choose`, since when nothing was compressed; to be called after its error,
@@ -170,19 +170,19 @@ class ModelMemory:
         """Only the residual stays."""
         self._forget_velocities()
         keeps = Residual if self.now.keeps_residual else NoMemory
-        self.now = keeps(self._slots.maybe_unused)
+        self.now = keeps(self._parameters.maybe_unused)
 
     def discard(self) -> None:
         """Nothing is held any more."""
-        for slot in self._slots.values():
-            slot.filled = False
-            slot.velocity, slot.started, slot.fresh = None, False, False
+        for parameter in self._parameters.values():
+            parameter.filled = False
+            parameter.velocity, parameter.started, parameter.fresh = None, False, False
 
     def _forget_velocities(self) -> None:
-        for slot in self._slots.values():
-            slot.velocity, slot.lag = None, 1.0
-            slot.started = slot.fresh = slot.stepped = False
-            slot.places.pop("velocity", None)
+        for parameter in self._parameters.values():
+            parameter.velocity, parameter.lag = None, 1.0
+            parameter.started = parameter.fresh = parameter.stepped = False
+            parameter.places.pop("velocity", None)
 
     def unhook(self) -> None:
         """The optimizer applies its own momentum again."""
@@ -192,9 +192,12 @@ class ModelMemory:
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, of those that have something."""
-        states = {slot.name: self.now.state_dict(slot) for slot in self._slots.values()}
+        states = {
+            parameter.name: self.now.state_dict(parameter)
+            for parameter in self._parameters.values()
+        }
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for slot in self._slots.values():
-            self.now.load_state_dict(slot, state.get(slot.name, {}))
+        for parameter in self._parameters.values():
+            self.now.load_state_dict(parameter, state.get(parameter.name, {}))

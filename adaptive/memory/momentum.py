@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptive.memory.error_feedback import Addition, Residual
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 
 
 class MomentumRule(NamedTuple):
@@ -53,8 +53,8 @@ class MomentumRule(NamedTuple):
 class MomentumMemory(Residual):
     """A velocity and its residual for each parameter.
 
-    rule: the momentum settings of a slot, asked anew each step, so schedulers keep working.
-    has_buffer: True if the optimizer already holds a velocity for the slot.
+    rule: the momentum settings of a parameter, asked anew each step, so schedulers keep working.
+    has_buffer: True if the optimizer already holds a velocity for the parameter.
     masking: smallest CF at which the velocity of what was sent is cleared; inf for never.
     lag: share of the momentum's lag in a step at a CF, compressed, in (0, 1].
     maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
@@ -65,8 +65,8 @@ class MomentumMemory(Residual):
 
     def __init__(
         self,
-        rule: Callable[[Slot], MomentumRule],
-        has_buffer: Callable[[Slot], bool],
+        rule: Callable[[ModelParameter], MomentumRule],
+        has_buffer: Callable[[ModelParameter], bool],
         masking: float,
         lag: Callable[[float], float],
         maybe_unused: Callable[[], bool],
@@ -76,32 +76,32 @@ class MomentumMemory(Residual):
         self._has_buffer = has_buffer
         self._masking = masking
         self._lag = lag
-        self._undo: dict[Slot, _Before] = {}
+        self._undo: dict[ModelParameter, _Before] = {}
         self._asked: tuple[MomentumRule | None, Sequence[float], Sequence[MomentumRule]]
         self._asked = None, (), ()  # what `rules` was asked last, and its answer
 
-    def rules(self, slot: Slot, cfs: Sequence[float]) -> Sequence[MomentumRule]:
-        rule = self._rule(slot)
-        if (rule, cfs) != self._asked[:2]:  # most slots have the same
+    def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
+        rule = self._rule(parameter)
+        if (rule, cfs) != self._asked[:2]:  # most parameters have the same
             rules = [rule.with_lag(self._lag(cf)) for cf in cfs] if rule.momentum else []
             self._asked = rule, cfs, rules
         return self._asked[2]
 
-    def entering(self, slot: Slot, cfs: Sequence[float]) -> Sequence[float]:
-        rule = self._rule(slot)
-        return [rule.change_of_lag(slot.lag, self._lag(cf)) for cf in cfs]
+    def entering(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[float]:
+        rule = self._rule(parameter)
+        return [rule.change_of_lag(parameter.lag, self._lag(cf)) for cf in cfs]
 
     def masks(self, cf: float) -> bool:
         return cf >= self._masking
 
-    def open(self, slot: Slot, grad: Tensor, cf: float) -> Addition:
-        rule = self._rule(slot)
-        self._undo[slot] = _Before(rule, slot.started, slot.lag)
+    def open(self, parameter: ModelParameter, grad: Tensor, cf: float) -> Addition:
+        rule = self._rule(parameter)
+        self._undo[parameter] = _Before(rule, parameter.started, parameter.lag)
         if not rule.momentum:
-            return super().open(slot, grad, cf)
-        velocity = self._step(slot, grad, rule, self._lag(cf))
-        rule = rule.with_lag(slot.lag)
-        residual = slot.open_residual()
+            return super().open(parameter, grad, cf)
+        velocity = self._step(parameter, grad, rule, self._lag(cf))
+        rule = rule.with_lag(parameter.lag)
+        residual = parameter.open_residual()
         if rule.nesterov:  # the direction is g + m u
             residual.add_(velocity, alpha=rule.momentum)
             if rule.gain != 1:
@@ -109,107 +109,125 @@ class MomentumMemory(Residual):
             return Addition(residual, grad)
         return Addition(residual, velocity)
 
-    def undo_open(self, slot: Slot, grad: Tensor) -> None:
-        before = self._undo.pop(slot)
-        rule = before.rule.with_lag(slot.lag)
-        assert slot.residual is not None
+    def undo_open(self, parameter: ModelParameter, grad: Tensor) -> None:
+        before = self._undo.pop(parameter)
+        rule = before.rule.with_lag(parameter.lag)
+        assert parameter.residual is not None
         if not rule.momentum or rule.nesterov:
-            slot.residual.sub_(grad, alpha=rule.gain)
+            parameter.residual.sub_(grad, alpha=rule.gain)
         if rule.momentum:
-            assert slot.velocity is not None
-            slot.residual.sub_(slot.velocity, alpha=rule.momentum if rule.nesterov else 1.0)
-            self._step_back(slot, grad, before)
+            assert parameter.velocity is not None
+            parameter.residual.sub_(
+                parameter.velocity, alpha=rule.momentum if rule.nesterov else 1.0
+            )
+            self._step_back(parameter, grad, before)
 
-    def settle(self, slot: Slot, cf: float, sent: Sequence[Tensor] | None) -> None:
-        self._undo.pop(slot, None)
-        if slot.velocity is not None and sent is not None and self.masks(cf):
+    def settle(self, parameter: ModelParameter, cf: float, sent: Sequence[Tensor] | None) -> None:
+        self._undo.pop(parameter, None)
+        if parameter.velocity is not None and sent is not None and self.masks(cf):
             for indices in sent:
-                slot.velocity[indices] = 0
+                parameter.velocity[indices] = 0
 
-    def fold(self, slot: Slot, grad: Tensor) -> None:
-        rule = self._rule(slot)
+    def fold(self, parameter: ModelParameter, grad: Tensor) -> None:
+        rule = self._rule(parameter)
         if not rule.momentum:
-            self._undo[slot] = _Before(rule, slot.started, slot.lag)
-            super().fold(slot, grad)
+            self._undo[parameter] = _Before(rule, parameter.started, parameter.lag)
+            super().fold(parameter, grad)
             return
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
         # room for it; only in the step that empties a residual does it cost an allocation.
-        if slot.filled:
+        if parameter.filled:
             saved = grad.clone()
         else:
-            slot.residual = saved = slot.open_residual().copy_(grad)
-            slot.filled = False
-        self._undo[slot] = _Before(rule, slot.started, slot.lag, saved)
-        velocity = self._step(slot, grad, rule, 1.0)
+            parameter.residual = saved = parameter.open_residual().copy_(grad)
+            parameter.filled = False
+        self._undo[parameter] = _Before(rule, parameter.started, parameter.lag, saved)
+        velocity = self._step(parameter, grad, rule, 1.0)
         if rule.nesterov:
             grad.add_(velocity, alpha=rule.momentum)
         else:
             grad.copy_(velocity)
-        super().fold(slot, grad)
+        super().fold(parameter, grad)
 
-    def undo_fold(self, slot: Slot) -> None:
-        before = self._undo.pop(slot)
+    def undo_fold(self, parameter: ModelParameter) -> None:
+        before = self._undo.pop(parameter)
         if before.rule.momentum:
             assert before.grad is not None
-            self._step_back(slot, before.grad, before)
+            self._step_back(parameter, before.grad, before)
 
-    def commit_dense(self, slot: Slot) -> None:
-        super().commit_dense(slot)
-        self._undo.pop(slot, None)
+    def commit_dense(self, parameter: ModelParameter) -> None:
+        super().commit_dense(parameter)
+        self._undo.pop(parameter, None)
 
-    def idle(self, slot: Slot) -> bool:
+    def idle(self, parameter: ModelParameter) -> bool:
         return False
 
-    def skips(self, slot: Slot, grad_energy: float) -> bool:
+    def skips(self, parameter: ModelParameter, grad_energy: float) -> bool:
         # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
         # treat as unused keeps everything to itself.
-        return super().skips(slot, grad_energy) or (grad_energy == 0.0 and slot.velocity is None)
+        return super().skips(parameter, grad_energy) or (
+            grad_energy == 0.0 and parameter.velocity is None
+        )
 
-    def state_dict(self, slot: Slot) -> dict[str, Any]:
-        state = super().state_dict(slot)
-        if slot.started and slot.velocity is not None:
-            full = self._rule(slot).change_of_lag(slot.lag, 1.0)  # for `adaptive.reshard_states`
-            state |= {"velocity": slot.velocity.clone(), "lag": slot.lag, "to_full_lag": full}
-        return {**state, "stepped": True} if slot.stepped else state
+    def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
+        state = super().state_dict(parameter)
+        if parameter.started and parameter.velocity is not None:
+            full = self._rule(parameter).change_of_lag(
+                parameter.lag, 1.0
+            )  # for `adaptive.reshard_states`
+            state |= {
+                "velocity": parameter.velocity.clone(),
+                "lag": parameter.lag,
+                "to_full_lag": full,
+            }
+        return {**state, "stepped": True} if parameter.stepped else state
 
-    def load_state_dict(self, slot: Slot, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(slot, state)
+    def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(parameter, state)
         saved = state.get("velocity")
-        slot.fresh = False
-        slot.started = saved is not None
-        slot.stepped = bool(state.get("stepped", False))
-        slot.velocity, slot.lag = None, state.get("lag", 1.0)
+        parameter.fresh = False
+        parameter.started = saved is not None
+        parameter.stepped = bool(state.get("stepped", False))
+        parameter.velocity, parameter.lag = None, state.get("lag", 1.0)
         if saved is not None:
-            slot.velocity = slot.zeros("velocity").copy_(saved)
+            parameter.velocity = parameter.zeros("velocity").copy_(saved)
 
-    def _step(self, slot: Slot, grad: Tensor, rule: MomentumRule, lag: float) -> Tensor:
-        if slot.velocity is None:
-            slot.velocity = slot.zeros("velocity")
-        _change_lag(slot, rule, lag)
+    def _step(
+        self, parameter: ModelParameter, grad: Tensor, rule: MomentumRule, lag: float
+    ) -> Tensor:
+        if parameter.velocity is None:
+            parameter.velocity = parameter.zeros("velocity")
+        _change_lag(parameter, rule, lag)
         rule = rule.with_lag(lag)
         # Where another rank was the first to use the parameter, its first step is not this one.
-        slot.fresh = not (slot.started or slot.stepped or self._has_buffer(slot))
-        if slot.fresh:
-            torch.mul(grad, rule.gain, out=slot.velocity)
+        parameter.fresh = not (
+            parameter.started or parameter.stepped or self._has_buffer(parameter)
+        )
+        if parameter.fresh:
+            torch.mul(grad, rule.gain, out=parameter.velocity)
         else:
-            slot.velocity.mul_(rule.momentum).add_(grad, alpha=rule.gain * (1 - rule.dampening))
-        slot.started = True
-        return slot.velocity
+            parameter.velocity.mul_(rule.momentum).add_(
+                grad, alpha=rule.gain * (1 - rule.dampening)
+            )
+        parameter.started = True
+        return parameter.velocity
 
-    def _step_back(self, slot: Slot, grad: Tensor, before: _Before) -> None:
-        assert slot.velocity is not None
-        rule = before.rule.with_lag(slot.lag)
-        if slot.fresh:
-            slot.velocity.zero_()
+    def _step_back(self, parameter: ModelParameter, grad: Tensor, before: _Before) -> None:
+        assert parameter.velocity is not None
+        rule = before.rule.with_lag(parameter.lag)
+        if parameter.fresh:
+            parameter.velocity.zero_()
         else:
-            slot.velocity.sub_(grad, alpha=rule.gain * (1 - rule.dampening)).div_(rule.momentum)
-        _change_lag(slot, before.rule, before.lag)
-        slot.started = before.started
+            parameter.velocity.sub_(grad, alpha=rule.gain * (1 - rule.dampening)).div_(
+                rule.momentum
+            )
+        _change_lag(parameter, before.rule, before.lag)
+        parameter.started = before.started
 
 
 class _Before(NamedTuple):
-    """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the slot, before.
-    grad: what the collective overwrites."""
+    """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the parameter,
+    before. grad: what the collective overwrites."""
 
     rule: MomentumRule
     started: bool
@@ -217,9 +235,9 @@ class _Before(NamedTuple):
     grad: Tensor | None = None
 
 
-def _change_lag(slot: Slot, rule: MomentumRule, lag: float) -> None:
+def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> None:
     """From now on the velocity moves with this share of the momentum's lag."""
-    factor = rule.change_of_lag(slot.lag, lag)
-    if slot.velocity is not None and factor != 1:
-        slot.velocity.mul_(factor)
-    slot.lag = lag
+    factor = rule.change_of_lag(parameter.lag, lag)
+    if parameter.velocity is not None and factor != 1:
+        parameter.velocity.mul_(factor)
+    parameter.lag = lag

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from compressors.kernels import squared_norm
 from policies import LayerReport
 from policies import state as saved
@@ -27,32 +27,34 @@ class GradientSum:
     """Alike on all ranks, since every rank decodes the same mean."""
 
     def __init__(self) -> None:
-        self._totals: dict[Slot, Tensor] = {}
+        self._totals: dict[ModelParameter, Tensor] = {}
         self.by_layer: dict[str, float] = {}
         """Norms at the last reading, by parameter name."""
 
-    def add(self, slot: Slot, mean: Tensor) -> None:
+    def add(self, parameter: ModelParameter, mean: Tensor) -> None:
         """Add a step's mean gradient of one parameter (flat)."""
-        total = self._totals.get(slot)
+        total = self._totals.get(parameter)
         if total is None:
-            total = self._totals[slot] = slot.zeros()
+            total = self._totals[parameter] = parameter.zeros()
         total.add_(mean)
 
     def read(self) -> float:
         """Norm of the sum since the last reading; a new sum begins."""
         energy = 0.0
         # Means arrive in an order that differs from run to run.
-        for slot, total in sorted(self._totals.items(), key=lambda item: item[0].name):
+        for parameter, total in sorted(self._totals.items(), key=lambda item: item[0].name):
             of_layer = squared_norm(total)
-            self.by_layer[slot.name] = sqrt(of_layer)
+            self.by_layer[parameter.name] = sqrt(of_layer)
             energy += of_layer
             total.zero_()
         return sqrt(energy)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {slot.name: total.clone() for slot, total in self._totals.items()}
+        return {parameter.name: total.clone() for parameter, total in self._totals.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], by_name: Mapping[str, Slot]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], by_name: Mapping[str, ModelParameter]
+    ) -> None:
         self._totals = {by_name[n]: by_name[n].zeros().copy_(t) for n, t in state.items()}
 
 
@@ -67,22 +69,24 @@ class _Sums:
 
 
 class LayerStatistics:
-    """slots: of the layers, in an order that is the same on every rank. ladder: the CFs of the
+    """parameters: of the layers, in an order that is the same on every rank. ladder: the CFs of the
     shadow ladder, if there is one."""
 
-    def __init__(self, slots: Collection[Slot], ladder: Sequence[float]) -> None:
+    def __init__(self, parameters: Collection[ModelParameter], ladder: Sequence[float]) -> None:
         self._ladder = tuple(ladder)
-        self._sums = {slot.name: self._empty() for slot in slots}
+        self._sums = {parameter.name: self._empty() for parameter in parameters}
 
-    def add_energy(self, slot: Slot, energy: float) -> None:
+    def add_energy(self, parameter: ModelParameter, energy: float) -> None:
         """||g||^2 of a layer in this step; left out if it is not finite."""
-        if isfinite(energy) and slot.name in self._sums:
-            self._sums[slot.name].energy += energy
+        if isfinite(energy) and parameter.name in self._sums:
+            self._sums[parameter.name].energy += energy
 
-    def add_levels(self, slot: Slot, error: Sequence[float], total: Sequence[float]) -> None:
+    def add_levels(
+        self, parameter: ModelParameter, error: Sequence[float], total: Sequence[float]
+    ) -> None:
         """What each CF of the ladder would have lost of a layer in this step, and of how much."""
-        if slot.name in self._sums:
-            sums = self._sums[slot.name]
+        if parameter.name in self._sums:
+            sums = self._sums[parameter.name]
             sums.error = [a + b for a, b in zip(sums.error, error, strict=True)]
             sums.total = [a + b for a, b in zip(sums.total, total, strict=True)]
 

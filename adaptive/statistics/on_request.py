@@ -7,7 +7,7 @@ from typing import Any
 
 from adaptive.bucket import Bucket
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.layers import GradientSum, LayerStatistics
 from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.signal import Peers
@@ -16,13 +16,15 @@ from policies import Policy
 
 
 class Instruments:
-    """slots: of the parameters. cfs: of the shadow ladder, if there is to be one. joined: a bucket
-    is compressed as one. share: of a shadow ladder's elements, see ShadowLadder."""
+    """What measures what the policy asks for.
+
+    cfs: of the shadow ladder, if there is to be one. joined: a bucket is compressed as one. share:
+    of a shadow ladder's elements, see ShadowLadder."""
 
     def __init__(
         self,
         policy: Policy,
-        slots: Collection[Slot],
+        parameters: Collection[ModelParameter],
         cfs: Sequence[float],
         joined: bool,
         share: float,
@@ -31,7 +33,7 @@ class Instruments:
         self._signal = policy.gain == "signal"
         self._joined, self._share = joined, share
         self._shadow: ShadowLadder | None = None
-        self.layers = LayerStatistics(slots, self._cfs or ()) if policy.layerwise else None
+        self.layers = LayerStatistics(parameters, self._cfs or ()) if policy.layerwise else None
         self.sums = GradientSum()
 
     def begin(self, memory: NoMemory) -> None:
@@ -58,14 +60,16 @@ class Instruments:
             self._shadow.step(bucket, tally)
         if self.layers is not None and bucket.finite:
             for part in bucket.parts:
-                self.layers.add_energy(part.slot, part.energy)
+                self.layers.add_energy(part.parameter, part.energy)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name; that of the layers and the sketches is in the controller's."""
         shadow = self._shadow.state_dict() if self._shadow else {}
         return {"shadow": shadow, "sum": self.sums.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
+    ) -> None:
         self.sums.load_state_dict(state["sum"], by_name)
         if self._shadow is not None:
             self._shadow.load_state_dict(state["shadow"], by_name)

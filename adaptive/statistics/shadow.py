@@ -18,7 +18,7 @@ from torch import Tensor
 from adaptive.bucket import Bucket, Part
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.momentum import MomentumRule
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.layers import LayerStatistics
 from adaptive.statistics.signal import Signal
 from adaptive.statistics.vector import Tally
@@ -50,46 +50,50 @@ def largest(a: Array, wanted: Sequence[int], above: Array) -> Array:
 
 
 class ShadowGroup:
-    """Arrays over the samples of all slots, one after the other: residual (CFs, elements), and
+    """Arrays over the samples of all parameters, one after the other: residual (CFs, elements), and
     where they are wanted velocity (CFs, elements), the last step's grad (elements,) and what was
     kept of it, sent (CFs, elements).
 
-    slots: in order. strides: of each one's sample. weight: elements that a sampled one stands for.
-    wanted: sampled elements that each CF keeps. above: where to look for these first; speed, not
-    state.
+    parameters: in order. strides: of each one's sample. weight: elements that a sampled one stands
+    for. wanted: sampled elements that each CF keeps. above: where to look for these first; speed,
+    not state.
     """
 
-    def __init__(self, slots: Sequence[Slot], strides: Sequence[int], cfs: Sequence[float]) -> None:
-        self.slots, self.strides = tuple(slots), tuple(strides)
+    def __init__(
+        self, parameters: Sequence[ModelParameter], strides: Sequence[int], cfs: Sequence[float]
+    ) -> None:
+        self.parameters, self.strides = tuple(parameters), tuple(strides)
         sizes = [
-            -(-slot.param.numel() // stride) for slot, stride in zip(slots, strides, strict=True)
+            -(-parameter.tensor.numel() // stride)
+            for parameter, stride in zip(parameters, strides, strict=True)
         ]
         ends = np.cumsum([0, *sizes]).tolist()
         self._places = {
-            slot: slice(a, b) for slot, a, b in zip(slots, ends[:-1], ends[1:], strict=True)
+            parameter: slice(a, b)
+            for parameter, a, b in zip(parameters, ends[:-1], ends[1:], strict=True)
         }
         self.size = ends[-1]
-        numel = sum(slot.param.numel() for slot in slots)
+        numel = sum(parameter.tensor.numel() for parameter in parameters)
         self.weight = numel / self.size  # what is large is sampled more thinly
         self.wanted = [max(1, round(kept(numel, cf) * self.size / numel)) for cf in cfs]
         self.above = np.zeros(len(cfs))
         self.arrays: dict[str, Array] = {}
 
-    def place(self, slot: Slot) -> slice:
-        """Where a slot's sample is among the elements."""
-        return self._places[slot]
+    def place(self, parameter: ModelParameter) -> slice:
+        """Where a parameter's sample is among the elements."""
+        return self._places[parameter]
 
-    def of(self, slot: Slot) -> dict[str, Array]:
-        """What is kept of one slot, as views."""
-        place = self._places[slot]
+    def of(self, parameter: ModelParameter) -> dict[str, Array]:
+        """What is kept of one parameter, as views."""
+        place = self._places[parameter]
         return {name: array[..., place] for name, array in self.arrays.items()}
 
-    def take_over(self, slot: Slot, arrays: Mapping[str, Array]) -> None:
-        """Go on from what was kept of a slot before, in another group."""
+    def take_over(self, parameter: ModelParameter, arrays: Mapping[str, Array]) -> None:
+        """Go on from what was kept of a parameter before, in another group."""
         for name, array in arrays.items():
             if name not in self.arrays:
                 self.arrays[name] = np.zeros((*array.shape[:-1], self.size), array.dtype)
-            self.arrays[name][..., self._places[slot]] = array
+            self.arrays[name][..., self._places[parameter]] = array
 
     def restart(self) -> None:
         """Nothing is kept any more."""
@@ -137,10 +141,10 @@ class ShadowLadder:
         self._layers = layers
         self._joined = joined
         self._share = share
-        self._groups: dict[tuple[Slot, ...], ShadowGroup] = {}
-        self._group_of: dict[Slot, ShadowGroup] = {}
-        self._strides: dict[Slot, int] = {}
-        self._moving: set[Slot] = set()  # that have a velocity here
+        self._groups: dict[tuple[ModelParameter, ...], ShadowGroup] = {}
+        self._group_of: dict[ModelParameter, ShadowGroup] = {}
+        self._strides: dict[ModelParameter, int] = {}
+        self._moving: set[ModelParameter] = set()  # that have a velocity here
         self._masked = np.array([memory.masks(cf) for cf in self.cfs])
 
     @staticmethod
@@ -158,7 +162,7 @@ class ShadowLadder:
         singly = [[part] for part in parts]
         together = [parts] if self._joined else singly
         for alike in together:
-            self._choose_stride([part.slot for part in alike])
+            self._choose_stride([part.parameter for part in alike])
         if bucket.early:  # even those to be joined later on are compressed one by one
             together = singly
         for each in together:
@@ -168,27 +172,31 @@ class ShadowLadder:
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: the distance of its sampled elements, and what is kept of them."""
         return {
-            slot.name: {"stride": self._strides[slot], **_tensors(group.of(slot))}
-            for slot, group in self._group_of.items()
+            parameter.name: {"stride": self._strides[parameter], **_tensors(group.of(parameter))}
+            for parameter, group in self._group_of.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], by_name: Mapping[str, Slot]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
+    ) -> None:
         """Go on from a `state_dict()`."""
         self._groups, self._group_of, self._strides, self._moving = {}, {}, {}, set()
         for name, held in state.items():
-            slot, arrays = by_name[name], dict(held)
-            self._strides[slot] = int(arrays.pop("stride"))
-            group = self._group_of[slot] = ShadowGroup([slot], [self._strides[slot]], self.cfs)
-            group.take_over(slot, {k: v.numpy() for k, v in arrays.items()})
+            parameter, arrays = by_name[name], dict(held)
+            self._strides[parameter] = int(arrays.pop("stride"))
+            group = self._group_of[parameter] = ShadowGroup(
+                [parameter], [self._strides[parameter]], self.cfs
+            )
+            group.take_over(parameter, {k: v.numpy() for k, v in arrays.items()})
             if "velocity" in arrays:
-                self._moving.add(slot)
+                self._moving.add(parameter)
 
     def _step(self, parts: Sequence[Part], tally: Tally) -> None:
-        group = self._group([part.slot for part in parts])
+        group = self._group([part.parameter for part in parts])
         samples = [_sampled(p.grad, n) for p, n in zip(parts, group.strides, strict=True)]
         g = samples[0] if len(samples) == 1 else np.concatenate(samples)
-        held = [group.place(part.slot) for part in parts if part.skipped]
-        a = self._accumulate(group, g, [part.slot for part in parts if not part.skipped])
+        held = [group.place(part.parameter) for part in parts if part.skipped]
+        a = self._accumulate(group, g, [part.parameter for part in parts if not part.skipped])
         waiting = [a[:, place].copy() for place in held]
         for place in held:
             a[:, place] = 0
@@ -213,65 +221,69 @@ class ShadowLadder:
             tally.shadow_total[i] += totals[i]
             tally.shadow_error[i] += errors[i]
         if self._layers is not None and not self._joined:
-            self._layers.add_levels(parts[0].slot, errors, totals)
+            self._layers.add_levels(parts[0].parameter, errors, totals)
 
-    def _choose_stride(self, slots: Sequence[Slot]) -> None:
+    def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
         """The same for samples that are looked at together, from the first time on. What was kept
         of samples with strides of their own (in a state that is of tensor by tensor) is let go."""
-        known = {self._strides.get(slot) for slot in slots}
+        known = {self._strides.get(parameter) for parameter in parameters}
         if len(known) <= 1 and None not in known:
             return
-        numel = sum(slot.param.numel() for slot in slots)
+        numel = sum(parameter.tensor.numel() for parameter in parameters)
         least = WHOLE_BUCKET if self._joined else WHOLE
         stride = max(1, numel // max(least, int(numel * self._share)))
-        now = set(slots)
+        now = set(parameters)
         self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
-        for slot in slots:
-            if self._strides.get(slot) != stride:
-                self._group_of.pop(slot, None)
-                self._moving.discard(slot)
-            self._strides[slot] = stride
+        for parameter in parameters:
+            if self._strides.get(parameter) != stride:
+                self._group_of.pop(parameter, None)
+                self._moving.discard(parameter)
+            self._strides[parameter] = stride
 
-    def _group(self, slots: Sequence[Slot]) -> ShadowGroup:
-        """Of these slots in this order; buckets are cut anew after the first step."""
-        group = self._groups.get(tuple(slots))
+    def _group(self, parameters: Sequence[ModelParameter]) -> ShadowGroup:
+        """Of these parameters in this order; buckets are cut anew after the first step."""
+        group = self._groups.get(tuple(parameters))
         if group is None:
-            group = ShadowGroup(slots, [self._strides[slot] for slot in slots], self.cfs)
-            for slot in slots:
-                if slot in self._group_of:
-                    group.take_over(slot, self._group_of[slot].of(slot))
-                self._group_of[slot] = group
-            now = set(slots)
+            group = ShadowGroup(
+                parameters, [self._strides[parameter] for parameter in parameters], self.cfs
+            )
+            for parameter in parameters:
+                if parameter in self._group_of:
+                    group.take_over(parameter, self._group_of[parameter].of(parameter))
+                self._group_of[parameter] = group
+            now = set(parameters)
             self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
-            self._groups[group.slots] = group
+            self._groups[group.parameters] = group
         return group
 
-    def _accumulate(self, group: ShadowGroup, g: Array, sending: Sequence[Slot]) -> Array:
-        """The residuals become the error-fed gradients, by the memory's own rule. Those of slots
-        that do not send stay what they are: they have zeros in g."""
+    def _accumulate(self, group: ShadowGroup, g: Array, sending: Sequence[ModelParameter]) -> Array:
+        """The residuals become the error-fed gradients, by the memory's own rule. Those of
+        parameters that do not send stay what they are: they have zeros in g."""
         a = group.array("residual", len(self.cfs), g.dtype)
-        rules = {slot: self._rules(slot) for slot in sending}
+        rules = {parameter: self._rules(parameter) for parameter in sending}
         if not any(rules.values()):
             a += g
             return a
         u = group.array("velocity", len(self.cfs), g.dtype)
-        for slot, each in rules.items():
-            place = group.place(slot)
+        for parameter, each in rules.items():
+            place = group.place(parameter)
             if not each:
                 a[:, place] += g[place]
             else:
-                first = slot not in self._moving
-                if first and slot.velocity is not None:
-                    factors = np.array(self._memory.entering(slot, self.cfs))
-                    u[:, place] = np.outer(factors, _sampled(slot.velocity, self._strides[slot]))
+                first = parameter not in self._moving
+                if first and parameter.velocity is not None:
+                    factors = np.array(self._memory.entering(parameter, self.cfs))
+                    u[:, place] = np.outer(
+                        factors, _sampled(parameter.velocity, self._strides[parameter])
+                    )
                     first = False
-                self._moving.add(slot)
+                self._moving.add(parameter)
                 _add(a[:, place], u[:, place], g[place], each, first)
         return a
 
-    def _rules(self, slot: Slot) -> Sequence[MomentumRule]:
+    def _rules(self, parameter: ModelParameter) -> Sequence[MomentumRule]:
         """How the shadow accumulates, for each CF; none: by plain error feedback."""
-        return () if self.signal is not None else self._memory.rules(slot, self.cfs)
+        return () if self.signal is not None else self._memory.rules(parameter, self.cfs)
 
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
@@ -284,8 +296,8 @@ def _sampled(grad: Tensor, stride: int) -> Array:
 
 
 def _add(a: Array, u: Array, g: Array, rules: Sequence[MomentumRule], first: bool) -> None:
-    """Residuals and velocities of one slot, (CFs, elements), in place. first: SGD does not dampen
-    its first step."""
+    """Residuals and velocities of one parameter, (CFs, elements), in place. first: SGD does not
+    dampen its first step."""
     momentum = np.array([[rule.momentum] for rule in rules], a.dtype)
     gain = np.array([[rule.gain] for rule in rules], a.dtype)
     u *= momentum

@@ -25,7 +25,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors.kernels import Array
 from policies import state as saved
@@ -47,7 +47,7 @@ class Peers:
 
     def __init__(self, cfs: int) -> None:
         self._cfs = cfs
-        self._signs: dict[Slot, Array] = {}
+        self._signs: dict[ModelParameter, Array] = {}
         self._sum: Array | None = None
         self._restart()
 
@@ -55,14 +55,16 @@ class Peers:
         self._grad = np.zeros(WIDTH)
         self._kept = np.zeros((self._cfs, WIDTH))
 
-    def add(self, slot: Slot, step: int, g: Array, kept: Array, weight: float) -> None:
-        """Take in the sample of one parameter or of several from `slot` on, (elements,), and what
-        each CF keeps, (CFs, elements)."""
-        signs = self._signs.get(slot)
+    def add(
+        self, parameter: ModelParameter, step: int, g: Array, kept: Array, weight: float
+    ) -> None:
+        """Take in the sample of one parameter or of several from `parameter` on, (elements,), and
+        what each CF keeps, (CFs, elements)."""
+        signs = self._signs.get(parameter)
         if signs is None or signs.size != g.size + SHIFTS:
-            draw = np.random.default_rng(crc32(slot.name.encode()))
+            draw = np.random.default_rng(crc32(parameter.name.encode()))
             signs = draw.integers(0, 2, g.size + SHIFTS, dtype=np.int8) * 2 - 1
-            self._signs[slot] = signs
+            self._signs[parameter] = signs
         shift = step * STRIDE % SHIFTS
         now = signs[shift : shift + g.size].astype(g.dtype)
         now *= weight**0.5  # both factors of a product have it
@@ -138,4 +140,4 @@ class Signal:
                 tally.signal[i] += group.weight * product
             tally.signal_total += group.weight * float(before["grad"] @ g)
         before["grad"], before["sent"] = g.copy(), sent
-        self.peers.add(group.slots[0], step, g, sent, group.weight)
+        self.peers.add(group.parameters[0], step, g, sent, group.weight)

@@ -39,7 +39,7 @@ def _run(rank: int, memory: str, together: bool, options: dict[str, Any]) -> dic
 
     bucket_memory.BucketMemory._copied = counted  # type: ignore[method-assign]
     if not together:
-        reducer.lay_out = lambda slots, velocities: None  # type: ignore[assignment]
+        reducer.lay_out = lambda parameters, velocities: None  # type: ignore[assignment]
     model = DDP(_net(), bucket_cap_mb=CAP, **options)
     momentum = 0.9 if memory == "momentum" else 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)

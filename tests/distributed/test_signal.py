@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from tests.distributed.processes import run_ranks
@@ -94,8 +94,8 @@ def _peer_products(everyone: list[dict[str, Any]], cf: float) -> list[tuple[floa
                 a = residual[name] + g
                 kept = _kept(a, cf)
                 residual[name] = a - kept
-                slot = Slot(name, torch.nn.Parameter(g))
-                peers.add(slot, step, g.numpy(), kept.numpy()[None], 1.0)
+                parameter = ModelParameter(name, torch.nn.Parameter(g))
+                peers.add(parameter, step, g.numpy(), kept.numpy()[None], 1.0)
         total = sum(torch.tensor(peers.sketch(), dtype=torch.float64) for peers in ranks)
         tallies = [Tally(ladder=(cf,), products=True) for _ in ranks]
         for peers, tally in zip(ranks, tallies, strict=True):

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.parameters import Slot
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.signal import SHIFTS, WIDTH, Peers
 from adaptive.statistics.vector import Tally
 
 
-def slot(name: str, numel: int) -> Slot:
-    return Slot(name, torch.nn.Parameter(torch.zeros(numel)))
+def parameter(name: str, numel: int) -> ModelParameter:
+    return ModelParameter(name, torch.nn.Parameter(torch.zeros(numel)))
 
 
 def crossed(ranks: list[list], step: int, weight: float = 1.0) -> tuple[float, float]:
-    """(<c, g>, <g, g>) of different ranks, by sketch. ranks: (slot, g, c) of each parameter."""
+    """(<c, g>, <g, g>) of different ranks, by sketch. ranks: (parameter, g, c) of each."""
     peers = [Peers(1) for _ in ranks]
     for each, parts in zip(peers, ranks, strict=True):
         for where, g, kept in parts:
@@ -34,9 +34,12 @@ def crossed(ranks: list[list], step: int, weight: float = 1.0) -> tuple[float, f
 @pytest.mark.parametrize("numel", [10, WIDTH, 3 * WIDTH + 7])
 def test_the_mean_over_the_signs_is_the_product(numel: int) -> None:
     draw = np.random.default_rng(0)
-    slots = [slot("a", numel), slot("b", 5)]
+    parameters = [parameter("a", numel), parameter("b", 5)]
     ranks = [
-        [(s, draw.normal(size=s.param.numel()), draw.normal(size=s.param.numel())) for s in slots]
+        [
+            (s, draw.normal(size=s.tensor.numel()), draw.normal(size=s.tensor.numel()))
+            for s in parameters
+        ]
         for _ in range(3)
     ]
     found = np.mean([crossed(ranks, step, weight=4.0) for step in range(SHIFTS)], axis=0)
@@ -52,7 +55,7 @@ def test_the_mean_over_the_signs_is_the_product(numel: int) -> None:
 def test_a_vector_of_one_element_is_exact(numel: int, step: int, at: int) -> None:
     one = np.zeros(numel)
     one[at % numel] = 3.0
-    where = slot("a", numel)
+    where = parameter("a", numel)
     ranks = [[(where, one, one)], [(where, one, 0 * one)]]
     assert crossed(ranks, step) == pytest.approx((9.0, 18.0))
 
@@ -62,7 +65,7 @@ def test_nothing_is_told_of_a_first_step_and_a_state_goes_on() -> None:
     peers.settle(tally)
     assert (tally.peers, tally.peers_total) == ([0.0, 0.0], 0.0)
     g = np.arange(600.0)
-    peers.add(slot("a", 600), 0, g, np.stack([g, g / 2]), 1.0)
+    peers.add(parameter("a", 600), 0, g, np.stack([g, g / 2]), 1.0)
     peers.receive([2 * value for value in peers.sketch()])
     other = Peers(2)
     other.load_state_dict(peers.state_dict())
