@@ -15,10 +15,10 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 tests/unit
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/distributed tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration tests/distributed
 
 long-test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long tests/distributed tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long tests/integration tests/distributed
 
 browser-test: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
