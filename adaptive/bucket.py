@@ -118,11 +118,14 @@ class Unit:
 
 
 class Bucket:
-    """work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
+    """One DDP bucket in one step, with the pieces that its parameters have of it.
+
+    work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
     early: it is of the first backward, after which DDP cuts the buckets anew (of the first two with
     a static graph). finite: the gradients are, and so are their squares and their sum in that
     precision; larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or
-    later, or what compressors make of it, and count as not finite."""
+    later, or what compressors make of it, and count as not finite.
+    """
 
     def __init__(self, work: Tensor, parts: Sequence[Part], early: bool) -> None:
         self.work = work

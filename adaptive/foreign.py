@@ -22,7 +22,9 @@ DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 @dataclass(frozen=True)
 class HookRung:
-    """hook, state: as for `register_comm_hook`; the hook must return the mean gradient.
+    """An existing DDP communication hook as a rung of the ladder.
+
+    hook, state: as for `register_comm_hook`; the hook must return the mean gradient.
 
     gain: what a policy that decides on gains shall take its gain for, in (0, 1]; None: unknown, so
         that only a policy that asks for this CF by name sends it.

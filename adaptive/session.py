@@ -71,7 +71,9 @@ _THROWN_AWAY = (
 
 
 class Session:
-    """model: None when the hook was registered without one; parameters then have no names.
+    """One compressor at work on one model: wires the parts together.
+
+    model: None when the hook was registered without one; parameters then have no names.
 
     A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
     the ranks differ.

@@ -27,7 +27,10 @@ WORTH = 0.9
 
 @dataclass(frozen=True)
 class LinkCost:
-    """alpha: seconds a message. beta: bytes a second that a rank sends. Agreed by all ranks."""
+    """What a message costs on the network, by the alpha-beta model.
+
+    alpha: seconds a message. beta: bytes a second that a rank sends. Agreed by all ranks.
+    """
 
     alpha: float = 0.0
     beta: float = inf

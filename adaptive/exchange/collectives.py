@@ -85,9 +85,12 @@ def _let_threads_finish() -> None:
 
 @dataclass
 class Traffic:
-    """payload: bytes handed to collectives. wire: bytes a rank put on the wire (ring algorithms:
+    """Bytes that a rank has sent.
+
+    payload: bytes handed to collectives. wire: bytes a rank put on the wire (ring algorithms:
     (N-1) x payload for an all-gather, 2(N-1)/N x payload for an all-reduce). statistics: of wire,
-    what is no gradient and so does not grow with the model."""
+    what is no gradient and so does not grow with the model.
+    """
 
     payload: int = 0
     wire: float = 0.0

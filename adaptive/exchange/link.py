@@ -26,7 +26,10 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """bits_per_second: rate of a rank's link in each direction. latency: seconds a collective."""
+    """How fast an emulated link is.
+
+    bits_per_second: rate of a rank's link in each direction. latency: seconds a collective.
+    """
 
     bits_per_second: float
     latency: float = 0.0

@@ -97,7 +97,10 @@ class MemoryChoice:
 
 
 class ModelMemory:
-    """now: the memory in use."""
+    """The memory of one model, and the optimizer whose momentum it has taken over.
+
+    now: the memory in use.
+    """
 
     def __init__(self, choice: MemoryChoice, parameters: ModelParameters) -> None:
         self.now = NoMemory(parameters.maybe_unused)

@@ -69,8 +69,11 @@ class _Sums:
 
 
 class LayerStatistics:
-    """parameters: of the layers, in an order that is the same on every rank. ladder: the CFs of the
-    shadow ladder, if there is one."""
+    """Sums of each layer's energies, since they were last read.
+
+    parameters: of the layers, in an order that is the same on every rank. ladder: the CFs of the
+    shadow ladder, if there is one.
+    """
 
     def __init__(self, parameters: Collection[ModelParameter], ladder: Sequence[float]) -> None:
         self._ladder = tuple(ladder)

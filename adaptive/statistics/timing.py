@@ -111,10 +111,13 @@ class Parts(NamedTuple):
 
 @dataclass
 class StepTiming:
-    """began: the first hook call. cf, wire, statistics: what was sent. calls: of the hook. waits:
+    """The timestamps of one step.
+
+    began: the first hook call. cf, wire, statistics: what was sent. calls: of the hook. waits:
     for the network, within these. exchanged: when the last mean was there. decoded: when a thread
     of the process group was decoding. ended: the next step's first hook call. forward: when its
-    forward began, if known."""
+    forward began, if known.
+    """
 
     began: Timestamp
     cf: float
@@ -252,7 +255,9 @@ class ModelledClock:
 
 
 class Stopwatch:
-    """timestamps: how moments are taken. forward: a hook for the model, that sees when its forward
+    """Times the steps of one rank: the last one part by part, and medians at each CF.
+
+    timestamps: how moments are taken. forward: a hook for the model, that sees when its forward
     begins.
 
     A step lasts from its first hook call to that of the next.

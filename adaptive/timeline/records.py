@@ -54,7 +54,9 @@ class Header:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """report: what the ranks agreed on. status: the policy's own numbers (candidate, floor, ...).
+    """What is on record of one step.
+
+    report: what the ranks agreed on. status: the policy's own numbers (candidate, floor, ...).
 
     elapsed: seconds since the first step, on the writing rank. t_sys: steps/s (samples/s if
     `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
@@ -241,8 +243,11 @@ log = logging.getLogger("adaptive")
 
 
 class Recorder:
-    """writes: on this rank. header: asked for at the first record. samples: in a step, of all
-    workers; 1 if throughput is to be steps/s."""
+    """Puts steps and switches on record, on the one rank that writes.
+
+    writes: on this rank. header: asked for at the first record. samples: in a step, of all
+    workers; 1 if throughput is to be steps/s.
+    """
 
     def __init__(
         self, timeline: SafeTimeline, writes: bool, header: Callable[[], Header], samples: float
