@@ -18,7 +18,7 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration tests/distributed
 
 long-test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long tests/integration tests/distributed
+	$(BIN)/python -m pytest --numprocesses 2 -m long tests/integration tests/distributed
 
 browser-test: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
