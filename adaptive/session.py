@@ -304,8 +304,7 @@ class Session:
         if bucket.is_last():
             controller.end_step(buffer.device, self._watch.take_found())
             self._reducer.end_backward()
-            compare = self._memory.now.keeps_velocity or self._memory.now.keeps_residual
-            self._watch.backward_ends(scale, compare)
+            self._watch.backward_ends(scale, compare=self._memory.now.keeps_residual)
             if self._arrival is not None:
                 self._arrival.end()
             if self._watch.thrown_away and self._memory.now.holds(self._parameters.values()):
