@@ -16,21 +16,24 @@ import torch
 from torch import Tensor
 
 from compressors.kernels import add_and_norm, squared_norm
+from compressors.kernels.blocks import Flag, Scalar, energies, is_host
 
 MAX_NUMEL = 2**31 - 1
 """Elements of the largest tensor: its positions fit 32 bits."""
 
 
 class Key(NamedTuple):
-    """A key names one tensor in one step; it is the same on every rank, so it can seed randomness.
+    """A key names one tensor in one step, the same on every rank, and seeds random numbers.
 
     name: of the parameter or bucket. step: number of the step.
     shape: of the parameter, for compressors that see a matrix; () if it is not known.
+    rank: the one thing that differs between ranks: it seeds what ranks should draw independently.
     """
 
     name: str
     step: int = 0
     shape: tuple[int, ...] = ()
+    rank: int = 0
 
 
 class CorruptPayload(ValueError):  # noqa: N818
@@ -44,22 +47,48 @@ class Payload:
     parts: contiguous tensors, sent one after the other in this order.
     numel: elements of the tensor that was compressed.
     cf: compression factor it was compressed with.
-    energy: ||c||^2, squared norm of what is kept (nan if unknown, as after receiving).
-    error: ||a - c||^2, squared norm of what is lost (nan if unknown).
     key: the tensor and step it belongs to.
-    total: ||a||^2, squared norm of what was compressed (nan if unknown). energy + error for a
-        projection only.
+    energies: ||a||^2, ||c||^2 and ||a - c||^2, the squared norms of what was compressed, of what is
+        kept and of what is lost (float64, (3,), where the data is); None if unknown, as after
+        receiving. For a projection the first is the sum of the others.
     dtype: of the tensor that was compressed.
+    corrupt: on a device, whether what was received cannot have been sent by any compressor; there
+        it is decoded all the same, within bounds. On the host such bytes raise CorruptPayload.
     """
 
     parts: tuple[Tensor, ...]
     numel: int
     cf: float
-    energy: float
-    error: float
     key: Key
-    total: float = nan
+    energies: Tensor | None = None
     dtype: torch.dtype = torch.float32
+    corrupt: Flag = False
+
+    @property
+    def total(self) -> Tensor:
+        """||a||^2 (0-dim)."""
+        return self._energy(0)
+
+    @property
+    def energy(self) -> Tensor:
+        """||c||^2 (0-dim)."""
+        return self._energy(1)
+
+    @property
+    def error(self) -> Tensor:
+        """||a - c||^2 (0-dim)."""
+        return self._energy(2)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        """The three `energies`, to go on reckoning with; nan if unknown."""
+        if self.energies is None:
+            return nan, nan, nan
+        here = self.energies
+        return tuple(here.tolist() if is_host(here.device) else here.unbind())
+
+    def _energy(self, which: int) -> Tensor:
+        return torch.tensor(nan) if self.energies is None else self.energies[which]
 
     @property
     def nbytes(self) -> int:
@@ -177,24 +206,31 @@ class Compressor(ABC):
 
         Raises CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
-    def poison(self, payload: Payload) -> Payload:
-        """`payload` with every floating-point value NaN.
+    def poison(self, payload: Payload, flag: Flag = True) -> Payload:
+        """`payload` with every floating-point value NaN, if `flag` is set.
 
         This is how a rank tells the others that its gradient was not finite, without a collective
         of its own.
 
-        A payload without floating-point parts has no room for a NaN: override this and
-        `is_poisoned` (NotImplementedError otherwise)."""
+        A payload without floating-point parts has no room for a NaN: override this, `is_poisoned`
+        and `void` (NotImplementedError otherwise)."""
         if not any(p.is_floating_point() for p in payload.parts):
             raise NotImplementedError(f"{type(self).__name__} must override poison and is_poisoned")
-        parts = (
-            torch.full_like(p, float("nan")) if p.is_floating_point() else p for p in payload.parts
-        )
-        return payload.with_parts(*parts)
+        return _filled(payload, flag, nan)
 
-    def is_poisoned(self, payload: Payload) -> bool:
-        """True if the payload (or a sum it went into) was made by `poison`."""
-        return any(p.numel() and bool(p[0] != p[0]) for p in payload.parts if p.is_floating_point())
+    def is_poisoned(self, payload: Payload) -> Flag:
+        """Whether the payload (or a sum it went into) was made by `poison`."""
+        flag: Flag = False
+        for part in payload.parts:
+            if part.is_floating_point() and part.numel():
+                first = part[0].isnan()
+                flag = flag | (bool(first) if is_host(part.device) else first)
+        return flag
+
+    def void(self, payload: Payload, flag: Flag = True) -> Payload:
+        """`payload` with every floating-point value 0, so that it decodes to zeros, if `flag` is
+        set: nothing comes of a step in which some rank's payload is poisoned."""
+        return _filled(payload, flag, 0.0)
 
     def indices(self, payload: Payload) -> Tensor | None:
         """The positions of the kept elements (int64, flat); None if all elements are kept."""
@@ -273,7 +309,7 @@ class NoCompression(Compressor):
         return numel * dtype.itemsize
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        return Payload(split_bytes(data, (numel, dtype)), numel, 1.0, nan, nan, key, dtype=dtype)
+        return Payload(split_bytes(data, (numel, dtype)), numel, 1.0, key, dtype=dtype)
 
     def supported(self, cf: float, numel: int) -> float:
         return 1.0
@@ -281,9 +317,21 @@ class NoCompression(Compressor):
     def floats(self, numel: int, cf: float) -> float:
         return float(numel)
 
-    def _payload(self, tensor: Tensor, energy: float, key: Key) -> Payload:
-        parts = (tensor.detach(),)
-        return Payload(parts, tensor.numel(), 1.0, energy, 0.0, key, energy, tensor.dtype)
+    def _payload(self, tensor: Tensor, energy: Scalar, key: Key) -> Payload:
+        of = energies(energy, energy, 0.0, tensor)
+        return Payload((tensor.detach(),), tensor.numel(), 1.0, key, of, tensor.dtype)
+
+
+def _filled(payload: Payload, flag: Flag, value: float) -> Payload:
+    """`payload` with every floating-point value replaced, if `flag` is set."""
+    if not isinstance(flag, Tensor) and not flag:
+        return payload
+    parts = []
+    for part in payload.parts:
+        if part.is_floating_point():
+            part = part.masked_fill(torch.as_tensor(flag, device=part.device), value)
+        parts.append(part)
+    return payload.with_parts(*parts)
 
 
 def check_flat(tensor: Tensor) -> None:
@@ -330,7 +378,9 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw.view(dtype)
 
 
-def projection_error(total: float, energy: float) -> float:
+def projection_error(total: Scalar, energy: Scalar) -> Scalar:
     """total - energy, which is what a projection loses; never below 0, nan stays nan."""
     error = total - energy
+    if isinstance(error, Tensor):
+        return error.clamp(min=0.0)
     return 0.0 if error < 0.0 else error

@@ -9,7 +9,6 @@ same tensor and step, as GRACE does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from compressors.base import Compressor, Key, Payload, check_cf, check_flat, check_out, split_bytes
 from compressors.kernels import squared_norm
+from compressors.kernels.blocks import Flag, energies, is_host
 
 
 class GraceObject(Protocol):
@@ -114,7 +114,8 @@ class GraceCompressor(Compressor):
         energy, error = squared_norm(sent), squared_norm(tensor.detach() - sent)
         flag = torch.zeros(1, dtype=torch.uint8, device=tensor.device)
         total = squared_norm(tensor)
-        return GracePayload((*parts, flag), numel, cf, energy, error, key, total, tensor.dtype, ctx)
+        of = energies(total, energy, error, tensor)
+        return GracePayload((*parts, flag), numel, cf, key, of, tensor.dtype, ctx=ctx)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -132,13 +133,20 @@ class GraceCompressor(Compressor):
         sizes = [torch.Size(shape).numel() for shape in form.shapes]
         parts = split_bytes(data, *zip(sizes, form.dtypes, strict=True), (1, torch.uint8))
         ctx = self._contexts.get((key.name, numel, cf))
-        return GracePayload(parts, numel, cf, nan, nan, key, nan, dtype, ctx)
+        return GracePayload(parts, numel, cf, key, dtype=dtype, ctx=ctx)
 
-    def poison(self, payload: Payload) -> Payload:
-        return payload.with_parts(*payload.parts[:-1], torch.ones_like(payload.parts[-1]))
+    def poison(self, payload: Payload, flag: Flag = True) -> Payload:
+        mark = payload.parts[-1]
+        marked = mark.masked_fill(torch.as_tensor(flag, device=mark.device), 1)
+        return payload.with_parts(*payload.parts[:-1], marked)
 
-    def is_poisoned(self, payload: Payload) -> bool:
-        return bool(payload.parts[-1] != 0)
+    def is_poisoned(self, payload: Payload) -> Flag:
+        marked = payload.parts[-1][0] != 0
+        return bool(marked) if is_host(marked.device) else marked
+
+    def void(self, payload: Payload, flag: Flag = True) -> Payload:
+        """A payload that is marked decodes to zeros."""
+        return self.poison(payload, flag)
 
     def supported(self, cf: float, numel: int) -> float:
         return check_cf(cf) if self.cf is None else self.cf
@@ -165,7 +173,8 @@ class GraceCompressor(Compressor):
         tensors = [
             part.view(shape) for part, shape in zip(payload.parts[:-1], form.shapes, strict=True)
         ]
-        return self._decode(tensors, payload.ctx, payload.numel, payload.dtype)
+        sent = self._decode(tensors, payload.ctx, payload.numel, payload.dtype)
+        return sent.masked_fill(payload.parts[-1] != 0, 0.0)
 
     def _decode(self, tensors: list[Tensor], ctx: Any, numel: int, dtype: torch.dtype) -> Tensor:
         sent = self.inner.decompress(tensors, ctx).flatten()

@@ -38,7 +38,8 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
-from compressors.kernels import squared_norm
+from compressors.kernels import Scalar, squared_norm
+from compressors.kernels.blocks import energies
 from compressors.rounds import Report, Rounds, RoundsCompressor, check_bucket, finite_or_nan
 
 
@@ -136,8 +137,9 @@ class PowerSGD(RoundsCompressor):
             return self.compress(rest, cf, payload.key)
         parts = (p[: now.rank * now.rows], q[: now.rank * now.cols], rest)
         energy = kept_energy(*parts[1:])
-        error = payload.error + projection_error(kept_energy(q, rest), energy)
-        return replace(payload, parts=parts, cf=cf, energy=energy, error=error)
+        total, _, error = payload.scalars
+        error += projection_error(kept_energy(q, rest), energy)
+        return replace(payload, parts=parts, cf=cf, energies=energies(total, energy, error, q))
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -169,7 +171,7 @@ class PowerSGD(RoundsCompressor):
         plan = layout(cf, numel, key.shape)
         sizes = (plan.rank * plan.rows, plan.rank * plan.cols, plan.rest)
         parts = split_bytes(data, *((size, dtype) for size in sizes))
-        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
+        return Payload(parts, numel, cf, key, dtype=dtype)
 
     def rank(self, cf: float, shape: tuple[int, ...]) -> int:
         """The rank for a parameter of this shape at `cf`; 0 if it travels uncompressed."""
@@ -312,12 +314,13 @@ class Part:
         error = projection_error(self.total, energy)
         parts = (self.p.view(-1), self.q.clone().view(-1), rest)
         numel, dtype = self.flat.numel(), self.flat.dtype
-        return Payload(parts, numel, cf, energy, error, self.key, self.total, dtype)
+        of = energies(self.total, energy, error, self.flat)
+        return Payload(parts, numel, cf, self.key, of, dtype)
 
     def mean(self, cf: float) -> Payload:
         """The payload that every rank decodes, once q and the rest are means over the ranks."""
         parts = (self.p.view(-1), self.q.view(-1), self.rest)
-        return Payload(parts, self.flat.numel(), cf, nan, nan, self.key, dtype=self.flat.dtype)
+        return Payload(parts, self.flat.numel(), cf, self.key, dtype=self.flat.dtype)
 
 
 def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,7 +331,7 @@ def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor
     return p.view(plan.rank, plan.rows), q.view(plan.rank, plan.cols), rest
 
 
-def kept_energy(q: Tensor, rest: Tensor) -> float:
+def kept_energy(q: Tensor, rest: Tensor) -> Scalar:
     """||P Q^T||^2 + ||rest||^2 for orthonormal P."""
     return squared_norm(q) + (squared_norm(rest) if rest.numel() else 0.0)
 

@@ -21,7 +21,9 @@ from compressors.base import Compressor, Key, Payload, check_cf, check_flat, che
 from compressors.kernels import block_norm, check_same_length
 from compressors.kernels.blocks import (
     CODE_BLOCK,
+    Scalar,
     block_bounds,
+    energies,
     numbers_of_rows,
     reduce_rows,
     rows,
@@ -83,7 +85,7 @@ class Quantizer(Compressor):
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         cf = self._nearest(cf)
         parts = split_bytes(data, *self.forms[cf].layout(numel, dtype))
-        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
+        return Payload(parts, numel, cf, key, dtype=dtype)
 
     def supported(self, cf: float, numel: int) -> float:
         return self._nearest(cf)
@@ -99,8 +101,9 @@ class Quantizer(Compressor):
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
         check_flat(tensor)
         cf = self._nearest(cf)
-        parts, total, energy, error = encode_sum(self.forms[cf], tensor, add, key)
-        return Payload(parts, tensor.numel(), cf, energy, error, key, total, tensor.dtype)
+        encoded = encode_sum(self.forms[cf], tensor, add, key)
+        of = energies(encoded.total, encoded.energy, encoded.error, tensor)
+        return Payload(encoded.parts, tensor.numel(), cf, key, of, tensor.dtype)
 
     def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
         form, dtype = self.form(payload.cf), payload.dtype
@@ -258,7 +261,7 @@ class PowersOfTwo(BlockFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((-(-count // CODE_BLOCK), widened(dtype)), (count, torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         offsets, codes = parts
         form = _FLOATS[block.x.dtype]
         bits = block.x.view(form.integer)

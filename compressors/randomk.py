@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from math import gcd, nan
+from math import gcd
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
-from compressors.kernels import add_and_norm, squared_norm
+from compressors.kernels import Scalar, add_and_norm, squared_norm
+from compressors.kernels.blocks import energies
 from compressors.sparsifier import add_at, take
 from compressors.wire.values import ValueFormat, make_values
 
@@ -81,7 +82,7 @@ class RandomK(Compressor):
         values = self._decoded(payload) if payload.exact is None else payload.exact
         scale = self._scale(payload.numel, values.numel())
         values = values[: kept(payload.numel, cf)]
-        return self._payload(values, scale, payload.total, payload.numel, cf, payload.key)
+        return self._payload(values, scale, payload.scalars[0], payload.numel, cf, payload.key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -95,7 +96,7 @@ class RandomK(Compressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         parts = split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
-        return RandomPayload(parts, numel, cf, nan, nan, key, dtype=dtype)
+        return RandomPayload(parts, numel, cf, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
         if kept(payload.numel, payload.cf) == payload.numel:
@@ -105,7 +106,7 @@ class RandomK(Compressor):
     def floats(self, numel: int, cf: float) -> float:
         return float(kept(numel, cf))
 
-    def _compress(self, tensor: Tensor, total: float, cf: float, key: Key) -> Payload:
+    def _compress(self, tensor: Tensor, total: Scalar, cf: float, key: Key) -> Payload:
         check_flat(tensor)
         cf, numel = check_cf(cf), tensor.numel()
         indices = shared_indices(self.seed, key, numel, kept(numel, cf))
@@ -113,7 +114,7 @@ class RandomK(Compressor):
         return self._payload(values, 1.0, total, numel, cf, key)
 
     def _payload(
-        self, values: Tensor, scaled: float, total: float, numel: int, cf: float, key: Key
+        self, values: Tensor, scaled: float, total: Scalar, numel: int, cf: float, key: Key
     ) -> Payload:
         """The payload of the kept elements of a.
 
@@ -126,17 +127,15 @@ class RandomK(Compressor):
         energy = scale**2 * inner
         error = projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
         parts = self.values.encode(values, key)
-        payload = RandomPayload(
-            parts, numel, cf, energy, error, key, total, values.dtype, exact=values
-        )
-        if self.values.lossless:
-            return payload
-        # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale if kept
-        sent = self._decoded(payload)
-        rounded = values - sent
-        across = float((values.double() * rounded.double()).sum()) * (1 / scale - 1)
-        error = projection_error(error + 2 * across + squared_norm(rounded), 0.0)
-        return replace(payload, energy=squared_norm(sent), error=error)
+        payload = RandomPayload(parts, numel, cf, key, dtype=values.dtype, exact=values)
+        if not self.values.lossless:
+            # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale
+            sent = self._decoded(payload)
+            rounded = values - sent
+            across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
+            error = projection_error(error + 2 * across + squared_norm(rounded), 0.0)
+            energy = squared_norm(sent)
+        return replace(payload, energies=energies(total, energy, error, values))
 
     def _decoded(self, payload: Payload) -> Tensor:
         k = kept(payload.numel, payload.cf)

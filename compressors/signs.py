@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compressors.kernels import block_norm
 from compressors.kernels.blocks import (
+    Scalar,
     numbers_of_rows,
     reduce_rows,
     rows,
@@ -67,7 +68,7 @@ class ColumnMeans(BlockFormat):
         columns = -(-count // self.column)
         return ((2 * columns, widened(dtype)), (bits_nbytes(count), torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         means, packed = parts
         x, column = block.x, self.column
         work = scratch_like("work", x)
@@ -137,7 +138,7 @@ class ScaledSigns(BlockFormat):
         scale.copy_(torch.stack(sums).double().sum() / count)
         scale.masked_fill_(scale < torch.finfo(scale.dtype).tiny, 0)  # too coarse for a mean
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         scale, packed = parts
         pack_signs(block.x, packed, scratch_like("work", block.x))
         return block.x.numel() * float(scale) ** 2, 0.0
@@ -188,7 +189,7 @@ class TwoBitLevels(BlockFormat):
         t.fill_(fitted if self.threshold is None else self.threshold + 0 * fitted)  # nan stays nan
         t.clamp_(min=torch.finfo(t.dtype).tiny)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         t, packed = parts
         steps = torch.div(block.x, t, out=scratch_like("work", block.x))
         q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
@@ -254,7 +255,7 @@ class TernaryLevels(BlockFormat):
             scale.clamp_(max=self.clip * sqrt(blocks.total / blocks.x.numel()))
         scale.mul_(WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         scale, packed = parts
         steps = torch.div(block.x, scale, out=scratch_like("work", block.x))
         t = scratch_like("levels", block.x)

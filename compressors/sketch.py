@@ -49,7 +49,7 @@ from compressors.base import (
     split_bytes,
 )
 from compressors.kernels import Array, squared_norm
-from compressors.kernels.blocks import CACHE_BLOCK
+from compressors.kernels.blocks import CACHE_BLOCK, energies
 from compressors.kernels.host import largest_positions
 from compressors.rounds import (
     Report,
@@ -191,9 +191,10 @@ class Sketch(RoundsCompressor):
         if not indices.numel():
             return self.compress(values, cf, payload.key)
         energy = squared_norm(values[:k])
-        error = payload.error + projection_error(squared_norm(values), energy)
-        parts = (indices[:k], values[:k])
-        return replace(payload, parts=parts, cf=cf, energy=energy, error=error)
+        total, _, error = payload.scalars
+        error += projection_error(squared_norm(values), energy)
+        of = energies(total, energy, error, values)
+        return replace(payload, parts=(indices[:k], values[:k]), cf=cf, energies=of)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -214,7 +215,7 @@ class Sketch(RoundsCompressor):
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k, _, dense = self.budget(numel, cf)
         parts = split_bytes(data, (k, torch.int32), (k + dense, dtype))
-        return Payload(parts, numel, cf, nan, nan, key, dtype=dtype)
+        return Payload(parts, numel, cf, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
         indices = payload.parts[0]
@@ -283,12 +284,13 @@ def _own(part: _Part, cf: float, values: Tensor) -> Payload:
     """The payload of what is kept of this rank's own tensor."""
     energy = squared_norm(values) if part.budget.k else part.total
     error = projection_error(part.total, energy)
-    return replace(_payload(part, cf, values), energy=energy, error=error, total=part.total)
+    of = energies(part.total, energy, error, values)
+    return replace(_payload(part, cf, values), energies=of)
 
 
 def _payload(part: _Part, cf: float, values: Tensor) -> Payload:
     parts = (part.indices, values)
-    return Payload(parts, part.flat.numel(), cf, nan, nan, part.key, dtype=values.dtype)
+    return Payload(parts, part.flat.numel(), cf, part.key, dtype=values.dtype)
 
 
 _HALF = np.uint64(32)

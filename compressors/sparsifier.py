@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
-from math import nan
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from compressors.base import (
     split_bytes,
 )
 from compressors.kernels import Selected, check_same_length, kernels_for, squared_norm
+from compressors.kernels.blocks import energies
 from compressors.wire.indices import check_ascending, choose_format
 from compressors.wire.values import ValueFormat, make_values
 
@@ -54,7 +54,7 @@ class SparsePayload(Payload):
     def write(self, out: Tensor) -> None:
         index_format = choose_format(self.numel, self.capacity)
         indices = index_format.encode(self.parts[0], self.numel, self.capacity)
-        Payload((*self.parts[1:], indices), self.numel, self.cf, nan, nan, self.key).write(out)
+        Payload((*self.parts[1:], indices), self.numel, self.cf, self.key).write(out)
 
 
 class Sparsifier(Compressor):
@@ -114,7 +114,9 @@ class Sparsifier(Compressor):
         capacity = kept(payload.numel, cf)
         values = self._decoded(payload) if payload.exact is None else payload.exact
         positions = kernels_for(values).largest(values, min(capacity, values.numel()))
-        chosen = Selected(take(payload.parts[0], positions), take(values, positions), payload.total)
+        chosen = Selected(
+            take(payload.parts[0], positions), take(values, positions), payload.scalars[0]
+        )
         return self._payload(chosen, payload.numel, cf, payload.key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
@@ -140,7 +142,7 @@ class Sparsifier(Compressor):
         if self.exact_count and indices.numel() != k:
             raise CorruptPayload(f"payload must hold {k} indices, got {indices.numel()}")
         parts = (indices, *coded)
-        return SparsePayload(parts, numel, cf, nan, nan, key, nan, dtype, k)
+        return SparsePayload(parts, numel, cf, key, dtype=dtype, capacity=k)
 
     def indices(self, payload: Payload) -> Tensor | None:
         indices = payload.parts[0]
@@ -182,13 +184,13 @@ class Sparsifier(Compressor):
         energy = squared_norm(chosen.values)
         error = projection_error(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
         payload = SparsePayload(
-            parts, numel, cf, energy, error, key, chosen.total, dtype, capacity, chosen.values
+            parts, numel, cf, key, dtype=dtype, capacity=capacity, exact=chosen.values
         )
-        if self.values.lossless:
-            return payload
-        sent = self._decoded(payload)
-        error += squared_norm(chosen.values - sent)
-        return replace(payload, energy=squared_norm(sent), error=error)
+        if not self.values.lossless:
+            sent = self._decoded(payload)
+            error += squared_norm(chosen.values - sent)
+            energy = squared_norm(sent)
+        return replace(payload, energies=energies(chosen.total, energy, error, parts[0]))
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""

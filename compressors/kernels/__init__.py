@@ -14,6 +14,8 @@ from torch import Tensor
 from compressors.kernels import device, host
 from compressors.kernels.blocks import (
     Array,
+    Flag,
+    Scalar,
     Selected,
     ThresholdSearch,
     check_same_length,
@@ -23,7 +25,9 @@ from compressors.kernels.blocks import (
 
 __all__ = [
     "Array",
+    "Flag",
     "Kernels",
+    "Scalar",
     "Selected",
     "add_and_norm",
     "block_norm",
@@ -43,16 +47,16 @@ class Kernels(Protocol):
     is added to it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0.
     """
 
-    def squared_norm(self, x: Tensor) -> float:
+    def squared_norm(self, x: Tensor) -> Scalar:
         """||x||^2, accumulated in double precision."""
 
-    def block_norm(self, x: Tensor) -> float:
+    def block_norm(self, x: Tensor) -> Scalar:
         """||x||^2 of one block: in single precision unless that overflows or vanishes."""
 
-    def rough_norm(self, x: Tensor) -> float:
+    def rough_norm(self, x: Tensor) -> Scalar:
         """As `block_norm`, but it may overflow or vanish in single precision."""
 
-    def add_and_norm(self, memory: Tensor, tensor: Tensor) -> float:
+    def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
         """memory += tensor in place; returns ||memory||^2."""
 
     def largest(self, x: Tensor, k: int) -> Tensor:
@@ -91,22 +95,22 @@ def kernels_for(tensor: Tensor) -> Kernels:
     return host if on_host(tensor) else device
 
 
-def squared_norm(tensor: Tensor) -> float:
-    """||tensor||^2 of a flat tensor. On a device other than the CPU this waits for the device."""
+def squared_norm(tensor: Tensor) -> Scalar:
+    """||tensor||^2 of a flat tensor."""
     return kernels_for(tensor).squared_norm(tensor)
 
 
-def block_norm(tensor: Tensor) -> float:
+def block_norm(tensor: Tensor) -> Scalar:
     """`Kernels.block_norm` of flat `tensor`."""
     return kernels_for(tensor).block_norm(tensor)
 
 
-def rough_norm(tensor: Tensor) -> float:
+def rough_norm(tensor: Tensor) -> Scalar:
     """`Kernels.rough_norm` of flat `tensor`."""
     return kernels_for(tensor).rough_norm(tensor)
 
 
-def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
+def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:
     """memory += tensor in place; returns ||memory||^2, in one pass over the memory on a CPU.
 
     ValueError unless both are flat and equally long."""

@@ -1,13 +1,19 @@
-"""What the kernels for the host and for a device share: blocks, working memory, results.
+"""What the kernels for the host and for a device share: numbers, blocks, working memory, results.
 
 Everything here works on flat tensors of any device. Two block sizes matter: selection reads
 `CACHE_BLOCK` elements at a time, coding works on `CODE_BLOCK` elements at a time.
+
+A number made from data is a `Scalar` and a truth about data a `Flag`: on the host Python's own, on
+a device a tensor of no dimensions, so that nobody waits for the device to know them. Sums and
+products of both are written alike; what depends on a flag is done by `fill_if` and its kin.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
+
+Scalar = float | Tensor
+"""A number made from data: a float on the host, a 0-dim float64 tensor on a device."""
+
+Flag = bool | Tensor
+"""Whether something is so of data: a bool on the host, a 0-dim bool tensor on a device."""
+
+force_device_path = os.environ.get("ADAPTIVE_DEVICE_PATH") == "1"
+"""CPU tensors are treated as those of a device: this is how tests run the device path."""
 
 Count = Callable[[float], int]
 """How many magnitudes reach a threshold: right up to k, and anything above k beyond."""
@@ -40,16 +55,57 @@ class Selected(NamedTuple):
 
     indices: their positions (int32, ascending). values: the elements at those positions.
     total: ||x||^2 over all elements of x.
+
+    On a device there are as many as were asked for at most, whatever the data. Places for which no
+    element was found come last: their index is the number of elements of x, their value 0.
     """
 
     indices: Tensor
     values: Tensor
-    total: float
+    total: Scalar
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether tensors of this device take the host path: NumPy on the tensor's own memory."""
+    return device.type == "cpu" and not force_device_path
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether NumPy can work on the tensor's own memory, in a dtype that it is fast at."""
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+    """Whether the tensor takes the host path and has a dtype that NumPy is fast at."""
+    return is_host(tensor.device) and tensor.dtype in (torch.float32, torch.float64)
+
+
+def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
+    """The three squared norms of a compression as one float64 tensor (3,) where `like` is."""
+    numbers = (total, kept, lost)
+    if is_host(like.device):
+        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    full = partial(torch.full, (), dtype=torch.float64, device=like.device)
+    return torch.stack([n if isinstance(n, Tensor) else full(n) for n in numbers])
+
+
+def fill_if(flag: Flag, x: Tensor, value: float) -> None:
+    """Set all elements of `x` to `value`, in place, if `flag` is set."""
+    if isinstance(flag, Tensor):
+        x.masked_fill_(flag, value)
+    elif flag:
+        x.fill_(value)
+
+
+def add_if(flag: Flag, x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
+    """x += alpha * y, in place, if `flag` is set. `y` must be finite."""
+    if isinstance(flag, Tensor):
+        x.addcmul_(y, flag.to(x.dtype), value=alpha)
+    elif flag:
+        x.add_(y, alpha=alpha)
+
+
+def scale_if(flag: Flag, x: Tensor, factor: float) -> None:
+    """x *= factor, in place, if `flag` is set."""
+    if isinstance(flag, Tensor):
+        x.mul_(torch.where(flag, factor, 1.0).to(x.dtype))
+    elif flag:
+        x.mul_(factor)
 
 
 def check_same_length(memory: Tensor, tensor: Tensor) -> None:
@@ -71,7 +127,7 @@ def scratch(use: str, count: int, dtype: torch.dtype, device: torch.device) -> T
 
     The next call of the same thread with the same `use` (a name) and dtype returns the same memory.
     On devices other than the CPU the memory is new: their allocators keep what was freed."""
-    if device.type != "cpu":
+    if not is_host(device):
         return torch.empty(count, dtype=dtype, device=device)
     buffers: dict[tuple[str, torch.dtype], Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((use, dtype))
@@ -91,7 +147,7 @@ def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
     NumPy asks Linux for large pages, which `torch.empty` does not: to write 50 MB for the first
     time then takes 8 ms instead of 24 (the copy of a gradient of 100 MB: 7)."""
-    if device.type != "cpu" or count == 0:
+    if not is_host(device) or count == 0:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 
@@ -101,7 +157,7 @@ def block_bounds(x: Tensor) -> Iterator[tuple[int, int]]:
 
     On a device other than the CPU the whole tensor is one block: starting an operation is what
     costs there."""
-    size = CODE_BLOCK if x.device.type == "cpu" else max(x.numel(), 1)
+    size = CODE_BLOCK if is_host(x.device) else max(x.numel(), 1)
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
 

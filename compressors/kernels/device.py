@@ -11,22 +11,22 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Selected, ThresholdSearch
+from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
 
 
-def squared_norm(x: Tensor) -> float:
-    return float(x.detach().double().square().sum())
+def squared_norm(x: Tensor) -> Scalar:
+    return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
 
 
-def block_norm(x: Tensor) -> float:
+def block_norm(x: Tensor) -> Scalar:
     return squared_norm(x)
 
 
-def rough_norm(x: Tensor) -> float:
+def rough_norm(x: Tensor) -> Scalar:
     return squared_norm(x)
 
 
-def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
+def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:
     memory = memory.detach().add_(tensor)
     return squared_norm(memory)
 

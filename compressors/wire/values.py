@@ -24,6 +24,7 @@ from compressors.base import Key, projection_error
 from compressors.kernels import block_norm, on_host, rough_norm
 from compressors.kernels.blocks import (
     CODE_BLOCK,
+    Scalar,
     block_bounds,
     fresh,
     numbers_of_rows,
@@ -148,7 +149,7 @@ class BlockFormat(ValueFormat):
         """Go through `blocks` (at least one) and fill the `shared` parts, if there are any."""
 
     @abstractmethod
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         """Encode a block into its slices of the parts.
 
         Returns the squared norms of what is kept and of what is lost (the latter is not looked at
@@ -195,9 +196,9 @@ class Encoded(NamedTuple):
     """
 
     parts: Parts
-    total: float
-    energy: float
-    error: float
+    total: Scalar
+    energy: Scalar
+    error: Scalar
 
 
 def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> Encoded:
@@ -205,7 +206,8 @@ def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> En
     layout = form.layout(x.numel(), x.dtype)
     parts = tuple(fresh(size, dtype, x.device) for size, dtype in layout)
     blocks = Blocks(x, add, key)
-    energy = error = 0.0
+    energy: Scalar = 0.0
+    error: Scalar = 0.0
     with np.errstate(all="ignore"):
         if form.shared and x.numel():
             form.fill_shared(blocks, parts[: form.shared])
@@ -253,7 +255,7 @@ class Half(BlockFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, self.half),)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         (values,) = parts
         work = torch.clamp(block.x, -self.limit, self.limit, out=scratch_like("work", block.x))
         values.copy_(work)
@@ -298,7 +300,7 @@ class Levels(BlockFormat):
         size = count if self.bits == 8 else codes_nbytes(count, self.bits)
         return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
         scales, packed = parts
         steps, q = scratch_like("work", block.x), scratch_like("levels", block.x)
         columns = numbers_of_rows(scales, block.x, self.bucket)

@@ -129,10 +129,10 @@ def test_size_round_trip_energies_and_residual(compressor, dtype):
             assert torch.equal(compressor.decompress(received), sent), case
 
         lost, scale = norm2(tensor.double() - sent.double()), norm2(tensor) + norm2(sent)
-        assert payload.total == pytest.approx(norm2(tensor), rel=1e-6), case
-        assert payload.energy == pytest.approx(norm2(sent), rel=1e-5, abs=1e-70), case
-        assert payload.error == pytest.approx(lost, rel=1e-5, abs=2e-6 * scale + 1e-70), case
-        assert payload.error >= 0, case
+        assert float(payload.total) == pytest.approx(norm2(tensor), rel=1e-6), case
+        assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-5, abs=1e-70), case
+        assert float(payload.error) == pytest.approx(lost, rel=1e-5, abs=2e-6 * scale + 1e-70), case
+        assert float(payload.error) >= 0, case
 
         memory = tensor.clone()
         compressor.subtract_from(memory, payload)
@@ -155,8 +155,11 @@ def test_compress_sum_is_add_then_compress(compressor, dtype):
             continue
         expected = compressor.compress(total, cf, KEY)
         assert equal_parts(payload, expected), (name, cf)
-        found = (payload.energy, payload.error, payload.total)
-        assert found == (expected.energy, expected.error, expected.total), (name, cf)
+        found = (float(payload.energy), float(payload.error), float(payload.total))
+        assert found == (float(expected.energy), float(expected.error), float(expected.total)), (
+            name,
+            cf,
+        )
 
 
 @every_compressor
@@ -223,7 +226,7 @@ def test_same_input_same_bits_and_no_global_randomness(compressor):
     tensor = normal(CODE_BLOCK + 1000 if several_blocks else 200_000)
     first, second = (compressor.compress(t, 20.0, KEY) for t in (tensor, tensor.clone()))
     assert equal_parts(first, second)
-    assert (first.energy, first.error) == (second.energy, second.error)
+    assert (float(first.energy), float(first.error)) == (float(second.energy), float(second.error))
     if compressor.multilevel:
         compressor.decompress(compressor.recompress(first, 2.0))
     assert torch.equal(states[0], torch.get_rng_state())
@@ -273,7 +276,7 @@ def test_non_contiguous_input(compressor):
     payload = compressor.compress(wide[::2], cf, KEY)
     strided = compressor.decompress(payload)
     lost = norm2(wide[::2] - strided)
-    assert payload.error == pytest.approx(lost, rel=1e-5, abs=1e-5)
+    assert float(payload.error) == pytest.approx(lost, rel=1e-5, abs=1e-5)
     straight = compressor.decompress(compressor.compress(wide[::2].contiguous(), cf, KEY))
     if compressor.name not in ("natural", "qsgd", "terngrad"):  # seeded by the norm's last bit too
         torch.testing.assert_close(strided, straight, rtol=1e-5, atol=1e-6)
@@ -293,7 +296,11 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
                 tensor[:count] = bad
                 payload = compressor.compress(tensor, cf, KEY)
                 assert payload.nbytes == compressor.payload_nbytes(numel, cf)
-                assert not np.isfinite(payload.error + payload.energy), (numel, bad, count)
+                assert not np.isfinite(float(payload.error) + float(payload.energy)), (
+                    numel,
+                    bad,
+                    count,
+                )
                 if isinstance(compressor, Quantizer) and bad != bad:
                     assert compressor.decompress(payload)[0].isnan()
 
@@ -438,6 +445,6 @@ def test_dense_is_the_tensor_itself():
     tensor, dense = normal(100), NoCompression()
     payload = dense.compress(tensor, 100.0, KEY)
     assert dense.supported(100.0, 100) == 1.0
-    assert (payload.cf, payload.error) == (1.0, 0.0)
+    assert (payload.cf, float(payload.error)) == (1.0, 0.0)
     assert payload.parts[0].data_ptr() == tensor.data_ptr()
     assert dense.recompress(payload, 10.0) is payload

@@ -79,7 +79,7 @@ def test_selections_equal_an_obvious_reference(kernels, numel):
         assert selected.indices.dtype == torch.int32, name
         assert selected.indices.tolist() == expected.tolist(), name
         assert torch.equal(selected.values, total[expected]), name
-        assert selected.total == pytest.approx(norm2(total), rel=1e-6), name
+        assert float(selected.total) == pytest.approx(norm2(total), rel=1e-6), name
     searched = [m.select_by_count(x.clone(), k, add, bisect).indices for m in (host, device)]
     assert torch.equal(*searched)
 

@@ -151,9 +151,9 @@ def test_mean_of_own_payloads_is_what_is_decoded_and_energies_are_theirs():
             own, a = reported[w][i], bucket[w][i]
             kept = ranks[w].decompress(own)
             assert own.numel == numel
-            assert own.total == pytest.approx(norm2(a))
-            assert own.energy == pytest.approx(norm2(kept))
-            assert own.error == pytest.approx(norm2(a - kept), abs=1e-9)
+            assert float(own.total) == pytest.approx(norm2(a))
+            assert float(own.energy) == pytest.approx(norm2(kept))
+            assert float(own.error) == pytest.approx(norm2(a - kept), abs=1e-9)
 
 
 def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same():
@@ -169,7 +169,7 @@ def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same(
             for w in range(2):
                 taken = own[w][0] if against == "own" else payloads[w][0]
                 ranks[w].subtract_from(memory[w], taken)
-        shares[against] = sum(p[0].energy for p in own) / sum(p[0].total for p in own)
+        shares[against] = sum(float(p[0].energy) for p in own) / sum(float(p[0].total) for p in own)
         decoded[against] = ranks[0].decompress(payloads[0][0])
     torch.testing.assert_close(decoded["own"], decoded["mean"], rtol=1e-4, atol=1e-5)
     assert shares["mean"] < 0.8 * shares["own"]
@@ -228,9 +228,9 @@ def test_probing_changes_nothing_and_starts_warm():
     state = rank.state_dict()["q"]["w"]
     warm = rank.compress(matrix, 12.0, MATRIX)
     assert torch.equal(rank.state_dict()["q"]["w"], state)
-    assert warm.energy > cold.energy
-    assert warm.energy == pytest.approx(own[0].energy, rel=1e-2)
-    assert warm.energy == pytest.approx(norm2(rank.decompress(warm)))
+    assert float(warm.energy) > float(cold.energy)
+    assert float(warm.energy) == pytest.approx(float(own[0].energy), rel=1e-2)
+    assert float(warm.energy) == pytest.approx(norm2(rank.decompress(warm)))
 
 
 def test_state_dict_round_trip_in_the_middle():
@@ -265,8 +265,8 @@ def test_bytes_round_trip(key, cf):
     out = torch.full((2400,), nan)
     powersgd.write_to(out, payload)
     torch.testing.assert_close(out, sent)
-    assert payload.energy == pytest.approx(norm2(sent), rel=1e-6)
-    assert payload.error == pytest.approx(norm2(tensor - sent), rel=1e-5, abs=1e-9)
+    assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
+    assert float(payload.error) == pytest.approx(norm2(tensor - sent), rel=1e-5, abs=1e-9)
     with pytest.raises(CorruptPayload):
         powersgd.read(data[:-1], 2400, cf, torch.float32, key)
     for wrong in (torch.zeros(2399), torch.zeros(2401), torch.zeros(40, 60)):
@@ -297,7 +297,7 @@ def test_true_rank_is_reproduced_exactly():
     for _ in range(3):
         own, mean = one([rank], [matrix], 8.0)  # rank 3
     torch.testing.assert_close(mean, matrix)
-    assert own[0].error <= 1e-12 * own[0].total
+    assert float(own[0].error) <= 1e-12 * float(own[0].total)
 
 
 def test_warm_start_approaches_the_best_approximation():
@@ -306,7 +306,7 @@ def test_warm_start_approaches_the_best_approximation():
     rank, energies = PowerSGD(), []
     for _ in range(300):
         own, _ = one([rank], [matrix], 8.0)
-        energies.append(own[0].energy)
+        energies.append(float(own[0].energy))
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(energies))
     assert energies[0] < 0.8 * best
     assert energies[-1] == pytest.approx(float(best), rel=1e-3)
@@ -330,9 +330,9 @@ def test_truncation_is_what_the_same_rounds_give_at_that_rank():
             level = ranks[w].recompress(reported[w][0], cf / 4.0)
             kept = ranks[w].decompress(level)
             assert level.nbytes == ranks[w].payload_nbytes_for((40, 60), cf, torch.float64)
-            assert level.energy == pytest.approx(norm2(kept))
-            assert level.error == pytest.approx(norm2(a - kept))
-            assert level.total == pytest.approx(norm2(a))
+            assert float(level.energy) == pytest.approx(norm2(kept))
+            assert float(level.error) == pytest.approx(norm2(a - kept))
+            assert float(level.total) == pytest.approx(norm2(a))
             torch.testing.assert_close(kept, ranks[w].decompress(direct[w][0]))
 
 
@@ -340,7 +340,7 @@ def test_recompress_of_what_went_uncompressed():
     rank, matrix = PowerSGD(), normal(2400, 1)
     whole = rank.compress(matrix, 1.0, MATRIX)
     assert torch.equal(rank.decompress(whole), matrix)
-    assert (whole.error, whole.energy) == (0.0, whole.total)
+    assert (float(whole.error), float(whole.energy)) == (0.0, float(whole.total))
     level = rank.recompress(whole, 12.0)
     assert same(level, rank.compress(matrix, 12.0, MATRIX))
     vector = rank.compress(normal(30, 1), 4.0, Key("b", 0, (30,)))
@@ -490,12 +490,12 @@ def test_zero_gradients_send_zero_and_keep_q(dtype):
     before = ranks[0]._warm.start("w", 2, 60, matrix)
     own, mean = one(ranks, [zero, zero], 12.0)
     assert mean.count_nonzero() == 0
-    assert (own[0].energy, own[0].error, own[0].total) == (0, 0, 0)
+    assert (float(own[0].energy), float(own[0].error), float(own[0].total)) == (0, 0, 0)
     after = ranks[0]._warm.start("w", 2, 60, matrix)
     torch.testing.assert_close(before.abs(), after.abs())
     own, mean = one(ranks, [matrix, zero], 12.0)
     torch.testing.assert_close(mean, matrix / 2, rtol=1e-4, atol=1e-4)
-    assert own[1].energy == 0
+    assert float(own[1].energy) == 0
 
 
 @pytest.mark.parametrize(
