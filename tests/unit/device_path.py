@@ -1,0 +1,56 @@
+"""Running the device path without a device: on CPU tensors, on meta tensors, and counting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compressors.kernels import blocks
+
+_VIEWS = {
+    "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze",
+    "view", "_unsafe_view", "_reshape_alias", "lift_fresh",
+}  # fmt: skip
+
+
+class Operations(TorchDispatchMode):
+    """This counts the operations that are started, views aside: on a device each is a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in _VIEWS:
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(call: Callable[[], object]) -> int:
+    """How many operations `call` starts."""
+    with Operations() as operations:
+        call()
+    return operations.names.total()
+
+
+@contextmanager
+def device_path() -> Iterator[None]:
+    """Here CPU tensors take the device path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "force_device_path", True)
+        yield
+
+
+def meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A flat tensor without values: whatever reads one raises."""
+    return torch.empty(numel, dtype=dtype, device="meta")
