@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import isfinite, nan, sqrt
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,8 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key
-from compressors.kernels import squared_norm
+from compressors.kernels import squared_norms
+from compressors.kernels.blocks import Flag, Scalar, fill_if, is_host
 from policies import DENSE
 
 
@@ -60,8 +60,7 @@ class StepCFs:
 class Part:
     """One parameter's piece of a bucket: elements [start, stop) of its buffer.
 
-    grad: that slice. energy: ||g||^2. skipped: sends nothing this step, and keeps its memory to
-    itself.
+    grad: that slice. skipped: sends nothing this step, and keeps its memory to itself.
     """
 
     parameter: ModelParameter
@@ -69,8 +68,7 @@ class Part:
     stop: int
     grad: Tensor
     key: Key
-    energy: float
-    skipped: bool
+    skipped: Flag
 
 
 class Range(NamedTuple):
@@ -113,8 +111,8 @@ class Unit:
 
     @property
     def skipped(self) -> bool:
-        """All of it sends nothing this step."""
-        return all(piece.part.skipped for piece in self.ranges)
+        """All of it sends nothing this step, as the host knows."""
+        return all(piece.part.skipped is True for piece in self.ranges)
 
 
 class Bucket:
@@ -122,48 +120,65 @@ class Bucket:
 
     work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
     early: it is of the first backward, after which DDP cuts the buckets anew (of the first two with
-    a static graph). finite: the gradients are, and so are their squares and their sum in that
+    a static graph). poisoned: a gradient is not finite, or its squares or their sum are not in that
     precision; larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or
-    later, or what compressors make of it, and count as not finite.
+    later, or what compressors make of it. The gradients of a poisoned bucket are set to zero.
     """
 
-    def __init__(self, work: Tensor, parts: Sequence[Part], early: bool) -> None:
+    def __init__(
+        self, work: Tensor, parts: Sequence[Part], early: bool, poisoned: Flag = False
+    ) -> None:
         self.work = work
         self.parts = parts
         self.early = early
-        largest = torch.finfo(work.dtype).max
-        self.finite = all(part.energy <= largest for part in parts)  # nan is not
+        self.poisoned = poisoned
 
     @classmethod
     def open(
         cls,
         work: Tensor,
         parameters: Sequence[ModelParameter],
-        step: int,
+        key: Key,
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
         early: bool,
-    ) -> Bucket:
-        """Look at the local gradients, clip them, and add their norms to the tally."""
+    ) -> tuple[Bucket, Tensor]:
+        """Look at the local gradients, clip them, and add their norms to the tally; also returns
+        ||g||^2 of each part (float64). key: its step and rank hold for all parts."""
+        sizes = [parameter.tensor.numel() for parameter in parameters]
+        grads = work.split(sizes)
+        energies = squared_norms(grads)
+        if clip_norm is not None:
+            energies = _clip(grads, energies, clip_norm)
+        known: Sequence[Scalar] = energies.tolist() if is_host(work.device) else energies.unbind()
+        largest = torch.finfo(work.dtype).max
+        poisoned: Flag
+        if is_host(work.device):
+            poisoned = not all(energy <= largest for energy in known)  # nan is not
+        else:
+            poisoned = (energies <= largest).all() ^ True
         parts, start = [], 0
-        for parameter in parameters:
-            stop = start + parameter.tensor.numel()
-            grad = work[start:stop]
-            energy = squared_norm(grad)
-            if clip_norm is not None and isfinite(energy) and energy > clip_norm**2:
-                grad.mul_(clip_norm / sqrt(energy))
-                energy = clip_norm**2
-            tally.grad += energy
+        for parameter, grad, energy in zip(parameters, grads, known, strict=True):
             skipped = memory.skips(parameter, energy)
-            key = Key(parameter.name, step, tuple(parameter.tensor.shape))
-            parts.append(Part(parameter, start, stop, grad, key, energy, skipped))
-            start = stop
-        bucket = cls(work, parts, early)
-        if not bucket.finite:  # this step's statistics are to be skipped, by all ranks
-            tally.grad = tally.total = tally.sample_total = nan
-        tally.spoiled += not bucket.finite
-        return bucket
+            own = key._replace(name=parameter.name, shape=tuple(parameter.tensor.shape))
+            parts.append(Part(parameter, start, start + grad.numel(), grad, own, skipped))
+            start += grad.numel()
+        for energy in known:
+            tally.at("grad").add_(energy)
+        tally.spoil(poisoned)
+        fill_if(poisoned, work, 0.0)
+        return cls(work, parts, early, poisoned), energies
+
+
+def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor:
+    """Scale gradients whose norm is larger down to `clip_norm`; their squared norms then."""
+    too_large = (energies > clip_norm**2) & energies.isfinite()
+    factors = torch.where(too_large, clip_norm / energies.sqrt(), 1.0)
+    for i, grad in enumerate(grads):
+        if not is_host(grad.device) or too_large[i]:
+            grad.mul_(factors[i])
+    return torch.where(too_large, clip_norm**2, energies)
 
 
 EXACT = NoCompression()
@@ -211,7 +226,8 @@ class Granularity:
         start, stop = first.part.start + first.start, last.part.start + last.stop
         key = first.part.key
         if len(ranges) > 1 or not first.whole:  # not the parameter: no shape, a name of its own
-            key = Key(f"{key.name}[{first.start}:{first.start + stop - start}]", key.step)
+            name = f"{key.name}[{first.start}:{first.start + stop - start}]"
+            key = key._replace(name=name, shape=())
         layer = first.part.parameter.name
         cf = cfs.sent(layer)
         compressor = EXACT if cf == DENSE else base

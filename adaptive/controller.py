@@ -1,13 +1,15 @@
 """Runs one policy: from measurements to one agreed report a step, from reports to plans.
 
 A step's statistics are summed by a small all-reduce that starts at its last bucket and is read at
-the next step's first, so nothing waits and decisions lag one step. The plan is applied at a step
-boundary only: every bucket of a step uses the same one.
+the next step's first, so nothing waits and decisions lag one step; on a device, which copies the
+sum to the host meanwhile, always two. The plan is applied at a step boundary only: every bucket of
+a step uses the same one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import isfinite
@@ -21,10 +23,12 @@ from adaptive.config import Settings, check_layerwise
 from adaptive.exchange.collectives import Exchange, reduce_wire_bytes
 from adaptive.sizes import Sizes
 from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.timing import ModelledClock, Stopwatch
-from adaptive.statistics.vector import PendingStep, Tally
+from adaptive.statistics.vector import Asked, PendingStep, Tally
 from adaptive.summary import Summary, Totals
 from adaptive.timeline.records import Event, Header, Recorder
+from compressors.kernels import is_host
 from policies import DENSE, Context, Fixed, Plan, Policy
 from policies import state as saved
 
@@ -98,7 +102,8 @@ class Controller:
 
     numel: elements of all gradients. floats: elements sent in a step. lr: the learning rate.
     hooks: CFs that a foreign hook sends; nothing of them is measured. by_energy: the rank that
-    chooses for all is the one whose error-fed gradient was largest in the step before.
+    chooses for all is the one whose error-fed gradient was largest in the step before. device: of
+    the gradients.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Controller:
         lr: Callable[[], float],
         hooks: Collection[float],
         by_energy: bool,
+        device: torch.device,
     ) -> None:
         self.policy = policy
         self.stopwatch = stopwatch
@@ -127,6 +133,7 @@ class Controller:
         self.changed = False  # gradients were changed before the last step, on some rank
         self.unscaled = False  # as by a loss scale that was not handed over
         self.spoiled = False  # the last step's were not finite
+        self.corrupt = False  # something has arrived that no rank can have sent
         self._exchange = exchange
         self._recorder = recorder
         self._instruments = instruments
@@ -135,9 +142,13 @@ class Controller:
         self._lr = lr
         self._hooks = hooks
         self._by_energy = by_energy
+        self._device = device
+        self._late = 0 if is_host(device) else 1
         self._energies: tuple[float, ...] = ()
         self._totals = Totals()
-        self._pending: PendingStep | None = None
+        self._pending: deque[PendingStep] = deque()
+        self._compressed_last = -1  # the step
+        self._was_detached = False
         self._last_switch = (0, "")  # the step, and why
 
     @property
@@ -147,10 +158,13 @@ class Controller:
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
-        self._observe_pending(self.stopwatch.stop(counts=self.step > 1))
+        self._observe_pending(self.stopwatch.stop(counts=self.step > 1), keep=self._late)
+        for pending in self._pending:
+            pending.vector.fetch()
         plan = self._next_plan()
         if plan.send != DENSE:
             self.carrying = plan.send not in self._hooks
+            self._compressed_last = self.step
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
@@ -171,6 +185,7 @@ class Controller:
 
     def _next_plan(self) -> Plan:
         """The policy's, unless it is detached or must send what the residual holds first."""
+        was_detached, self._was_detached = self._was_detached, self.forced_dense
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -178,7 +193,7 @@ class Controller:
             raise ValueError(
                 f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
             )
-        if self.plan.reason == "detached" and not plan.reason:
+        if was_detached and not plan.reason:
             plan = replace(plan, reason="attached again")
         if plan.send != DENSE and (self.owing or (plan.send in self._hooks and self.carrying)):
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
@@ -189,24 +204,26 @@ class Controller:
         """The statistics of the step that begins, with what is known of the one before."""
         instruments, exchange = self._instruments, self._exchange
         peers = None if self.forced_dense else instruments.peers
-        tally = Tally(
+        layers = instruments.layers if plan.read_layers else None
+        asked = Asked(
             cfs=self.cfs.measured,
             ladder=() if self.forced_dense else instruments.ladder,
-            products=peers is not None,
+            layers=0 if layers is None else layers.count,
+            sketch=0 if peers is None else WIDTH,
+            by_energy=self._by_energy,
+            device=not is_host(self._device),
             ranks=exchange.world_size,
             rank=exchange.rank,
-            by_energy=self._by_energy,
         )
+        tally = Tally(asked, self._device)
         if peers is not None:
             peers.settle(tally)
-        tally.lr = self._lr()
+        tally.tell(lr=self._lr())
         self.stopwatch.tell(tally)
         if plan.read_sum:
-            tally.sum_norm = instruments.sums.read()
-        if plan.read_layers and instruments.layers is not None:
-            tally.layers = instruments.layers.read(
-                instruments.sums.by_layer if plan.read_sum else {}
-            )
+            tally.at("sum_norm").copy_(instruments.sums.read())
+        if layers is not None:
+            tally.at("layers").copy_(layers.read(instruments.sums if plan.read_sum else None))
         return tally
 
     @property
@@ -218,41 +235,50 @@ class Controller:
             return finite.index(max(finite))
         return self.step % self._exchange.world_size
 
-    def end_step(self, device: torch.device, found: Tensor | None) -> None:
+    def end_step(self, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
-        found: see `Tally.vector`.
+        found: `changed` and `unscaled`, where the gradients are; None: both are 0.
 
         Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
         time until the step is over: then it starts with the next step."""
-        peers = self._instruments.peers if self.tally.products else None
+        tally = self.tally
+        peers = self._instruments.peers if tally.asked.products else None
         if peers is not None:
-            self.tally.sketch = peers.sketch()
-        vector = self._exchange.sum_later(self.tally.vector(device, found))
+            tally.at("sketch").copy_(peers.sketch())
+        if found is not None:
+            tally.at("changed").add_(found[:1])
+            tally.at("unscaled").add_(found[1:])
+        for corrupt in self._exchange.take_corrupt():
+            tally.at("corrupt").add_(corrupt)
+        vector = self._exchange.sum_later(tally.vector())
         if self.cf not in self._hooks:
             vector.start()
         traffic = self._exchange.take_traffic()
         self.stopwatch.sent(traffic)
-        self._pending = PendingStep(
-            self.step,
-            self.cf,
-            self.tally,
-            self.cfs.sent_layers,
-            vector,
-            traffic,
-            self.plan.read_sum,
-            self.stopwatch.timed,
+        self._pending.append(
+            PendingStep(
+                self.step,
+                self.cf,
+                tally.asked,
+                self.cfs.sent_layers,
+                vector,
+                traffic,
+                self.plan.read_sum,
+                self.stopwatch.timed,
+            )
         )
         self._totals.count(self.cf, traffic, self._floats(self.cfs), self.dense_wire_bytes)
         self.step += 1
 
     def flush(self) -> None:
-        """Take in the last step's statistics now (the next step would have)."""
+        """Take in the last step's statistics now (the next step would have; on a device the one
+        after it)."""
         self._observe_pending(self.stopwatch.ends())
 
     def close(self) -> None:
         """Take in the last step and close the timeline; later steps are not recorded."""
-        if self._pending is not None and self._pending.vector.work is None:
-            self._pending = None  # perhaps not all ranks close, and it would have to be summed
+        if self._pending and self._pending[-1].vector.work is None:
+            self._pending.pop()  # perhaps not all ranks close, and it would have to be summed
         self.flush()
         self._recorder.close()
 
@@ -297,7 +323,7 @@ class Controller:
             if part is not None:
                 part.load_state_dict(of_part)
             saved.together(part is not None or not of_part, f"{name!r} are not asked for here")
-        self._pending = None
+        self._pending.clear()
         self._exchange.take_traffic()
         self.step = saved.count(state, "step")
         self.cf = saved.number(state, "cf", least=1)
@@ -322,10 +348,12 @@ class Controller:
         modelled = [watch.clock] if isinstance(watch.clock, ModelledClock) else []
         return [part for part in (*parts, *modelled) if part is not None]
 
-    def _observe_pending(self, now: float) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
+    def _observe_pending(self, now: float, keep: int = 0) -> None:
+        """Take in what the ranks have agreed on, but for the last `keep` steps."""
+        while len(self._pending) > keep:
+            self._observe(self._pending.popleft(), now)
+
+    def _observe(self, pending: PendingStep, now: float) -> None:
         n = self._exchange.world_size
         agreed = pending.agree()
         layers, peers = self._instruments.layers, self._instruments.peers
@@ -333,9 +361,11 @@ class Controller:
         self._energies = tuple(agreed.energies)
         self.changed, self.unscaled = agreed.changed > 0, agreed.unscaled > 0
         self.spoiled = agreed.spoiled > 0
-        if peers is not None and pending.tally.products:
+        self.corrupt = self.corrupt or agreed.corrupt > 0
+        if peers is not None and pending.asked.products:
             peers.receive(agreed.sketch)
-        if pending.cf == DENSE and not agreed.spoiled:
+        emptied = pending.cf == DENSE and not agreed.spoiled
+        if emptied and pending.step > self._compressed_last:
             self.carrying = self.owing = False
         report = pending.report(agreed, by_layer, self.dense_wire_bytes)
         if pending.cf in report.measurements:

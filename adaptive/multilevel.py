@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from adaptive.bucket import EXACT, Unit
@@ -85,9 +86,10 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
             return compressor.compress(sample, cf, own)
 
         sampled = compress_levels(unit.base, direct, direct, unit.levels)
-    for i, (payload, of_sample) in enumerate(zip(levels, sampled, strict=True)):
-        tally.kept[i] += payload.energy
-        tally.error[i] += payload.error
-        tally.sample_error[i] += of_sample.error
-    tally.total += levels[0].total
-    tally.sample_total += sampled[0].total
+    tally.add_levels(_energies(levels), _energies(sampled))
+
+
+def _energies(payloads: Sequence[Payload]) -> Tensor:
+    """(payloads, 3)."""
+    known = [payload.energies for payload in payloads if payload.energies is not None]
+    return known[0][None] if len(known) == 1 else torch.stack(known)

@@ -7,9 +7,12 @@
 3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
    payload (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
-5. When all is there, on a thread of the process group: take what was sent off the memory, and
-   decode the mean into the bucket's buffer.
-6. Settle the memory; or, if any rank poisoned the bucket, undo step 2 instead of 5.
+5. When all is there, on a thread of the process group: if any rank poisoned the bucket, undo step
+   2, and let nothing come of the payloads.
+6. Take what was sent off the memory, decode the mean into the bucket's buffer, settle the memory.
+
+On a device nobody waits to know whether a bucket is poisoned: a `Flag` goes along, and what depends
+on it is done by the device. On the host it is a bool, and what is known to be in vain is not done.
 
 `Reducer.compressed` is that way. `Reducer.dense` is the shorter one of a step that is not
 compressed: all that the memory holds is sent with the gradient, in one all-reduce.
@@ -20,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite, nan
+from math import nan
 
 import torch
 from torch import Tensor
@@ -38,10 +41,14 @@ from adaptive.parameters import ModelParameter, Scratch
 from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.vector import Tally
 from compressors import Compressor
-from compressors.base import Payload
+from compressors.base import Key, Payload
+from compressors.kernels import Flag, Scalar, all_finite
+from compressors.kernels.blocks import fill_if
 from compressors.rounds import RoundsCompressor
 
-OnMean = Callable[[ModelParameter, Tensor], None]
+OnMean = Callable[[ModelParameter, Tensor, Flag], None]
+"""Is told the mean of a parameter, flat, and whether it is to be passed over as not finite."""
+
 Send = Callable[[Tensor], Future[Tensor]]
 
 
@@ -97,10 +104,11 @@ class Reducer:
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
-            if on_mean and _all_finite(mean):
+            if on_mean:
+                poisoned = all_finite(mean) ^ True
                 views = mean.split([parameter.tensor.numel() for parameter in parameters])
                 for parameter, view in zip(parameters, views, strict=True):
-                    on_mean(parameter, view)
+                    on_mean(parameter, view, poisoned)
             return mean
 
         return self._mean(buffer).then(finish)
@@ -120,38 +128,38 @@ class Reducer:
 
         send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
         """
-        untouched = not (tally.cfs or tally.ladder or send) and self._clip_norm is None
+        asked = tally.asked
+        untouched = not (asked.cfs or asked.ladder or send) and self._clip_norm is None
         if untouched and all(self._memory.idle(parameter) for parameter in parameters):
-            tally.grad = nan  # not measured
+            tally.at("grad").fill_(nan)  # not measured
             return self.plain(buffer, parameters, on_mean)
         bucket = self._open(buffer, parameters, step, tally)
-        sending = [part for part in bucket.parts if bucket.finite and not part.skipped]
-        units = self._granularity.cut(bucket, cfs) if tally.cfs and bucket.finite else []
+        known = bucket.poisoned is True
+        sending = [part for part in bucket.parts if not known and part.skipped is not True]
+        units = self._granularity.cut(bucket, cfs) if asked.cfs and not known else []
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
-            self._memory.fold(part.parameter, part.grad)
-        if not bucket.finite:  # the others' memories are not to take it for a mean
-            bucket.work.fill_(nan)
+            self._memory.fold(part.parameter, part.grad, bucket.poisoned | part.skipped)
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
                 levels = compress_levels(unit.base, direct, direct, unit.levels)
                 record_levels(unit, levels, sample, tally)
+        fill_if(bucket.poisoned, bucket.work, nan)  # the others' memories must not take it for sent
         _write_back(bucket, buffer)
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = only(future.value())
-            arrived = _all_finite(mean)
+            poisoned = all_finite(mean) ^ True
             for part in sending:
-                if arrived:
-                    self._memory.commit_dense(part.parameter)
-                else:
-                    self._memory.undo_fold(part.parameter)
-            if sending and not arrived:  # what was folded in is not to be taken for sent
-                mean.fill_(nan)
-            if on_mean and arrived:
+                moved = (bucket.poisoned | part.skipped) ^ True
+                self._memory.undo_fold(part.parameter, poisoned & moved)
+                self._memory.end_dense(part.parameter, poisoned | part.skipped)
+            if sending:  # what was folded in is not to be taken for sent
+                fill_if(poisoned, mean, nan)
+            if on_mean:
                 for part in bucket.parts:
-                    on_mean(part.parameter, mean[part.start : part.stop])
+                    on_mean(part.parameter, mean[part.start : part.stop], poisoned)
             return mean
 
         return (send or self._mean)(buffer).then(finish)
@@ -189,15 +197,15 @@ class Reducer:
             lambda numel: self._scratch.take(("shard", index), numel, bucket.work),
         )
 
-        def finish(received: Received | None) -> Tensor:
-            if received is None:  # some rank's gradients are not finite
-                memory.undo()
-                bucket.work.fill_(nan)
-            else:
-                decode(bucket, units, received, memory, self._exchange.rank)  # 5, 6
+        def finish(received: Received) -> Tensor:
+            memory.undo(received.poisoned)  # 5, while the bucket still holds the gradients
+            if received.poisoned is not True:
+                corrupt = decode(bucket, units, received, memory, self._exchange.rank)  # 6
+                self._exchange.count_corrupt(corrupt)
                 if on_mean:
                     for each in bucket.parts:
-                        on_mean(each.parameter, each.grad)
+                        on_mean(each.parameter, each.grad, received.poisoned)
+            fill_if(received.poisoned, bucket.work, nan)
             _write_back(bucket, buffer)
             return buffer
 
@@ -213,8 +221,11 @@ class Reducer:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         early = self._is_early(step)
-        bucket = Bucket.open(work, parameters, step, self._memory, tally, self._clip_norm, early)
-        self._instruments.observe(bucket, tally)
+        key = Key("", step, rank=self._exchange.rank)
+        bucket, energies = Bucket.open(
+            work, parameters, key, self._memory, tally, self._clip_norm, early
+        )
+        self._instruments.observe(bucket, energies, tally)
         return bucket
 
 
@@ -238,14 +249,14 @@ class _OwnPart:
     ) -> Outgoing:
         """Accumulate each unit into the memory, and compress it; those that the strategy
         `takes_sum` of are accumulated only."""
-        bucket, before = self._bucket, self._tally.copy()
+        bucket, before = self._bucket, self._tally.copy_of_levels()
         payloads: list[Payload | None] = []
         self._sums: list[Tensor | None] = []
         for unit in self._units:
             summed = takes_sum(unit)
             self._sums.append(self._accumulate(unit) if summed else None)
             payloads.append(None if summed else self._compress(unit))
-        self._kept = self._tally.since(before)
+        self._added = self._tally.copy_of_levels() - before
         return Outgoing(
             index=index,
             units=self._units,
@@ -254,7 +265,7 @@ class _OwnPart:
             dtype=bucket.work.dtype,
             device=bucket.work.device,
             numel=bucket.work.numel(),
-            finite=bucket.finite,
+            poisoned=bucket.poisoned,
             leader=leader,
             space=space,
             books=self,
@@ -263,22 +274,21 @@ class _OwnPart:
     def chosen(self, payloads: Sequence[Payload | None]) -> None:
         """See `Books`."""
         for unit, a, payload in zip(self._units, self._sums, payloads, strict=True):
-            if a is not None and payload is not None and self._bucket.finite and not unit.skipped:
+            known = self._bucket.poisoned is True or unit.skipped
+            if a is not None and payload is not None and not known:
                 levels = levels_beside(unit, a, payload)
                 record_levels(unit, levels, strided_sample(self._view(unit)), self._tally)
 
-    def compressed_again(self, lost_share: float) -> None:
+    def compressed_again(self, lost_share: Scalar) -> None:
         """See `Books`."""
-        self._tally.lose(self._kept, lost_share)
+        self._tally.lose(self._added, lost_share)
 
     def _view(self, unit: Unit) -> Tensor:
         """The unit's slice of the bucket: the gradient."""
         return self._bucket.work[unit.start : unit.stop]
 
     def _accumulate(self, unit: Unit) -> Tensor:
-        """The unit's error-fed gradient, added up (flat); zeros if the bucket is not finite."""
-        if not self._bucket.finite:
-            return torch.zeros_like(self._view(unit))
+        """The unit's error-fed gradient, added up (flat); zeros if the bucket is poisoned."""
         target, addend = self._memory.open(unit)
         return target if addend is None else target.add_(addend)
 
@@ -287,13 +297,11 @@ class _OwnPart:
 
         A rank whose gradients are not finite sends a poisoned payload, so that all ranks end the
         step with a non-finite bucket, as in dense DDP."""
-        compressor = unit.compressor
-        if not self._bucket.finite:
-            zeros = torch.zeros_like(self._view(unit))
-            return compressor.poison(compressor.compress(zeros, unit.cf, unit.key))
+        compressor, poisoned = unit.compressor, self._bucket.poisoned
         target, addend = self._memory.open(unit)
-        if unit.skipped:
-            return compressor.compress(target, unit.cf, unit.key)
+        if unit.skipped or poisoned is True:
+            payload = compressor.compress(target, unit.cf, unit.key)
+            return compressor.poison(payload, poisoned)
 
         def again(compressor: Compressor, cf: float) -> Payload:
             return compressor.compress(target, cf, unit.key)
@@ -306,30 +314,35 @@ class _OwnPart:
         sample = strided_sample(self._view(unit))
         levels = compress_levels(unit.base, first, again, unit.levels)
         record_levels(unit, levels, sample, self._tally)
-        return replace(levels[self._sent], cf=unit.cf)
+        return compressor.poison(replace(levels[self._sent], cf=unit.cf), poisoned)
 
 
 def decode(
     bucket: Bucket, units: Sequence[Unit], received: Received, memory: BucketMemory, rank: int
-) -> None:
+) -> Flag:
     """Take what this rank has sent off the memory, and write the mean into the bucket: one unit
-    after the other, so that the decoded payloads of no more than one are in memory."""
-    sent = []
+    after the other, so that the decoded payloads of no more than one are in memory. Nothing comes
+    of a poisoned step, as a device finds out. Returns whether a payload is corrupt."""
+    poisoned = received.poisoned
+    corrupt: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
-        own = payloads[rank] if received.own is None else received.own[i]
+        compressor = unit.compressor
+        means = [compressor.void(payload, poisoned) for payload in payloads]
+        own = means[rank] if received.own is None else compressor.void(received.own[i], poisoned)
         memory.take_off(unit, own)
-        if memory.masks:
-            sent.append(own)
+        memory.clear_velocity(unit, own, poisoned)
         mean = bucket.work[unit.start : unit.stop]
-        if isinstance(unit.compressor, RoundsCompressor):
-            unit.compressor.write_to(mean, payloads[0])
+        if isinstance(compressor, RoundsCompressor):
+            compressor.write_to(mean, means[0])
             continue
         mean.zero_()
-        for payload in payloads:
-            unit.compressor.add_to(mean, payload, received.scale)
-    memory.settle(sent)
+        for payload in means:
+            compressor.add_to(mean, payload, received.scale)
+            corrupt = corrupt | payload.corrupt
+    memory.settle()
     if received.remainder is not None:
         memory.keep(received.remainder)
+    return corrupt
 
 
 def _compress(unit: Unit, a: Tensor, compressor: Compressor, cf: float) -> Payload:
@@ -340,7 +353,3 @@ def _write_back(bucket: Bucket, buffer: Tensor) -> None:
     """Bring a half-precision bucket up to date with its wider copy."""
     if bucket.work is not buffer:
         buffer.copy_(bucket.work)
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    return isfinite(float(tensor.sum(dtype=torch.float64))) or bool(torch.isfinite(tensor).all())

@@ -37,6 +37,7 @@ from adaptive.statistics.on_request import Instruments
 from adaptive.statistics.timing import Stopwatch, make_timestamps
 from adaptive.step_watch import StepWatch
 from adaptive.timeline.records import Header, Recorder
+from compressors.base import CorruptPayload
 from policies import DENSE
 from policies import state as saved
 
@@ -141,6 +142,7 @@ class Session:
             lambda: learning_rate(self._optimizer),
             frozenset(settings.hooks),
             self._ways.by_energy,
+            self._parameters.device,
         )
         every = settings.debug
         self._check = CrossCheck(self._parameters.values(), group, every) if every else None
@@ -267,6 +269,13 @@ class Session:
         controller = self.controller
         if bucket.index() == 0:
             controller.begin_step()
+            if controller.corrupt:
+                raise CorruptPayload(
+                    "a payload that no compressor can have sent has arrived on some rank: its "
+                    "bytes were changed on the way (a device finds this out two steps late)"
+                )
+            if not controller.carrying:
+                self._memory.emptied()
             if self._check is not None:
                 self._check.check(controller.step, controller.plan)
             self._heed_script()
@@ -302,7 +311,7 @@ class Session:
                 bucket.is_last(),
             )
         if bucket.is_last():
-            controller.end_step(buffer.device, self._watch.take_found())
+            controller.end_step(self._watch.take_found())
             self._reducer.end_backward()
             self._watch.backward_ends(scale, compare=self._memory.now.keeps_residual)
             if self._arrival is not None:

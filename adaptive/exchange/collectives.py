@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink
 from compressors.base import CorruptPayload
-from compressors.kernels import fresh
+from compressors.kernels import Flag, fresh, is_host
 
 NBYTES = 4
 """Bytes of a checksum."""
@@ -37,7 +38,7 @@ _MULTIPLIER = 2654435761
 
 def checksum(payload: Tensor) -> Tensor:
     """Of a contiguous, flat uint8 tensor: NBYTES bytes, where that is."""
-    if payload.device.type == "cpu":
+    if is_host(payload.device):
         crc = zlib.crc32(payload.numpy().data)
         return torch.tensor(list(crc.to_bytes(NBYTES, "little")), dtype=torch.uint8)
     return _weighted_sum(payload)
@@ -57,15 +58,17 @@ def signed(payload: Tensor) -> Tensor:
     return torch.cat((payload, checksum(payload)))
 
 
-def check(rows: Tensor, what: str, source: int | None = None) -> Tensor:
+def check(rows: Tensor, what: str, source: int | None = None) -> tuple[Tensor, Flag]:
     """The payloads without their checksums. rows: uint8, (ranks, bytes), signed. source: of a
     single row, the rank that it came from.
 
-    CorruptPayload if one has not its checksum; it names `what` and the ranks they came from. One
-    host synchronisation on a device, where decoding has several."""
+    Also whether one has not its checksum. On the host that is a CorruptPayload, which names `what`
+    and the ranks they came from."""
     payloads = rows[:, :-NBYTES]
     own = torch.stack([checksum(payload) for payload in payloads])
-    same = (own == rows[:, -NBYTES:]).all(dim=1).tolist()
+    same = (own == rows[:, -NBYTES:]).all(dim=1)
+    if not is_host(rows.device):
+        return payloads, same.all() ^ True
     wrong = [rank if source is None else source for rank, fits in enumerate(same) if not fits]
     if wrong:
         ranks = ", ".join(map(str, wrong))
@@ -73,7 +76,7 @@ def check(rows: Tensor, what: str, source: int | None = None) -> Tensor:
             f"{what}: the payload from rank {ranks} has not its checksum: its bytes were changed "
             f"on the way"
         )
-    return payloads
+    return payloads, False
 
 
 @atexit.register
@@ -123,6 +126,8 @@ class PendingSum:
     tensor: Tensor
     group: dist.ProcessGroup
     work: dist.Work | None = None
+    _copy: Tensor | None = None
+    _copied: torch.Event | None = None
 
     def start(self) -> PendingSum:
         """Begin; every rank must do so at the same place among its collectives."""
@@ -130,8 +135,26 @@ class PendingSum:
             self.work = dist.all_reduce(self.tensor, group=self.group, async_op=True)
         return self
 
+    def fetch(self) -> None:
+        """Let a device copy the sum to the host once it is there, while the host goes on."""
+        if self.tensor.device.type == "cpu" or self._copy is not None:
+            return
+        self.wait()
+        self._copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
+        self._copy.copy_(self.tensor, non_blocking=True)
+        self._copied = torch.Event(self.tensor.device)
+        self._copied.record()
+
+    def read(self) -> Tensor:
+        """The sum over all ranks, on the host."""
+        self.fetch()
+        if self._copy is None or self._copied is None:
+            return self.wait()
+        self._copied.synchronize()
+        return self._copy
+
     def wait(self) -> Tensor:
-        """The sum over all ranks."""
+        """The sum over all ranks; on a device it is the stream that waits, not the host."""
         work = self.start().work
         assert work is not None
         work.wait()
@@ -155,6 +178,7 @@ class Exchange:
         self.traffic = Traffic()
         self._link = link
         self._check_bytes = check_bytes
+        self._corrupt: deque[Tensor] = deque()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
@@ -216,6 +240,15 @@ class Exchange:
         wire = self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes)
         return self._link.hold(done, wire) if self._link else done
 
+    def count_corrupt(self, flag: Flag) -> None:
+        """Something that has arrived on a device cannot have been sent (`take_corrupt`)."""
+        if isinstance(flag, Tensor):
+            self._corrupt.append(flag)
+
+    def take_corrupt(self) -> list[Tensor]:
+        """What was counted since this was asked last, from any thread."""
+        return [self._corrupt.popleft() for _ in range(len(self._corrupt))]
+
     def take_traffic(self) -> Traffic:
         """The traffic counted so far; counting starts again from zero."""
         taken, self.traffic = self.traffic, Traffic()
@@ -237,7 +270,8 @@ class Exchange:
             future.value()  # raises what went wrong
             if not self._check_bytes:
                 return out
-            rows = check(out, what, source)
+            rows, corrupt = check(out, what, source)
+            self.count_corrupt(corrupt)
             return rows if source is None else rows[0]
 
         return done.then(finish)

@@ -18,7 +18,7 @@ from torch.futures import Future
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
 
-Finish = Callable[[Received | None], Tensor]
+Finish = Callable[[Received], Tensor]
 """Turns what has arrived into the mean, on a thread of the process group."""
 
 

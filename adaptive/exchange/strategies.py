@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import isfinite, nan
+from math import nan
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +37,8 @@ from adaptive.exchange.collectives import Exchange
 from compressors import Compressor, NoCompression
 from compressors.base import Payload
 from compressors.grace import GraceCompressor
-from compressors.kernels import fresh
+from compressors.kernels import Flag, Scalar, all_finite, fresh
+from compressors.kernels.blocks import fill_if
 from compressors.rounds import Rounds as CompressorRounds
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
@@ -58,7 +59,7 @@ class Books(Protocol):
     def chosen(self, payloads: Sequence[Payload | None]) -> None:
         """What this rank sends of the units of which it handed over sums."""
 
-    def compressed_again(self, lost_share: float) -> None:
+    def compressed_again(self, lost_share: Scalar) -> None:
         """Of the energy of the payloads, a second compression has lost this share."""
 
 
@@ -68,8 +69,8 @@ class Outgoing:
 
     index: of the bucket, for messages. units: what is compressed as one, in order. payloads: one a
     unit, and None where the strategy compresses itself: then `sums` has the error-fed gradient
-    (flat). dtype: of the gradients. finite: those of this rank are; where they are not, payloads
-    are poisoned and sums zero. leader: the rank that chooses for all, if one does. space: a buffer
+    (flat). dtype: of the gradients. poisoned: those of this rank are not finite; then so are its
+    payloads, and sums are zero. leader: the rank that chooses for all, if one does. space: a buffer
     of so many elements, of this bucket's own until its mean is there.
     """
 
@@ -80,7 +81,7 @@ class Outgoing:
     dtype: torch.dtype
     device: torch.device
     numel: int
-    finite: bool
+    poisoned: Flag
     leader: int
     space: Callable[[int], Tensor]
     books: Books
@@ -105,19 +106,20 @@ class Remainder(NamedTuple):
 class Received:
     """What has arrived for one bucket. The mean of a unit is `scale` times the sum of its payloads.
 
-    payloads: for each unit. own: what this rank has sent, a payload for each unit; None: it is
+    payloads: for each unit. poisoned: some rank's gradients were not finite, so that the payloads
+    mean nothing. own: what this rank has sent, a payload for each unit; None: it is
     among the payloads, at this rank's place. remainder: for the memory, if there is one.
     """
 
     payloads: Iterable[Sequence[Payload]]
+    poisoned: Flag
     scale: float = 1.0
     own: Sequence[Payload] | None = None
     remainder: Remainder | None = None
 
 
-Rounds = Generator[Future[Tensor], Tensor, Received | None]
-"""An exchange under way. Returns None if some rank's gradients were not finite. After its last
-collective it runs on a thread of the process group."""
+Rounds = Generator[Future[Tensor], Tensor, Received]
+"""An exchange under way. After its last collective it runs on a thread of the process group."""
 
 
 def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
@@ -137,10 +139,10 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
         for i, unit in enumerate(out.units)
     )
     first = [next(received)] if out.units else []
-    # A rank poisons all payloads of a bucket or none.
-    if first and any(map(out.units[0].compressor.is_poisoned, first[0])):
-        return None
-    return Received(chain(first, received), 1 / exchange.world_size)
+    poisoned: Flag = False
+    for payload in first[0] if first else ():  # a rank poisons all payloads of a bucket or none
+        poisoned = poisoned | out.units[0].compressor.is_poisoned(payload)
+    return Received(chain(first, received), poisoned, 1 / exchange.world_size)
 
 
 def summed(exchange: Exchange, out: Outgoing) -> Rounds:
@@ -154,9 +156,8 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     dtype = out.units[0].compressor.wire_dtype(out.dtype) if out.units else out.dtype
     total = yield exchange.all_reduce(wire.view(dtype))
     sums = unpack(out.units, total.view(torch.uint8), out.dtype)
-    if _poisoned(out.units, sums):
-        return None
-    return Received([[payload] for payload in sums], 1 / exchange.world_size, own)
+    poisoned = _poisoned(out.units, sums)
+    return Received([[payload] for payload in sums], poisoned, 1 / exchange.world_size, own)
 
 
 def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
@@ -185,10 +186,10 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
     means: list[Payload] = []
     for units, row, size in zip(shards, rows, sizes, strict=True):
         means += unpack(units, row[:size], out.dtype)
-    if _poisoned(out.units, means):
-        return None
+    poisoned = _poisoned(out.units, means)
     remainder = Remainder(mine, shard.values, shard.start, n)
-    return Received([[mean] for mean in means], 1.0, own, remainder)
+    fill_if(poisoned, shard.values, 0.0)
+    return Received([[mean] for mean in means], poisoned, 1.0, own, remainder)
 
 
 class _Shard:
@@ -204,16 +205,19 @@ class _Shard:
         scale = 1 / len(received)
         self.values.zero_()
         payloads = []
+        poisoned: Flag = False
         for i, unit in enumerate(self._units):
+            compressor, mean = unit.compressor, self._view(unit)
             for row in received:
-                if not unit.compressor.is_poisoned(row[i]):
-                    unit.compressor.add_to(self._view(unit), row[i], scale)
-            payloads.append(unit.compressor.compress(self._view(unit), unit.cf, unit.key))
-        poisoned = any(_poisoned(self._units, row) for row in received)
-        if poisoned or not all(isfinite(payload.total) for payload in payloads):
-            pairs = zip(self._units, payloads, strict=True)
-            return [unit.compressor.poison(payload) for unit, payload in pairs]
-        return payloads
+                flag = compressor.is_poisoned(row[i])
+                compressor.add_to(mean, compressor.void(row[i], flag), scale)
+                poisoned = poisoned | flag
+            # What is drawn at random is not what was drawn for this rank's own payload.
+            key = unit.key._replace(rank=unit.key.rank + len(received))
+            payloads.append(compressor.compress(mean, unit.cf, key))
+        poisoned = poisoned | (all_finite(self.values) ^ True)
+        pairs = zip(self._units, payloads, strict=True)
+        return [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
 
     def keep_remainder(self, sent: Sequence[Payload]) -> None:
         """Take what is sent, once packed, off the mean."""
@@ -231,10 +235,13 @@ def _by_shard(units: Sequence[Unit], borders: Sequence[int]) -> list[list[Unit]]
     ]
 
 
-def _lost_share(payloads: Sequence[Payload]) -> float:
+def _lost_share(payloads: Sequence[Payload]) -> Scalar:
     """Of their tensors' energy, what payloads lose."""
-    total = sum(payload.total for payload in payloads)
-    return sum(payload.error for payload in payloads) / total if total > 0 else 0.0
+    known = [payload.energies for payload in payloads if payload.energies is not None]
+    if not known:
+        return 0.0
+    total, _, lost = torch.stack(known).sum(0)
+    return torch.where(total > 0, lost / total, 0.0)
 
 
 def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
@@ -259,17 +266,15 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
     out.books.chosen(own)
     own = [_apart(unit, payload) for unit, payload in zip(units, own, strict=True)]
     values = torch.cat([payload.parts[-1] for payload in own])
-    if not out.finite:
-        values.fill_(nan)
+    fill_if(out.poisoned, values, nan)
     total = yield exchange.all_reduce(values)
-    if not bool(torch.isfinite(total).all()):
-        return None
+    poisoned = all_finite(total) ^ True
     means = total.split([payload.parts[-1].numel() for payload in own])
     received = [
         [payload.with_parts(*payload.parts[:-1], mean)]
         for payload, mean in zip(own, means, strict=True)
     ]
-    return Received(received, 1 / exchange.world_size, own)
+    return Received(received, poisoned, 1 / exchange.world_size, own)
 
 
 def _sparse(unit: Unit) -> Sparsifier:
@@ -326,19 +331,21 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
     )
     share = next(rounds)
     first = torch.cat([share, *(payload.parts[0] for payload in plain)]) if plain else share
-    total = yield exchange.all_reduce(first if out.finite else first.fill_(nan))
+    fill_if(out.poisoned, first, nan)
+    total = yield exchange.all_reduce(first)
     sums_of_plain = total[share.numel() :].clone()
     total = total[: share.numel()]
     for _ in range(compressor.rounds_count - 1):
         total = yield exchange.all_reduce(rounds.send(total))
     means = _returned(rounds, total)
-    if any(map(compressor.is_poisoned, means)) or not bool(sums_of_plain.isfinite().all()):
-        return None
+    poisoned = all_finite(sums_of_plain) ^ True
+    for mean in means:
+        poisoned = poisoned | compressor.is_poisoned(mean)
     parts = sums_of_plain.split([payload.numel for payload in plain])
     averages = [p.with_parts(part.div_(n)) for p, part in zip(plain, parts, strict=True)]
     received = [[mean] for mean in _merged(means, averages, out.sums) if mean is not None]
     own = [payload for payload in _merged(compressed, plain, out.sums) if payload is not None]
-    return Received(received, 1.0, own)
+    return Received(received, poisoned, 1.0, own)
 
 
 def _all_plain(exchange: Exchange, out: Outgoing, collectives: int) -> Rounds:
@@ -352,9 +359,8 @@ def _all_plain(exchange: Exchange, out: Outgoing, collectives: int) -> Rounds:
         yield exchange.all_reduce(empty)
     sums = flat.split([payload.numel for payload in own])
     received = [payload.with_parts(each) for payload, each in zip(own, sums, strict=True)]
-    if _poisoned(out.units, received):
-        return None
-    return Received([[payload] for payload in received], 1 / exchange.world_size, own)
+    poisoned = _poisoned(out.units, received)
+    return Received([[payload] for payload in received], poisoned, 1 / exchange.world_size, own)
 
 
 def _merged(
@@ -408,10 +414,12 @@ def unpack(units: Sequence[Unit], wire: Tensor, dtype: torch.dtype) -> list[Payl
     ]
 
 
-def _poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> bool:
+def _poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
     """Some rank has poisoned what it sent."""
-    pairs = zip(units, payloads, strict=True)
-    return any(unit.compressor.is_poisoned(payload) for unit, payload in pairs)
+    flag: Flag = False
+    for unit, payload in zip(units, payloads, strict=True):
+        flag = flag | unit.compressor.is_poisoned(payload)
+    return flag
 
 
 # -- which strategies there are --------------------------------------------------------------

@@ -13,7 +13,7 @@ from adaptive.exchange.strategies import Remainder
 from adaptive.memory.error_feedback import Addition, NoMemory
 from adaptive.parameters import ModelParameter, Scratch
 from compressors.base import Payload
-from policies import DENSE
+from compressors.kernels.blocks import Flag, fill_if
 
 
 class BucketMemory:
@@ -37,49 +37,74 @@ class BucketMemory:
         self._room = room
         self._opened: dict[ModelParameter, Addition] = {}
 
-    @property
-    def masks(self) -> bool:
-        """It has to know where something was sent."""
-        return any(self._memory.masks(unit.cf) for unit in self._units)
-
     def open(self, unit: Unit) -> Addition:
         """The unit's error-fed gradient, to be added up by whoever compresses it. A skipped part is
-        not opened, and counts as zero."""
+        not opened, and counts as zero; neither is any of a bucket that is known to be poisoned,
+        whose gradients are zero."""
+        if self._bucket.poisoned is True:
+            return Addition(self._bucket.work[unit.start : unit.stop], None)
         if len(unit.ranges) > 1:
             return self._together(unit) or Addition(self._copied(unit), None)
         part, start, stop = unit.ranges[0]
-        if part.skipped:
+        if part.skipped is True:
             return Addition(part.grad[start:stop], None)
+        if part.skipped is not False:
+            return Addition(self._copied(unit), None)
         target, addend = self._addition(part, unit.waiting_cf)
         return Addition(target[start:stop], None if addend is None else addend[start:stop])
+
+    def undo(self, poisoned: Flag) -> None:
+        """The memory as it was, if some rank's gradients were not finite. While the bucket still
+        holds this rank's."""
+        for part in self._bucket.parts:
+            if part.parameter in self._opened:
+                moved = self._unmoved(part) ^ True
+                self._memory.undo_open(part.parameter, part.grad, poisoned & moved)
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
         """What this rank has sent for a unit goes off what the memory holds. Where that does not
         lie together, by way of the bucket, whose gradients are no longer needed."""
         kept = [
-            (rest[start:stop], part.grad[start:stop])
+            (rest[start:stop], part.grad[start:stop], part.skipped)
             for part, start, stop in unit.ranges
-            if not part.skipped and (rest := self._memory.remainder(part.parameter)) is not None
+            if part.skipped is not True
+            and (rest := self._memory.remainder(part.parameter)) is not None
         ]
         if not kept:
             return
-        together = as_one([rest for rest, _ in kept]) if len(kept) == len(unit.ranges) else None
+        whole = len(kept) == len(unit.ranges) and all(skipped is False for *_, skipped in kept)
+        together = as_one([rest for rest, *_ in kept]) if whole else None
         if together is not None:
             unit.compressor.subtract_from(together, payload)
             return
         decoded = self._bucket.work[unit.start : unit.stop].zero_()
         unit.compressor.add_to(decoded, payload)
-        for rest, sent in kept:
+        for rest, sent, skipped in kept:
+            fill_if(skipped, sent, 0.0)
             rest.sub_(sent)
 
-    def settle(self, own: Sequence[Payload]) -> None:
-        """All is taken off. own: a payload for each unit, if this `masks`."""
-        sent = self._sent(own) if self.masks else {}
-        cfs = {piece.part.parameter: unit.cf for unit in self._units for piece in unit.ranges}
+    def clear_velocity(self, unit: Unit, payload: Payload, poisoned: Flag) -> None:
+        """Momentum factor masking: the velocity of what this rank has sent for a unit becomes zero,
+        where the memory wants that; not in a poisoned step."""
+        indices = unit.compressor.indices(payload) if self._memory.masks(unit.cf) else None
+        if indices is None:
+            return
+        # An index past the end stands for an empty slot.
+        sent = torch.zeros(unit.numel + 1, dtype=torch.bool, device=indices.device)
+        sent.index_fill_(0, indices, True)
+        fill_if(poisoned, sent, False)
+        for part, start, stop in unit.ranges:
+            velocity = part.parameter.velocity
+            if velocity is not None and part.skipped is not True:
+                first = part.start + start - unit.start
+                here = sent[first : first + stop - start]
+                fill_if(part.skipped, here, False)
+                velocity[start:stop].masked_fill_(here, 0.0)
+
+    def settle(self) -> None:
+        """All is taken off."""
         for part in self._bucket.parts:
-            if not part.skipped:
-                cf = cfs.get(part.parameter, DENSE)  # an empty parameter is in no unit
-                self._memory.settle(part.parameter, cf, sent.get(part.parameter))
+            self._memory.settle(part.parameter)
 
     def keep(self, remainder: Remainder) -> None:
         """Add what a second compression has lost to what the memory holds."""
@@ -91,22 +116,22 @@ class BucketMemory:
                     lost = values[part.start + first - start :][: stop - first]
                     rest[first:stop].add_(lost, alpha=remainder.times)
 
-    def undo(self) -> None:
-        """The memory as it was."""
-        for part in self._bucket.parts:
-            if part.parameter in self._opened:
-                self._memory.undo_open(part.parameter, part.grad)
+    def _unmoved(self, part: Part) -> Flag:
+        """The memory of a part must stay as it is, which on a device it finds out itself."""
+        return self._bucket.poisoned | part.skipped
 
     def _addition(self, part: Part, cf: float) -> Addition:
         """What the memory makes of a part; asked once a step, however many units share it."""
         opened = self._opened.get(part.parameter)
         if opened is None:
-            opened = self._opened[part.parameter] = self._memory.open(part.parameter, part.grad, cf)
+            flag = self._unmoved(part)
+            opened = self._memory.open(part.parameter, part.grad, cf, flag)
+            self._opened[part.parameter] = opened
         return opened
 
     def _together(self, unit: Unit) -> Addition | None:
         """The parts' error-fed gradients, if they lie one after the other in memory."""
-        if any(piece.part.skipped for piece in unit.ranges):
+        if any(piece.part.skipped is not False for piece in unit.ranges):
             return None
         opened = [(self._addition(part, unit.waiting_cf), a, b) for part, a, b in unit.ranges]
         target = as_one([addition.target[a:b] for addition, a, b in opened])
@@ -124,41 +149,12 @@ class BucketMemory:
         room = self._scratch.take(self._room, work.numel(), work)
         for part, start, stop in unit.ranges:
             place = room[part.start + start : part.start + stop]
-            if part.skipped:
+            if part.skipped is True:
                 place.zero_()
             else:
                 target, addend = self._addition(part, unit.waiting_cf)
                 if addend is not None:
                     target[start:stop].add_(addend[start:stop])
                 place.copy_(target[start:stop])
+                fill_if(part.skipped, place, 0.0)
         return room[unit.start : unit.stop]
-
-    def _sent(self, own: Sequence[Payload]) -> dict[ModelParameter, list[Tensor] | None]:
-        """By parameter, the indices of what was sent; None if that is all of it."""
-        sent: dict[ModelParameter, list[Tensor] | None] = {}
-        for unit, payload in zip(self._units, own, strict=True):
-            indices = unit.compressor.indices(payload)
-            borders = [piece.part.start + piece.start for piece in unit.ranges]
-            pieces = _split(indices, [border - unit.start for border in borders])
-            for (part, start, stop), within in zip(unit.ranges, pieces, strict=True):
-                known = sent.setdefault(part.parameter, [])
-                if part.skipped:
-                    continue
-                if within is not None:
-                    if known is not None:
-                        known.append(within + (unit.start - part.start))
-                elif stop - start == part.grad.numel():
-                    sent[part.parameter] = None
-                elif known is not None:
-                    known.append(torch.arange(start, stop, device=part.grad.device))
-        return sent
-
-
-def _split(indices: Tensor | None, borders: Sequence[int]) -> Sequence[Tensor | None]:
-    """Indices cut at the borders, of which the first is 0."""
-    if indices is None or len(borders) == 1:
-        return [indices] * len(borders)
-    if bool((indices[1:] < indices[:-1]).any()):  # random ones
-        indices = indices.sort().values
-    cuts = torch.searchsorted(indices, torch.tensor(borders[1:], device=indices.device))
-    return indices.tensor_split(cuts.cpu())

@@ -5,6 +5,10 @@ There is one memory, keyed by parameter. It changes in two stages. While the hoo
 is accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
 (`settle`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
 memory is as it was before the step.
+
+On a device nobody waits to know whether a gradient was finite: what depends on it is a `Flag`, and
+undoing is done, or not, by the device itself. There a residual counts as filled until the ranks
+have agreed that a dense step has emptied it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter
+from compressors.kernels.blocks import Flag, Scalar, add_if
 
 if TYPE_CHECKING:
     from adaptive.memory.momentum import MomentumRule
@@ -47,12 +52,16 @@ class NoMemory:
         """Something is remembered of earlier steps."""
         return any(parameter.filled or parameter.velocity is not None for parameter in parameters)
 
-    def open(self, parameter: ModelParameter, grad: Tensor, cf: float) -> Addition:
-        """What a step at `cf`, compressed, has to compress."""
+    def open(
+        self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
+    ) -> Addition:
+        """What a step at `cf`, compressed, has to compress. poisoned: the bucket is, and `grad`
+        zero, which a device finds out as it goes: the memory must not move."""
         return Addition(grad, None)
 
-    def undo_open(self, parameter: ModelParameter, grad: Tensor) -> None:
-        """Take back what `open` and the addition did to the memory (to rounding)."""
+    def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
+        """Take back what `open` and the addition did to the memory (to rounding), if the flag is
+        set."""
 
     def remainder(self, parameter: ModelParameter) -> Tensor | None:
         """Where the error-fed gradient is (flat), for what is sent to be taken off; None if what
@@ -71,34 +80,36 @@ class NoMemory:
         """The velocity of what is sent at this CF is cleared."""
         return False
 
-    def settle(self, parameter: ModelParameter, cf: float, sent: Sequence[Tensor] | None) -> None:
-        """What was sent at `cf` has been taken off the remainder.
+    def settle(self, parameter: ModelParameter) -> None:
+        """What was sent has been taken off the remainder."""
 
-        sent: the indices of what was sent (int64), in several tensors; None if that is all."""
-
-    def fold(self, parameter: ModelParameter, grad: Tensor) -> None:
-        """Turn `grad`, in place, into all that a dense step has to send."""
+    def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
+        """Turn `grad`, in place, into all that a dense step has to send. poisoned: see `open`."""
         if parameter.filled:
             assert parameter.residual is not None
             grad.add_(parameter.residual)
 
-    def undo_fold(self, parameter: ModelParameter) -> None:
-        """Take back what `fold` did to the memory."""
+    def undo_fold(self, parameter: ModelParameter, flag: Flag) -> None:
+        """Take back what `fold` did to the memory, if the flag is set."""
 
-    def commit_dense(self, parameter: ModelParameter) -> None:
-        """What `fold` made was sent: nothing remains."""
-        parameter.filled = False
+    def end_dense(self, parameter: ModelParameter, poisoned: Flag) -> None:
+        """What `fold` made was sent, and nothing remains; unless some rank's was not finite."""
+        if not isinstance(poisoned, Tensor):
+            parameter.filled = parameter.filled and poisoned
+        elif parameter.filled:
+            assert parameter.residual is not None
+            parameter.residual.masked_fill_(poisoned ^ True, 0.0)
 
     def idle(self, parameter: ModelParameter) -> bool:
         """True if a dense step has nothing to fold in, now and for this parameter."""
         return not parameter.filled
 
-    def skips(self, parameter: ModelParameter, grad_energy: float) -> bool:
-        """True if this parameter sends nothing this step and keeps its memory to itself.
+    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
+        """Whether this parameter sends nothing this step and keeps its memory to itself.
 
         DDP throws away what arrives for a globally unused parameter, so where there may be such, a
         slice that is exactly zero must not spend its residual."""
-        return grad_energy == 0.0 and self._maybe_unused()
+        return grad_energy == 0.0 if self._maybe_unused() else False
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         return {}
@@ -113,12 +124,14 @@ class Residual(NoMemory):
     name = "residual"
     keeps_residual = True
 
-    def open(self, parameter: ModelParameter, grad: Tensor, cf: float) -> Addition:
+    def open(
+        self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
+    ) -> Addition:
         return Addition(parameter.open_residual(), grad)
 
-    def undo_open(self, parameter: ModelParameter, grad: Tensor) -> None:
+    def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
         assert parameter.residual is not None
-        parameter.residual.sub_(grad)
+        add_if(flag, parameter.residual, grad, -1.0)
 
     def remainder(self, parameter: ModelParameter) -> Tensor | None:
         return parameter.open_residual()

@@ -23,14 +23,16 @@ from torch.optim import SGD, Optimizer
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.momentum import MomentumRule
 from adaptive.parameters import ModelParameter
+from compressors.kernels import is_host
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 
 def learning_rate(optimizer: Optimizer | None) -> float:
-    """Of the first parameter group; nan without an optimizer."""
-    return float(optimizer.param_groups[0]["lr"]) if optimizer else nan
+    """Of the first parameter group; nan without an optimizer, or where a device holds it."""
+    lr = optimizer.param_groups[0]["lr"] if optimizer else nan
+    return nan if isinstance(lr, Tensor) and not is_host(lr.device) else float(lr)
 
 
 def loss_scale(scaler: GradScaler | None, device: torch.device) -> Tensor | None:

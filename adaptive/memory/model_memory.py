@@ -14,6 +14,7 @@ from adaptive.memory.handover import MomentumHandover, has_momentum
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.parameters import ModelParameter, ModelParameters
 from compressors import Compressor
+from compressors.kernels import is_host
 from policies import DENSE
 
 
@@ -174,6 +175,14 @@ class ModelMemory:
         self._forget_velocities()
         keeps = Residual if self.now.keeps_residual else NoMemory
         self.now = keeps(self._parameters.maybe_unused)
+
+    def emptied(self) -> None:
+        """The ranks have agreed that a dense step has sent all that residuals held: news on a
+        device only, and where no parameter may have kept its own to itself."""
+        if is_host(self._parameters.device) or self._parameters.maybe_unused():
+            return
+        for parameter in self._parameters.values():
+            parameter.filled = False
 
     def discard(self) -> None:
         """Nothing is held any more."""

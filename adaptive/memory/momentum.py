@@ -21,6 +21,7 @@ from torch import Tensor
 
 from adaptive.memory.error_feedback import Addition, Residual
 from adaptive.parameters import ModelParameter
+from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 
 class MomentumRule(NamedTuple):
@@ -94,44 +95,46 @@ class MomentumMemory(Residual):
     def masks(self, cf: float) -> bool:
         return cf >= self._masking
 
-    def open(self, parameter: ModelParameter, grad: Tensor, cf: float) -> Addition:
+    def open(
+        self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
+    ) -> Addition:
         rule = self._rule(parameter)
         self._undo[parameter] = _Before(rule, parameter.started, parameter.lag)
         if not rule.momentum:
             return super().open(parameter, grad, cf)
-        velocity = self._step(parameter, grad, rule, self._lag(cf))
+        velocity = self._step(parameter, grad, rule, self._lag(cf), poisoned)
         rule = rule.with_lag(parameter.lag)
         residual = parameter.open_residual()
+        if isinstance(poisoned, Tensor):
+            add_if(poisoned ^ True, residual, velocity, rule.momentum if rule.nesterov else 1.0)
         if rule.nesterov:  # the direction is g + m u
-            residual.add_(velocity, alpha=rule.momentum)
+            if poisoned is False:
+                residual.add_(velocity, alpha=rule.momentum)
             if rule.gain != 1:
                 residual.add_(grad, alpha=rule.gain - 1)
             return Addition(residual, grad)
-        return Addition(residual, velocity)
+        return Addition(residual, velocity if poisoned is False else None)
 
-    def undo_open(self, parameter: ModelParameter, grad: Tensor) -> None:
-        before = self._undo.pop(parameter)
+    def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
+        before = self._undo[parameter]
         rule = before.rule.with_lag(parameter.lag)
         assert parameter.residual is not None
         if not rule.momentum or rule.nesterov:
-            parameter.residual.sub_(grad, alpha=rule.gain)
+            add_if(flag, parameter.residual, grad, -rule.gain)
         if rule.momentum:
             assert parameter.velocity is not None
-            parameter.residual.sub_(
-                parameter.velocity, alpha=rule.momentum if rule.nesterov else 1.0
-            )
-            self._step_back(parameter, grad, before)
+            share = rule.momentum if rule.nesterov else 1.0
+            add_if(flag, parameter.residual, parameter.velocity, -share)
+            self._step_back(parameter, grad, before, flag)
 
-    def settle(self, parameter: ModelParameter, cf: float, sent: Sequence[Tensor] | None) -> None:
+    def settle(self, parameter: ModelParameter) -> None:
         self._undo.pop(parameter, None)
-        if parameter.velocity is not None and sent is not None and self.masks(cf):
-            for indices in sent:
-                parameter.velocity[indices] = 0
 
-    def fold(self, parameter: ModelParameter, grad: Tensor) -> None:
+    def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
         rule = self._rule(parameter)
+        before = _Before(rule, parameter.started, parameter.lag)
         if not rule.momentum:
-            self._undo[parameter] = _Before(rule, parameter.started, parameter.lag)
+            self._undo[parameter] = before
             super().fold(parameter, grad)
             return
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
@@ -141,33 +144,37 @@ class MomentumMemory(Residual):
         else:
             parameter.residual = saved = parameter.open_residual().copy_(grad)
             parameter.filled = False
-        self._undo[parameter] = _Before(rule, parameter.started, parameter.lag, saved)
-        velocity = self._step(parameter, grad, rule, 1.0)
+        self._undo[parameter] = before._replace(grad=saved)
+        velocity = self._step(parameter, grad, rule, 1.0, poisoned)
         if rule.nesterov:
             grad.add_(velocity, alpha=rule.momentum)
         else:
             grad.copy_(velocity)
         super().fold(parameter, grad)
 
-    def undo_fold(self, parameter: ModelParameter) -> None:
-        before = self._undo.pop(parameter)
+    def undo_fold(self, parameter: ModelParameter, flag: Flag) -> None:
+        before = self._undo[parameter]
         if before.rule.momentum:
             assert before.grad is not None
-            self._step_back(parameter, before.grad, before)
+            self._step_back(parameter, before.grad, before, flag)
 
-    def commit_dense(self, parameter: ModelParameter) -> None:
-        super().commit_dense(parameter)
+    def end_dense(self, parameter: ModelParameter, poisoned: Flag) -> None:
+        super().end_dense(parameter, poisoned)
         self._undo.pop(parameter, None)
 
     def idle(self, parameter: ModelParameter) -> bool:
         return False
 
-    def skips(self, parameter: ModelParameter, grad_energy: float) -> bool:
+    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
         # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
-        # treat as unused keeps everything to itself.
-        return super().skips(parameter, grad_energy) or (
-            grad_energy == 0.0 and parameter.velocity is None
-        )
+        # treat as unused keeps everything to itself. On the host one without a velocity needs none.
+        if (
+            not isinstance(grad_energy, Tensor)
+            and grad_energy == 0.0
+            and parameter.velocity is None
+        ):
+            return True
+        return super().skips(parameter, grad_energy)
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         state = super().state_dict(parameter)
@@ -193,36 +200,50 @@ class MomentumMemory(Residual):
             parameter.velocity = parameter.zeros("velocity").copy_(saved)
 
     def _step(
-        self, parameter: ModelParameter, grad: Tensor, rule: MomentumRule, lag: float
+        self,
+        parameter: ModelParameter,
+        grad: Tensor,
+        rule: MomentumRule,
+        lag: float,
+        poisoned: Flag,
     ) -> Tensor:
         if parameter.velocity is None:
             parameter.velocity = parameter.zeros("velocity")
         _change_lag(parameter, rule, lag)
         rule = rule.with_lag(lag)
-        # Where another rank was the first to use the parameter, its first step is not this one.
-        parameter.fresh = not (
-            parameter.started or parameter.stepped or self._has_buffer(parameter)
-        )
-        if parameter.fresh:
+        # Where another rank was the first to use the parameter, its first step is not this one. On
+        # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
+        began = parameter.started and not isinstance(poisoned, Tensor)
+        parameter.fresh = not (began or parameter.stepped or self._has_buffer(parameter))
+        if parameter.fresh and not parameter.started:
             torch.mul(grad, rule.gain, out=parameter.velocity)
         else:
-            parameter.velocity.mul_(rule.momentum).add_(
-                grad, alpha=rule.gain * (1 - rule.dampening)
-            )
+            scale_if(poisoned ^ True, parameter.velocity, rule.momentum)
+            parameter.velocity.add_(grad, alpha=_rate(parameter, rule))
         parameter.started = True
         return parameter.velocity
 
-    def _step_back(self, parameter: ModelParameter, grad: Tensor, before: _Before) -> None:
+    def _step_back(
+        self, parameter: ModelParameter, grad: Tensor, before: _Before, flag: Flag
+    ) -> None:
         assert parameter.velocity is not None
         rule = before.rule.with_lag(parameter.lag)
-        if parameter.fresh:
-            parameter.velocity.zero_()
+        if isinstance(flag, Tensor) or not parameter.fresh:
+            add_if(flag, parameter.velocity, grad, -_rate(parameter, rule))
+            if isinstance(flag, Tensor):
+                scale_if(flag, parameter.velocity, 1 / rule.momentum)
+            elif flag:
+                parameter.velocity.div_(rule.momentum)
         else:
-            parameter.velocity.sub_(grad, alpha=rule.gain * (1 - rule.dampening)).div_(
-                rule.momentum
-            )
-        _change_lag(parameter, before.rule, before.lag)
-        parameter.started = before.started
+            fill_if(flag, parameter.velocity, 0.0)
+        if flag is True:
+            _change_lag(parameter, before.rule, before.lag)
+            parameter.started = before.started
+
+
+def _rate(parameter: ModelParameter, rule: MomentumRule) -> float:
+    """What a gradient is multiplied by before it is added to the velocity."""
+    return rule.gain * (1.0 if parameter.fresh else 1 - rule.dampening)
 
 
 class _Before(NamedTuple):

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from math import isfinite, nan, sqrt
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter
-from compressors.kernels import squared_norm
+from compressors.kernels import Flag, squared_norm
 from policies import LayerReport
 from policies import state as saved
 
@@ -31,23 +32,25 @@ class GradientSum:
         self.by_layer: dict[str, float] = {}
         """Norms at the last reading, by parameter name."""
 
-    def add(self, parameter: ModelParameter, mean: Tensor) -> None:
+    def add(self, parameter: ModelParameter, mean: Tensor, poisoned: Flag) -> None:
         """Add a step's mean gradient of one parameter (flat)."""
+        if poisoned is True:
+            return
         total = self._totals.get(parameter)
         if total is None:
             total = self._totals[parameter] = parameter.zeros()
         total.add_(mean)
 
-    def read(self) -> float:
+    def read(self) -> Tensor:
         """Norm of the sum since the last reading; a new sum begins."""
         energy = 0.0
         # Means arrive in an order that differs from run to run.
         for parameter, total in sorted(self._totals.items(), key=lambda item: item[0].name):
-            of_layer = squared_norm(total)
+            of_layer = float(squared_norm(total))
             self.by_layer[parameter.name] = sqrt(of_layer)
             energy += of_layer
             total.zero_()
-        return sqrt(energy)
+        return torch.tensor(sqrt(energy), dtype=torch.float64)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {parameter.name: total.clone() for parameter, total in self._totals.items()}
@@ -93,15 +96,20 @@ class LayerStatistics:
             sums.error = [a + b for a, b in zip(sums.error, error, strict=True)]
             sums.total = [a + b for a, b in zip(sums.total, total, strict=True)]
 
-    def read(self, sum_norms: Mapping[str, float]) -> list[float]:
+    @property
+    def count(self) -> int:
+        return len(self._sums) * (2 + 2 * len(self._ladder))
+
+    def read(self, sums: GradientSum | None) -> Tensor:
         """Everything as one list, to be summed over the ranks; then a new sum begins.
 
         sum_norms: of the mean gradients, by layer, if they were asked for."""
         numbers: list[float] = []
+        sum_norms = sums.by_layer if sums else {}
         for name, sums in self._sums.items():
             numbers += [sums.energy, sum_norms.get(name, nan), *sums.error, *sums.total]
             self._sums[name] = self._empty()
-        return numbers
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def reports(self, summed: Sequence[float], world_size: int) -> dict[str, LayerReport]:
         """By layer, from what `read` became after the sum over the ranks."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from adaptive.bucket import Bucket
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
@@ -54,13 +56,13 @@ class Instruments:
         signal = None if self._shadow is None else self._shadow.signal
         return None if signal is None else signal.peers
 
-    def observe(self, bucket: Bucket, tally: Tally) -> None:
+    def observe(self, bucket: Bucket, energies: Tensor, tally: Tally) -> None:
         """Take in a bucket's local gradients."""
-        if self._shadow is not None and tally.ladder:
+        if self._shadow is not None and tally.asked.ladder:
             self._shadow.step(bucket, tally)
-        if self.layers is not None and bucket.finite:
-            for part in bucket.parts:
-                self.layers.add_energy(part.parameter, part.energy)
+        if self.layers is not None and bucket.poisoned is not True:
+            for part, energy in zip(bucket.parts, energies.tolist(), strict=True):
+                self.layers.add_energy(part.parameter, energy)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name; that of the layers and the sketches is in the controller's."""

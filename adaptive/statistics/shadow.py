@@ -155,7 +155,7 @@ class ShadowLadder:
     def step(self, bucket: Bucket, tally: Tally) -> None:
         """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
         gradients are left as they are. A bucket that is not finite is passed over."""
-        if not bucket.finite:
+        if bucket.poisoned is True:
             return
         # Held ones, too: which they are may differ between ranks, and what is sampled must not.
         parts = [part for part in bucket.parts if part.grad.numel()]
@@ -217,9 +217,8 @@ class ShadowLadder:
         if velocity is not None and self._masked.any():
             velocity[sent & self._masked[:, None]] = 0
         totals, errors = (weight * total).tolist(), (weight * lost).tolist()
-        for i in range(len(self.cfs)):
-            tally.shadow_total[i] += totals[i]
-            tally.shadow_error[i] += errors[i]
+        tally.at("shadow_total").add_(torch.tensor(totals, dtype=torch.float64))
+        tally.at("shadow_error").add_(torch.tensor(errors, dtype=torch.float64))
         if self._layers is not None and not self._joined:
             self._layers.add_levels(parts[0].parameter, errors, totals)
 

@@ -71,9 +71,9 @@ class Peers:
         self._grad += _rolled(_fold(g * now), shift)
         self._kept += _rolled(_fold(kept * now), shift)
 
-    def sketch(self) -> list[float]:
+    def sketch(self) -> torch.Tensor:
         """Of this rank's gradient: to be summed over ranks."""
-        return self._grad.tolist()
+        return torch.from_numpy(self._grad)
 
     def receive(self, total: Sequence[float]) -> None:
         """The sum over ranks of the last step's sketches."""
@@ -83,8 +83,8 @@ class Peers:
         """Add this rank's products of the last step to the tally, and begin a new step."""
         if self._sum is not None:
             others = self._sum - self._grad
-            tally.peers = (self._kept @ others).tolist()
-            tally.peers_total = float(self._grad @ others)
+            tally.at("peers").copy_(torch.from_numpy(self._kept @ others))
+            tally.at("peers_total").fill_(float(self._grad @ others))
         self._sum = None
         self._restart()
 
@@ -137,7 +137,7 @@ class Signal:
         before = group.arrays
         if "grad" in before:
             for i, product in enumerate((before["sent"] @ g).tolist()):
-                tally.signal[i] += group.weight * product
-            tally.signal_total += group.weight * float(before["grad"] @ g)
+                tally.at("signal")[i] += group.weight * product
+            tally.at("signal_total").add_(group.weight * float(before["grad"] @ g))
         before["grad"], before["sent"] = g.copy(), sent
         self.peers.add(group.parameters[0], step, g, sent, group.weight)

@@ -304,7 +304,7 @@ class Stopwatch:
         statistics of the one that begins."""
         timed = self._timed
         if timed is None:
-            tally.compress_seconds = nan
+            tally.tell(compress_seconds=nan)
             return
         parts = timed.split(self.timestamps.since)
         if isinstance(self.clock, ModelledClock):
@@ -313,12 +313,14 @@ class Stopwatch:
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(parts.seconds):
             times.append(parts.seconds)
-        tally.seconds = parts.seconds
-        tally.median_seconds = median(times) if times else nan
-        tally.compress_seconds = parts.compress
-        tally.exchange_seconds = parts.exchange
-        tally.decode_seconds = parts.decode
-        tally.compute_seconds = parts.compute
+        tally.tell(
+            seconds=parts.seconds,
+            median_seconds=median(times) if times else nan,
+            compress_seconds=parts.compress,
+            exchange_seconds=parts.exchange,
+            decode_seconds=parts.decode,
+            compute_seconds=parts.compute,
+        )
 
     @property
     def timed(self) -> tuple[float, float]:

@@ -7,8 +7,10 @@ with the same arguments and results, and `kernels_for` says which of them a tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from compressors.kernels import device, host
@@ -20,6 +22,7 @@ from compressors.kernels.blocks import (
     ThresholdSearch,
     check_same_length,
     fresh,
+    is_host,
     on_host,
 )
 
@@ -30,6 +33,7 @@ __all__ = [
     "Scalar",
     "Selected",
     "add_and_norm",
+    "all_finite",
     "block_norm",
     "check_same_length",
     "fresh",
@@ -37,6 +41,7 @@ __all__ = [
     "on_host",
     "rough_norm",
     "squared_norm",
+    "squared_norms",
 ]
 
 
@@ -98,6 +103,24 @@ def kernels_for(tensor: Tensor) -> Kernels:
 def squared_norm(tensor: Tensor) -> Scalar:
     """||tensor||^2 of a flat tensor."""
     return kernels_for(tensor).squared_norm(tensor)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The squared norm of each of flat `tensors`, of one device: float64, flat, where they are."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    if is_host(tensors[0].device):
+        return torch.tensor([squared_norm(tensor) for tensor in tensors], dtype=torch.float64)
+    norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float64)
+    return torch.stack(norms).square()
+
+
+def all_finite(tensor: Tensor) -> Flag:
+    """Whether all elements are finite."""
+    total = tensor.sum(dtype=torch.float64).isfinite()
+    if is_host(tensor.device):
+        return bool(total) or bool(tensor.isfinite().all())
+    return total if tensor.dtype != torch.float64 else tensor.isfinite().all()
 
 
 def block_norm(tensor: Tensor) -> Scalar:
