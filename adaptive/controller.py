@@ -218,7 +218,7 @@ class Controller:
         tally = Tally(asked, self._device)
         if peers is not None:
             peers.settle(tally)
-        tally.tell(lr=self._lr())
+        tally.known["lr"] = self._lr()
         self.stopwatch.tell(tally)
         if plan.read_sum:
             tally.at("sum_norm").copy_(instruments.sums.read())

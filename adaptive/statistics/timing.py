@@ -304,7 +304,7 @@ class Stopwatch:
         statistics of the one that begins."""
         timed = self._timed
         if timed is None:
-            tally.tell(compress_seconds=nan)
+            tally.known["compress_seconds"] = nan
             return
         parts = timed.split(self.timestamps.since)
         if isinstance(self.clock, ModelledClock):
@@ -313,14 +313,14 @@ class Stopwatch:
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(parts.seconds):
             times.append(parts.seconds)
-        tally.tell(
-            seconds=parts.seconds,
-            median_seconds=median(times) if times else nan,
-            compress_seconds=parts.compress,
-            exchange_seconds=parts.exchange,
-            decode_seconds=parts.decode,
-            compute_seconds=parts.compute,
-        )
+        tally.known |= {
+            "seconds": parts.seconds,
+            "median_seconds": median(times) if times else nan,
+            "compress_seconds": parts.compress,
+            "exchange_seconds": parts.exchange,
+            "decode_seconds": parts.decode,
+            "compute_seconds": parts.compute,
+        }
 
     @property
     def timed(self) -> tuple[float, float]:

@@ -198,19 +198,20 @@ class Tally:
         self._places = _places(self.asked)
         size = max((stop for _, stop in self._places.values()), default=0)
         self._vector = torch.zeros(size, dtype=torch.float64, device=device)
-        self._known: dict[str, Sequence[float]] = {}
+        self.known: dict[str, float] = {}
+        """Numbers that the host knows, by name."""
         for name in self._places:
-            if _DECLARED[name].metadata["start"] and not _DECLARED[name].metadata["host"]:
-                self.at(name).fill_(_DECLARED[name].metadata["start"])
+            start = _DECLARED[name].metadata["start"]
+            if not _DECLARED[name].metadata["host"]:
+                if start:
+                    self.at(name).fill_(start)
+            elif "per" not in _DECLARED[name].metadata:
+                self.known[name] = start
 
     def at(self, name: str) -> Tensor:
         """The numbers of a statistic, to be added to in place: a view of the vector."""
         start, stop = self._places[name]
         return self._vector[start:stop]
-
-    def tell(self, **known: float) -> None:
-        """Numbers that the host knows, by name; of one of each."""
-        self._known |= {name: [value] for name, value in known.items()}
 
     def add_levels(self, levels: Tensor, sampled: Tensor) -> None:
         """Add what each CF keeps and loses of a tensor, and of its sample: (CFs, 3), the energies
@@ -243,15 +244,10 @@ class Tally:
 
     def vector(self) -> Tensor:
         """This rank's part of the sum over the ranks, complete."""
-        asked, known = self.asked, self._known
-        waits = known.get("exchange_seconds", [nan])
-        known["waits"] = [*[0.0] * asked.rank, *waits, *[0.0] * (asked.ranks - asked.rank - 1)]
-        values = [
-            value
-            for name in self._places
-            if _DECLARED[name].metadata["host"]
-            for value in known.get(name, [_DECLARED[name].metadata["start"]])
-        ]
+        asked = self.asked
+        waits = [0.0] * asked.ranks
+        waits[asked.rank] = self.known["exchange_seconds"]
+        values = [*self.known.values(), *waits]  # what is declared first
         on_host = torch.tensor(values, dtype=torch.float64)
         self._vector[: len(values)].copy_(on_host, non_blocking=True)
         if asked.by_energy:

@@ -36,7 +36,7 @@ def test_a_changed_byte_changes_the_checksum(way: str, data: bytes, at: int, by:
 
 def test_rows_are_checked_one_by_one() -> None:
     rows = torch.stack([checksum.signed(torch.full((7,), i, dtype=torch.uint8)) for i in range(3)])
-    assert torch.equal(checksum.check(rows, "bucket 0"), rows[:, :7])
+    assert torch.equal(checksum.check(rows, "bucket 0")[0], rows[:, :7])
     rows[1, 3] ^= 8
     rows[2, -1] ^= 1  # of the checksum itself
     with pytest.raises(CorruptPayload, match="bucket 0: the payload from rank 1, 2 has not"):
@@ -44,7 +44,7 @@ def test_rows_are_checked_one_by_one() -> None:
     with pytest.raises(CorruptPayload, match="from rank 5 has not"):
         checksum.check(rows[1:2], "bucket 0", source=5)
     nothing = checksum.signed(torch.empty(0, dtype=torch.uint8))[None]
-    assert checksum.check(nothing, "an empty shard").shape == (1, 0)
+    assert checksum.check(nothing, "an empty shard")[0].shape == (1, 0)
 
 
 def test_the_option_is_a_flag() -> None:
@@ -54,4 +54,6 @@ def test_the_option_is_a_flag() -> None:
 
 def test_nothing_is_read_on_the_way_of_a_device() -> None:
     payload = torch.empty(9, dtype=torch.uint8, device="meta")
+    rows = checksum.signed(payload)[None]
+    assert checksum.check(rows, "bucket 0")[1].shape == ()
     assert checksum.signed(payload).shape == (13,)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive.multilevel import SHARE, WHOLE, sample_stride, strided_sample
-from adaptive.statistics.vector import Tally
+from adaptive.statistics.vector import Asked, Statistics, Tally
 from compressors import TopK
 from compressors.base import Key
 from policies import StepReport
@@ -37,26 +37,25 @@ def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
     for cf in (10.0, 100.0):
         whole = TopK().compress(grad, cf, key)
         sample = TopK().compress(strided_sample(grad), cf, key)
-        gains = [p.energy / (p.energy + p.error) for p in (whole, sample)]
+        gains = [float(p.energy / (p.energy + p.error)) for p in (whole, sample)]
         assert gains[1] == pytest.approx(gains[0], rel=0.1)
 
 
 def test_what_is_summed_over_ranks_is_read_back() -> None:
     vectors = []
     for rank in range(3):
-        tally = Tally(cfs=(10.0, 20.0), ladder=(10.0, 40.0), ranks=3, rank=rank, by_energy=True)
-        tally.shadow_error, tally.shadow_total = [1.0, 3.0], [4.0, 4.0]
-        tally.grad, tally.total, tally.sample_total = 4.0, 8.0, 2.0
-        tally.kept, tally.error, tally.sample_error = [6.0, 4.0], [2.0, 4.0], [1.0, 1.5]
-        tally.seconds, tally.median_seconds = 0.1 * (rank + 1), 0.2
-        tally.compress_seconds, tally.exchange_seconds = 0.01, 0.03 - 0.01 * rank
-        tally.lr, tally.sum_norm = 0.5, nan
-        tally.layers = [1.0, 2.0 * rank]
-        tally.products, tally.sketch = True, [1.0, 2.0, 3.0, 4.0]
-        tally.signal, tally.signal_total = [0.5, -0.5], -1.0
-        tally.peers, tally.peers_total = [2.0, 1.0], 3.0
-        vectors.append(tally.vector(torch.device("cpu")))
-    agreed = tally.agreed(torch.stack(vectors).sum(0))
+        asked = Asked((10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, by_energy=True)
+        tally = Tally(asked)
+        _fill(tally, shadow_error=[1.0, 3.0], shadow_total=[4.0, 4.0], grad=[4.0])
+        levels = torch.tensor([[8.0, 6.0, 2.0], [8.0, 4.0, 4.0]], dtype=torch.float64)
+        sampled = torch.tensor([[2.0, 1.0, 1.0], [2.0, 0.5, 1.5]], dtype=torch.float64)
+        tally.add_levels(levels, sampled)
+        tally.known |= {"seconds": 0.1 * (rank + 1), "median_seconds": 0.2, "lr": 0.5}
+        tally.known |= {"compress_seconds": 0.01, "exchange_seconds": 0.03 - 0.01 * rank}
+        _fill(tally, layers=[1.0, 2.0 * rank], sketch=[1.0, 2.0, 3.0, 4.0])
+        _fill(tally, signal=[0.5, -0.5], signal_total=[-1.0], peers=[2.0, 1.0], peers_total=[3.0])
+        vectors.append(tally.vector())
+    agreed = Statistics.agreed(asked, torch.stack(vectors).sum(0))
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
     assert agreed.exchange_seconds == pytest.approx(0.02)
     assert agreed.network_seconds == pytest.approx(0.01)  # the last one to be ready
@@ -77,19 +76,49 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
 def test_layers_and_products_are_read_back_without_energies() -> None:
     vectors = []
     for rank in range(2):
-        tally = Tally(cfs=(10.0,), ladder=(10.0,), products=True, ranks=2, rank=rank)
-        tally.exchange_seconds = nan if rank else 0.01
-        tally.layers, tally.sketch = [1.0 + rank], [5.0]
-        tally.signal, tally.signal_total, tally.peers, tally.peers_total = [1.0], 2.0, [3.0], 4.0
-        vectors.append(tally.vector(torch.device("cpu")))
-    agreed = tally.agreed(torch.stack(vectors).sum(0))
+        asked = Asked(cfs=(10.0,), ladder=(10.0,), layers=1, sketch=1, ranks=2, rank=rank)
+        tally = Tally(asked)
+        tally.known["exchange_seconds"] = nan if rank else 0.01
+        _fill(tally, layers=[1.0 + rank], sketch=[5.0])
+        _fill(tally, signal=[1.0], signal_total=[2.0], peers=[3.0], peers_total=[4.0])
+        vectors.append(tally.vector())
+    agreed = Statistics.agreed(asked, torch.stack(vectors).sum(0))
     assert isnan(agreed.network_seconds)  # not known on every rank
     assert (agreed.energies, agreed.layers, agreed.sketch) == ([], [3.0], [10.0])
     assert (agreed.signal_total, agreed.peers_total) == (4.0, 8.0)
     assert (agreed.signal, agreed.peers) == ([2.0], [6.0])
 
 
+def _fill(tally: Tally, **numbers: list[float]) -> None:
+    for name, values in numbers.items():
+        tally.at(name).copy_(torch.tensor(values))
+
+
+def test_a_spoiled_bucket_makes_the_energies_nan_whatever_comes_after_it() -> None:
+    for flag in (True, torch.tensor(True)):
+        tally = Tally(Asked(cfs=(10.0,)))
+        tally.spoil(False)
+        tally.spoil(flag)
+        tally.add_levels(torch.ones(1, 3).double(), torch.ones(1, 3).double())
+        agreed = Statistics.agreed(tally.asked, tally.vector())
+        assert isnan(agreed.total) and isnan(agreed.sample_total) and isnan(agreed.grad)
+        assert agreed.spoiled == 1
+
+
+def test_what_a_second_compression_loses_is_taken_off_what_the_first_has_kept() -> None:
+    tally = Tally(Asked(cfs=(10.0, 20.0)))
+    before = tally.copy_of_levels()
+    levels = torch.tensor([[8.0, 6.0, 2.0], [8.0, 4.0, 4.0]], dtype=torch.float64)
+    sampled = torch.tensor([[2.0, 1.0, 1.0], [2.0, 0.5, 1.5]], dtype=torch.float64)
+    tally.add_levels(levels, sampled)
+    tally.lose(tally.copy_of_levels() - before, 0.5)
+    agreed = Statistics.agreed(tally.asked, tally.vector())
+    assert (agreed.kept, agreed.error) == ([3.0, 2.0], [5.0, 6.0])
+    assert agreed.sample_error == [1.5, 1.75]
+    assert (agreed.total, agreed.sample_total) == (8.0, 2.0)
+
+
 def test_what_is_declared_as_reported_is_in_the_policies_report() -> None:
-    reported = {each.name for each in fields(Tally) if each.metadata.get("reported")}
+    reported = {each.name for each in fields(Statistics) if each.metadata.get("reported")}
     assert len(reported) > 8
     assert reported <= {each.name for each in fields(StepReport)}
