@@ -103,7 +103,7 @@ def add_if(flag: Flag, x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
 def scale_if(flag: Flag, x: Tensor, factor: float) -> None:
     """x *= factor, in place, if `flag` is set."""
     if isinstance(flag, Tensor):
-        x.mul_(torch.where(flag, factor, 1.0).to(x.dtype))
+        x.mul_(torch.ones((), dtype=x.dtype, device=x.device).masked_fill_(flag, factor))
     elif flag:
         x.mul_(factor)
 

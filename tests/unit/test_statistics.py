@@ -101,7 +101,7 @@ def test_a_spoiled_bucket_makes_the_energies_nan_whatever_comes_after_it() -> No
         tally.spoil(flag)
         tally.add_levels(torch.ones(1, 3).double(), torch.ones(1, 3).double())
         agreed = Statistics.agreed(tally.asked, tally.vector())
-        assert isnan(agreed.total) and isnan(agreed.sample_total) and isnan(agreed.grad)
+        assert all(map(isnan, (agreed.total, agreed.sample_total, agreed.grad)))
         assert agreed.spoiled == 1
 
 
