@@ -1,0 +1,192 @@
+"""The whole way of a gradient on tensors without values: whatever read one would raise.
+
+What a step of the hook does between DDP's call and its return, and in the callbacks, is run on meta
+tensors, whose collectives are stood in for: nothing is in them anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from adaptive.bucket import Granularity, StepCFs
+from adaptive.config import joins
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.pipeline import Pipeline
+from adaptive.exchange.strategies import Strategy, strategies
+from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.momentum import MomentumMemory, MomentumRule
+from adaptive.parameters import ModelParameter
+from adaptive.reducer import Reducer
+from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.vector import Asked, Tally
+from compressors import Compressor, compressor_names, make_compressor
+from policies import Goodput
+from tests.unit.device_path import Operations
+
+CF = 32.0
+LADDER = (10.0, 100.0)
+
+
+class MetaExchange(Exchange):
+    """An exchange of two ranks whose collectives arrive at once, on meta tensors."""
+
+    def __init__(self) -> None:
+        self.world_size, self.rank = 2, 0
+        self._corrupt = __import__("collections").deque()
+
+    def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
+        return _done(tensor)
+
+    def all_gather(self, payload: Tensor, what: str = "") -> Future[Tensor]:
+        return _done(payload.new_empty(2, payload.numel()))
+
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str = "") -> Future[Tensor]:
+        return _done(payload.new_empty(2, sizes[0]))
+
+    def broadcast(self, tensor: Tensor, source: int, what: str = "") -> Future[Tensor]:
+        return _done(tensor)
+
+
+def _done(tensor: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+def _memory(kind: str, unused: bool) -> NoMemory:
+    if kind == "none":
+        return NoMemory(lambda: unused)
+    if kind == "residual":
+        return Residual(lambda: unused)
+    rule = MomentumRule(0.9, dampening=0.1, nesterov=kind == "nesterov")
+    if kind == "nesterov":
+        rule = rule._replace(dampening=0.0)
+    return MomentumMemory(
+        lambda _: rule, lambda _: False, 10.0, lambda cf: 1.2 / cf ** (1 / 3), lambda: unused
+    )
+
+
+def _parameters(sizes: Sequence[tuple[int, ...]]) -> list[ModelParameter]:
+    return [
+        ModelParameter(f"p{i}", torch.empty(size, device="meta")) for i, size in enumerate(sizes)
+    ]
+
+
+class Hook:
+    """A reducer on meta tensors, and what it needs."""
+
+    def __init__(
+        self,
+        base: Compressor,
+        memory: str = "residual",
+        strategy: Strategy | None = None,
+        sizes: Sequence[tuple[int, ...]] = ((64, 32), (32,), (100, 50)),
+        dtype: torch.dtype = torch.float32,
+        unused: bool = False,
+        clip_norm: float | None = None,
+        ladder: bool = False,
+    ) -> None:
+        policy = Goodput()
+        self.base, self.dtype = base, dtype
+        self.strategy = strategy or strategies(base)[0]
+        self.parameters = _parameters(sizes)
+        self.exchange = MetaExchange()
+        joined = joins("auto", base, policy) and not (unused and not base.keeps_zeros)
+        instruments = Instruments(policy, self.parameters, LADDER if ladder else (), joined, 1 / 64)
+        self.memory = _memory(memory if base.error_feedback else "none", unused)
+        instruments.begin(self.memory)
+        self.instruments, self.ladder = instruments, LADDER if ladder else ()
+        self.reducer = Reducer(
+            Granularity(base, joined),
+            self.memory,
+            self.exchange,
+            Pipeline(lambda: 0.0),
+            instruments,
+            0,
+            clip_norm,
+        )
+        self.step = 5
+
+    def run(self, *measured: float) -> Tally:
+        """One step of one bucket, sent at the first of `measured`; dense without any."""
+        numel = sum(p.tensor.numel() for p in self.parameters)
+        buffer = torch.empty(numel, dtype=self.dtype, device="meta")
+        cfs = StepCFs(measured[0], tuple(sorted(measured))) if measured else StepCFs()
+        asked = Asked(cfs.measured, self.ladder, device=True, ranks=2)
+        tally = Tally(asked, buffer.device)
+        add = self.instruments.sums.add
+        if not measured:
+            done = self.reducer.dense(buffer, self.parameters, self.step, cfs, tally, add)
+        else:
+            done = self.reducer.compressed(
+                buffer, self.parameters, self.step, cfs, tally, add, self.strategy, 0, 0, True
+            )
+        assert done.wait().shape == buffer.shape
+        for corrupt in self.exchange.take_corrupt():
+            tally.at("corrupt").add_(corrupt)
+        assert tally.vector().device.type == "meta"
+        self.step += 1
+        return tally
+
+
+BASES = [name for name in compressor_names() if name != "none"]
+
+
+@pytest.mark.parametrize("memory", ["residual", "momentum", "nesterov"])
+@pytest.mark.parametrize("base", [*BASES, "none", "topk+int4", "randomk+int8"])
+def test_no_value_is_read_by_any_base_or_memory(base: str, memory: str) -> None:
+    hook = Hook(make_compressor(base), memory)
+    cf = hook.base.supported(CF, 7000)
+    hook.run(cf)
+    hook.run(cf, hook.base.supported(2 * CF, 7000))
+    hook.run()
+    hook.run(cf)
+
+
+@pytest.mark.parametrize("base", ["topk", "topk+int4", "randomk", "dgc", "int8", "qsgd", "bf16"])
+def test_no_value_is_read_by_any_exchange(base: str) -> None:
+    for strategy in strategies(make_compressor(base)):
+        hook = Hook(make_compressor(base), strategy=strategy)
+        hook.run(hook.base.supported(CF, 7000))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unused": True, "memory": "momentum"},
+        {"clip_norm": 1.0},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64},
+        {"ladder": True, "memory": "momentum"},
+        {"ladder": True, "unused": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("base", ["topk+int4", "onebit", "powersgd"])
+def test_no_value_is_read_with_any_option(base: str, options: dict[str, Any]) -> None:
+    hook = Hook(make_compressor(base), **options)
+    cf = hook.base.supported(CF, 7000)
+    hook.run(cf)
+    hook.run(cf, hook.base.supported(2 * CF, 7000))
+    hook.run()
+
+
+@pytest.mark.parametrize("memory", ["residual", "momentum"])
+@pytest.mark.parametrize("base", ["topk+int4", "int8", "qsgd", "signsgd"])
+def test_operations_do_not_grow_with_the_bucket(base: str, memory: str) -> None:
+    counts = []
+    for width in (1000, 100_000):
+        hook = Hook(make_compressor(base), memory, sizes=((1000, width),))
+        cf = hook.base.supported(100.0, 1000 * width)
+        hook.run(cf)  # makes what is kept
+        with Operations() as operations:
+            hook.run(cf)
+        counts.append(operations.names.total())
+    assert counts[0] == counts[1]
+    print(base, memory, counts[0], operations.names.most_common(40))
