@@ -6,7 +6,7 @@ Ranks are simulated in one process, in lockstep.
 from __future__ import annotations
 
 from itertools import pairwise
-from math import nan
+from math import isfinite, nan
 
 import numpy as np
 import pytest
@@ -82,16 +82,14 @@ def test_yields_the_same_sizes_whatever_the_data():
 
 
 def test_bad_input_is_refused():
-    def start(*args, **kwargs):
-        return next(PowerSGD().rounds(*args, 1, lambda _: None, **kwargs))
+    def start(*args):
+        return next(PowerSGD().rounds(*args, 1, lambda _: None))
 
     x = torch.zeros(2400)
     with pytest.raises(ValueError, match="equally many"):
         start([x], [4.0], [])
     with pytest.raises(ValueError, match="not 0"):
         start([], [], [])
-    with pytest.raises(ValueError, match="equally many"):
-        start([x], [4.0], [MATRIX], totals=[1.0, 2.0])
     with pytest.raises(ValueError, match="float32 or float64"):
         start([x.half()], [4.0], [MATRIX])
     with pytest.raises(ValueError, match="one dtype"):
@@ -463,7 +461,7 @@ def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
                 assert bool(out.isnan().all())
             state = rank.state_dict()["q"]
             assert all(torch.equal(state[name], before[name]) for name in before)
-        assert not np.isfinite(reported[1][position].total)
+        assert not isfinite(reported[1][position].total)
     _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0, KEYS)
     assert not any(ranks[0].is_poisoned(payload) for payload in payloads[0])
 
