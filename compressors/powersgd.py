@@ -85,19 +85,19 @@ class PowerSGD(RoundsCompressor):
             for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
         totals = squared_norms([part.flat[:0] if part.skipped else part.flat for part in parts])
-        first, second = _rooms(parts)
-        for part, p, rest in _split_first(parts, first):
+        like = tensors[0]
+        first = like.new_empty(sum(part.plan.p_size + part.plan.rest for part in parts))
+        second = like.new_empty(sum(part.plan.q_size for part in parts))
+        for part, p, rest, _ in _views(parts, first, second):
             part.find_p(p, rest)
         fill_if(not_finite(totals), first, nan)  # products may hide it
         first = yield first
 
         bad = not_finite(first)
         fill_if(bad, first, 0.0)  # so that all that is computed from it is finite
-        qs = _split_second(parts, second)
-        for (part, p, _), q in zip(_split_first(parts, first), qs, strict=True):
-            part.p = orthonormal_rows(p.view(part.plan.rank, -1)) if part.plan.rank else p
-            part.find_q(q)
-        report(_own(parts, totals, qs, bad))
+        for part, p, _, q in _views(parts, first, second):
+            part.find_q(p, q)
+        report(_own(parts, totals, bad))
         second = yield second
 
         bad = bad | not_finite(second)
@@ -105,9 +105,7 @@ class PowerSGD(RoundsCompressor):
             fill_if(bad, summed, nan)
             summed.div_(world_size)
         means = []
-        for (part, _, rest), q in zip(
-            _split_first(parts, first), _split_second(parts, second), strict=True
-        ):
+        for part, _, rest, q in _views(parts, first, second):
             if part.plan.rank:
                 self._warm.keep(part.key.name, part.start, q.view_as(part.start), bad)
             means.append(part.payload(q, rest))
@@ -121,15 +119,15 @@ class PowerSGD(RoundsCompressor):
         check_flat(tensor)
         half = tensor.dtype not in (torch.float32, torch.float64)
         part = self._part(tensor.float() if half else tensor, cf, key, False)
-        plan, q = part.plan, part.start
+        plan = part.plan
         if plan.rank:
             cold = self._warm.known(key.name, plan.cols) < plan.rank
-            matrix = plan.matrix(part.flat)
+            part.q, matrix = part.start, plan.matrix(part.flat)
             for step in range(1 + cold):
-                start = orthonormal_rows(q) if step else q
+                start = orthonormal_rows(part.q) if step else part.q
                 part.p = orthonormal_rows(start @ matrix.t())
-                q = part.p @ matrix
-        (payload,) = _own([part], squared_norms([part.flat]), [q.view(-1)], False)
+                part.q = part.p @ matrix
+        (payload,) = _own([part], squared_norms([part.flat]), False)
         sent = tuple(p.to(tensor.dtype) for p in payload.parts)
         return replace(payload, parts=sent, dtype=tensor.dtype)
 
@@ -221,9 +219,9 @@ class PowerSGD(RoundsCompressor):
     def _part(self, tensor: Tensor, cf: float, key: Key, skipped: bool) -> Part:
         flat = tensor.detach()
         plan = layout(cf, flat.numel(), key.shape)
-        p = flat.new_empty(0)
-        start = self._warm.start(key.name, plan.rank, plan.cols, flat) if plan.rank else p
-        return Part(key, cf, plan, flat, skipped, start, p)
+        empty = flat.new_empty(0)
+        start = self._warm.start(key.name, plan.rank, plan.cols, flat) if plan.rank else empty
+        return Part(key, cf, plan, flat, skipped, start, p=empty, q=empty)
 
 
 class Layout(NamedTuple):
@@ -294,7 +292,7 @@ class Part:
     """A part is one tensor of a bucket, on its way through the rounds.
 
     skipped: whether this rank contributes nothing. start: Q^T to begin with (rank x columns).
-    p: P^T (rank x rows), once it is known.
+    p, q: P^T and this rank's own Q^T, once they are known.
     """
 
     key: Key
@@ -304,6 +302,7 @@ class Part:
     skipped: bool
     start: Tensor
     p: Tensor
+    q: Tensor
 
     def find_p(self, p: Tensor, rest: Tensor) -> None:
         """Fill in what this rank adds to the first sum: p = Q^T M^T and the rest, both flat."""
@@ -317,9 +316,13 @@ class Part:
         if plan.rest:
             rest.copy_(plan.tail(self.flat))
 
-    def find_q(self, q: Tensor) -> None:
-        """Fill in what this rank adds to the second sum: q = P^T M, flat."""
-        plan = self.plan
+    def find_q(self, p: Tensor, q: Tensor) -> None:
+        """Fill in what this rank adds to the second sum: q = P^T M, flat.
+
+        p: the first sum of P^T, flat, not orthonormal yet."""
+        plan, self.p, self.q = self.plan, p, q
+        if plan.rank:
+            self.p = orthonormal_rows(p.view(plan.rank, plan.rows))
         if self.skipped:
             q.zero_()
         elif plan.rank:
@@ -335,38 +338,28 @@ class Part:
         return Payload(parts, self.flat.numel(), self.cf, self.key, dtype=self.flat.dtype)
 
 
-def _rooms(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Memory for what this rank adds to the first and to the second sum."""
-    plans, like = [part.plan for part in parts], parts[0].flat
-    first = like.new_empty(sum(plan.p_size + plan.rest for plan in plans))
-    return first, like.new_empty(sum(plan.q_size for plan in plans))
+def _views(
+    parts: Sequence[Part], first: Tensor, second: Tensor
+) -> Iterator[tuple[Part, Tensor, Tensor, Tensor]]:
+    """Each part with its P and uncompressed elements, which are views of the first sum, and its Q,
+    which is one of the second. All are flat."""
+    views = first.split([size for part in parts for size in (part.plan.p_size, part.plan.rest)])
+    qs = second.split([part.plan.q_size for part in parts])
+    return zip(parts, views[::2], views[1::2], qs, strict=True)
 
 
-def _split_first(parts: Sequence[Part], first: Tensor) -> Iterator[tuple[Part, Tensor, Tensor]]:
-    """Each part with its P and its uncompressed elements, both flat, as views of the first sum."""
-    views = first.split([size for p in parts for size in (p.plan.p_size, p.plan.rest)])
-    return zip(parts, views[::2], views[1::2], strict=True)
-
-
-def _split_second(parts: Sequence[Part], second: Tensor) -> Sequence[Tensor]:
-    """The Q of each part, flat, as views of the second sum."""
-    return second.split([part.plan.q_size for part in parts])
-
-
-def _own(parts: Sequence[Part], totals: Tensor, qs: Sequence[Tensor], bad: Flag) -> list[Payload]:
+def _own(parts: Sequence[Part], totals: Tensor, bad: Flag) -> list[Payload]:
     """The payloads of what is kept of this rank's own tensors: P P^T M, and the rest.
 
-    totals: ||a||^2 of each. qs: its Q^T = P^T M, flat.
-    bad: some rank's tensors are not finite; the payloads stand for zeros then."""
+    totals: ||a||^2 of each. bad: some rank's tensors are not finite, so nothing is kept."""
+    qs = [part.q.reshape(-1) for part in parts]
     rests = [part.own_rest(bad) for part in parts]
     beside = [r if part.plan.rank else r[:0] for part, r in zip(parts, rests, strict=True)]
     kept = squared_norms([*qs, *beside]).view(2, -1).sum(0)
     of = projection_energies(totals, kept, [not part.plan.rank for part in parts], bad)
-    own = []
-    for part, q, rest, numbers in zip(parts, qs, rests, of, strict=True):
-        copy = q.clone() if bad is False else zeros_if(bad, q)
-        own.append(replace(part.payload(copy, rest), energies=numbers))
-    return own
+    copies = [q.clone() if bad is False else zeros_if(bad, q) for q in qs]
+    own = [part.payload(q, rest) for part, q, rest in zip(parts, copies, rests, strict=True)]
+    return [replace(payload, energies=each) for payload, each in zip(own, of, strict=True)]
 
 
 def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,9 +111,9 @@ def zeros_if(flag: Flag, x: Tensor) -> Tensor:
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """||tensor||^2 of each (float64, flat). On a device no more operations than for one tensor."""
     if is_host(tensors[0].device):
-        return torch.tensor([squared_norm(x) for x in tensors], dtype=torch.float64)
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return torch.stack(norms).square()
+        norms = [squared_norm(x) if x.numel() else 0.0 for x in tensors]
+        return torch.tensor(norms, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
 
 
 def projection_energies(
