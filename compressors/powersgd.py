@@ -18,11 +18,11 @@ P and Q are stored transposed (r x n, r x m): products then run at the speed of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
-from math import floor, isfinite, isqrt, nan, prod
+from math import floor, isqrt, nan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +38,17 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
-from compressors.kernels import Scalar, squared_norm
-from compressors.kernels.blocks import energies
-from compressors.rounds import Report, Rounds, RoundsCompressor, check_bucket, finite_or_nan
+from compressors.kernels.blocks import Flag, energies, fill_if, is_host
+from compressors.rounds import (
+    Report,
+    Rounds,
+    RoundsCompressor,
+    check_bucket,
+    not_finite,
+    projection_energies,
+    squared_norms,
+    zeros_if,
+)
 
 
 class PowerSGD(RoundsCompressor):
@@ -70,38 +78,38 @@ class PowerSGD(RoundsCompressor):
         report: Report,
         *,
         skipped: Collection[int] = (),
-        totals: Sequence[float] | None = None,
     ) -> Rounds:
-        check_bucket(tensors, cfs, keys, totals)
+        check_bucket(tensors, cfs, keys)
         parts = [
-            self._part(tensor, cf, key, i in skipped, totals[i] if totals else None)
+            self._part(tensor, cf, key, i in skipped)
             for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
-        first = allocate_p(parts)
-        for part in parts:
-            part.find_p()
-        if not all(isfinite(part.total) for part in parts):
-            first.fill_(nan)  # products may hide it
+        totals = squared_norms([part.flat[:0] if part.skipped else part.flat for part in parts])
+        like = tensors[0]
+        first = like.new_empty(sum(part.plan.p_size + part.plan.rest for part in parts))
+        second = like.new_empty(sum(part.plan.q_size for part in parts))
+        for part, p, rest, _ in _views(parts, first, second):
+            part.find_p(p, rest)
+        fill_if(not_finite(totals), first, nan)  # products may hide it
         first = yield first
 
-        finite = finite_or_nan(first)
-        assign_p(parts, first)
-        second = allocate_q(parts)
-        for part in parts:
-            part.p = orthonormal_rows(part.p) if finite and part.plan.rank else part.p
-            part.find_q()
-        report([part.own(cf) for part, cf in zip(parts, cfs, strict=True)])
+        bad = not_finite(first)
+        fill_if(bad, first, 0.0)  # so that all that is computed from it is finite
+        for part, p, _, q in _views(parts, first, second):
+            part.find_q(p, q)
+        report(_own(parts, totals, bad))
         second = yield second
 
-        finite = finite_or_nan(second) and finite
-        if not finite:
-            first.fill_(nan)
-        first.div_(world_size)  # the rest; P was replaced
-        assign_q(parts, second.div_(world_size))
-        for part in parts:
-            if finite and part.plan.rank:
-                self._warm.keep(part.key.name, part.start, part.q)
-        return [part.mean(cf) for part, cf in zip(parts, cfs, strict=True)]
+        bad = bad | not_finite(second)
+        for summed in (first, second):
+            fill_if(bad, summed, nan)
+            summed.div_(world_size)
+        means = []
+        for part, _, rest, q in _views(parts, first, second):
+            if part.plan.rank:
+                self._warm.keep(part.key.name, part.start, q.view_as(part.start), bad)
+            means.append(part.payload(q, rest))
+        return means
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         """Run the rounds in a world of one rank, from the Q of the last step, which stays as it is.
@@ -110,7 +118,7 @@ class PowerSGD(RoundsCompressor):
         show far less than what PowerSGD keeps once it has run for a few steps."""
         check_flat(tensor)
         half = tensor.dtype not in (torch.float32, torch.float64)
-        part = self._part(tensor.float() if half else tensor, cf, key, False, None)
+        part = self._part(tensor.float() if half else tensor, cf, key, False)
         plan = part.plan
         if plan.rank:
             cold = self._warm.known(key.name, plan.cols) < plan.rank
@@ -119,7 +127,7 @@ class PowerSGD(RoundsCompressor):
                 start = orthonormal_rows(part.q) if step else part.q
                 part.p = orthonormal_rows(start @ matrix.t())
                 part.q = part.p @ matrix
-        payload = part.own(check_cf(cf))
+        (payload,) = _own([part], squared_norms([part.flat]), False)
         sent = tuple(p.to(tensor.dtype) for p in payload.parts)
         return replace(payload, parts=sent, dtype=tensor.dtype)
 
@@ -135,10 +143,11 @@ class PowerSGD(RoundsCompressor):
             return replace(payload, cf=cf)
         if not then.rank:
             return self.compress(rest, cf, payload.key)
-        parts = (p[: now.rank * now.rows], q[: now.rank * now.cols], rest)
-        energy = kept_energy(*parts[1:])
+        parts = (p[: now.p_size], q[: now.q_size], rest)
+        fewer, all_columns, beside = squared_norms([parts[1], q, rest]).unbind()
+        energy = fewer + beside
         total, _, error = payload.scalars
-        error += projection_error(kept_energy(q, rest), energy)
+        error = error + projection_error(all_columns + beside, energy)
         return replace(payload, parts=parts, cf=cf, energies=energies(total, energy, error, q))
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
@@ -169,7 +178,7 @@ class PowerSGD(RoundsCompressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         plan = layout(cf, numel, key.shape)
-        sizes = (plan.rank * plan.rows, plan.rank * plan.cols, plan.rest)
+        sizes = (plan.p_size, plan.q_size, plan.rest)
         parts = split_bytes(data, *((size, dtype) for size in sizes))
         return Payload(parts, numel, cf, key, dtype=dtype)
 
@@ -207,16 +216,12 @@ class PowerSGD(RoundsCompressor):
             raise ValueError(f"state must have matrices by name under 'q', got {sorted(state)}")
         self._warm.load_state_dict(state["q"])
 
-    def _part(
-        self, tensor: Tensor, cf: float, key: Key, skipped: bool, total: float | None
-    ) -> Part:
+    def _part(self, tensor: Tensor, cf: float, key: Key, skipped: bool) -> Part:
         flat = tensor.detach()
         plan = layout(cf, flat.numel(), key.shape)
-        if total is None or skipped:
-            total = 0.0 if skipped else squared_norm(flat)
         empty = flat.new_empty(0)
         start = self._warm.start(key.name, plan.rank, plan.cols, flat) if plan.rank else empty
-        return Part(key, plan, flat, skipped, total, start, p=empty, q=empty, rest=empty)
+        return Part(key, cf, plan, flat, skipped, start, p=empty, q=empty)
 
 
 class Layout(NamedTuple):
@@ -231,9 +236,19 @@ class Layout(NamedTuple):
     rest: int
 
     @property
+    def p_size(self) -> int:
+        """Elements of P."""
+        return self.rows * self.rank
+
+    @property
+    def q_size(self) -> int:
+        """Elements of Q."""
+        return self.cols * self.rank
+
+    @property
     def floats(self) -> int:
         """Elements sent: P, Q and the rest."""
-        return (self.rows + self.cols) * self.rank + self.rest
+        return self.p_size + self.q_size + self.rest
 
     @property
     def cf(self) -> float:
@@ -276,51 +291,75 @@ def layout(cf: float, numel: int, shape: tuple[int, ...] = ()) -> Layout:
 class Part:
     """A part is one tensor of a bucket, on its way through the rounds.
 
-    skipped: whether this rank contributes nothing. total: ||a||^2. start: Q^T to begin with.
-    p, q, rest: P^T, Q^T and the uncompressed elements, as views of what is all-reduced.
+    skipped: whether this rank contributes nothing. start: Q^T to begin with (rank x columns).
+    p, q: P^T and this rank's own Q^T, once they are known.
     """
 
     key: Key
+    cf: float
     plan: Layout
     flat: Tensor
     skipped: bool
-    total: float
     start: Tensor
     p: Tensor
     q: Tensor
-    rest: Tensor
 
-    def find_p(self) -> None:
-        """p = Q^T M^T, and the rest; zeros if this rank contributes nothing."""
+    def find_p(self, p: Tensor, rest: Tensor) -> None:
+        """Fill in what this rank adds to the first sum: p = Q^T M^T and the rest, both flat."""
+        plan = self.plan
         if self.skipped:
-            self.p.zero_()
-            self.rest.zero_()
-        else:
-            if self.plan.rank:
-                torch.mm(self.start, self.plan.matrix(self.flat).t(), out=self.p)
-            self.rest.copy_(self.plan.tail(self.flat))
+            p.zero_()
+            rest.zero_()
+            return
+        if plan.rank:
+            torch.mm(self.start, plan.matrix(self.flat).t(), out=p.view(plan.rank, plan.rows))
+        if plan.rest:
+            rest.copy_(plan.tail(self.flat))
 
-    def find_q(self) -> None:
-        """q = P^T M."""
+    def find_q(self, p: Tensor, q: Tensor) -> None:
+        """Fill in what this rank adds to the second sum: q = P^T M, flat.
+
+        p: the first sum of P^T, flat, not orthonormal yet."""
+        plan, self.p, self.q = self.plan, p, q
+        if plan.rank:
+            self.p = orthonormal_rows(p.view(plan.rank, plan.rows))
         if self.skipped:
-            self.q.zero_()
-        elif self.plan.rank:
-            torch.mm(self.p, self.plan.matrix(self.flat), out=self.q)
+            q.zero_()
+        elif plan.rank:
+            torch.mm(self.p, plan.matrix(self.flat), out=q.view(plan.rank, plan.cols))
 
-    def own(self, cf: float) -> Payload:
-        """The payload of what is kept of this rank's own tensor: P P^T M, and the rest."""
-        rest = torch.zeros_like(self.rest) if self.skipped else self.plan.tail(self.flat)
-        energy = kept_energy(self.q.reshape(-1), rest) if self.plan.rank else self.total
-        error = projection_error(self.total, energy)
-        parts = (self.p.view(-1), self.q.clone().view(-1), rest)
-        numel, dtype = self.flat.numel(), self.flat.dtype
-        of = energies(self.total, energy, error, self.flat)
-        return Payload(parts, numel, cf, self.key, of, dtype)
+    def own_rest(self, bad: Flag) -> Tensor:
+        """What travels uncompressed of this rank's own tensor; zeros if it is not to be kept."""
+        rest = self.plan.tail(self.flat)
+        return zeros_if(self.skipped or bad, rest) if self.plan.rest else rest
 
-    def mean(self, cf: float) -> Payload:
-        """The payload that every rank decodes, once q and the rest are means over the ranks."""
-        parts = (self.p.view(-1), self.q.view(-1), self.rest)
-        return Payload(parts, self.flat.numel(), cf, self.key, dtype=self.flat.dtype)
+    def payload(self, q: Tensor, rest: Tensor) -> Payload:
+        parts = (self.p.view(-1), q, rest)
+        return Payload(parts, self.flat.numel(), self.cf, self.key, dtype=self.flat.dtype)
+
+
+def _views(
+    parts: Sequence[Part], first: Tensor, second: Tensor
+) -> Iterator[tuple[Part, Tensor, Tensor, Tensor]]:
+    """Each part with its P and uncompressed elements, which are views of the first sum, and its Q,
+    which is one of the second. All are flat."""
+    views = first.split([size for part in parts for size in (part.plan.p_size, part.plan.rest)])
+    qs = second.split([part.plan.q_size for part in parts])
+    return zip(parts, views[::2], views[1::2], qs, strict=True)
+
+
+def _own(parts: Sequence[Part], totals: Tensor, bad: Flag) -> list[Payload]:
+    """The payloads of what is kept of this rank's own tensors: P P^T M, and the rest.
+
+    totals: ||a||^2 of each. bad: some rank's tensors are not finite, so nothing is kept."""
+    qs = [part.q.reshape(-1) for part in parts]
+    rests = [part.own_rest(bad) for part in parts]
+    beside = [r if part.plan.rank else r[:0] for part, r in zip(parts, rests, strict=True)]
+    kept = squared_norms([*qs, *beside]).view(2, -1).sum(0)
+    of = projection_energies(totals, kept, [not part.plan.rank for part in parts], bad)
+    copies = [q.clone() if bad is False else zeros_if(bad, q) for q in qs]
+    own = [part.payload(q, rest) for part, q, rest in zip(parts, copies, rests, strict=True)]
+    return [replace(payload, energies=each) for payload, each in zip(own, of, strict=True)]
 
 
 def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,42 +368,6 @@ def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor
     if rest.dtype != dtype:
         p, q, rest = p.to(dtype), q.to(dtype), rest.to(dtype)
     return p.view(plan.rank, plan.rows), q.view(plan.rank, plan.cols), rest
-
-
-def kept_energy(q: Tensor, rest: Tensor) -> Scalar:
-    """||P Q^T||^2 + ||rest||^2 for orthonormal P."""
-    return squared_norm(q) + (squared_norm(rest) if rest.numel() else 0.0)
-
-
-def allocate_p(parts: Sequence[Part]) -> Tensor:
-    """One flat tensor for the P and the uncompressed elements of all parts, which become views."""
-    size = sum(part.plan.rank * part.plan.rows + part.plan.rest for part in parts)
-    shared = parts[0].flat.new_empty(size)
-    assign_p(parts, shared)
-    return shared
-
-
-def assign_p(parts: Sequence[Part], shared: Tensor) -> None:
-    """Make every part's P and uncompressed elements views of `shared`."""
-    sizes = [size for p in parts for size in (p.plan.rank * p.plan.rows, p.plan.rest)]
-    views = iter(shared.split(sizes))
-    for part in parts:
-        part.p = next(views).view(part.plan.rank, part.plan.rows)
-        part.rest = next(views)
-
-
-def allocate_q(parts: Sequence[Part]) -> Tensor:
-    """One flat tensor for the Q of all parts, which become views of it."""
-    shared = parts[0].flat.new_empty(sum(part.plan.rank * part.plan.cols for part in parts))
-    assign_q(parts, shared)
-    return shared
-
-
-def assign_q(parts: Sequence[Part], shared: Tensor) -> None:
-    """Make every part's Q a view of `shared`."""
-    views = shared.split([part.plan.rank * part.plan.cols for part in parts])
-    for part, view in zip(parts, views, strict=True):
-        part.q = view.view(part.plan.rank, part.plan.cols)
 
 
 class WarmStart:
@@ -392,18 +395,26 @@ class WarmStart:
         rows = self._rows[name][:known].to(like) if known else like.new_empty(0, cols)
         if known < rank:
             fresh = [self._random(name, row, cols) for row in range(known, rank)]
-            rows = torch.cat([orthonormal_rows(rows), torch.stack(fresh).to(like)])
+            new = torch.stack(fresh).to(like.device, like.dtype, non_blocking=True)
+            rows = torch.cat([orthonormal_rows(rows), new])
         return orthonormal_rows(rows)
 
-    def keep(self, name: str, start: Tensor, rows: Tensor) -> None:
-        """Start from `rows` the next time.
+    def keep(self, name: str, start: Tensor, rows: Tensor, bad: Flag) -> None:
+        """Start from `rows` the next time. If they are `bad`, nothing changes, except that on a
+        device those rows of `start` are kept that were not known before.
 
         Rows of zeros (of a zero gradient) tell nothing: instead of them, those of `start` are kept,
         from which they were computed."""
+        if bad is True:
+            return
+        rank, known = len(rows), self.known(name, rows.shape[1])
         new = torch.where((rows == 0).all(1, keepdim=True), start, rows)
-        if self.known(name, new.shape[1]) > len(new):
-            new = torch.cat([new, self._rows[name][len(new) :].to(new)])
-        self._rows[name] = new
+        old = self._rows[name].to(new) if known else start[:0]
+        if known < rank:
+            old = torch.cat([old, start[known:]])
+        if known > rank:
+            new = torch.cat([new, old[rank:]])
+        self._rows[name] = torch.where(bad, old, new) if isinstance(bad, Tensor) else new
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: rows.clone() for name, rows in self._rows.items()}
@@ -423,7 +434,7 @@ class WarmStart:
         return torch.randn(cols, generator=generator, dtype=torch.float64)
 
 
-_WIDE = 8  # rows up to which the work is done in double; beyond, that would cost too much
+_WIDE = 8  # rows up to which the host works in double; beyond, that would cost too much
 
 
 def orthonormal_rows(rows: Tensor) -> Tensor:
@@ -438,9 +449,9 @@ def orthonormal_rows(rows: Tensor) -> Tensor:
     always is a basis of r dimensions. NaN only if `rows` is not finite.
 
     Vectors are rows, not columns, because that is how they lie in memory."""
-    wide = rows.double() if len(rows) <= _WIDE else rows
+    wide = rows.double() if len(rows) <= _WIDE or not is_host(rows.device) else rows
     if wide.dtype == rows.dtype and rows.numel():  # then squares could overflow or vanish
         largest = wide.abs().amax(1, keepdim=True)
         wide = wide / torch.where(largest > 0, largest, 1.0)
     columns = torch.linalg.qr(wide.t()).Q
-    return columns.t().to(rows.dtype).contiguous()
+    return columns.t().to(rows.dtype, memory_format=torch.contiguous_format)

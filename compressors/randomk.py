@@ -30,7 +30,7 @@ from compressors.base import (
     split_bytes,
 )
 from compressors.kernels import Scalar, add_and_norm, squared_norm
-from compressors.kernels.blocks import energies
+from compressors.kernels.blocks import energies, is_host
 from compressors.sparsifier import add_at, take
 from compressors.wire.values import ValueFormat, make_values
 
@@ -109,8 +109,8 @@ class RandomK(Compressor):
     def _compress(self, tensor: Tensor, total: Scalar, cf: float, key: Key) -> Payload:
         check_flat(tensor)
         cf, numel = check_cf(cf), tensor.numel()
-        indices = shared_indices(self.seed, key, numel, kept(numel, cf))
-        values = take(tensor, torch.from_numpy(indices).to(tensor.device))
+        indices = shared_indices(self.seed, key, numel, kept(numel, cf), tensor.device)
+        values = take(tensor, indices)
         return self._payload(values, 1.0, total, numel, cf, key)
 
     def _payload(
@@ -146,23 +146,31 @@ class RandomK(Compressor):
 
     def _indices(self, payload: Payload) -> Tensor:
         k = kept(payload.numel, payload.cf)
-        indices = shared_indices(self.seed, payload.key, payload.numel, k)
-        return torch.from_numpy(indices).to(payload.parts[0].device)
+        device = payload.parts[0].device
+        return shared_indices(self.seed, payload.key, payload.numel, k, device)
 
 
-def shared_indices(seed: int, key: Key, numel: int, k: int) -> NDArray[np.int32]:
+def shared_indices(seed: int, key: Key, numel: int, k: int, device: torch.device) -> Tensor:
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
     index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all indices differ,
     those for a smaller k come first, and each is equally likely because the start is. O(k) work.
+    They are int32 on the host and int64 on a device, where no product reaches 2**62.
     """
     if k == 0:
-        return np.empty(0, np.int32)
+        return torch.empty(0, dtype=torch.int32, device=device)
     digest = blake2b(repr((seed, key.name, key.step, numel)).encode(), digest_size=16).digest()
     start = int.from_bytes(digest[:8], "little") % numel
     stride = int.from_bytes(digest[8:], "little") % numel
     while gcd(stride, numel) != 1:
         stride = (stride + 1) % numel
+    if is_host(device):
+        return torch.from_numpy(_on_host(start, stride, numel, k))
+    return torch.arange(k, device=device).mul_(stride).add_(start).remainder_(numel)
+
+
+def _on_host(start: int, stride: int, numel: int, k: int) -> NDArray[np.int32]:
+    """The same by additions, which NumPy does faster than products and remainders."""
     indices = np.empty(k, np.uint32)
     done = min(k, _FIRST)  # stride * _FIRST + start < 2**42
     indices[:done] = (np.arange(done) * stride + start) % numel

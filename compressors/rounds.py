@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
-from math import nan
+from math import inf, nan
 
 import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Key, Payload, check_flat
-from compressors.kernels import check_same_length
+from compressors.kernels import check_same_length, squared_norm
+from compressors.kernels.blocks import Flag, fill_if, is_host
 
 Rounds = Generator[Tensor, Tensor, list[Payload]]
 """Yields tensors to be summed over the ranks, is sent the sums, returns the decoded payloads."""
@@ -40,7 +41,6 @@ class RoundsCompressor(Compressor):
         report: Report,
         *,
         skipped: Collection[int] = (),
-        totals: Sequence[float] | None = None,
     ) -> Rounds:
         """Compress and average one bucket.
 
@@ -49,7 +49,6 @@ class RoundsCompressor(Compressor):
         cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
             order, on every rank.
         skipped: positions of the tensors to which this rank contributes nothing in this step.
-        totals: ||a||^2 of each tensor if they are known already, else they are computed.
 
         Each `yield` hands out ONE flat tensor to be summed over all ranks (perhaps empty: then
         there is nothing to exchange) and is sent the sum, which it may overwrite (it may be the
@@ -65,7 +64,8 @@ class RoundsCompressor(Compressor):
         Returns one payload a tensor: the mean that every rank decodes, the same on all ranks.
 
         If any rank's tensors are not finite, all the payloads of the bucket are NaN
-        (`is_poisoned`) on every rank, and no state has changed."""
+        (`is_poisoned`) on every rank, what is reported decodes to finite numbers (its energy and
+        error are NaN), and no state has changed."""
 
     def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
         check_same_length(memory, tensor)
@@ -78,16 +78,11 @@ class RoundsCompressor(Compressor):
         self.add_to(out, payload)
 
 
-def check_bucket(
-    tensors: Sequence[Tensor],
-    cfs: Sequence[float],
-    keys: Sequence[Key],
-    totals: Sequence[float] | None,
-) -> None:
+def check_bucket(tensors: Sequence[Tensor], cfs: Sequence[float], keys: Sequence[Key]) -> None:
     """Raise ValueError unless these are arguments that `rounds` accepts."""
-    counts = {len(each) for each in (tensors, cfs, keys, tensors if totals is None else totals)}
+    counts = {len(tensors), len(cfs), len(keys)}
     if not tensors or len(counts) != 1:
-        raise ValueError(f"tensors, cfs, keys and totals must be equally many, not 0; got {counts}")
+        raise ValueError(f"tensors, cfs and keys must be equally many, not 0; got {counts}")
     first = tensors[0]
     if first.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"tensors must be float32 or float64, got {first.dtype}")
@@ -97,13 +92,41 @@ def check_bucket(
             raise ValueError("tensors must be of one dtype and on one device")
 
 
-def finite_or_nan(summed: Tensor) -> bool:
-    """Whether everything in `summed` is finite; if not, all of it is set to NaN. On a device other
-    than the CPU this waits for the device."""
-    finite = bool(summed.isfinite().all())
-    if not finite:
-        summed.fill_(nan)
-    return finite
+def not_finite(x: Tensor) -> Flag:
+    """Whether anything in `x` is not finite."""
+    if not x.numel():
+        return False
+    if is_host(x.device):
+        return not bool(x.isfinite().all())
+    return (torch.linalg.vector_norm(x, inf) < inf).logical_not()  # fewer operations than isfinite
+
+
+def zeros_if(flag: Flag, x: Tensor) -> Tensor:
+    """`x`, or zeros if `flag` is set."""
+    if isinstance(flag, Tensor):
+        return x.masked_fill(flag, 0.0)
+    return torch.zeros_like(x) if flag else x
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """||tensor||^2 of each (float64, flat). On a device no more operations than for one tensor."""
+    if is_host(tensors[0].device):
+        norms = [squared_norm(x) if x.numel() else 0.0 for x in tensors]
+        return torch.tensor(norms, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+
+
+def projection_energies(
+    totals: Tensor, kept: Tensor, whole: Sequence[bool], bad: Flag
+) -> tuple[Tensor, ...]:
+    """`Payload.energies` of several projections, of which ||a||^2 and ||c||^2 are given.
+
+    whole: which are not compressed, so that `totals` says what is kept. bad: some rank's tensors
+        are not finite; what is kept is set to NaN."""
+    each = zip(whole, totals.unbind(), kept.unbind(), strict=True)
+    energy = torch.stack([total if all_kept else part for all_kept, total, part in each])
+    fill_if(bad, energy, nan)
+    return torch.stack([totals, energy, (totals - energy).clamp(min=0.0)], 1).unbind()
 
 
 def lockstep(ranks: Sequence[Rounds]) -> list[list[Payload]]:

@@ -26,9 +26,9 @@ sketch of a sum is the sum of the sketches.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from math import isfinite, nan
+from math import nan
 from typing import NamedTuple
 
 import numpy as np
@@ -49,15 +49,18 @@ from compressors.base import (
     split_bytes,
 )
 from compressors.kernels import Array, squared_norm
-from compressors.kernels.blocks import CACHE_BLOCK, energies
+from compressors.kernels.blocks import CACHE_BLOCK, Flag, energies, fill_if, is_host, on_host
 from compressors.kernels.host import largest_positions
 from compressors.rounds import (
     Report,
     Rounds,
     RoundsCompressor,
     check_bucket,
-    finite_or_nan,
     lockstep,
+    not_finite,
+    projection_energies,
+    squared_norms,
+    zeros_if,
 )
 from compressors.sparsifier import add_at, take
 
@@ -74,21 +77,17 @@ class Budget(NamedTuple):
     dense: int
 
 
-@dataclass
-class _Part:
+class _Part(NamedTuple):
     """A part is one tensor of a bucket, on its way through the rounds.
 
-    skipped: whether this rank contributes nothing. total: ||a||^2. indices: the coordinates found.
-    summed: this tensor's part of the first sum.
+    skipped: whether this rank contributes nothing.
     """
 
     key: Key
+    cf: float
     budget: Budget
     flat: Tensor
     skipped: bool
-    total: float
-    indices: Tensor
-    summed: Tensor
 
 
 class Sketch(RoundsCompressor):
@@ -105,8 +104,7 @@ class Sketch(RoundsCompressor):
     values would be no smaller than the tensor, there are no indices, and all values.
 
     `recompress` keeps the first of the coordinates found. A table for the larger CF would be
-    smaller and find worse ones, so its energy is the most that the larger CF can keep. On a device
-    other than the CPU the sketch is computed on the CPU all the same.
+    smaller and find worse ones, so its energy is the most that the larger CF can keep.
     """
 
     name = "sketch"
@@ -138,38 +136,44 @@ class Sketch(RoundsCompressor):
         report: Report,
         *,
         skipped: Collection[int] = (),
-        totals: Sequence[float] | None = None,
     ) -> Rounds:
-        check_bucket(tensors, cfs, keys, totals)
+        check_bucket(tensors, cfs, keys)
         parts = [
-            self._part(tensor, cf, key, i in skipped, totals[i] if totals else None)
+            _Part(key, cf, self.budget(tensor.numel(), cf), tensor.detach(), i in skipped)
             for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
         ]
+        totals = squared_norms([part.flat[:0] if part.skipped else part.flat for part in parts])
         first = torch.cat([self._sketched(part) for part in parts])
-        if not all(isfinite(part.total) for part in parts):
-            first.fill_(nan)
+        fill_if(not_finite(totals), first, nan)
         first = yield first
 
-        finite = finite_or_nan(first)
+        bad = not_finite(first)
+        fill_if(bad, first, 0.0)  # so that there are estimates
         sizes = [self.rows * part.budget.columns + part.budget.dense for part in parts]
-        for part, summed in zip(parts, first.split(sizes), strict=True):
-            part.summed = summed
-            part.indices = self._found(part, summed, finite)
-        own = [self._own_values(part) for part in parts]
-        second = torch.cat([v[: part.budget.k] for part, v in zip(parts, own, strict=True)])
-        if not finite:
-            second.fill_(nan)
-        report([_own(*each) for each in zip(parts, cfs, own, strict=True)])
+        sums = first.split(sizes)
+        found = [self._found(*each) for each in zip(parts, sums, strict=True)]
+        own = [self._own_values(*each) for each in zip(parts, found, strict=True)]
+        sent = [values[: part.budget.k] for part, values in zip(parts, own, strict=True)]
+        second = torch.cat(sent)
+        of = projection_energies(
+            totals, squared_norms(sent), [not part.budget.k for part in parts], bad
+        )
+        report(
+            [
+                replace(_payload(part, indices, zeros_if(bad, values)), energies=energies)
+                for part, indices, values, energies in zip(parts, found, own, of, strict=True)
+            ]
+        )
         second = yield second
 
-        if not (finite_or_nan(second) and finite):
-            first.fill_(nan)
-            second.fill_(nan)
-        second.div_(world_size)
-        sent = second.split([part.budget.k for part in parts])
+        bad = bad | not_finite(second)
+        for summed in (first, second):
+            fill_if(bad, summed, nan)
+            summed.div_(world_size)
+        means = second.split([part.budget.k for part in parts])
         return [
-            _payload(part, cf, values if part.budget.k else part.summed / world_size)
-            for part, cf, values in zip(parts, cfs, sent, strict=True)
+            _payload(part, indices, mean if part.budget.k else dense)
+            for part, indices, mean, dense in zip(parts, found, means, sums, strict=True)
         ]
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
@@ -192,7 +196,7 @@ class Sketch(RoundsCompressor):
             return self.compress(values, cf, payload.key)
         energy = squared_norm(values[:k])
         total, _, error = payload.scalars
-        error += projection_error(squared_norm(values), energy)
+        error = error + projection_error(squared_norm(values), energy)
         of = energies(total, energy, error, values)
         return replace(payload, parts=(indices[:k], values[:k]), cf=cf, energies=of)
 
@@ -202,11 +206,12 @@ class Sketch(RoundsCompressor):
         if not indices.numel():
             out.detach().add_(values, alpha=scale)
             return
-        low, high = (int(end) for end in indices.aminmax())
-        if low < 0 or high >= payload.numel:
-            raise CorruptPayload(
-                f"indices must be within [0, {payload.numel}), got {low} ... {high}"
-            )
+        if is_host(indices.device):
+            low, high = (int(end) for end in indices.aminmax())
+            if low < 0 or high >= payload.numel:
+                raise CorruptPayload(
+                    f"indices must be within [0, {payload.numel}), got {low} ... {high}"
+                )
         add_at(out, indices, values, scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
@@ -214,8 +219,12 @@ class Sketch(RoundsCompressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k, _, dense = self.budget(numel, cf)
-        parts = split_bytes(data, (k, torch.int32), (k + dense, dtype))
-        return Payload(parts, numel, cf, key, dtype=dtype)
+        indices, values = split_bytes(data, (k, torch.int32), (k + dense, dtype))
+        corrupt: Flag = False
+        if k and not is_host(data.device):
+            received, indices = indices, indices.clamp(0, numel - 1)
+            corrupt = (received != indices).any()
+        return Payload((indices, values), numel, cf, key, dtype=dtype, corrupt=corrupt)
 
     def indices(self, payload: Payload) -> Tensor | None:
         indices = payload.parts[0]
@@ -238,59 +247,33 @@ class Sketch(RoundsCompressor):
     def supported(self, cf: float, numel: int) -> float:
         return max(1.0, numel / max(1.0, self.floats(numel, cf)))
 
-    def _part(
-        self, tensor: Tensor, cf: float, key: Key, skipped: bool, total: float | None
-    ) -> _Part:
-        flat = tensor.detach()
-        if total is None or skipped:
-            total = 0.0 if skipped else squared_norm(flat)
-        budget = self.budget(flat.numel(), cf)
-        return _Part(key, budget, flat, skipped, total, flat.new_empty(0), flat.new_empty(0))
-
     def _hashes(self, part: _Part) -> CountSketch:
         numel, columns = part.flat.numel(), part.budget.columns
         return CountSketch(numel, self.rows, columns, (self.seed, part.key.name, part.key.step))
 
     def _sketched(self, part: _Part) -> Tensor:
-        """What this rank adds to the first sum."""
-        size = self.rows * part.budget.columns + part.budget.dense
+        """What this rank adds to the first sum: its table, or all its values."""
         if part.skipped:
-            return part.flat.new_zeros(size)
-        if not part.budget.k:
-            return part.flat
-        if not isfinite(part.total):
-            return part.flat.new_full((size,), nan)
-        table = self._hashes(part).table(part.flat.cpu().numpy())
-        return torch.from_numpy(table).to(part.flat.device).view(-1)
+            return part.flat.new_zeros(self.rows * part.budget.columns + part.budget.dense)
+        return self._hashes(part).table(part.flat).view(-1) if part.budget.k else part.flat
 
-    def _found(self, part: _Part, summed: Tensor, finite: bool) -> Tensor:
-        """The indices that every rank reads off the summed table."""
-        k, columns, _ = part.budget
-        device = part.flat.device
-        if not k or not finite:
-            return torch.arange(k, dtype=torch.int32, device=device)
-        table = summed.cpu().numpy().reshape(self.rows, columns)
-        return torch.from_numpy(self._hashes(part).heaviest(table, k)).to(device)
+    def _found(self, part: _Part, summed: Tensor) -> Tensor:
+        """The indices (int32) that every rank reads off the summed table."""
+        if not part.budget.k:
+            return torch.empty(0, dtype=torch.int32, device=summed.device)
+        return self._hashes(part).heaviest(summed.view(self.rows, -1), part.budget.k)
 
     @staticmethod
-    def _own_values(part: _Part) -> Tensor:
-        """This rank's values at the indices found, or all of them if the tensor travels dense."""
+    def _own_values(part: _Part, indices: Tensor) -> Tensor:
+        """This rank's values at `indices`, or all of them if the tensor travels uncompressed."""
         if part.skipped:
             return part.flat.new_zeros(part.budget.k + part.budget.dense)
-        return take(part.flat, part.indices) if part.budget.k else part.flat
+        return take(part.flat, indices) if part.budget.k else part.flat
 
 
-def _own(part: _Part, cf: float, values: Tensor) -> Payload:
-    """The payload of what is kept of this rank's own tensor."""
-    energy = squared_norm(values) if part.budget.k else part.total
-    error = projection_error(part.total, energy)
-    of = energies(part.total, energy, error, values)
-    return replace(_payload(part, cf, values), energies=of)
-
-
-def _payload(part: _Part, cf: float, values: Tensor) -> Payload:
-    parts = (part.indices, values)
-    return Payload(parts, part.flat.numel(), cf, part.key, dtype=values.dtype)
+def _payload(part: _Part, indices: Tensor, values: Tensor) -> Payload:
+    parts = (indices, values)
+    return Payload(parts, part.flat.numel(), part.cf, part.key, dtype=values.dtype)
 
 
 _HALF = np.uint64(32)
@@ -301,7 +284,8 @@ class CountSketch:
 
     Element i goes to h = a i + b mod 2^64, of which the upper half picks one of 2 x columns:
     pairwise independent for i < 2^32 (Dietzfelbinger 1996). The second half of those counts
-    negative, so neither direction ever computes a sign. All in blocks that fit the cache.
+    negative, so neither direction ever computes a sign. On the host all is done in blocks that fit
+    the cache.
 
     rows: an odd number. identity: seeds the hashes; the same on every rank."""
 
@@ -311,18 +295,47 @@ class CountSketch:
         self.columns = columns
         self._hashes = [self._hash(identity, row) for row in range(rows)]
 
-    def table(self, x: Array) -> Array:
+    def table(self, x: Tensor) -> Tensor:
         """The sketch (rows x columns) of flat `x`."""
-        sums = np.zeros((self.rows, 2 * self.columns))
-        for start, slots in self._blocks():
-            block = x[start : start + CACHE_BLOCK]
-            for row, slot in enumerate(slots):
-                sums[row] += np.bincount(slot, block, 2 * self.columns)
-        return (sums[:, : self.columns] - sums[:, self.columns :]).astype(x.dtype)
+        if on_host(x):
+            return torch.from_numpy(self._table_on_host(x.numpy()))
+        sums = x.new_zeros(self.rows, 2 * self.columns)
+        for row, slots in zip(sums, self._slots(x.device), strict=True):
+            row.index_add_(0, slots, x)
+        return sums[:, : self.columns] - sums[:, self.columns :]
 
-    def heaviest(self, table: Array, k: int) -> NDArray[np.int32]:
-        """Positions of the `k` largest estimates, the largest first, the lower one first among
-        equals; 0 < k <= numel. `table` must be finite."""
+    def heaviest(self, table: Tensor, k: int) -> Tensor:
+        """Positions (int32) of the `k` largest estimates, the largest first; 0 < k <= numel.
+        `table` must be finite. Among equals the lower one comes first, so all ranks find the same,
+        in the same order, whatever their devices."""
+        if on_host(table):
+            return torch.from_numpy(self._heaviest_on_host(table.numpy(), k))
+        signed = torch.cat([table, -table], 1)
+        slots = self._slots(table.device)
+        estimates = [row.index_select(0, at) for row, at in zip(signed, slots, strict=True)]
+        estimate = _median_on_device(estimates).abs_()
+        return estimate.sort(descending=True, stable=True).indices[:k].int()
+
+    def _slots(self, device: torch.device) -> Iterator[Tensor]:
+        """For each row the columns that the elements go to, by arithmetic on signed integers of 64
+        bits: products and sums wrap around as those of unsigned ones do."""
+        positions = torch.arange(self.numel, device=device)
+        for a, b in self._hashes:
+            factor, offset = int(a.view(np.int64)), int(b.view(np.int64))
+            hashed = torch.rsub(positions, offset, alpha=-factor)  # factor x position + offset
+            upper = hashed.bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
+            yield upper.mul_(self.columns).bitwise_right_shift_(31)  # no product reaches 2^63
+
+    def _table_on_host(self, x: Array) -> Array:
+        sums = np.zeros((self.rows, 2 * self.columns))
+        with np.errstate(invalid="ignore"):
+            for start, slots in self._blocks():
+                block = x[start : start + CACHE_BLOCK]
+                for row, slot in enumerate(slots):
+                    sums[row] += np.bincount(slot, block, 2 * self.columns)
+            return (sums[:, : self.columns] - sums[:, self.columns :]).astype(x.dtype)
+
+    def _heaviest_on_host(self, table: Array, k: int) -> NDArray[np.int32]:
         signed = np.concatenate([table, -table], axis=1)
         found = np.empty(0, np.int32)
         values = np.empty(0, table.dtype)
@@ -371,3 +384,12 @@ def _median(estimates: list[Array]) -> Array:
         a, b, c = estimates
         return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     return np.sort(np.stack(estimates), axis=0)[len(estimates) // 2]
+
+
+def _median_on_device(estimates: list[Tensor]) -> Tensor:
+    if len(estimates) == 1:
+        return estimates[0]
+    if len(estimates) == 3:
+        a, b, c = estimates
+        return torch.maximum(torch.minimum(a, b), torch.minimum(torch.maximum(a, b), c))
+    return torch.stack(estimates).median(0).values

@@ -13,7 +13,6 @@ from torch.futures import Future
 
 from compressors import PowerSGD
 from compressors.base import Key
-from compressors.kernels import add_and_norm
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 
 SHAPES = {
@@ -61,10 +60,10 @@ def _our_step(
     out: Tensor,
     grad: Tensor,
 ) -> None:
-    grads = grad.split([r.numel() for r in residuals])
-    totals = [add_and_norm(r, g) for r, g in zip(residuals, grads, strict=True)]
+    for residual, piece in zip(residuals, grad.split([r.numel() for r in residuals]), strict=True):
+        residual.add_(piece)
     own: list = []
-    rounds = compressor.rounds(residuals, [cf] * len(keys), keys, 1, own.extend, totals=totals)
+    rounds = compressor.rounds(residuals, [cf] * len(keys), keys, 1, own.extend)
     handed = next(rounds)
     try:
         while True:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.unit.device_path import device_path
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
@@ -14,3 +16,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["host", "device"])
+def either_path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs twice: on the path of the host, and on that of a device."""
+    if request.param == "host":
+        yield "host"
+        return
+    with device_path():
+        yield "device"

@@ -6,7 +6,7 @@ Ranks are simulated in one process, in lockstep.
 from __future__ import annotations
 
 from itertools import pairwise
-from math import nan
+from math import isfinite, nan
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from compressors.powersgd import PowerSGD, layout, orthonormal_rows
 from tests.unit.matrices import KEYS, MATRIX, NUMELS, SHAPES, buckets, low_rank, normal, one
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import norm2
+
+either_path = pytest.mark.usefixtures("either_path")
 
 # What travels
 
@@ -82,16 +84,14 @@ def test_yields_the_same_sizes_whatever_the_data():
 
 
 def test_bad_input_is_refused():
-    def start(*args, **kwargs):
-        return next(PowerSGD().rounds(*args, 1, lambda _: None, **kwargs))
+    def start(*args):
+        return next(PowerSGD().rounds(*args, 1, lambda _: None))
 
     x = torch.zeros(2400)
     with pytest.raises(ValueError, match="equally many"):
         start([x], [4.0], [])
     with pytest.raises(ValueError, match="not 0"):
         start([], [], [])
-    with pytest.raises(ValueError, match="equally many"):
-        start([x], [4.0], [MATRIX], totals=[1.0, 2.0])
     with pytest.raises(ValueError, match="float32 or float64"):
         start([x.half()], [4.0], [MATRIX])
     with pytest.raises(ValueError, match="one dtype"):
@@ -108,6 +108,7 @@ def test_bad_input_is_refused():
 # Error feedback
 
 
+@either_path
 @pytest.mark.parametrize("against", ["own", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
@@ -139,6 +140,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
         torch.testing.assert_close(sent[i] + residual, total, **close)
 
 
+@either_path
 def test_mean_of_own_payloads_is_what_is_decoded_and_energies_are_theirs():
     world, ranks = 3, [PowerSGD() for _ in range(3)]
     bucket = buckets(world, 3)
@@ -178,6 +180,7 @@ def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same(
 # State
 
 
+@either_path
 def test_q_and_payloads_are_identical_on_all_ranks():
     ranks = [PowerSGD(seed=2) for _ in range(4)]
     for step, cf in enumerate((4.0, 2.0, 8.0, 3.0)):
@@ -445,6 +448,7 @@ def test_equals_pytorch_hook(monkeypatch, rank):
 # Unfriendly gradients
 
 
+@either_path
 @pytest.mark.parametrize("bad", [nan, float("inf")])
 def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
     ranks = [PowerSGD() for _ in range(3)]
@@ -461,9 +465,12 @@ def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
                 out = torch.zeros(numel)
                 rank.write_to(out, payload)
                 assert bool(out.isnan().all())
-            state = rank.state_dict()["q"]
-            assert all(torch.equal(state[name], before[name]) for name in before)
-        assert not np.isfinite(reported[1][position].total)
+            state = rank.state_dict()["q"]  # a device may have added rows to start from
+            assert all(torch.equal(state[n][: len(rows)], rows) for n, rows in before.items())
+        assert not isfinite(reported[1][position].total)
+        for rank, own in zip(ranks, reported, strict=True):
+            assert all(bool(rank.decompress(payload).isfinite().all()) for payload in own)
+            assert all(payload.energy.isnan() and payload.error.isnan() for payload in own)
     _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0, KEYS)
     assert not any(ranks[0].is_poisoned(payload) for payload in payloads[0])
 
@@ -477,6 +484,7 @@ def test_nan_where_q_is_zero_is_not_hidden():
     assert rank.is_poisoned(payloads[0][0])
 
 
+@either_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_gradients_send_zero_and_keep_q(dtype):
     ranks = [PowerSGD() for _ in range(2)]
@@ -498,6 +506,7 @@ def test_zero_gradients_send_zero_and_keep_q(dtype):
     assert float(own[1].energy) == 0
 
 
+@either_path
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [
@@ -523,6 +532,7 @@ def test_tiny_and_huge_gradients(dtype, scale):
         torch.testing.assert_close(mean / scale, matrix / scale, rtol=1e-4, atol=1e-4)
 
 
+@either_path
 def test_orthonormal_rows_of_anything_finite():
     x = normal(300, 0).view(3, 100)
     cases = {

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from compressors import Key, RandomK, kept
-from compressors.randomk import shared_indices
+from compressors.randomk import shared_indices as indices_on
 from tests.unit import samples
+from tests.unit.device_path import count_operations, meta
 
+either_path = pytest.mark.usefixtures("either_path")
 normal = partial(samples.normal, dtype=torch.float64, seed=1)
+shared_indices = partial(indices_on, device=torch.device("cpu"))
 
 
+@either_path
 @pytest.mark.parametrize("numel", [1, 2, 3, 64, 97, 1024, 1025, 5000, 30_030])
 def test_indices_are_a_permutation_with_nested_prefixes(numel):
     for step in range(5):
         indices = shared_indices(0, Key("w", step), numel, numel)
-        assert indices.dtype == np.int32
         np.testing.assert_array_equal(np.sort(indices), np.arange(numel))
         for k in (1, numel // 3, numel - 1):
             np.testing.assert_array_equal(
@@ -28,6 +31,7 @@ def test_indices_are_a_permutation_with_nested_prefixes(numel):
             )
 
 
+@either_path
 @pytest.mark.parametrize("numel", [2**31 - 1, 2**31 - 2, 2**30])
 def test_no_overflow_at_the_largest_sizes(numel):
     """Against the definition, start + i * stride mod numel, in Python's integers."""
@@ -38,6 +42,7 @@ def test_no_overflow_at_the_largest_sizes(numel):
         assert indices == [(indices[0] + i * stride) % numel for i in range(5000)]
 
 
+@either_path
 def test_indices_never_change_between_processes_or_versions():
     """Ranks may be different processes on different machines: no hash() and no global state."""
     assert shared_indices(0, Key("layer.weight", 3), 1000, 6).tolist() == [
@@ -67,6 +72,7 @@ def test_two_ranks_choose_alike_and_steps_names_seeds_differ():
     torch.testing.assert_close(ranks[0].decompress(reduced), expected)
 
 
+@either_path
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_decompressed_equals_reference(unbiased):
     x = normal(1000)
@@ -80,6 +86,7 @@ def test_decompressed_equals_reference(unbiased):
     assert len(payload.parts) == 1
 
 
+@either_path
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("cf", [1.0, 10.0])
 @pytest.mark.parametrize("factor", [1.0, 1.7, 1e6])
@@ -95,6 +102,26 @@ def test_recompress_equals_direct(numel, factor, cf, unbiased):
     assert float(further.energy) == pytest.approx(float(direct.energy), rel=1e-12)
     assert float(further.error) == pytest.approx(float(direct.error), rel=1e-11, abs=1e-12 * total)
     assert further.cf == direct.cf
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_on_a_device_no_value_is_read_whatever_the_size(unbiased):
+    compressor, counts = RandomK(unbiased=unbiased), []
+    for numel in (10**6, 10**8):
+        memory, key = meta(numel), Key("w")
+
+        def step(memory=memory, key=key):
+            payload = compressor.compress_sum(memory, memory, 10.0, key)
+            data = torch.empty(payload.nbytes, dtype=torch.uint8, device="meta")
+            payload.write(data)
+            compressor.subtract_from(memory, payload)
+            compressor.add_to(
+                memory, compressor.read(data, memory.numel(), 10.0, memory.dtype, key)
+            )
+            compressor.recompress(payload, 3.0)
+
+        counts.append(count_operations(step))
+    assert counts[0] == counts[1] <= 45
 
 
 def test_every_element_is_equally_likely():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import isfinite, nan
 
 import numpy as np
 import pytest
@@ -10,12 +10,16 @@ import torch
 
 from compressors.base import CorruptPayload, Key, kept
 from compressors.sketch import CountSketch, Sketch
+from tests.unit.device_path import device_path
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import norm2
 
 NUMELS = (5000, 3, 700, 1, 0)
 KEYS = [Key(f"p{i}") for i in range(len(NUMELS))]
 KEY = Key("w")
+
+
+either_path = pytest.mark.usefixtures("either_path")
 
 
 def heavy(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -32,6 +36,7 @@ def buckets(world: int, seed: int, dtype: torch.dtype = torch.float64):
 # The sketch itself
 
 
+@either_path
 @pytest.mark.parametrize(
     ("rows", "numel"),
     [(1, 3000), (3, 134_000), (5, 3000)],  # one is more than a block
@@ -48,10 +53,10 @@ def test_table_and_recovery_equal_plain_reference(rows, numel):
         column, sign = slots % columns, np.where(slots < columns, 1, -1)
         np.add.at(table[row], column, sign * x)
         estimates[row] = sign * table[row, column]
-    np.testing.assert_allclose(sketch.table(x), table, atol=1e-9)
+    np.testing.assert_allclose(sketch.table(torch.from_numpy(x)), table, atol=1e-9)
     estimate = np.abs(np.median(estimates, axis=0))
     expected = np.lexsort((np.arange(numel), -estimate))[:k]
-    assert sketch.heaviest(table, k).tolist() == expected.tolist()
+    assert sketch.heaviest(torch.from_numpy(table), k).tolist() == expected.tolist()
 
 
 def test_hashes_are_even_and_differ_by_row_and_identity():
@@ -78,10 +83,11 @@ def test_outstanding_coordinates_are_found():
     assert set(places.tolist()) <= set(payload.parts[0][:40].tolist())
 
 
+@either_path
 def test_ties_and_zeros_give_the_lowest_positions():
     sketch = CountSketch(1000, 3, 20, "x")
-    assert sketch.heaviest(np.zeros((3, 20), np.float32), 7).tolist() == list(range(7))
-    assert sorted(sketch.heaviest(np.zeros((3, 20)), 1000)) == list(range(1000))
+    assert sketch.heaviest(torch.zeros(3, 20), 7).tolist() == list(range(7))
+    assert sorted(sketch.heaviest(torch.zeros(3, 20).double(), 1000)) == list(range(1000))
 
 
 # Sizes
@@ -120,6 +126,7 @@ def test_bad_options_and_input_are_refused():
 # Error feedback
 
 
+@either_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sum_of_sent_and_residuals_is_sum_of_gradients(dtype):
     world, ranks = 3, [Sketch(seed=5) for _ in range(3)]
@@ -179,6 +186,7 @@ def test_decoded_is_the_mean_at_the_shared_coordinates():
             assert torch.equal(reported[w][i].parts[0], payloads[0][i].parts[0])
 
 
+@either_path
 def test_recompress_keeps_the_first():
     sketch, tensor = Sketch(), heavy(5000, 1)
     payload = sketch.compress(tensor, 10.0, KEY)
@@ -199,6 +207,7 @@ def test_recompress_keeps_the_first():
 # Unfriendly gradients
 
 
+@either_path
 @pytest.mark.parametrize("bad", [nan, float("inf")])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_not_finite_on_one_rank_is_poison_on_all(bad, position):
@@ -207,10 +216,14 @@ def test_not_finite_on_one_rank_is_poison_on_all(bad, position):
     reported, payloads = exchange(ranks, bucket, 4.0, KEYS)
     for got in payloads:
         for payload, numel in zip(got, NUMELS, strict=True):
-            assert numel == 0 or ranks[0].is_poisoned(payload)
-    assert not np.isfinite(reported[1][position].total)
+            assert numel == 0 or bool(ranks[0].is_poisoned(payload))
+    for own in reported:
+        assert all(bool(ranks[0].decompress(payload).isfinite().all()) for payload in own)
+        assert all(payload.energy.isnan() and payload.error.isnan() for payload in own)
+    assert not isfinite(reported[1][position].total)
 
 
+@either_path
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -260,6 +273,19 @@ def test_index_out_of_bounds_is_refused():
         with pytest.raises(CorruptPayload):
             sketch.add_to(out, payload.with_parts(indices, payload.parts[1]))
         assert out.count_nonzero() == 0
+
+
+def test_a_device_keeps_indices_within_bounds_and_says_that_they_were_not():
+    sketch = Sketch()
+    payload = sketch.compress(heavy(5000, 2, torch.float32), 10.0, KEY)
+    for index, corrupt in ((-1, True), (5000, True), (17, False)):
+        payload.parts[0][3] = index
+        data = torch.empty(payload.nbytes, dtype=torch.uint8)
+        payload.write(data)
+        with device_path():
+            received = sketch.read(data, 5000, 10.0, torch.float32, KEY)
+            assert bool(received.corrupt) == corrupt
+            assert bool(sketch.decompress(received).isfinite().all())
 
 
 def test_error_feedback_sends_everything_in_the_end():
