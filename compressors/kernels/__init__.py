@@ -30,12 +30,10 @@ __all__ = [
     "Scalar",
     "Selected",
     "add_and_norm",
-    "block_norm",
     "check_same_length",
     "fresh",
     "kernels_for",
     "on_host",
-    "rough_norm",
     "squared_norm",
 ]
 
@@ -49,12 +47,6 @@ class Kernels(Protocol):
 
     def squared_norm(self, x: Tensor) -> Scalar:
         """||x||^2, accumulated in double precision."""
-
-    def block_norm(self, x: Tensor) -> Scalar:
-        """||x||^2 of one block: in single precision unless that overflows or vanishes."""
-
-    def rough_norm(self, x: Tensor) -> Scalar:
-        """As `block_norm`, but it may overflow or vanish in single precision."""
 
     def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
         """memory += tensor in place; returns ||memory||^2."""
@@ -98,16 +90,6 @@ def kernels_for(tensor: Tensor) -> Kernels:
 def squared_norm(tensor: Tensor) -> Scalar:
     """||tensor||^2 of a flat tensor."""
     return kernels_for(tensor).squared_norm(tensor)
-
-
-def block_norm(tensor: Tensor) -> Scalar:
-    """`Kernels.block_norm` of flat `tensor`."""
-    return kernels_for(tensor).block_norm(tensor)
-
-
-def rough_norm(tensor: Tensor) -> Scalar:
-    """`Kernels.rough_norm` of flat `tensor`."""
-    return kernels_for(tensor).rough_norm(tensor)
 
 
 def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:
