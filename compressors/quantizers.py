@@ -11,6 +11,7 @@ Those that send hardly more than the signs are in `compressors.signs`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from math import nan
 from typing import NamedTuple
 
@@ -18,19 +19,19 @@ import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Key, Payload, check_cf, check_flat, check_out, split_bytes
-from compressors.kernels import block_norm, check_same_length
+from compressors.kernels import check_same_length
 from compressors.kernels.blocks import (
     CODE_BLOCK,
-    Scalar,
     block_bounds,
-    energies,
+    fill_up,
+    is_host,
     numbers_of_rows,
-    reduce_rows,
     rows,
     scratch,
     scratch_like,
     widened,
 )
+from compressors.kernels.host import block_norm
 from compressors.wire.values import (
     Block,
     BlockFormat,
@@ -40,6 +41,7 @@ from compressors.wire.values import (
     Parts,
     encode_sum,
     fill_random16,
+    random16,
 )
 
 
@@ -101,9 +103,8 @@ class Quantizer(Compressor):
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
         check_flat(tensor)
         cf = self._nearest(cf)
-        encoded = encode_sum(self.forms[cf], tensor, add, key)
-        of = energies(encoded.total, encoded.energy, encoded.error, tensor)
-        return Payload(encoded.parts, tensor.numel(), cf, key, of, tensor.dtype)
+        parts, energies = encode_sum(self.forms[cf], tensor, add, key)
+        return Payload(parts, tensor.numel(), cf, key, energies, tensor.dtype)
 
     def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
         form, dtype = self.form(payload.cf), payload.dtype
@@ -187,8 +188,8 @@ class QSGD(Quantizer):
 
     norm: "max" (section 4) or "l2" (section 3.1; larger steps, for the theory).
     bucket: number of consecutive values that share a scale, a power of two.
-    seed: of the random numbers. They also depend on the tensor's name, the step and the data, so
-        ranks that share a seed round independently unless their data is the same.
+    seed: of the random numbers. They also depend on the key: the tensor's name, the step and the
+        rank, so ranks that share a seed round independently.
     error_feedback: the mean error is zero, so by default it is not fed back. Feeding it back
         converges if C is a contraction, for which a bucket of n values needs s levels with
         s**2 > (n - 1) / 8 ("max") or s**2 > n ("l2", Lemma 3.1); with True only the bit counts that
@@ -230,14 +231,15 @@ class _Float(NamedTuple):
     """This says how a floating-point number lies in an integer of as many bits."""
 
     integer: torch.dtype
+    sign: int  # the highest bit
     mantissa: int  # bits of the mantissa
     top: int  # largest exponent field of a finite number
     lift: float  # times the smallest normal number: 2**-126
 
 
 _FLOATS = {
-    torch.float32: _Float(torch.int32, 23, 254, 1.0),
-    torch.float64: _Float(torch.int64, 52, 2046, 2.0**896),
+    torch.float32: _Float(torch.int32, 31, 23, 254, 1.0),
+    torch.float64: _Float(torch.int64, 63, 52, 2046, 2.0**896),
 }
 
 
@@ -261,46 +263,79 @@ class PowersOfTwo(BlockFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((-(-count // CODE_BLOCK), widened(dtype)), (count, torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
-        offsets, codes = parts
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        offset, codes = parts
         form = _FLOATS[block.x.dtype]
         bits = block.x.view(form.integer)
-        mask = torch.iinfo(form.integer).max
-        field = torch.bitwise_and(bits, mask, out=scratch_like("bits", bits))
-        largest = reduce_rows(field, CODE_BLOCK, lambda row: row.amax(dim=1))
-        largest.bitwise_right_shift_(form.mantissa)
-        below = (largest - 126).clamp_(0, form.top - 127)  # one above the largest is 127 or less
-        offsets.copy_(((below + 127) << form.mantissa).view(block.x.dtype))  # 2**below / lift
-        offsets.masked_fill_(largest > form.top, nan)
+        field = torch.bitwise_and(
+            bits, torch.iinfo(form.integer).max, out=scratch_like("bits", bits)
+        )
+        below = self._offsets(field.amax(), form, offset)
         random = scratch_like("random", bits)
-        fill_random16(random, self.seed, block.key.name, block.key.step, block.start, block.norm)
-        field.add_(random.bitwise_left_shift_(form.mantissa - 16))
-        field.bitwise_right_shift_(form.mantissa)
-        for row, offset in zip(
-            rows(field, CODE_BLOCK), numbers_of_rows(below, field, CODE_BLOCK), strict=True
-        ):
-            row.sub_(offset).clamp_(0, 127)
-        negative = torch.bitwise_right_shift(bits, bits.element_size() * 8 - 8, out=random)
+        fill_random16(random, self.seed, block.key, block.start)
+        field.add_(random, alpha=1 << form.mantissa - 16).bitwise_right_shift_(form.mantissa)
+        field.sub_(below).clamp_(0, 127)
+        negative = torch.bitwise_right_shift(bits, form.sign - 7, out=random)
         codes.copy_(field.bitwise_or_(negative.bitwise_and_(128)))
         kept = scratch_like("kept", block.x)
         self.decode_block(parts, kept)
         energy = block_norm(kept)
         return energy, block_norm(torch.sub(block.x, kept, out=kept))
 
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        form, count = _FLOATS[x.dtype], x.numel()
+        width = min(count, CODE_BLOCK)
+        bits = fill_up(x, -(-count // width) * width).view(form.integer).view(-1, width)
+        field = bits & torch.iinfo(form.integer).max
+        offsets = x.new_empty(len(bits))
+        below = self._offsets(field.amax(dim=1), form, offsets)
+        field.add_(random16(field, self.seed, key), alpha=1 << form.mantissa - 16)
+        field.bitwise_right_shift_(form.mantissa).sub_(below[:, None]).clamp_(0, 127)
+        field.bitwise_or_((bits >> form.sign - 7).bitwise_and_(128))
+        codes = field.view(-1)[:count].to(torch.uint8)
+        kept = torch.empty_like(x)
+        self.decode_block((offsets, codes), kept)
+        return (offsets, codes), kept
+
+    def _offsets(self, largest: Tensor, form: _Float, offsets: Tensor) -> Tensor:
+        """Fill `offsets` for blocks with these largest magnitudes, as integers, and return what to
+        subtract from the exponents there."""
+        largest = largest >> form.mantissa
+        below = (largest - 126).clamp_(0, form.top - 127)  # one above the largest is 127 or less
+        offsets.copy_(((below + 127) << form.mantissa).view(offsets.dtype))  # 2**below / lift
+        offsets.masked_fill_(largest > form.top, nan)
+        return below
+
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         offsets, codes = parts
-        form = _FLOATS[out.dtype]
-        bits = out.view(form.integer)
-        bits.copy_(codes)
-        sign = torch.bitwise_and(bits, 128, out=scratch_like("bits", bits))
-        sign.bitwise_left_shift_(bits.element_size() * 8 - 8)
-        bits.bitwise_and_(127).bitwise_left_shift_(form.mantissa).bitwise_or_(sign)
-        if form.lift != 1:
-            out.mul_(form.lift)
-        for row, offset in zip(
-            rows(out, CODE_BLOCK), numbers_of_rows(offsets, out, CODE_BLOCK), strict=True
-        ):
+        if is_host(out.device):
+            _decode_powers(codes, out)
+        else:
+            table = _powers_of_two(out.dtype, out.device)
+            torch.index_select(table, 0, codes.int(), out=out)
+        columns = numbers_of_rows(offsets, out, CODE_BLOCK)
+        for row, offset in zip(rows(out, CODE_BLOCK), columns, strict=True):
             row.mul_(offset)
+
+
+def _decode_powers(codes: Tensor, out: Tensor) -> None:
+    """Fill `out` with the powers of two that `codes` are for an offset of 1."""
+    form = _FLOATS[out.dtype]
+    bits = out.view(form.integer)
+    bits.copy_(codes)
+    sign = torch.bitwise_and(bits, 128, out=scratch_like("bits", bits))
+    sign.bitwise_left_shift_(form.sign - 7)
+    bits.bitwise_and_(127).bitwise_left_shift_(form.mantissa).bitwise_or_(sign)
+    if form.lift != 1:
+        out.mul_(form.lift)
+
+
+@cache
+def _powers_of_two(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What each of the 256 codes is for an offset of 1."""
+    table = torch.empty(256, dtype=dtype)
+    _decode_powers(torch.arange(256, dtype=torch.uint8), table)
+    return table.to(device)
 
 
 class Natural(Quantizer):
@@ -309,7 +344,7 @@ class Natural(Quantizer):
     Horvath et al., "Natural Compression for Distributed Deep Learning" (2019; MSML 2022),
     definition 1: unbiased, with a variance of at most 1/8 of the energy (theorem 3).
 
-    seed: of the random numbers, which also depend on the tensor's name, the step and the data.
+    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
     error_feedback: unbiased, so by default the error is not fed back; but it is a contraction, and
         can be.
     """

@@ -8,20 +8,22 @@ TernGrad  -s, 0 or +s at random, right on average
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, sqrt
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from compressors.kernels import block_norm
+from compressors.base import Key
 from compressors.kernels.blocks import (
-    Scalar,
+    fill_up,
     numbers_of_rows,
     reduce_rows,
     rows,
     scratch_like,
     widened,
 )
+from compressors.kernels.host import block_norm
 from compressors.quantizers import Quantizer
 from compressors.wire.packing import (
     bits_nbytes,
@@ -30,6 +32,10 @@ from compressors.wire.packing import (
     pack_codes,
     pack_digits,
     pack_signs,
+    packed_codes,
+    packed_digits,
+    packed_signs,
+    scratch_codes,
     unpack_codes,
     unpack_digits,
     unpack_signs,
@@ -44,7 +50,7 @@ from compressors.wire.values import (
     Parts,
     check_bucket,
     fill_random16,
-    scratch_codes,
+    random16,
 )
 
 
@@ -68,7 +74,7 @@ class ColumnMeans(BlockFormat):
         columns = -(-count // self.column)
         return ((2 * columns, widened(dtype)), (bits_nbytes(count), torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         means, packed = parts
         x, column = block.x, self.column
         work = scratch_like("work", x)
@@ -80,11 +86,28 @@ class ColumnMeans(BlockFormat):
         high = reduce_rows(torch.clamp(x, min=0, out=work), column, _sum) / positive.clamp(min=1)
         low = reduce_rows(torch.clamp(x, max=0, out=work), column, _sum) / negative.clamp(min=1)
         for mean in (high, low):
-            mean.masked_fill_(mean.abs() < torch.finfo(x.dtype).tiny, 0)  # too coarse for a mean
+            _drop_tiny(mean)
         pairs = means.view(-1, 2)
         pairs[:, 0], pairs[:, 1] = low, high - low
         kept = positive * high.double().square() + negative * low.double().square()
         return float(kept.sum()), 0.0
+
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        count, columns = x.numel(), -(-x.numel() // self.column)
+        matrix = fill_up(x, columns * self.column).view(columns, self.column)
+        is_positive = matrix >= 0
+        missing = columns * self.column - count
+        if missing:
+            is_positive.view(-1)[count:].fill_(False)
+        positive = is_positive.sum(dim=1)
+        negative = self.column - positive
+        negative[-1:] -= missing
+        sums = [_sum(matrix.clamp(max=0)), _sum(matrix.clamp(min=0))]
+        means = torch.stack(sums).div_(torch.stack([negative, positive]).clamp_(min=1))
+        low, high = _drop_tiny(means).unbind()
+        kept = torch.where(is_positive, high[:, None], low[:, None]).view(-1)[:count]
+        parts = torch.stack([low, high - low], dim=1).view(-1)
+        return (parts, packed_signs(is_positive.view(-1)[:count])), kept
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         means, packed = parts
@@ -96,6 +119,11 @@ class ColumnMeans(BlockFormat):
 
 def _sum(matrix: Tensor) -> Tensor:
     return matrix.sum(dim=1)
+
+
+def _drop_tiny(means: Tensor) -> Tensor:
+    """Set to 0, in place, what is below the smallest normal number: too coarse for a mean."""
+    return means.masked_fill_(means.abs() < torch.finfo(means.dtype).tiny, 0)
 
 
 class OneBit(Quantizer):
@@ -136,12 +164,18 @@ class ScaledSigns(BlockFormat):
         sums = [torch.abs(block.x, out=scratch_like("work", block.x)).sum() for block in blocks]
         (scale,) = shared
         scale.copy_(torch.stack(sums).double().sum() / count)
-        scale.masked_fill_(scale < torch.finfo(scale.dtype).tiny, 0)  # too coarse for a mean
+        _drop_tiny(scale)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
         pack_signs(block.x, packed, scratch_like("work", block.x))
         return block.x.numel() * float(scale) ** 2, 0.0
+
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        mean = torch.linalg.vector_norm(x, 1, dtype=torch.float64) / x.numel()
+        scale = _drop_tiny(mean.to(x.dtype)).view(1)
+        is_positive = x >= 0
+        return (scale, packed_signs(is_positive)), torch.where(is_positive, scale, -scale)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scale, packed = parts
@@ -164,6 +198,14 @@ class SignSGD(Quantizer):
         super().__init__({32.0: ScaledSigns(self.name)})
 
 
+Number = TypeVar("Number", float, Tensor)
+
+
+def _root_mean_square(x: Tensor) -> Tensor:
+    """As a float64 tensor."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64) / sqrt(x.numel())
+
+
 class TwoBitLevels(BlockFormat):
     """This value format of 2 bits decodes x to t * q: q is -1 if x <= -t, 1 if x >= t, else 0.
 
@@ -184,12 +226,15 @@ class TwoBitLevels(BlockFormat):
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         for _ in blocks:
             pass
-        fitted = 0.9 * sqrt(blocks.total / blocks.x.numel())
         (t,) = shared
-        t.fill_(fitted if self.threshold is None else self.threshold + 0 * fitted)  # nan stays nan
+        t.fill_(self._fitted(sqrt(blocks.total / blocks.x.numel())))
         t.clamp_(min=torch.finfo(t.dtype).tiny)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
+    def _fitted(self, rms: Number) -> Number:
+        """t for this root mean square; nan, if that is not finite."""
+        return 0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms
+
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         t, packed = parts
         steps = torch.div(block.x, t, out=scratch_like("work", block.x))
         q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
@@ -201,11 +246,16 @@ class TwoBitLevels(BlockFormat):
         square = float(t) ** 2
         return square * block_norm(q), square * block_norm(steps.sub_(q))
 
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        t = self._fitted(_root_mean_square(x)).to(x.dtype).view(1)
+        t.clamp_(min=torch.finfo(x.dtype).tiny)
+        q = (x / t).clamp_(-1, 1).trunc_()
+        return (t, packed_codes(q + 1, 0, 2)), q.mul_(t)
+
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         t, packed = parts
-        codes = scratch_codes(out)
-        unpack_codes(packed, 2, codes)
-        out.copy_(codes[: out.numel()]).sub_(1).mul_(t)
+        unpack_codes(packed, 2, 1, out)
+        out.mul_(t)
 
 
 class TwoBit(Quantizer):
@@ -255,11 +305,11 @@ class TernaryLevels(BlockFormat):
             scale.clamp_(max=self.clip * sqrt(blocks.total / blocks.x.numel()))
         scale.mul_(WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
         steps = torch.div(block.x, scale, out=scratch_like("work", block.x))
         t = scratch_like("levels", block.x)
-        fill_random16(t, self.seed, block.key.name, block.key.step, block.start, block.norm)
+        fill_random16(t, self.seed, block.key, block.start)
         if self.clip is None:
             torch.add(steps, t, alpha=STEP, out=t)
         else:
@@ -271,9 +321,20 @@ class TernaryLevels(BlockFormat):
         pack_digits(t.add_(1), packed)
         return square * energy, square * error
 
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        scale = torch.linalg.vector_norm(x, inf).view(1)
+        if self.clip is not None:
+            scale = scale.minimum((self.clip * _root_mean_square(x)).to(x.dtype))
+        scale = scale.mul_(WIDER).clamp_(min=torch.finfo(x.dtype).tiny)
+        t = x / scale
+        if self.clip is not None:
+            t.clamp_(-1, 1)
+        t.add_(random16(t, self.seed, key), alpha=STEP).floor_()
+        return (scale, packed_digits(t + 1)), t.mul_(scale)
+
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scale, packed = parts
-        steps = torch.tensor([-1.0, 0.0, 1.0], dtype=out.dtype, device=out.device)
+        steps = torch.arange(-1, 2, dtype=out.dtype, device=out.device)
         unpack_digits(packed, steps * scale, out)
 
 
@@ -286,7 +347,7 @@ class TernGrad(Quantizer):
 
     clip: in standard deviations, taken about zero; the paper's 2.5 makes the scale and with it the
         variance smaller, at the price of a bias. None: no clipping; then C is unbiased.
-    seed: of the random numbers, which also depend on the tensor's name, the step and the data.
+    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
     """
 
     name = "terngrad"

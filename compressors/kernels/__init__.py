@@ -34,12 +34,10 @@ __all__ = [
     "Selected",
     "add_and_norm",
     "all_finite",
-    "block_norm",
     "check_same_length",
     "fresh",
     "kernels_for",
     "on_host",
-    "rough_norm",
     "squared_norm",
     "squared_norms",
 ]
@@ -54,12 +52,6 @@ class Kernels(Protocol):
 
     def squared_norm(self, x: Tensor) -> Scalar:
         """||x||^2, accumulated in double precision."""
-
-    def block_norm(self, x: Tensor) -> Scalar:
-        """||x||^2 of one block: in single precision unless that overflows or vanishes."""
-
-    def rough_norm(self, x: Tensor) -> Scalar:
-        """As `block_norm`, but it may overflow or vanish in single precision."""
 
     def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
         """memory += tensor in place; returns ||memory||^2."""
@@ -121,16 +113,6 @@ def all_finite(tensor: Tensor) -> Flag:
     if is_host(tensor.device):
         return bool(total) or bool(tensor.isfinite().all())
     return total if tensor.dtype != torch.float64 else tensor.isfinite().all()
-
-
-def block_norm(tensor: Tensor) -> Scalar:
-    """`Kernels.block_norm` of flat `tensor`."""
-    return kernels_for(tensor).block_norm(tensor)
-
-
-def rough_norm(tensor: Tensor) -> Scalar:
-    """`Kernels.rough_norm` of flat `tensor`."""
-    return kernels_for(tensor).rough_norm(tensor)
 
 
 def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:

@@ -161,6 +161,12 @@ def block_bounds(x: Tensor) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
 
+def fill_up(x: Tensor, size: int) -> Tensor:
+    """`x` with zeros after its last column, up to `size` columns (elements, if it is flat)."""
+    missing = size - x.shape[-1]
+    return torch.constant_pad_nd(x, (0, missing)) if missing else x
+
+
 def rows(x: Tensor, width: int) -> list[Tensor]:
     """Flat `x` as a matrix of `width` columns, followed by a matrix of one row for the elements
     that do not fill a row. Only the matrices that have elements are in the list."""

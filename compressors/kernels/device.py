@@ -18,14 +18,6 @@ def squared_norm(x: Tensor) -> Scalar:
     return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
 
 
-def block_norm(x: Tensor) -> Scalar:
-    return squared_norm(x)
-
-
-def rough_norm(x: Tensor) -> Scalar:
-    return squared_norm(x)
-
-
 def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:
     memory = memory.detach().add_(tensor)
     return squared_norm(memory)

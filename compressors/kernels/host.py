@@ -57,12 +57,9 @@ def squared_norm(x: Tensor) -> float:
 
 
 def block_norm(x: Tensor) -> float:
+    """||x||^2 of one block: in single precision unless that overflows or vanishes."""
     block = x.numpy()
     return checked_norm(block_square(block), block)
-
-
-def rough_norm(x: Tensor) -> float:
-    return block_square(x.numpy())
 
 
 def add_and_norm(memory: Tensor, tensor: Tensor) -> float:

@@ -10,14 +10,16 @@ handful of operations on whole runs of bytes.
 
 Digits of base 3 go five to a byte: 3**5 = 243, so 1.6 bits each (1.585 in theory).
 
+Values are coded block by block on the host (`pack_signs`, `pack_codes`, `pack_digits`), and all at
+once on a device, by few operations (`packed_signs`, ...). The bytes are the same.
+
 Where hundreds of small tensors are coded one by one, NumPy takes a fifth of torch's time, most of
 which goes into each call. So functions that take `Numbers` work on a NumPy array that shares a CPU
-tensor's memory (see `native`), and on the tensor itself on other devices. The bytes are the same.
+tensor's memory (see `native`), and on the tensor itself on a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from math import prod
 from typing import Any
@@ -27,7 +29,15 @@ import torch
 from torch import Tensor
 
 from compressors.base import CorruptPayload
-from compressors.kernels.blocks import CODE_BLOCK, on_host, rows, scratch
+from compressors.kernels.blocks import (
+    CODE_BLOCK,
+    Array,
+    Flag,
+    fill_up,
+    is_host,
+    on_host,
+    scratch,
+)
 
 Numbers = Any
 """A NumPy array or a tensor."""
@@ -43,8 +53,8 @@ _DIGIT_BYTES = -(-CODE_BLOCK // _DIGITS)  # bytes of a whole block of digits
 
 
 def native(tensor: Tensor) -> Numbers:
-    """The NumPy array of a CPU tensor; a tensor of another device as it is."""
-    return tensor.detach().numpy() if tensor.device.type == "cpu" else tensor.detach()
+    """The NumPy array of a tensor on the host; a tensor of a device as it is."""
+    return tensor.detach().numpy() if is_host(tensor.device) else tensor.detach()
 
 
 def as_tensor(x: Numbers) -> Tensor:
@@ -115,20 +125,20 @@ def find_bits(data: Numbers) -> Numbers:
 
 
 def pack_signs(x: Tensor, packed: Tensor, positive: Tensor) -> None:
-    """Pack the signs of flat `x`, a bit each, 1 where x >= 0.
+    """Pack the signs of a block on the host, a bit each, 1 where x >= 0.
 
     packed: uint8, is filled with the bits. positive: like `x`, is filled with 1 where x >= 0 and
     with 0 elsewhere."""
-    if on_host(x):  # several times faster than torch
-        bits = scratch("bits", x.numel(), torch.bool, x.device).numpy()
-        np.greater_equal(x.numpy(), 0, out=bits)
-        packed.numpy()[:] = np.packbits(bits, bitorder="little")
-        np.copyto(positive.numpy(), bits.view(np.uint8))
-        return
-    positive.copy_(x >= 0)
-    filled = torch.zeros(packed.numel() * 8, dtype=torch.uint8, device=x.device)
-    filled[: x.numel()] = positive
-    packed.copy_(_pack_bits(filled))
+    bits = scratch("bits", x.numel(), torch.bool, x.device).numpy()
+    np.greater_equal(x.numpy(), 0, out=bits)
+    packed.numpy()[:] = np.packbits(bits, bitorder="little")
+    np.copyto(positive.numpy(), bits.view(np.uint8))
+
+
+def packed_signs(positive: Tensor) -> Tensor:
+    """What `pack_signs` makes of a whole tensor on a device: a bit each of flat bool `positive`."""
+    bits = positive.view(torch.uint8)
+    return _pack_bits(fill_up(bits, 8 * bits_nbytes(bits.numel())))
 
 
 def unpack_signs(packed: Tensor, out: Tensor) -> None:
@@ -136,20 +146,24 @@ def unpack_signs(packed: Tensor, out: Tensor) -> None:
     if on_host(out):
         bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
         np.copyto(out.numpy(), bits)
-        return
-    out.copy_(_unpack_bits(packed)[: out.numel()])
+    else:
+        out.copy_(_unpack_bits(packed)[: out.numel()])
 
 
 def _pack_bits(bits: Tensor) -> Tensor:
     """Flat uint8 `bits` (0 or 1, a multiple of 8 of them) packed, by torch operations."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
+    return (bits.view(-1, 8) << _shifts(1, bits.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpack_bits(packed: Tensor) -> Tensor:
     """The inverse of `_pack_bits`."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).view(-1)
+    return ((packed[:, None] >> _shifts(1, packed.device)) & 1).view(-1)
+
+
+@cache
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """0, bits, 2 * bits, ... below 8."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8).to(device)
 
 
 # Numbers of a few bits ---------------------------------------------------------------------------
@@ -169,36 +183,48 @@ def pack_numbers(numbers: Numbers, width: int, count: int, out: Numbers) -> None
     for low, bits in _planes(width):
         run, last = bits_nbytes(count * bits), 8 // bits - 1
         folded = out[..., start : start + run]
+        start += run
+        if isinstance(numbers, Tensor):
+            _fold(numbers >> low if low else numbers, bits, folded)
+            continue
         plane = _plane(numbers, low, bits, width, run * (last + 1))
         if last == 0:
             folded[...] = plane
         else:
-            _multiply(plane[..., last * run :], 1 << bits, folded)
+            np.multiply(plane[..., last * run :], np.uint8(1 << bits), out=folded)
             for i in reversed(range(last)):
                 folded |= plane[..., i * run : (i + 1) * run]
                 if i:
                     folded *= 1 << bits
-        start += run
 
 
-def unpack_numbers(data: Numbers, width: int, numbers: Numbers) -> None:
+def unpack_numbers(data: Numbers, width: int, numbers: Numbers) -> Flag:
     """Fill `numbers` (..., count) with what `pack_numbers` packed into `data`.
 
     numbers: uint8, or int32 if width > 8. CorruptPayload if the bits that fill up a plane are not
-    zero."""
+    zero; on a device it is returned whether that is so."""
     count, start = numbers.shape[-1], 0
+    corrupt: Flag = False
     if width == 0:
         numbers[...] = 0
     for low, bits in _planes(width):
         run = bits_nbytes(count * bits)
         size, mask = run * (8 // bits), (1 << bits) - 1
-        in_place = low == 0 and size == count and _is_uint8(numbers)
-        plane = numbers if in_place else _spare(numbers, size)
         folded = data[..., start : start + run]
+        start += run
+        if isinstance(numbers, Tensor):
+            unfolded = _unfold(folded, bits)
+            own, rest = unfolded[..., :count], unfolded[..., count:]
+            numbers.add_(own, alpha=1 << low) if low else numbers.copy_(own)
+            if size > count:
+                corrupt = corrupt | rest.any()
+            continue
+        in_place = low == 0 and size == count and numbers.dtype == np.uint8
+        plane = numbers if in_place else _spare(numbers, size)
         for i in range(8 // bits):
             piece = plane[..., i * run : (i + 1) * run]
             if i:
-                _shift_right(folded, i * bits, piece)
+                np.right_shift(folded, np.uint8(i * bits), out=piece)
             else:
                 piece[...] = folded
             if (i + 1) * bits < 8:
@@ -207,36 +233,7 @@ def unpack_numbers(data: Numbers, width: int, numbers: Numbers) -> None:
             raise CorruptPayload("payload must be zero where it holds nothing")
         if not in_place:
             _merge(numbers, plane[..., :count], low)
-        start += run
-
-
-def codes_nbytes(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits (1 to 7) take with `pack_codes`."""
-    return padded(count) // 8 * bits
-
-
-def padded(count: int) -> int:
-    """The number of codes that `pack_codes` takes for `count` of them: the next multiple of 8."""
-    return -(-count // 8) * 8
-
-
-def pack_codes(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Pack `codes` (flat uint8, each below 2**bits, a multiple of 8 of them) into flat `out`
-    (uint8), one block of `CODE_BLOCK` after the other."""
-    for block, share in _code_blocks(codes, out, bits):
-        pack_numbers(block, bits, block.shape[-1], share)
-
-
-def unpack_codes(packed: Tensor, bits: int, codes: Tensor) -> None:
-    """The inverse of `pack_codes`: fill `codes`."""
-    for block, share in _code_blocks(codes, packed, bits):
-        unpack_numbers(share, bits, block)
-
-
-def _code_blocks(codes: Tensor, packed: Tensor, bits: int) -> Iterator[tuple[Numbers, Numbers]]:
-    """Whole blocks of codes with their bytes, then the rest."""
-    pairs = zip(rows(codes, CODE_BLOCK), rows(packed, CODE_BLOCK // 8 * bits), strict=True)
-    return ((native(block), native(share)) for block, share in pairs)
+    return corrupt
 
 
 @cache
@@ -250,15 +247,15 @@ def _planes(width: int) -> tuple[tuple[int, int], ...]:
     return tuple(planes)
 
 
-def _plane(numbers: Numbers, low: int, bits: int, width: int, size: int) -> Numbers:
+def _plane(numbers: Array, low: int, bits: int, width: int, size: int) -> Array:
     """(..., size) uint8: the `bits` bits from `low` on of each number, then zeros."""
     count = numbers.shape[-1]
-    if bits == width and count == size and _is_uint8(numbers):
+    if bits == width and count == size and numbers.dtype == np.uint8:
         return numbers
     plane = _spare(numbers, size)
     own = plane[..., :count]
-    if _is_uint8(numbers):
-        _shift_right(numbers, low, own)
+    if numbers.dtype == np.uint8:
+        np.right_shift(numbers, np.uint8(low), out=own)
     else:
         own[...] = numbers >> low if low else numbers  # upper bits are dropped
     if low + bits < width and bits < 8:
@@ -267,41 +264,143 @@ def _plane(numbers: Numbers, low: int, bits: int, width: int, size: int) -> Numb
     return plane
 
 
-def _merge(numbers: Numbers, plane: Numbers, low: int) -> None:
+def _merge(numbers: Array, plane: Array, low: int) -> None:
     """Set the bits of `numbers` from `low` on to `plane`; those below are set already."""
     if low == 0:
         numbers[...] = plane
-    elif _is_uint8(numbers):
+    elif numbers.dtype == np.uint8:
         plane *= 1 << low  # NumPy takes nine times as long to shift to the left
         numbers |= plane
     else:
-        numbers |= cast(plane, "int32") * (1 << low)
+        numbers |= plane.astype(np.int32) * (1 << low)
 
 
-def _is_uint8(x: Numbers) -> bool:
-    return x.dtype in (np.uint8, torch.uint8)
+def _fold(numbers: Tensor, bits: int, out: Tensor) -> None:
+    """Fold the lowest `bits` bits of (..., at most count) numbers into `out`, on a device."""
+    plane = numbers.to(torch.uint8)  # upper bits are dropped
+    if bits < 8:
+        plane = plane & ((1 << bits) - 1)
+    plane = fill_up(plane, out.shape[-1] * (8 // bits)).unflatten(-1, (8 // bits, -1))
+    if bits < 8:
+        plane = plane << _shifts(bits, plane.device)[:, None]
+    torch.sum(plane, -2, dtype=torch.uint8, out=out)
 
 
-def _spare(like: Numbers, size: int) -> Numbers:
+def _unfold(folded: Tensor, bits: int) -> Tensor:
+    """The inverse of `_fold`, with the zeros that fill the plane up."""
+    if bits == 8:
+        return folded
+    shifts = _shifts(bits, folded.device)[:, None]
+    return ((folded.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _spare(like: Array, size: int) -> Array:
     """(..., size) uint8 of working memory, with the leading dimensions of `like`."""
     shape = (*like.shape[:-1], size)
-    if isinstance(like, np.ndarray):
-        return scratch("plane", prod(shape), torch.uint8, _CPU).numpy().reshape(shape)
-    return torch.empty(shape, dtype=torch.uint8, device=like.device)
+    return scratch("plane", prod(shape), torch.uint8, _CPU).numpy().reshape(shape)
 
 
-def _multiply(x: Numbers, factor: int, out: Numbers) -> None:
-    if isinstance(x, np.ndarray):
-        np.multiply(x, np.uint8(factor), out=out)
+# Codes of 1 to 7 bits ----------------------------------------------------------------------------
+#
+# Codes are packed as numbers are, one block of CODE_BLOCK after the other; the last block is filled
+# up to a multiple of 8 codes. So a block of 8 * n codes lies in memory as 8 rows of n, its bytes as
+# `bits` rows of n, and column j of the bytes depends on column j of the codes alone. On a device
+# all columns of all blocks are made by the same few operations: the last block is filled up to the
+# length of the others, and what that adds to the columns is cut off again.
+
+
+def codes_nbytes(count: int, bits: int) -> int:
+    """Bytes that `count` codes of `bits` bits (1 to 7) take."""
+    return padded(count) // 8 * bits
+
+
+def padded(count: int) -> int:
+    """The number of codes that are packed for `count` of them: the next multiple of 8."""
+    return -(-count // 8) * 8
+
+
+def scratch_codes(x: Tensor) -> Tensor:
+    """Scratch memory for the codes of a block `x` on the host, filled up with zeros."""
+    codes = scratch("codes", padded(x.numel()), torch.uint8, x.device)
+    codes[x.numel() :] = 0
+    return codes
+
+
+def pack_codes(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Pack `codes` (flat uint8, each below 2**bits, a multiple of 8 of them and no more than a
+    block) on the host into flat `out` (uint8)."""
+    pack_numbers(codes.numpy(), bits, codes.numel(), out.numpy())
+
+
+def packed_codes(q: Tensor, offset: int, bits: int) -> Tensor:
+    """What `pack_codes` makes of the codes q + offset of a whole tensor on a device.
+
+    q: whole numbers, flat, floating point."""
+    size = padded(q.numel())
+    codes = _columns(fill_up(q, size), 8).to(torch.int8)
+    if offset:
+        codes.add_(offset)
+    planes = codes.view(torch.uint8).unsqueeze(1)
+    low, mask, shift, _ = _layout_of_columns(bits, q.device)
+    if len(low) > 1:
+        planes = (planes >> low) & mask
+    planes = planes << shift
+    rows = [
+        planes[:, i].unflatten(1, (8 // width, width)).sum(1, dtype=torch.uint8)
+        for i, (_, width) in enumerate(_planes(bits))
+    ]
+    columns = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+    rest = size % CODE_BLOCK // 8
+    if len(columns) == 1 or not rest:
+        return columns.view(-1)
+    return torch.cat([columns[:-1].view(-1), columns[-1, :, :rest].reshape(-1)])
+
+
+def unpack_codes(packed: Tensor, bits: int, offset: int, out: Tensor) -> None:
+    """Fill flat `out` (floating point) with the q that were packed into `packed` with `offset`: on
+    the host those of a block, on a device of a whole tensor."""
+    if on_host(out):
+        codes = scratch_codes(out)
+        unpack_numbers(packed.numpy(), bits, codes.numpy())
+        out.copy_(codes.sub_(offset)[: out.numel()].view(torch.int8))
+        return
+    columns = _columns(packed, bits)
+    if len(_planes(bits)) == 1:
+        columns = _unfold(columns.flatten(1), bits).unflatten(1, (8, -1))
     else:
-        torch.mul(x, factor, out=out)
+        low, mask, shift, row = _layout_of_columns(bits, out.device)
+        planes = columns.index_select(1, row).unflatten(1, (-1, 8))
+        columns = (((planes >> shift) & mask) << low).sum(1, dtype=torch.uint8)
+    whole = out.numel() // CODE_BLOCK * CODE_BLOCK
+    if whole:
+        blocks = columns[: whole // CODE_BLOCK].view(-1)
+        torch.sub(blocks, float(offset), out=out[:whole])
+    if whole < out.numel():
+        rest = columns[-1, :, : padded(out.numel() - whole) // 8].reshape(-1)
+        torch.sub(rest[: out.numel() - whole], float(offset), out=out[whole:])
 
 
-def _shift_right(x: Numbers, bits: int, out: Numbers) -> None:
-    if isinstance(x, np.ndarray):
-        np.right_shift(x, np.uint8(bits), out=out)
-    else:
-        torch.bitwise_right_shift(x, bits, out=out)
+def _columns(x: Tensor, height: int) -> Tensor:
+    """Flat `x` as (blocks, height, columns of a block); the last block is filled up with zeros."""
+    width = CODE_BLOCK // 8
+    whole = x.numel() // (height * width) * height * width
+    blocks, rest = x[:whole].view(-1, height, width), x[whole:].view(1, height, -1)
+    if not whole:
+        return rest
+    return torch.cat([blocks, fill_up(rest, width)]) if rest.numel() else blocks
+
+
+@cache
+def _layout_of_columns(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the eight codes of a column lie in its `bits` bytes, for each plane that codes are cut
+    into: (lowest bit, mask, how far code i is shifted in its byte, which byte that is)."""
+    planes = _planes(bits)
+    low = torch.tensor([[[at]] for at, _ in planes], dtype=torch.uint8)
+    mask = torch.tensor([[[(1 << width) - 1]] for _, width in planes], dtype=torch.uint8)
+    shift = [[[i // width * width] for i in range(8)] for _, width in planes]
+    row = [at + i % width for at, width in planes for i in range(8)]
+    tensors = low, mask, torch.tensor(shift, dtype=torch.uint8), torch.tensor(row)
+    return tuple(tensor.to(device) for tensor in tensors)  # type: ignore[return-value]
 
 
 # Digits of base 3 --------------------------------------------------------------------------------
@@ -314,47 +413,61 @@ def digits_nbytes(count: int) -> int:
 
 
 def pack_digits(digits: Tensor, out: Tensor) -> None:
-    """Pack flat `digits` (0, 1 or 2 as floating-point numbers) into flat `out` (uint8)."""
-    powers = 3.0 ** torch.arange(_DIGITS, dtype=digits.dtype, device=digits.device)
-    for block, share in _digit_blocks(digits, out):
-        fives, rest = _fives(block)
-        share[:, : fives.shape[1]] = fives @ powers
-        if rest.numel():
-            share[:, -1] = rest @ powers[: rest.shape[1]]
+    """Pack a block of flat `digits` (0, 1 or 2 as floating-point numbers) on the host into flat
+    `out` (uint8)."""
+    powers, whole = _powers(digits.dtype, digits.device), digits.numel() // _DIGITS
+    out[:whole] = digits[: whole * _DIGITS].view(-1, _DIGITS) @ powers
+    rest = digits[whole * _DIGITS :]
+    if rest.numel():
+        out[-1] = rest @ powers[: rest.numel()]
+
+
+def packed_digits(digits: Tensor) -> Tensor:
+    """What `pack_digits` makes of a whole tensor of any length on a device, block by block."""
+    whole = digits.numel() // CODE_BLOCK * CODE_BLOCK
+    pieces = [fill_up(digits[whole:], digits_nbytes(digits.numel() - whole) * _DIGITS)]
+    if whole:
+        blocks = fill_up(digits[:whole].view(-1, CODE_BLOCK), _DIGIT_BYTES * _DIGITS)
+        pieces = [torch.cat([blocks.view(-1), *pieces])]
+    powers = _powers(digits.dtype, digits.device)
+    return (pieces[0].view(-1, _DIGITS) @ powers).to(torch.uint8)
 
 
 def unpack_digits(packed: Tensor, values: Tensor, out: Tensor) -> None:
-    """Fill flat `out` with the one of `values` (three) that each digit stands for.
+    """Fill flat `out` with the one of `values` (three) that each digit stands for: on the host
+    those of a block, on a device of a whole tensor.
 
     Bytes above 242 decode as well."""
-    table = values[_digits_of_bytes().to(values.device)]
-    for block, share in _digit_blocks(out, packed):
-        fives, rest = _fives(block)
-        whole = share[:, : fives.shape[1]]
-        if on_host(out):
-            for row, codes in zip(fives.numpy(), whole.numpy(), strict=True):
-                np.take(table.numpy(), codes, axis=0, out=row, mode="clip")
-        else:
-            fives.copy_(table[whole.long()])
-        if rest.numel():
-            rest.copy_(table[share[:, -1].long()][:, : rest.shape[1]])
+    table = values[_digits_of_bytes(values.device)]
+    if not on_host(out):
+        _unpack_all_digits(table.index_select(0, packed.int()), out)
+        return
+    whole = out.numel() // _DIGITS
+    fives = out[: whole * _DIGITS].view(-1, _DIGITS).numpy()
+    np.take(table.numpy(), packed[:whole].numpy(), axis=0, out=fives, mode="clip")
+    rest = out[whole * _DIGITS :]
+    if rest.numel():
+        rest.copy_(table[int(packed[-1])][: rest.numel()])
+
+
+def _unpack_all_digits(fives: Tensor, out: Tensor) -> None:
+    """Fill `out` with the values of all bytes, without those that fill up each block."""
+    blocks = out.numel() // CODE_BLOCK
+    if blocks:
+        filled = fives[: blocks * _DIGIT_BYTES].view(blocks, -1)
+        out[: blocks * CODE_BLOCK].view(blocks, -1).copy_(filled[:, :CODE_BLOCK])
+    rest = out[blocks * CODE_BLOCK :]
+    if rest.numel():
+        rest.copy_(fives[blocks * _DIGIT_BYTES :].view(-1)[: rest.numel()])
 
 
 @cache
-def _digits_of_bytes() -> Tensor:
+def _powers(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What each of the five digits of a byte is multiplied by."""
+    return (3.0 ** torch.arange(_DIGITS, dtype=dtype)).to(device)
+
+
+@cache
+def _digits_of_bytes(device: torch.device) -> Tensor:
     """The five digits of each of the 256 bytes (int64)."""
-    return torch.arange(256)[:, None] // 3 ** torch.arange(_DIGITS) % 3
-
-
-def _fives(block: Tensor) -> tuple[Tensor, Tensor]:
-    """The digits of each row that fill whole bytes, as (rows, bytes, 5), and those left over."""
-    whole = block.shape[1] // _DIGITS * _DIGITS
-    return block[:, :whole].unflatten(1, (whole // _DIGITS, _DIGITS)), block[:, whole:]
-
-
-def _digit_blocks(digits: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole blocks of digits with their bytes, then the rest."""
-    whole = digits.numel() // CODE_BLOCK * _DIGIT_BYTES
-    shares = [packed[:whole].view(-1, _DIGIT_BYTES), packed[whole:].view(1, -1)]
-    full = (share for share in shares if share.numel())
-    return zip(rows(digits, CODE_BLOCK), full, strict=True)
+    return (torch.arange(256)[:, None] // 3 ** torch.arange(_DIGITS) % 3).to(device)

@@ -2,8 +2,9 @@
 
 A `ValueFormat` turns the values of a flat tensor into the parts of a payload: of the values that a
 sparsifier keeps (`TopK(values="bf16")`), or of all values of a tensor (`compressors.quantizers`).
-A `BlockFormat` does so for one block that fits the cache at a time, so that adding the new
-gradient, rounding, packing and summing squared norms read the tensor from memory once.
+A `BlockFormat` does so on the host for one block that fits the cache at a time, so that adding the
+new gradient, rounding, packing and summing squared norms read the tensor from memory once; and on a
+device for the whole tensor, by few operations. The bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
-from math import nan
+from math import inf, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +23,14 @@ from numpy.random import SFC64
 from torch import Tensor
 
 from compressors.base import Key, projection_error
-from compressors.kernels import block_norm, on_host, rough_norm
+from compressors.kernels import on_host
 from compressors.kernels.blocks import (
     CODE_BLOCK,
-    Scalar,
     block_bounds,
+    energies,
+    fill_up,
     fresh,
+    is_host,
     numbers_of_rows,
     reduce_rows,
     rows,
@@ -34,8 +38,15 @@ from compressors.kernels.blocks import (
     scratch_like,
     widened,
 )
-from compressors.kernels.host import checked_norm
-from compressors.wire.packing import codes_nbytes, pack_codes, padded, unpack_codes
+from compressors.kernels.host import block_norm, block_square, checked_norm
+from compressors.wire.packing import (
+    codes_nbytes,
+    pack_codes,
+    packed_codes,
+    padded,
+    scratch_codes,
+    unpack_codes,
+)
 
 STEP = 2.0**-16
 """Times this, the numbers of `fill_random16` are in [0, 1)."""
@@ -93,17 +104,16 @@ class Block(NamedTuple):
     """A block is a run of neighbouring elements that is encoded at once.
 
     x: the elements, float32 or float64. start: position of the first of them in the tensor.
-    norm: ||x||^2, which seeds random numbers. key: of the tensor.
+    key: of the tensor.
     """
 
     x: Tensor
     start: int
-    norm: float
     key: Key
 
 
 class Blocks:
-    """This iterates over the blocks of `x`, from first to last, as often as needed.
+    """This iterates over the blocks of `x` on the host, from first to last, as often as needed.
 
     The first time round, each block has `add` added to it in place before it is handed out.
 
@@ -113,27 +123,26 @@ class Blocks:
     def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
         self.x, self.key = x.detach(), key
         self._add = None if add is None else add.detach()
-        self._norms: list[float] = []
+        self._first_time = True
         self.total = nan
 
     def __iter__(self) -> Iterator[Block]:
-        known, add = len(self._norms) > 0, self._add
-        for i, (start, stop) in enumerate(block_bounds(self.x)):
+        total, add = 0.0, self._add
+        for start, stop in block_bounds(self.x):
             x = self.x[start:stop]
             if add is not None:
                 x.add_(add[start:stop])
             wide = x if x.dtype == widened(x.dtype) else x.to(widened(x.dtype))
-            if not known:
-                self._norms.append(rough_norm(wide))
-            yield Block(wide, start, self._norms[i], self.key)
-        self._add = None
-        if not known:
-            total = sum(self._norms)
+            if self._first_time:
+                total += block_square(wide.numpy())
+            yield Block(wide, start, self.key)
+        if self._first_time:
             self.total = checked_norm(total, self.x.numpy()) if on_host(self.x) else total
+        self._first_time, self._add = False, None
 
 
 class BlockFormat(ValueFormat):
-    """A block format is a value format that encodes and decodes block by block.
+    """A block format is a value format that encodes block by block on the host.
 
     Its `layout` grows evenly with every CODE_BLOCK elements.
 
@@ -149,18 +158,27 @@ class BlockFormat(ValueFormat):
         """Go through `blocks` (at least one) and fill the `shared` parts, if there are any."""
 
     @abstractmethod
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
-        """Encode a block into its slices of the parts.
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+        """Encode a block on the host into its slices of the parts.
 
         Returns the squared norms of what is kept and of what is lost (the latter is not looked at
         if `projection`)."""
 
     @abstractmethod
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        """Encode flat `x` (at least one element, float32 or float64) on a device, reading no value.
+
+        Returns the parts, and what they decode to (to rounding), as long as `x`."""
+
+    @abstractmethod
     def decode_block(self, parts: Parts, out: Tensor) -> None:
-        """Decode a block into `out` (float32 or float64) from its slices of the parts."""
+        """Decode a block, on a device the whole tensor, into `out` (float32 or float64) from its
+        slices of the parts."""
 
     def encode(self, values: Tensor, key: Key) -> Parts:
-        return encode_sum(self, values, None, key).parts
+        if is_host(values.device):
+            return encode_sum(self, values, None, key)[0]
+        return _encode_on_device(self, values.detach(), key)[0]
 
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         out = fresh(count, dtype, parts[0].device)
@@ -189,35 +207,36 @@ class BlockFormat(ValueFormat):
         return (*parts[: self.shared], *own)
 
 
-class Encoded(NamedTuple):
-    """This is the result of encoding: the parts, and three squared norms.
+def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tuple[Parts, Tensor]:
+    """x += add in place (if given), then encode x.
 
-    total: of what was encoded. energy: of what is kept. error: of what is lost.
-    """
-
-    parts: Parts
-    total: Scalar
-    energy: Scalar
-    error: Scalar
-
-
-def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> Encoded:
-    """x += add in place (if given), then encode x."""
-    layout = form.layout(x.numel(), x.dtype)
-    parts = tuple(fresh(size, dtype, x.device) for size, dtype in layout)
+    Returns the parts and the energies (see `Payload`)."""
+    if not is_host(x.device):
+        x = x.detach() if add is None else x.detach().add_(add.detach())
+        parts, kept = _encode_on_device(form, x, key)
+        norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+        return parts, torch.stack([norm(x), norm(kept), norm(x - kept)]).square_()
+    parts = _empty(form, x)
     blocks = Blocks(x, add, key)
-    energy: Scalar = 0.0
-    error: Scalar = 0.0
+    energy = error = 0.0
     with np.errstate(all="ignore"):
         if form.shared and x.numel():
             form.fill_shared(blocks, parts[: form.shared])
         for block in blocks:
             slices = form.slices(parts, block.start, block.x.numel(), x.dtype)
-            kept, lost = form.encode_block(block, slices)
-            energy, error = energy + kept, error + lost
-    if form.projection:
-        error = projection_error(blocks.total, energy)
-    return Encoded(parts, blocks.total, energy, error)
+            kept_here, lost_here = form.encode_block(block, slices)
+            energy, error = energy + kept_here, error + lost_here
+    lost = projection_error(blocks.total, energy) if form.projection else error
+    return parts, energies(blocks.total, energy, lost, x)
+
+
+def _encode_on_device(form: BlockFormat, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+    return form.encode_whole(x.to(widened(x.dtype)), key) if x.numel() else (_empty(form, x), x)
+
+
+def _empty(form: BlockFormat, x: Tensor) -> Parts:
+    """Memory for the parts that `x` becomes."""
+    return tuple(fresh(size, dtype, x.device) for size, dtype in form.layout(x.numel(), x.dtype))
 
 
 class Full(ValueFormat):
@@ -255,13 +274,17 @@ class Half(BlockFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, self.half),)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         (values,) = parts
         work = torch.clamp(block.x, -self.limit, self.limit, out=scratch_like("work", block.x))
         values.copy_(work)
         work.copy_(values)
         energy = block_norm(work)
         return energy, block_norm(torch.sub(block.x, work, out=work))
+
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        values = x.clamp(-self.limit, self.limit).to(self.half)
+        return (values,), values.to(x.dtype)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         out.copy_(parts[0])
@@ -295,12 +318,13 @@ class Levels(BlockFormat):
             raise ValueError(f"norm must be one of {', '.join(NORMS)}; got {norm!r}")
         self.name, self.bits, self.bucket, self.norm, self.seed = name, bits, bucket, norm, seed
         self.levels = 2 ** (bits - 1) - 1
+        self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         size = count if self.bits == 8 else codes_nbytes(count, self.bits)
         return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[Scalar, Scalar]:
+    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         scales, packed = parts
         steps, q = scratch_like("work", block.x), scratch_like("levels", block.x)
         columns = numbers_of_rows(scales, block.x, self.bucket)
@@ -314,17 +338,32 @@ class Levels(BlockFormat):
         codes = packed if self.bits == 8 else scratch_codes(q)
         codes[: q.numel()].view(torch.int8).copy_(q)
         if self.bits < 8:
-            codes.add_(self.levels)
-            pack_codes(codes, self.bits, packed)
+            pack_codes(codes.add_(self.levels), self.bits, packed)
         return energy, _weighted(squares, steps.sub_(q), self.bucket)
 
+    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        count = x.numel()
+        buckets = fill_up(x, -(-count // self.bucket) * self.bucket).view(-1, self.bucket)
+        scale = row_norms(buckets, self.norm)
+        scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
+        q = buckets / scale
+        if self.seed is None:
+            q.round_()
+        else:
+            q.add_(random16(q, self.seed, key), alpha=STEP).floor_()
+        flat = q.view(-1)
+        if self.bits == 8:
+            packed = flat[:count].to(torch.int8).view(torch.uint8)
+        else:
+            packed = packed_codes(flat[: padded(count)], self.levels, self.bits)
+        return (scale.view(-1), packed), q.mul_(scale).view(-1)[:count]
+
     def decode_block(self, parts: Parts, out: Tensor) -> None:
-        scales, codes = parts
-        if self.bits < 8:
-            packed, codes = codes, scratch_codes(out)
-            unpack_codes(packed, self.bits, codes)
-            codes.sub_(self.levels)
-        out.copy_(codes[: out.numel()].view(torch.int8))
+        scales, packed = parts
+        if self.bits == 8:
+            out.copy_(packed.view(torch.int8))
+        else:
+            unpack_codes(packed, self.bits, self.levels, out)
         columns = numbers_of_rows(scales, out, self.bucket)
         for values, scale in zip(rows(out, self.bucket), columns, strict=True):
             values.mul_(scale)
@@ -336,14 +375,13 @@ class Levels(BlockFormat):
         if self.norm == "l2":  # of x / max|x|, which neither overflows nor vanishes
             torch.div(x, scale.clamp(min=torch.finfo(x.dtype).tiny), out=work)
             scale.mul_(work.square_().sum(dim=1, keepdim=True).sqrt_())
-        scale.div_(self.levels if self.seed is None else self.levels / WIDER)
-        scale.clamp_(min=torch.finfo(x.dtype).tiny)
+        scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
 
     def _round(self, block: Block, steps: Tensor, q: Tensor) -> None:
         if self.seed is None:
             torch.round(steps, out=q)
             return
-        fill_random16(q, self.seed, block.key.name, block.key.step, block.start, block.norm)
+        fill_random16(q, self.seed, block.key, block.start)
         torch.add(steps, q, alpha=STEP, out=q).floor_()
 
 
@@ -353,46 +391,62 @@ def check_bucket(bucket: int) -> None:
         raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
 
 
-def scratch_codes(x: Tensor) -> Tensor:
-    """Scratch memory for the codes of `x`, padded with zeros."""
-    codes = scratch("codes", padded(x.numel()), torch.uint8, x.device)
-    codes[x.numel() :] = 0
-    return codes
+def row_norms(matrix: Tensor, norm: str) -> Tensor:
+    """The norm of each row, as a column: "max" or "l2", which neither overflows nor vanishes."""
+    if norm == "max":
+        return torch.linalg.vector_norm(matrix, inf, dim=1, keepdim=True)
+    wide = torch.linalg.vector_norm(matrix, dim=1, keepdim=True, dtype=torch.float64)
+    return wide.to(matrix.dtype)
 
 
 def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
-    """Sum of ||bucket of x||^2 times the bucket's squared scale."""
-    if x.numel() % bucket or not on_host(x):
-        norms = reduce_rows(x, bucket, lambda row: row.double().square().sum(dim=1))
-        return float(torch.dot(norms, squares))
+    """Sum of ||bucket of x||^2 times the bucket's squared scale, on the host."""
+    if x.numel() % bucket:
+        wide = reduce_rows(x, bucket, lambda row: row.double().square().sum(dim=1))
+        return float(torch.dot(wide, squares))
     array = x.numpy().reshape(-1, bucket)
     norms = np.matmul(array[:, None, :], array[:, :, None]).reshape(-1)
     return float(np.dot(norms.astype(np.float64), squares.numpy()))
 
 
-def fill_random16(out: Tensor, *seed: object) -> None:
-    """Fill flat `out` (any dtype that holds them) with whole numbers, uniform from 0 to 65535.
+def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
+    """Fill a block on the host (any dtype that holds them) with whole numbers, uniform from 0 to
+    65535.
 
-    seed: the numbers are a function of the repr of this. No global random state is read or
-        changed. Sixteen bits bias stochastic rounding by less than 2**-16 of a step.
+    The numbers are a function of `seed`, the tensor, step and rank in `key`, and the block's start.
+    No global random state is read or changed. Sixteen bits bias stochastic rounding by less than
+    2**-16 of a step.
 
-    Drawing is the slowest part of stochastic rounding, so on a CPU each random word serves four
-    elements, a quarter of the length of `out` apart: as it is, and times powers of an odd number.
-    Multiplying by an odd number permutes the words, so every element is uniform.
+    Drawing is the slowest part of stochastic rounding, so each random word serves four elements, a
+    quarter of the length of `out` apart: as it is, and times powers of an odd number. Multiplying
+    by an odd number permutes the words, so every element is uniform.
     """
-    digest = blake2b(repr(seed).encode(), digest_size=24).digest()
-    if out.device.type != "cpu":
-        generator = torch.Generator(out.device)
-        generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        out.random_(0, 1 << 16, generator=generator)
-        return
     each = -(-out.numel() // _USES)
+    digest = _digest(seed, key, start)
     words = np.asarray(_seeded(digest).random_raw(-(-each // 4))).view(np.uint16)[:each]
     array = out.numpy()
     for start in range(0, array.size, each or 1):
         piece = array[start : start + each]
         np.copyto(piece, words[: piece.size])
         np.multiply(words, _ODD, out=words)
+
+
+def random16(like: Tensor, seed: int, key: Key) -> Tensor:
+    """Numbers as `fill_random16` makes them (but others), for a whole tensor on a device: with the
+    shape, dtype and device of `like`."""
+    generator = None
+    if like.device.type != "meta":  # where there are no numbers, and no generator either
+        generator = torch.Generator(like.device)
+        generator.manual_seed(int.from_bytes(_digest(seed, key, 0)[:8], "little", signed=True))
+    return torch.randint(
+        1 << 16, like.shape, generator=generator, dtype=like.dtype, device=like.device
+    )
+
+
+def _digest(seed: int, key: Key, start: int) -> bytes:
+    """24 bytes that depend on all of what random numbers should depend on."""
+    of = (seed, key.name, key.step, key.rank, start)
+    return blake2b(repr(of).encode(), digest_size=24).digest()
 
 
 def _seeded(digest: bytes) -> SFC64:
