@@ -41,11 +41,15 @@ class SparsePayload(Payload):
         values come first, then the indices in the smallest of their formats.
     capacity: number of slots on the wire; there are at most as many indices, on a device exactly as
         many: there slots that hold nothing come last, with index `numel` and value 0.
-    exact: the values before coding; None after receiving.
+    full: whether there are always as many indices as slots.
+    exact: the values before coding, to compress them further; None after receiving.
+    sent: the values after coding, if that loses something; None after receiving.
     """
 
     capacity: int = 0
+    full: bool = False
     exact: Tensor | None = None
+    sent: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +60,10 @@ class SparsePayload(Payload):
         index_format = choose_format(self.numel, self.capacity)
         split = max(0, out.numel() - index_format.nbytes(self.numel, self.capacity))
         Payload(self.parts[1:], self.numel, self.cf, self.key).write(out[:split])
-        index_format.encode_into(out[split:], self.parts[0], self.numel, self.capacity)
+        index_format.encode_into(out[split:], self.parts[0], self.numel, self.capacity, self.full)
+
+    def with_parts(self, *parts: Tensor) -> SparsePayload:
+        return replace(self, parts=parts, sent=None)
 
 
 class Sparsifier(Compressor):
@@ -148,7 +155,9 @@ class Sparsifier(Compressor):
         *coded, raw = split_bytes(data, *layout)
         indices, corrupt = index_format.decode(raw, numel, k, self.exact_count)
         parts = (indices, *coded)
-        return SparsePayload(parts, numel, cf, key, dtype=dtype, corrupt=corrupt, capacity=k)
+        return SparsePayload(
+            parts, numel, cf, key, dtype=dtype, corrupt=corrupt, capacity=k, full=self.exact_count
+        )
 
     def indices(self, payload: Payload) -> Tensor | None:
         """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
@@ -166,13 +175,15 @@ class Sparsifier(Compressor):
     def pack_indices(self, payload: Payload) -> Tensor:
         """The indices alone, packed (uint8, `index_nbytes` elements)."""
         k = kept(payload.numel, payload.cf)
-        return choose_format(payload.numel, k).encode(payload.parts[0], payload.numel, k)
+        return choose_format(payload.numel, k).encode(
+            payload.parts[0], payload.numel, k, self.exact_count
+        )
 
     def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
         """The payload of flat `tensor` at the indices that another rank chose and packed."""
         check_flat(tensor)
         numel, k = tensor.numel(), kept(tensor.numel(), cf)
-        indices, corrupt = choose_format(numel, k).decode(packed, numel, k)
+        indices, corrupt = choose_format(numel, k).decode(packed, numel, k, self.exact_count)
         values = (take if is_host(tensor.device) else take_present)(tensor.detach(), indices)
         payload = self._payload(Selected(indices, values, squared_norm(tensor)), numel, cf, key)
         return replace(payload, corrupt=corrupt)
@@ -194,17 +205,27 @@ class Sparsifier(Compressor):
         energy = squared_norm(chosen.values)
         error = projection_error(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
         payload = SparsePayload(
-            parts, numel, cf, key, dtype=dtype, capacity=capacity, exact=chosen.values
+            parts,
+            numel,
+            cf,
+            key,
+            dtype=dtype,
+            capacity=capacity,
+            full=self.exact_count,
+            exact=chosen.values,
         )
         if not self.values.lossless:
             sent = self._decoded(payload)
             error += squared_norm(chosen.values - sent)
             energy = squared_norm(sent)
+            payload = replace(payload, sent=sent)
         return replace(payload, energies=energies(chosen.total, energy, error, parts[0]))
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""
         assert isinstance(payload, SparsePayload)
+        if payload.sent is not None:
+            return payload.sent
         indices = payload.parts[0]
         values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
         if is_host(values.device) or self.exact_count:

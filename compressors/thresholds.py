@@ -413,7 +413,7 @@ def bisect_at_once(largest: Tensor, mean: Tensor, k: int) -> Tensor:
     below = ((beyond - low) / (high - low) * parts).floor()
     near = below[:, None] + torch.arange(3, device=mean.device)  # rounding may move it by one
     grid = torch.minimum(low + near / parts[:, None] * (high - low), high).to(largest.dtype)
-    lowest = torch.where(grid > beyond, grid, most.to(grid.dtype)).amin(1)
+    lowest = torch.where(grid > beyond, grid, most.to(grid.dtype)).amin(1).cummin(0).values
     count = k + 1 - torch.searchsorted(largest.flip(0), lowest)
     rounds = (count < _ENOUGH * k).sum().clamp(max=_ROUNDS)
     return lowest.gather(0, rounds[None])[0]

@@ -8,6 +8,7 @@ number counts as larger than every threshold, so that it is not hidden.
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil
 
 import torch
@@ -121,7 +122,7 @@ def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
 def find_bits(data: Tensor, count: int) -> Tensor:
     rank = torch.arange(count, dtype=torch.int32, device=data.device)
     found = unpack_bits(data).cumsum(0, dtype=torch.int32)
-    return torch.searchsorted(found, rank, right=True)
+    return torch.searchsorted(found, rank, right=True, out_int32=8 * data.numel() < 2**31)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -131,5 +132,9 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """The inverse of `pack_bits`, as uint8."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).view(-1)
+    return ((packed[:, None] >> _shifts(packed.device)) & 1).view(-1)
+
+
+@cache
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -40,58 +40,29 @@ class IndexFormat(ABC):
     def nbytes(self, numel: int, capacity: int) -> int:
         """Bytes that `encode` makes: a pure function, the same on all ranks."""
 
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor:
-        """`indices` (int32, flat, strictly ascending within [0, numel), not checked) as flat uint8.
+    @abstractmethod
+    def encode_into(
+        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> None:
+        """Fill `out` (flat uint8 of `nbytes` elements) with what stands for `indices` (int32, flat,
+        strictly ascending within [0, numel), not checked).
 
-        ValueError if there are more than `capacity`."""
-        size = self.nbytes(numel, capacity)
-        out = torch.empty(size, dtype=torch.uint8, device=indices.device)
-        self.encode_into(out, indices, numel, capacity)
-        return out
+        exact: there are as many as `capacity`. ValueError if there are more."""
 
-    def encode_into(self, out: Tensor, indices: Tensor, numel: int, capacity: int) -> None:
-        """As `encode`, into `out` (flat uint8 of `nbytes` elements)."""
-        if indices.numel() > capacity:
-            raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
-        encode = self._encode_on_host if is_host(out.device) else self._encode_on_device
-        encode(out, indices.detach(), numel, capacity)
-
+    @abstractmethod
     def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
         """The indices whose bytes are `data` (uint8, flat).
 
-        exact: there must be as many as `capacity`.
+        On the host CorruptPayload unless `data` is what is made of indices that ascend strictly
+        within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
+        so, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
 
-        On the host CorruptPayload unless `data` is what `encode` makes of indices that ascend
-        strictly within [0, numel). On a device a flag says so, and no index is beyond `numel` (if
-        `exact`, `numel` - 1)."""
-        nbytes = self.nbytes(numel, capacity)
-        if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != nbytes:
-            raise CorruptPayload(
-                f"indices must be {nbytes} bytes (flat uint8), "
-                f"got {data.dtype} of shape {tuple(data.shape)}"
-            )
-        if not is_host(data.device):
-            return self._decode_on_device(data.detach(), numel, capacity, exact)
-        indices = self._decode_on_host(data.detach(), numel, capacity)
-        if exact and indices.numel() != capacity:
-            raise CorruptPayload(f"payload must hold {capacity} indices, got {indices.numel()}")
-        return indices, False
-
-    @abstractmethod
-    def _encode_on_host(self, out: Tensor, indices: Tensor, numel: int, capacity: int) -> None: ...
-
-    @abstractmethod
-    def _encode_on_device(
-        self, out: Tensor, indices: Tensor, numel: int, capacity: int
-    ) -> None: ...
-
-    @abstractmethod
-    def _decode_on_host(self, data: Tensor, numel: int, capacity: int) -> Tensor: ...
-
-    @abstractmethod
-    def _decode_on_device(
-        self, data: Tensor, numel: int, capacity: int, exact: bool
-    ) -> Decoded: ...
+    def encode(self, indices: Tensor, numel: int, capacity: int, exact: bool = False) -> Tensor:
+        """What `encode_into` makes, as a new tensor."""
+        size = self.nbytes(numel, capacity)
+        out = torch.empty(size, dtype=torch.uint8, device=indices.device)
+        self.encode_into(out, indices, numel, capacity, exact)
+        return out
 
 
 class EliasFano(IndexFormat):
@@ -111,28 +82,50 @@ class EliasFano(IndexFormat):
     def nbytes(self, numel: int, capacity: int) -> int:
         return self._map_nbytes(numel, capacity) + numbers_nbytes(self.low, capacity)
 
-    def _encode_on_host(self, out: Tensor, indices: Tensor, numel: int, capacity: int) -> None:
-        size, at = self._map_nbytes(numel, capacity), indices.numpy()
-        positions = _ranks(at.size, 8 * size)
-        positions += at >> self.low
-        host.set_bits(torch.from_numpy(positions), None, out[:size])
-        pack_numbers(at & self._mask, self.low, capacity, out[size:].numpy())
+    def encode_into(
+        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> None:
+        _check_capacity(indices, capacity)
+        size, mask = self._map_nbytes(numel, capacity), (1 << self.low) - 1
+        if is_host(out.device):
+            at = indices.numpy()
+            positions = _ranks(at.size, 8 * size)
+            positions += at >> self.low
+            host.set_bits(torch.from_numpy(positions), None, out[:size])
+            pack_numbers(at & mask, self.low, capacity, out[size:].numpy())
+            return
+        present = None if exact else indices < numel
+        high = (indices >> self.low) + torch.arange(capacity, device=out.device)
+        device.set_bits(high, present, out[:size])
+        slots = indices & mask
+        slots = slots if present is None else slots * present
+        pack_numbers(slots, self.low, capacity, out[size:])
 
-    def _encode_on_device(self, out: Tensor, indices: Tensor, numel: int, capacity: int) -> None:
-        size, present = self._map_nbytes(numel, capacity), indices < numel
-        rank = torch.arange(capacity, device=out.device)
-        device.set_bits((indices >> self.low) + rank, present, out[:size])
-        pack_numbers((indices & self._mask) * present, self.low, capacity, out[size:])
-
-    def _decode_on_host(self, data: Tensor, numel: int, capacity: int) -> Tensor:
+    def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
+        _check_size(data, self.nbytes(numel, capacity))
         size = self._map_nbytes(numel, capacity)
-        indices = host.find_bits(data[:size], capacity + 1).numpy()
-        _check_count(indices.size, capacity)
+        if is_host(data.device):
+            return self._decode_on_host(data[:size], data[size:], numel, capacity, exact), False
+        dtype = torch.uint8 if self.low <= 8 else torch.int32
+        slots = torch.zeros(capacity + 1, dtype=dtype, device=data.device)
+        filled = unpack_numbers(data[size:], self.low, slots[:-1])
+        positions = device.find_bits(data[:size], capacity + 1)
+        wide = torch.int32 if 8 * size << self.low <= 2**31 - 256 else torch.int64
+        high = positions - torch.arange(capacity + 1, dtype=wide, device=data.device)
+        indices = (high << self.low).clamp_(max=numel).add_(slots)
+        decoded, corrupt = _checked(indices, positions < 8 * size, numel, exact)
+        return decoded, corrupt | filled if isinstance(filled, Tensor) else corrupt
+
+    def _decode_on_host(
+        self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
+    ) -> Tensor:
+        indices = host.find_bits(bits, capacity + 1).numpy()
+        _check_count(indices.size, capacity, exact)
         slots = np.empty(capacity, np.uint8 if self.low <= 8 else np.int32)
-        unpack_numbers(data[size:].numpy(), self.low, slots)
+        unpack_numbers(packed.numpy(), self.low, slots)
         if slots[indices.size :].any():
             raise CorruptPayload("payload must be zero where it holds nothing")
-        indices -= _ranks(indices.size, 8 * size)
+        indices -= _ranks(indices.size, 8 * bits.numel())
         if indices.size and int(indices[-1]) << self.low >= numel:  # the last one is the largest
             raise CorruptPayload(f"payload must not point beyond the last of {numel} elements")
         indices <<= self.low
@@ -141,23 +134,8 @@ class EliasFano(IndexFormat):
         check_ascending(decoded, numel)
         return decoded
 
-    def _decode_on_device(self, data: Tensor, numel: int, capacity: int, exact: bool) -> Decoded:
-        size = self._map_nbytes(numel, capacity)
-        dtype = torch.uint8 if self.low <= 8 else torch.int32
-        slots = torch.zeros(capacity + 1, dtype=dtype, device=data.device)
-        filled = unpack_numbers(data[size:], self.low, slots[:-1])
-        positions = device.find_bits(data[:size], capacity + 1)
-        high = positions - torch.arange(capacity + 1, device=data.device)
-        indices = (high << self.low).clamp_(max=numel).add_(slots)
-        decoded, corrupt = _checked(indices, positions < 8 * size, numel, exact)
-        return decoded, corrupt | filled if isinstance(filled, Tensor) else corrupt
-
     def _map_nbytes(self, numel: int, capacity: int) -> int:
         return bits_nbytes(capacity + -(-numel >> self.low))
-
-    @property
-    def _mask(self) -> int:
-        return (1 << self.low) - 1
 
 
 class Bitmap(IndexFormat):
@@ -170,24 +148,27 @@ class Bitmap(IndexFormat):
     def nbytes(self, numel: int, capacity: int) -> int:
         return bits_nbytes(numel)
 
-    def _encode_on_host(self, out: Tensor, indices: Tensor, numel: int, capacity: int) -> None:
-        host.set_bits(indices, None, out)
+    def encode_into(
+        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> None:
+        _check_capacity(indices, capacity)
+        if is_host(out.device):
+            host.set_bits(indices, None, out)
+        else:
+            device.set_bits(indices, None if exact else indices < numel, out)
 
-    def _encode_on_device(self, out: Tensor, indices: Tensor, numel: int, capacity: int) -> None:
-        device.set_bits(indices, indices < numel, out)
-
-    def _decode_on_host(self, data: Tensor, numel: int, capacity: int) -> Tensor:
+    def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
+        _check_size(data, self.nbytes(numel, capacity))
+        if not is_host(data.device):
+            positions = device.find_bits(data, capacity + 1)
+            present = positions < 8 * data.numel()
+            return _checked(positions.clamp(max=numel), present, numel, exact)
         # Bits from 2**31 on, which only the padding can have, become negative here.
         indices = host.find_bits(data, capacity + 1).int()
-        _check_count(indices.numel(), capacity)
+        _check_count(indices.numel(), capacity, exact)
         if indices.numel() and not 0 <= int(indices[-1]) < numel:
             raise CorruptPayload(f"payload must not set bits beyond the last of {numel}")
-        return indices
-
-    def _decode_on_device(self, data: Tensor, numel: int, capacity: int, exact: bool) -> Decoded:
-        positions = device.find_bits(data, capacity + 1)
-        present = positions < 8 * data.numel()
-        return _checked(positions.clamp(max=numel), present, numel, exact)
+        return indices, False
 
 
 _LOW = (8, 16, 24, *(bits for bits in range(1, 31) if bits % 8))  # whole bytes are faster
@@ -220,10 +201,29 @@ def check_ascending(indices: Tensor, numel: int) -> None:
         raise CorruptPayload(f"indices must ascend within [0, {numel}), got {at[0]} ... {at[-1]}")
 
 
-def _check_count(count: int, capacity: int) -> None:
-    """Raise CorruptPayload if more indices were received than could have been sent."""
-    if count > capacity:
-        raise CorruptPayload(f"payload must hold at most {capacity} indices, and holds more")
+def _check_capacity(indices: Tensor, capacity: int) -> None:
+    """Raise ValueError if there are more `indices` than fit."""
+    if indices.numel() > capacity:
+        raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
+
+
+def _check_size(data: Tensor, nbytes: int) -> None:
+    """Raise CorruptPayload unless `data` is `nbytes` long (flat uint8)."""
+    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != nbytes:
+        raise CorruptPayload(
+            f"indices must be {nbytes} bytes (flat uint8), "
+            f"got {data.dtype} of shape {tuple(data.shape)}"
+        )
+
+
+def _check_count(count: int, capacity: int, exact: bool) -> None:
+    """Raise CorruptPayload if another number of indices was received than can have been sent.
+
+    count: at most one more than `capacity`."""
+    if count > capacity or (exact and count < capacity):
+        wanted = f"{'' if exact else 'at most '}{capacity}"
+        found = f"got {count}" if count <= capacity else "got more"
+        raise CorruptPayload(f"payload must hold {wanted} indices, {found}")
 
 
 def _checked(indices: Tensor, present: Tensor, numel: int, exact: bool) -> Decoded:
