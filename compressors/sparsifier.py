@@ -16,7 +16,6 @@ from torch import Tensor
 
 from compressors.base import (
     Compressor,
-    CorruptPayload,
     Key,
     Payload,
     check_cf,
@@ -27,8 +26,9 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
-from compressors.kernels import Selected, check_same_length, kernels_for, squared_norm
-from compressors.kernels.blocks import energies
+from compressors.kernels import Selected, check_same_length, kernels_for, on_host, squared_norm
+from compressors.kernels.blocks import energies, is_host
+from compressors.kernels.device import take_present
 from compressors.wire.indices import check_ascending, choose_format
 from compressors.wire.values import ValueFormat, make_values
 
@@ -39,12 +39,17 @@ class SparsePayload(Payload):
 
     parts: indices (int32, ascending), then the coded values, `capacity` of them. On the wire the
         values come first, then the indices in the smallest of their formats.
-    capacity: number of slots on the wire; there are at most as many indices.
-    exact: the values before coding; None after receiving.
+    capacity: number of slots on the wire; there are at most as many indices, on a device exactly as
+        many: there slots that hold nothing come last, with index `numel` and value 0.
+    full: whether there are always as many indices as slots.
+    exact: the values before coding, to compress them further; None after receiving.
+    sent: the values after coding, if that loses something; None after receiving.
     """
 
     capacity: int = 0
+    full: bool = False
     exact: Tensor | None = None
+    sent: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +58,12 @@ class SparsePayload(Payload):
 
     def write(self, out: Tensor) -> None:
         index_format = choose_format(self.numel, self.capacity)
-        indices = index_format.encode(self.parts[0], self.numel, self.capacity)
-        Payload((*self.parts[1:], indices), self.numel, self.cf, self.key).write(out)
+        split = max(0, out.numel() - index_format.nbytes(self.numel, self.capacity))
+        Payload(self.parts[1:], self.numel, self.cf, self.key).write(out[:split])
+        index_format.encode_into(out[split:], self.parts[0], self.numel, self.capacity, self.full)
+
+    def with_parts(self, *parts: Tensor) -> SparsePayload:
+        return replace(self, parts=parts, sent=None)
 
 
 class Sparsifier(Compressor):
@@ -121,12 +130,18 @@ class Sparsifier(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
-        indices = payload.parts[0]
-        check_ascending(indices, payload.numel)
-        add_at(out, indices, self._decoded(payload), scale)
+        if payload.energies is not None and is_host(out.device):  # else `read` has checked them
+            check_ascending(payload.parts[0], payload.numel)
+        self._add(out, payload, scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        add_at(tensor, payload.parts[0], self._decoded(payload), -1.0)
+        self._add(tensor, payload, -1.0)
+
+    def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
+        indices, values = payload.parts[0], self._decoded(payload)
+        if not is_host(out.device) and not self.exact_count:
+            indices = indices.clamp(max=payload.numel - 1)
+        add_at(out, indices, values, scale)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         k = kept(numel, cf)
@@ -138,13 +153,14 @@ class Sparsifier(Compressor):
         index_format = choose_format(numel, k)
         layout = (*self.values.layout(k, dtype), (index_format.nbytes(numel, k), torch.uint8))
         *coded, raw = split_bytes(data, *layout)
-        indices = index_format.decode(raw, numel, k)
-        if self.exact_count and indices.numel() != k:
-            raise CorruptPayload(f"payload must hold {k} indices, got {indices.numel()}")
+        indices, corrupt = index_format.decode(raw, numel, k, self.exact_count)
         parts = (indices, *coded)
-        return SparsePayload(parts, numel, cf, key, dtype=dtype, capacity=k)
+        return SparsePayload(
+            parts, numel, cf, key, dtype=dtype, corrupt=corrupt, capacity=k, full=self.exact_count
+        )
 
     def indices(self, payload: Payload) -> Tensor | None:
+        """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
         indices = payload.parts[0]
         return None if indices.numel() == payload.numel else indices.long()
 
@@ -159,23 +175,28 @@ class Sparsifier(Compressor):
     def pack_indices(self, payload: Payload) -> Tensor:
         """The indices alone, packed (uint8, `index_nbytes` elements)."""
         k = kept(payload.numel, payload.cf)
-        return choose_format(payload.numel, k).encode(payload.parts[0], payload.numel, k)
+        return choose_format(payload.numel, k).encode(
+            payload.parts[0], payload.numel, k, self.exact_count
+        )
 
     def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
         """The payload of flat `tensor` at the indices that another rank chose and packed."""
         check_flat(tensor)
         numel, k = tensor.numel(), kept(tensor.numel(), cf)
-        indices = choose_format(numel, k).decode(packed, numel, k)
-        chosen = Selected(indices, take(tensor, indices), squared_norm(tensor))
-        return self._payload(chosen, numel, cf, key)
+        indices, corrupt = choose_format(numel, k).decode(packed, numel, k, self.exact_count)
+        values = (take if is_host(tensor.device) else take_present)(tensor.detach(), indices)
+        payload = self._payload(Selected(indices, values, squared_norm(tensor)), numel, cf, key)
+        return replace(payload, corrupt=corrupt)
 
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
         check_flat(tensor)
         cf, numel = check_cf(cf), tensor.numel()
         add = None if add is None else add.detach()
-        return self._payload(
-            self.select(tensor.detach(), kept(numel, cf), add, key), numel, cf, key
-        )
+        chosen = self.select(tensor.detach(), kept(numel, cf), add, key)
+        if is_host(tensor.device) and not on_host(tensor):  # selected as on a device
+            count = int((chosen.indices < numel).sum())
+            chosen = Selected(chosen.indices[:count], chosen.values[:count], chosen.total)
+        return self._payload(chosen, numel, cf, key)
 
     def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
         capacity, dtype = kept(numel, cf), chosen.values.dtype
@@ -184,19 +205,32 @@ class Sparsifier(Compressor):
         energy = squared_norm(chosen.values)
         error = projection_error(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
         payload = SparsePayload(
-            parts, numel, cf, key, dtype=dtype, capacity=capacity, exact=chosen.values
+            parts,
+            numel,
+            cf,
+            key,
+            dtype=dtype,
+            capacity=capacity,
+            full=self.exact_count,
+            exact=chosen.values,
         )
         if not self.values.lossless:
             sent = self._decoded(payload)
             error += squared_norm(chosen.values - sent)
             energy = squared_norm(sent)
+            payload = replace(payload, sent=sent)
         return replace(payload, energies=energies(chosen.total, energy, error, parts[0]))
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""
         assert isinstance(payload, SparsePayload)
+        if payload.sent is not None:
+            return payload.sent
+        indices = payload.parts[0]
         values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
-        return values[: payload.parts[0].numel()]
+        if is_host(values.device) or self.exact_count:
+            return values[: indices.numel()]
+        return values.masked_fill(indices >= payload.numel, 0)
 
 
 def _padded(values: Tensor, capacity: int) -> Tensor:

@@ -11,6 +11,8 @@ the tensor then does all the rest. No more than k = max(1, floor(numel / cf)) el
 kept: if more of them reach the threshold, the k largest are (Deep Gradient Compression calls this
 hierarchical selection). At least one element is kept. Values are sent as they are, not as signs
 times a mean.
+
+On the host thresholds are floats, on a device 0-dim tensors: nobody waits for their values.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from collections.abc import Callable
 from math import ceil, expm1, inf, isfinite, lgamma, log, sqrt
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from compressors.base import Key, Payload
-from compressors.kernels import Array, Selected, check_same_length, kernels_for
+from compressors.kernels import Array, Scalar, Selected, check_same_length, kernels_for, on_host
 from compressors.kernels.blocks import CACHE_BLOCK
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
@@ -44,7 +47,7 @@ class ThresholdSparsifier(Sparsifier):
         return kernels_for(tensor).select_above(tensor, threshold, k, add)
 
     @abstractmethod
-    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> float:
+    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         """The threshold that about `k` elements of `tensor` + `add` reach; 0 < k < numel."""
 
 
@@ -66,7 +69,7 @@ def sample_magnitudes(tensor: Tensor, add: Tensor | None, size: int, start: int 
     return (tensor[part] if add is None else tensor[part] + add[part]).abs()
 
 
-def sample_threshold(sample: Tensor, share: float) -> float:
+def sample_threshold(sample: Tensor, share: float) -> Scalar:
     """The magnitude that a `share` of the sample reaches, and at least one of its elements."""
     rank = min(sample.numel(), max(1, round(share * sample.numel())))
     return kernels_for(sample).kth_largest(sample, rank)
@@ -98,7 +101,7 @@ class DGC(ThresholdSparsifier):
     def momentum_lag(self, cf: float) -> float:
         return 1.0
 
-    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> float:
+    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, self.sample_size(tensor.numel(), k), start=key.step)
         return sample_threshold(sample, k / tensor.numel())
 
@@ -135,7 +138,7 @@ class Threshold(ThresholdSparsifier):
             raise ValueError(f"threshold must be a finite number > 0 or None, got {threshold!r}")
         self.threshold = threshold
 
-    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> float:
+    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         if self.threshold is not None:
             return self.threshold
         numel = tensor.numel()
@@ -192,11 +195,15 @@ class SIDCo(ThresholdSparsifier):
         self.distribution = distribution
         self.stages = stages
 
-    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> float:
+    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         size = sample_size(tensor.numel(), k, self._RANK)
-        sample = sample_magnitudes(tensor, add, size).double().cpu().numpy()
+        magnitudes = sample_magnitudes(tensor, add, size).double()
+        wanted = k / tensor.numel() * magnitudes.numel()
+        if not on_host(tensor):
+            most = self.stages or self._MOST_STAGES
+            return fitted_on_device(magnitudes, wanted, self.stages or 1, most, self.distribution)
+        sample = magnitudes.numpy()
         x = sample[(sample > 0) & np.isfinite(sample)]
-        wanted = k / tensor.numel() * sample.size
         if wanted >= x.size:
             return 0.0
         scale = float(x.max())  # so that squares neither vanish nor overflow
@@ -273,8 +280,67 @@ FITS: dict[str, tuple[Fit, Fit]] = {
 }
 """By name of the distribution: the fit of the first stage, and that of the others."""
 
+LATER = {"exponential": "exponential", "gamma": "pareto", "pareto": "pareto"}
+"""By name of the distribution: the name of that which the later stages fit."""
+
+
+def fitted_on_device(
+    sample: Tensor, wanted: float, fewest: int, most: int, distribution: str
+) -> Tensor:
+    """The threshold that about `wanted` of the magnitudes (float64) reach, in tensor arithmetic.
+
+    There is a row for each number of stages from `fewest` to `most`, and what a stage leaves out is
+    0. Of several rows the one that comes nearest to `wanted` is taken."""
+    x = sample.nan_to_num(nan=0.0, posinf=0.0)
+    count, scale = x.count_nonzero().double(), x.amax()
+    whole = x = (x / scale).expand(most - fewest + 1, -1)
+    stages = torch.arange(fewest, most + 1, dtype=x.dtype, device=x.device)
+    share, first = wanted / count, 0.25
+    once = (stages == 1) | (share >= first)
+    later = (share / first) ** (1 / (stages - 1))
+    threshold, going = torch.zeros_like(later), torch.ones_like(once)
+    for stage in range(most):
+        ratio = later if stage else torch.where(once, share, first)
+        step = fit_on_device(x, ratio, distribution if stage == 0 else LATER[distribution])
+        threshold = torch.where(going, threshold + step, threshold)
+        x = (x - step[:, None]).clamp(min=0.0)
+        going = going & ~once & (stages > stage + 1) & x.any(1) & threshold.isfinite()
+    if fewest < most:
+        reached = ((whole >= threshold[:, None]) & (whole > 0)).sum(1).double()
+        distance = (reached / wanted).log().abs()  # infinite if none is reached
+        threshold = torch.where(distance.isinf(), 1.0, threshold).gather(
+            0, distance.argmin(0, True)
+        )
+    return (scale * threshold[0]).masked_fill(count <= wanted, 0.0)
+
+
+def fit_on_device(x: Tensor, share: Tensor, distribution: str) -> Tensor:
+    """For each row of `x` what `share` of the `distribution` exceeds that is fitted to what is not
+    0 there: the three functions above, with the same formulas."""
+    present = x > 0
+    count = present.sum(1)
+    mean, log_share = x.sum(1) / count, share.log()
+    exponential = -mean * log_share
+    if distribution == "gamma":
+        s = mean.log() - torch.where(present, x, 1.0).log().sum(1) / count
+        shape = (3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)
+        gamma = -mean / shape * (log_share + shape.lgamma())
+        return torch.where(s > 0, gamma.clamp(min=0.0), exponential)
+    if distribution == "pareto":
+        variance = ((x - mean[:, None]) * present).square().sum(1) / count
+        ratio = mean.square() / variance
+        shape, scale = 0.5 * (1 - ratio), 0.5 * mean * (1 + ratio)
+        pareto = scale * (-shape * log_share).clamp(max=700.0).expm1() / shape
+        pareto = torch.where(shape.abs() < 1e-9, -scale * log_share, pareto)
+        return torch.where(variance > 0, pareto, exponential)
+    return exponential
+
 
 # RedSync -----------------------------------------------------------------------------------------
+
+
+_ROUNDS = 30
+_ENOUGH = 0.9  # of k
 
 
 class RedSync(Sparsifier):
@@ -298,24 +364,30 @@ class RedSync(Sparsifier):
         kernels = kernels_for(tensor)
         if k == tensor.numel():
             return kernels.select_above(tensor, 0.0, k, add)
-        return kernels.select_by_count(tensor, k, add, bisect)
+        return kernels.select_by_count(
+            tensor, k, add, bisect if on_host(tensor) else bisect_at_once
+        )
 
 
-def bisect(count: Callable[[float], int], mean: float, most: float, k: int) -> float:
+def bisect(magnitudes: Array, mean: float, k: int) -> float:
     """A threshold that at most `k` magnitudes reach (more if more than `k` equal the maximum).
 
-    count: how many magnitudes reach a threshold; right up to `k`, and more than `k` beyond.
-    mean, most: mean and maximum of the magnitudes. If either is not finite, the result is 0."""
+    magnitudes: the `k` + 1 largest are among them. mean: of all magnitudes. If it or the maximum is
+    not finite, the result is 0."""
+
+    def count(threshold: float) -> int:
+        return int(np.count_nonzero(magnitudes >= magnitudes.dtype.type(threshold)))
+
+    most = float(magnitudes.max())
     if not isfinite(mean) or not isfinite(most):
         return 0.0
     mean = min(mean, most)  # which rounding may have changed
     low, best = mean, most
     if count(mean) <= k:
         low, best = 0.0, mean
-    enough = 0.9 * k
     reached = count(best)
-    for _ in range(30):
-        if enough <= reached <= k:
+    for _ in range(_ROUNDS):
+        if _ENOUGH * k <= reached <= k:
             break
         threshold = low + (best - low) / 2
         found = count(threshold)
@@ -324,6 +396,27 @@ def bisect(count: Callable[[float], int], mean: float, most: float, k: int) -> f
         else:
             best, reached = threshold, found
     return best
+
+
+def bisect_at_once(largest: Tensor, mean: Tensor, k: int) -> Tensor:
+    """What `bisect` finds, in tensor arithmetic.
+
+    largest: the k + 1 largest magnitudes, descending.
+
+    Round j ends at the lowest of 2**j + 1 evenly spaced thresholds that at most `k` magnitudes
+    reach, so the lowest above the last of `largest`: there all rounds are computed at once."""
+    most, beyond = largest[0].double(), largest[-1]
+    mean = torch.minimum(mean, most)
+    few = mean.to(largest.dtype) > beyond
+    low, high = mean.masked_fill(few, 0.0), torch.where(few, mean, most)
+    parts = 2.0 ** torch.arange(_ROUNDS + 1, dtype=torch.float64, device=mean.device)
+    below = ((beyond - low) / (high - low) * parts).floor()
+    near = below[:, None] + torch.arange(3, device=mean.device)  # rounding may move it by one
+    grid = torch.minimum(low + near / parts[:, None] * (high - low), high).to(largest.dtype)
+    lowest = torch.where(grid > beyond, grid, most.to(grid.dtype)).amin(1).cummin(0).values
+    count = k + 1 - torch.searchsorted(largest.flip(0), lowest)
+    rounds = (count < _ENOUGH * k).sum().clamp(max=_ROUNDS)
+    return lowest.gather(0, rounds[None])[0]
 
 
 # AdaComp -----------------------------------------------------------------------------------------

@@ -59,13 +59,13 @@ class Kernels(Protocol):
     def largest(self, x: Tensor, k: int) -> Tensor:
         """Ascending positions (int32) of the `k` elements of largest magnitude."""
 
-    def kth_largest(self, x: Tensor, k: int) -> float:
+    def kth_largest(self, x: Tensor, k: int) -> Scalar:
         """The k-th largest element of `x`; NaN counts as the largest."""
 
     def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
         """The `k` elements of largest magnitude."""
 
-    def select_above(self, x: Tensor, threshold: float, k: int, add: Tensor | None) -> Selected:
+    def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
         """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).
 
         If there are more than `k` of them, the `k` largest; if there are none, the largest of all
@@ -74,9 +74,9 @@ class Kernels(Protocol):
     def select_by_count(
         self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
     ) -> Selected:
-        """As `select_above`, with the threshold that `search` finds by counting.
+        """As `select_above`, with the threshold that `search` finds by counting; k < numel.
 
-        Where the threshold is reached by more than `k` elements or none, the `k` largest."""
+        Where the threshold is reached by more than `k` elements, the `k` largest."""
 
     def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
         """The elements x_i != 0 with |x_i + latest_i| at or above the maximum of |x| over their bin
@@ -84,6 +84,18 @@ class Kernels(Protocol):
 
         If there are more than `k` of them, the `k` largest; if there are none, the largest of all
         elements."""
+
+    def set_bits(self, positions: Tensor, present: Tensor | None, out: Tensor) -> None:
+        """Make `out` (uint8) a bit map, the first bit in a byte's lowest, with those set that are
+        at `positions` (ascending).
+
+        present: of which positions that is so (bool); None: of all. On the host always None."""
+
+    def find_bits(self, data: Tensor, count: int) -> Tensor:
+        """Ascending positions of the first `count` bits that are set in `data` (uint8).
+
+        If fewer are set, there are as many positions as those, on a device followed by
+        8 * len(data) up to `count`. On the host int32 if that can hold them, else int64."""
 
 
 def kernels_for(tensor: Tensor) -> Kernels:

@@ -32,11 +32,11 @@ Flag = bool | Tensor
 force_device_path = os.environ.get("ADAPTIVE_DEVICE_PATH") == "1"
 """CPU tensors are treated as those of a device: this is how tests run the device path."""
 
-Count = Callable[[float], int]
-"""How many magnitudes reach a threshold: right up to k, and anything above k beyond."""
+ThresholdSearch = Callable[[Any, Any, int], Any]
+"""(magnitudes, mean of all magnitudes, k) -> a threshold.
 
-ThresholdSearch = Callable[[Count, float, float, int], float]
-"""(count, mean magnitude, largest magnitude, k) -> a threshold."""
+On the host the magnitudes are an array with the k + 1 largest among them, and the others numbers;
+on a device a tensor of the k + 1 largest, descending, and 0-dim tensors."""
 
 # Elements that fit the second-level cache together with some scratch.
 CACHE_BLOCK = 1 << 17

@@ -1,17 +1,26 @@
 """The kernels as torch operations on whole tensors, for every device and dtype.
 
-The functions are those of `compressors.kernels.Kernels`. Among equal magnitudes any may be chosen.
-Several of them still wait for the device: they return numbers, or shapes that depend on the data.
+The functions are those of `compressors.kernels.Kernels`. None of them reads a value, and the number
+of operations does not depend on the number of elements. Results have as many places as were asked
+for, whatever the data (see `Selected`). Among equal magnitudes any may be chosen. What is not a
+number counts as larger than every threshold, so that it is not hidden.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
+
+
+# Norms -------------------------------------------------------------------------------------------
 
 
 def squared_norm(x: Tensor) -> Scalar:
@@ -23,12 +32,15 @@ def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:
     return squared_norm(memory)
 
 
+# Selection ---------------------------------------------------------------------------------------
+
+
 def largest(x: Tensor, k: int) -> Tensor:
     return x.detach().abs().topk(k, sorted=False).indices.sort().values.to(torch.int32)
 
 
-def kth_largest(x: Tensor, k: int) -> float:
-    return float(x.topk(k).values[-1])
+def kth_largest(x: Tensor, k: int) -> Scalar:
+    return x.topk(k).values[-1]
 
 
 def select(x: Tensor, k: int, add: Tensor | None) -> Selected:
@@ -38,45 +50,83 @@ def select(x: Tensor, k: int, add: Tensor | None) -> Selected:
     return Selected(indices, x.index_select(0, indices), squared_norm(x))
 
 
-def select_above(x: Tensor, threshold: float, k: int, add: Tensor | None) -> Selected:
+def select_above(x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
     if add is not None:
         x.add_(add)
-    return _select_masked(x, x.abs() >= x.new_tensor(threshold), k)
+    magnitude = x.abs()
+    return _largest_except(x, magnitude, magnitude < threshold, k)
 
 
 def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch) -> Selected:
     if add is not None:
         x.add_(add)
     magnitude = x.abs()
-
-    def reached(threshold: float) -> Tensor:
-        return magnitude >= magnitude.new_tensor(threshold)
-
-    mean, most = float(magnitude.mean(dtype=torch.float64)), float(magnitude.max())
-    threshold = search(lambda t: int(reached(t).sum()), mean, most, k)
-    return _select_masked(x, reached(threshold), k)
+    most = magnitude.topk(min(k + 1, x.numel())).values
+    threshold = search(most, magnitude.mean(dtype=torch.float64), k)
+    return _largest_except(x, magnitude, magnitude < threshold, k)
 
 
 def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
     latest = x if add is None else add
     if add is not None:
         x.add_(add)
-    numel = x.numel()
-    bins = x.new_zeros(ceil(numel / bin_size) * bin_size)
-    bins[:numel] = x.abs()
-    peaks = bins.view(-1, bin_size).amax(1) if numel else bins
-    predicted = (x + latest).abs()
-    mask = (predicted >= peaks.repeat_interleave(bin_size)[:numel]) & (x != 0)
-    return _select_masked(x, mask, k)
+    numel, bins = x.numel(), ceil(x.numel() / bin_size)
+    magnitude = x.abs()
+    padded = magnitude.new_zeros(bins, bin_size)
+    padded.view(-1)[:numel] = magnitude
+    peaks = padded.amax(1, keepdim=True).expand(-1, bin_size).reshape(-1)[:numel]
+    return _largest_except(x, magnitude, ((x + latest).abs() < peaks) | (x == 0), k)
 
 
-def _select_masked(x: Tensor, mask: Tensor, k: int) -> Selected:
-    """The elements where `mask` is set; of more than `k` the `k` largest; of none the largest."""
-    indices = mask.nonzero().flatten().int()
-    if not indices.numel():
-        indices = largest(x, min(k, 1))
-    values = x.index_select(0, indices)
-    if indices.numel() > k:
-        positions = largest(values, k)
-        indices, values = indices.index_select(0, positions), values.index_select(0, positions)
-    return Selected(indices, values, squared_norm(x))
+def _largest_except(x: Tensor, magnitude: Tensor, excepted: Tensor, k: int) -> Selected:
+    """The `k` largest elements that are not `excepted`; if all are, the largest one.
+
+    The bits of numbers that are not negative, read as integers, are ordered as the numbers are.
+    With the sign bit set they are negative, and still in this order."""
+    bits = magnitude.view(_INTEGERS[x.element_size()])
+    sign = torch.iinfo(bits.dtype).min
+    best = bits.add(excepted, alpha=sign).topk(k)
+    empty = best.values < 0
+    empty[:1].fill_(False)
+    indices = best.indices.masked_fill(empty, x.numel()).sort().values.to(torch.int32)
+    return Selected(indices, take_present(x, indices), squared_norm(x))
+
+
+def take_present(x: Tensor, indices: Tensor) -> Tensor:
+    """The elements of `x` at `indices`, and 0 for every index beyond the last element."""
+    values = x.index_select(0, indices.clamp(max=x.numel() - 1))
+    return values.masked_fill_(indices >= x.numel(), 0)
+
+
+# Single bits -------------------------------------------------------------------------------------
+
+
+def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
+    bits = torch.zeros(8 * out.numel() + 8, dtype=torch.bool, device=out.device)
+    at = positions.long()
+    if present is None:
+        bits.index_fill_(0, at, True)
+    else:
+        bits.index_copy_(0, at, present)
+    out.copy_(pack_bits(bits)[:-1])
+
+
+def find_bits(data: Tensor, count: int) -> Tensor:
+    rank = torch.arange(count, dtype=torch.int32, device=data.device)
+    found = unpack_bits(data).cumsum(0, dtype=torch.int32)
+    return torch.searchsorted(found, rank, right=True, out_int32=8 * data.numel() < 2**31)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Flat `bits` (uint8, 0 or 1, or bool; a multiple of 8 of them), eight to a byte."""
+    return (bits.view(torch.int64) * _TO_TOP_BYTE).view(torch.uint8)[7::8]
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """The inverse of `pack_bits`, as uint8."""
+    return ((packed[:, None] >> _shifts(packed.device)) & 1).view(-1)
+
+
+@cache
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

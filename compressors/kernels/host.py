@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.kernels.blocks import CACHE_BLOCK, Array, Selected, ThresholdSearch
+from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected, ThresholdSearch
 
 _ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
 _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
@@ -42,6 +42,8 @@ _PLAIN_CF = 4  # keeping more than a quarter, collecting costs more than it save
 
 _GUESS_BINS_FROM = 1 << 14  # elements; under this a guess of the bins' threshold costs too much
 _SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column by column
+
+_BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cache
 
 _local = threading.local()
 
@@ -217,7 +219,7 @@ def select(x: Tensor, k: int, add: Tensor | None) -> Selected:
         return _select(x.numpy(), k, _array(add))
 
 
-def select_above(x: Tensor, threshold: float, k: int, add: Tensor | None) -> Selected:
+def select_above(x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
     array = x.numpy()
     with np.errstate(all="ignore"):
         candidates, total = _collect(array, k, array.dtype.type(threshold), _array(add))
@@ -233,13 +235,8 @@ def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSear
     with np.errstate(all="ignore"):
         indices, values, norm = superset(array, k + 1, _array(add), total.add)
         magnitude = np.abs(values)
-
-        def reached(threshold: float) -> Array:
-            return magnitude >= array.dtype.type(threshold)
-
-        mean, most = total.value / array.size, float(magnitude.max())
-        threshold = search(lambda t: int(np.count_nonzero(reached(t))), mean, most, k)
-        at = np.flatnonzero(reached(threshold))
+        threshold = search(magnitude, total.value / array.size, k)
+        at = np.flatnonzero(magnitude >= array.dtype.type(threshold))
     if at.size > k or not at.size:
         at = largest_positions(values, k)
     return _selected((indices.take(at), values.take(at)), norm)
@@ -441,3 +438,30 @@ def _peaks(magnitude: Array, bin_size: int) -> Array:
         np.maximum(peaks, rows[:, column], out=peaks)
     rest = magnitude[whole * bin_size :]
     return np.append(peaks, rest.max()) if rest.size else peaks
+
+
+# Single bits -------------------------------------------------------------------------------------
+
+
+def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
+    at, packed = positions.numpy(), out.numpy()
+    nbits = 8 * packed.size
+    flags = np.empty(min(_BITS_BLOCK, nbits), np.bool_)
+    starts = range(0, nbits, _BITS_BLOCK)
+    # Starts of another dtype than the positions would have all of those converted.
+    cuts = [*np.searchsorted(at, np.array(starts, at.dtype)), at.size]
+    for start, low, high in zip(starts, cuts, cuts[1:], strict=False):
+        block = flags[: nbits - start]
+        block[:] = False
+        block[at[low:high].astype(np.int64) - start] = True  # int32 subscripts are slower
+        packed[start // 8 : (start + _BITS_BLOCK) // 8] = np.packbits(block, bitorder="little")
+
+
+def find_bits(data: Tensor, count: int) -> Tensor:
+    packed = data.numpy()
+    dtype = np.int32 if 8 * packed.size <= 1 << 31 else np.int64
+    parts = [np.empty(0, dtype)]
+    for start in range(0, packed.size, _BITS_BLOCK // 8):
+        block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
+        parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
+    return torch.from_numpy(np.concatenate(parts)[:count])

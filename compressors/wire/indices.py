@@ -10,24 +10,17 @@ from abc import ABC, abstractmethod
 from functools import lru_cache
 from math import lgamma, log
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compressors.base import CorruptPayload
-from compressors.wire.packing import (
-    Numbers,
-    as_tensor,
-    bits_nbytes,
-    cast,
-    count_up,
-    empty,
-    find_bits,
-    native,
-    numbers_nbytes,
-    pack_numbers,
-    set_bits,
-    unpack_numbers,
-)
+from compressors.kernels import device, host
+from compressors.kernels.blocks import Array, Flag, is_host
+from compressors.wire.packing import bits_nbytes, numbers_nbytes, pack_numbers, unpack_numbers
+
+Decoded = tuple[Tensor, Flag]
+"""The indices (int32, flat, ascending), and whether no `encode` can have made their bytes."""
 
 
 class IndexFormat(ABC):
@@ -35,6 +28,8 @@ class IndexFormat(ABC):
 
     The number of bytes depends on (numel, capacity) alone; how many positions there are is told by
     the bytes themselves. Needs 0 <= capacity <= numel < 2**31.
+
+    On a device there are always `capacity` indices: places that hold nothing come last, as `numel`.
 
     name: used in messages and benchmarks.
     """
@@ -46,17 +41,28 @@ class IndexFormat(ABC):
         """Bytes that `encode` makes: a pure function, the same on all ranks."""
 
     @abstractmethod
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor:
-        """`indices` (int32, flat, strictly ascending within [0, numel), not checked) as flat uint8.
+    def encode_into(
+        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> None:
+        """Fill `out` (flat uint8 of `nbytes` elements) with what stands for `indices` (int32, flat,
+        strictly ascending within [0, numel), not checked).
 
-        ValueError if there are more than `capacity`."""
+        exact: there are as many as `capacity`. ValueError if there are more."""
 
     @abstractmethod
-    def decode(self, data: Tensor, numel: int, capacity: int) -> Tensor:
-        """The indices (int32, flat, ascending) whose bytes are `data` (uint8, flat).
+    def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
+        """The indices whose bytes are `data` (uint8, flat).
 
-        CorruptPayload unless `data` is what `encode` makes of indices that ascend strictly
-        within [0, numel). On a device other than the CPU this waits for the device."""
+        On the host CorruptPayload unless `data` is what is made of indices that ascend strictly
+        within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
+        so, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
+
+    def encode(self, indices: Tensor, numel: int, capacity: int, exact: bool = False) -> Tensor:
+        """What `encode_into` makes, as a new tensor."""
+        size = self.nbytes(numel, capacity)
+        out = torch.empty(size, dtype=torch.uint8, device=indices.device)
+        self.encode_into(out, indices, numel, capacity, exact)
+        return out
 
 
 class EliasFano(IndexFormat):
@@ -74,41 +80,62 @@ class EliasFano(IndexFormat):
         self.name = f"elias-fano{low}"
 
     def nbytes(self, numel: int, capacity: int) -> int:
-        return bits_nbytes(self._nbits(numel, capacity)) + numbers_nbytes(self.low, capacity)
+        return self._map_nbytes(numel, capacity) + numbers_nbytes(self.low, capacity)
 
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor:
-        _check_count(indices, capacity)
-        nbits, at = self._nbits(numel, capacity), native(indices)
-        positions = _ranks(at, nbits)
-        positions += at >> self.low
-        size = bits_nbytes(nbits)
-        packed = empty(self.nbytes(numel, capacity), "uint8", at)
-        packed[:size] = set_bits(positions, nbits)
-        pack_numbers(at & ((1 << self.low) - 1), self.low, capacity, packed[size:])
-        return as_tensor(packed)
+    def encode_into(
+        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> None:
+        _check_capacity(indices, capacity)
+        size, mask = self._map_nbytes(numel, capacity), (1 << self.low) - 1
+        if is_host(out.device):
+            at = indices.numpy()
+            positions = _ranks(at.size, 8 * size)
+            positions += at >> self.low
+            host.set_bits(torch.from_numpy(positions), None, out[:size])
+            pack_numbers(at & mask, self.low, capacity, out[size:].numpy())
+            return
+        present = None if exact else indices < numel
+        high = (indices >> self.low) + torch.arange(capacity, device=out.device)
+        device.set_bits(high, present, out[:size])
+        slots = indices & mask
+        slots = slots if present is None else slots * present
+        pack_numbers(slots, self.low, capacity, out[size:])
 
-    def decode(self, data: Tensor, numel: int, capacity: int) -> Tensor:
-        size = bits_nbytes(self._nbits(numel, capacity))
-        raw = _received(data, self.nbytes(numel, capacity))
-        indices = find_bits(raw[:size])
-        count = len(indices)
-        _check_received(count, capacity)
-        slots = empty(capacity, "uint8" if self.low <= 8 else "int32", raw)
-        unpack_numbers(raw[size:], self.low, slots)
-        if bool(slots[count:].any()):
+    def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
+        _check_size(data, self.nbytes(numel, capacity))
+        size = self._map_nbytes(numel, capacity)
+        if is_host(data.device):
+            return self._decode_on_host(data[:size], data[size:], numel, capacity, exact), False
+        dtype = torch.uint8 if self.low <= 8 else torch.int32
+        slots = torch.zeros(capacity + 1, dtype=dtype, device=data.device)
+        filled = unpack_numbers(data[size:], self.low, slots[:-1])
+        positions = device.find_bits(data[:size], capacity + 1)
+        wide = torch.int32 if 8 * size << self.low <= 2**31 - 256 else torch.int64
+        high = positions - torch.arange(capacity + 1, dtype=wide, device=data.device)
+        indices = (high << self.low).clamp_(max=numel).add_(slots)
+        decoded, corrupt = _checked(indices, positions < 8 * size, numel, exact)
+        return decoded, corrupt | filled if isinstance(filled, Tensor) else corrupt
+
+    def _decode_on_host(
+        self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
+    ) -> Tensor:
+        indices = host.find_bits(bits, capacity + 1).numpy()
+        _check_count(indices.size, capacity, exact)
+        slots = np.empty(capacity, np.uint8 if self.low <= 8 else np.int32)
+        unpack_numbers(packed.numpy(), self.low, slots)
+        if slots[indices.size :].any():
             raise CorruptPayload("payload must be zero where it holds nothing")
-        indices -= _ranks(indices, 8 * size)
-        if count and int(indices[-1]) << self.low >= numel:  # the last one is the largest
+        indices -= _ranks(indices.size, 8 * bits.numel())
+        if indices.size and int(indices[-1]) << self.low >= numel:  # the last one is the largest
             raise CorruptPayload(f"payload must not point beyond the last of {numel} elements")
         indices <<= self.low
-        indices |= slots[:count]
-        indices = cast(indices, "int32")
-        check_ascending(indices, numel)
-        return as_tensor(indices)
+        indices |= slots[: indices.size]
+        decoded = torch.from_numpy(indices.astype(np.int32))
+        check_ascending(decoded, numel)
+        return decoded
 
-    def _nbits(self, numel: int, capacity: int) -> int:
-        """Bits of the map."""
-        return capacity + -(-numel >> self.low)
+    def _map_nbytes(self, numel: int, capacity: int) -> int:
+        return bits_nbytes(capacity + -(-numel >> self.low))
 
 
 class Bitmap(IndexFormat):
@@ -121,18 +148,27 @@ class Bitmap(IndexFormat):
     def nbytes(self, numel: int, capacity: int) -> int:
         return bits_nbytes(numel)
 
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor:
-        _check_count(indices, capacity)
-        return as_tensor(set_bits(native(indices), numel))
+    def encode_into(
+        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> None:
+        _check_capacity(indices, capacity)
+        if is_host(out.device):
+            host.set_bits(indices, None, out)
+        else:
+            device.set_bits(indices, None if exact else indices < numel, out)
 
-    def decode(self, data: Tensor, numel: int, capacity: int) -> Tensor:
-        raw = _received(data, self.nbytes(numel, capacity))
+    def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
+        _check_size(data, self.nbytes(numel, capacity))
+        if not is_host(data.device):
+            positions = device.find_bits(data, capacity + 1)
+            present = positions < 8 * data.numel()
+            return _checked(positions.clamp(max=numel), present, numel, exact)
         # Bits from 2**31 on, which only the padding can have, become negative here.
-        indices = cast(find_bits(raw), "int32")
-        _check_received(len(indices), capacity)
-        if len(indices) and not 0 <= int(indices[-1]) < numel:
+        indices = host.find_bits(data, capacity + 1).int()
+        _check_count(indices.numel(), capacity, exact)
+        if indices.numel() and not 0 <= int(indices[-1]) < numel:
             raise CorruptPayload(f"payload must not set bits beyond the last of {numel}")
-        return as_tensor(indices)
+        return indices, False
 
 
 _LOW = (8, 16, 24, *(bits for bits in range(1, 31) if bits % 8))  # whole bytes are faster
@@ -156,40 +192,53 @@ def bound_nbytes(numel: int, k: int) -> float:
     return subsets / log(2) / 8
 
 
-def check_ascending(indices: Numbers, numel: int) -> None:
-    """Raise CorruptPayload unless `indices` (array or tensor) ascend strictly within [0, numel).
+def check_ascending(indices: Tensor, numel: int) -> None:
+    """Raise CorruptPayload unless `indices` (of the host) ascend strictly within [0, numel).
 
-    Ascending indices are within bounds if the first and the last one are. On a device other than
-    the CPU this waits for the device."""
-    if not len(indices):
-        return
-    first, last = int(indices[0]), int(indices[-1])
-    if first < 0 or last >= numel or not bool((indices[1:] > indices[:-1]).all()):
-        raise CorruptPayload(f"indices must ascend within [0, {numel}), got {first} ... {last}")
+    Ascending indices are within bounds if the first and the last one are."""
+    at = indices.numpy()
+    if at.size and (at[0] < 0 or at[-1] >= numel or not (at[1:] > at[:-1]).all()):
+        raise CorruptPayload(f"indices must ascend within [0, {numel}), got {at[0]} ... {at[-1]}")
 
 
-def _check_count(indices: Tensor, capacity: int) -> None:
+def _check_capacity(indices: Tensor, capacity: int) -> None:
     """Raise ValueError if there are more `indices` than fit."""
     if indices.numel() > capacity:
         raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
 
 
-def _received(data: Tensor, nbytes: int) -> Numbers:
-    """`data`; CorruptPayload unless it is `nbytes` long (flat uint8)."""
+def _check_size(data: Tensor, nbytes: int) -> None:
+    """Raise CorruptPayload unless `data` is `nbytes` long (flat uint8)."""
     if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != nbytes:
         raise CorruptPayload(
             f"indices must be {nbytes} bytes (flat uint8), "
             f"got {data.dtype} of shape {tuple(data.shape)}"
         )
-    return native(data)
 
 
-def _check_received(count: int, capacity: int) -> None:
-    """Raise CorruptPayload if more indices were received than could have been sent."""
-    if count > capacity:
-        raise CorruptPayload(f"payload must hold at most {capacity} indices, got {count}")
+def _check_count(count: int, capacity: int, exact: bool) -> None:
+    """Raise CorruptPayload if another number of indices was received than can have been sent.
+
+    count: at most one more than `capacity`."""
+    if count > capacity or (exact and count < capacity):
+        wanted = f"{'' if exact else 'at most '}{capacity}"
+        found = f"got {count}" if count <= capacity else "got more"
+        raise CorruptPayload(f"payload must hold {wanted} indices, {found}")
 
 
-def _ranks(indices: Numbers, nbits: int) -> Numbers:
-    """0, 1, ... for each of `indices`, in the dtype that holds positions in so many bits."""
-    return count_up(len(indices), "int32" if nbits <= 1 << 31 else "int64", indices)
+def _checked(indices: Tensor, present: Tensor, numel: int, exact: bool) -> Decoded:
+    """The indices on a device, and whether they are not those of a compressor.
+
+    indices: one more than there can be. Those that are not `present`, and those beyond the last
+        element, are `numel` plus the bits that their slots hold; the last one has no slot.
+
+    So each must be below the next one if it is present, else not above it: then the last one, which
+    is `numel`, bounds all of them, and there are no bits in slots that hold nothing."""
+    these, following = indices[:-1], indices[1:]
+    wrong = these >= following if exact else these + present[:-1] > following
+    return these.clamp(max=numel - exact).int(), wrong.any() | present[-1]
+
+
+def _ranks(count: int, nbits: int) -> Array:
+    """0, 1, ... of the dtype that holds positions in so many bits."""
+    return np.arange(count, dtype=np.int32 if nbits <= 1 << 31 else np.int64)

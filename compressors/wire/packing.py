@@ -38,12 +38,12 @@ from compressors.kernels.blocks import (
     on_host,
     scratch,
 )
+from compressors.kernels.device import pack_bits, unpack_bits
 
 Numbers = Any
 """A NumPy array or a tensor."""
 
 _CPU = torch.device("cpu")
-_BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cache
 _WIDTHS = (8, 4, 2, 1)  # bits of a plane, so that no number is torn in two
 _DIGITS = 5  # digits of base 3 in a byte
 _DIGIT_BYTES = -(-CODE_BLOCK // _DIGITS)  # bytes of a whole block of digits
@@ -90,40 +90,6 @@ def bits_nbytes(nbits: int) -> int:
     return -(-nbits // 8)
 
 
-def set_bits(positions: Numbers, nbits: int) -> Numbers:
-    """A map (uint8) of `nbits` bits, of which those at `positions` are set.
-
-    positions: ascending, int32 or int64."""
-    size = bits_nbytes(nbits)
-    if not isinstance(positions, np.ndarray):
-        bits = torch.zeros(8 * size, dtype=torch.uint8, device=positions.device)
-        return _pack_bits(bits.index_fill_(0, positions.long(), 1))
-    packed = np.empty(size, np.uint8)
-    flags = np.empty(min(_BITS_BLOCK, 8 * size), np.bool_)
-    starts = range(0, 8 * size, _BITS_BLOCK)
-    # Starts of another dtype than the positions would have all of those converted.
-    cuts = [*np.searchsorted(positions, np.array(starts, positions.dtype)), positions.size]
-    for start, low, high in zip(starts, cuts, cuts[1:], strict=False):
-        block = flags[: 8 * size - start]
-        block[:] = False
-        block[positions[low:high].astype(np.int64) - start] = True  # int32 subscripts are slower
-        packed[start // 8 : (start + _BITS_BLOCK) // 8] = np.packbits(block, bitorder="little")
-    return packed
-
-
-def find_bits(data: Numbers) -> Numbers:
-    """Ascending positions of the bits that are set in uint8 `data`: int32 if that can hold them,
-    else int64. On a device other than the CPU this waits for the device."""
-    dtype = "int32" if 8 * len(data) <= 1 << 31 else "int64"
-    if not isinstance(data, np.ndarray):
-        return cast(_unpack_bits(data).nonzero().flatten(), dtype)
-    parts = [np.empty(0, dtype)]
-    for start in range(0, data.size, _BITS_BLOCK // 8):
-        block = np.unpackbits(data[start : start + _BITS_BLOCK // 8], bitorder="little")
-        parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
-    return np.concatenate(parts)
-
-
 def pack_signs(x: Tensor, packed: Tensor, positive: Tensor) -> None:
     """Pack the signs of a block on the host, a bit each, 1 where x >= 0.
 
@@ -138,7 +104,7 @@ def pack_signs(x: Tensor, packed: Tensor, positive: Tensor) -> None:
 def packed_signs(positive: Tensor) -> Tensor:
     """What `pack_signs` makes of a whole tensor on a device: a bit each of flat bool `positive`."""
     bits = positive.view(torch.uint8)
-    return _pack_bits(fill_up(bits, 8 * bits_nbytes(bits.numel())))
+    return pack_bits(fill_up(bits, 8 * bits_nbytes(bits.numel())))
 
 
 def unpack_signs(packed: Tensor, out: Tensor) -> None:
@@ -147,17 +113,7 @@ def unpack_signs(packed: Tensor, out: Tensor) -> None:
         bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
         np.copyto(out.numpy(), bits)
     else:
-        out.copy_(_unpack_bits(packed)[: out.numel()])
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    """Flat uint8 `bits` (0 or 1, a multiple of 8 of them) packed, by torch operations."""
-    return (bits.view(-1, 8) << _shifts(1, bits.device)).sum(1, dtype=torch.uint8)
-
-
-def _unpack_bits(packed: Tensor) -> Tensor:
-    """The inverse of `_pack_bits`."""
-    return ((packed[:, None] >> _shifts(1, packed.device)) & 1).view(-1)
+        out.copy_(unpack_bits(packed)[: out.numel()])
 
 
 @cache
@@ -229,8 +185,12 @@ def unpack_numbers(data: Numbers, width: int, numbers: Numbers) -> Flag:
                 piece[...] = folded
             if (i + 1) * bits < 8:
                 piece &= mask
-        if size > count and bool(plane[..., count:].any()):
-            raise CorruptPayload("payload must be zero where it holds nothing")
+        if size > count:
+            filled = plane[..., count:].any()
+            if isinstance(filled, Tensor):
+                corrupt = corrupt | filled
+            elif filled:
+                raise CorruptPayload("payload must be zero where it holds nothing")
         if not in_place:
             _merge(numbers, plane[..., :count], low)
     return corrupt

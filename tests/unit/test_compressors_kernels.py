@@ -10,7 +10,6 @@ import torch
 
 from compressors.kernels import Kernels, add_and_norm, device, host, kernels_for, squared_norm
 from compressors.kernels.blocks import CACHE_BLOCK, numbers_of_rows, reduce_rows, rows, scratch
-from compressors.thresholds import bisect
 from tests.unit.samples import norm2, normal
 
 DECLARED = [name for name, _ in inspect.getmembers(Kernels, inspect.isfunction) if name[0] != "_"]
@@ -70,18 +69,19 @@ def test_selections_equal_an_obvious_reference(kernels, numel):
         "select": kernels.select(x.clone(), k, add),
         "exactly": kernels.select_above(x.clone(), kth, k, add),
         "too many": kernels.select_above(x.clone(), 0.0, k, add),
-        "by count": kernels.select_by_count(x.clone(), k, add, lambda count, mean, most, k: kth),
+        "by count": kernels.select_by_count(x.clone(), k, add, lambda most, mean, k: kth),
         "bins": kernels.select_bins(total.clone(), min(numel, CACHE_BLOCK), 1, None),
     }
     none = kernels.select_above(x.clone(), 1e9, k, add)
-    assert none.indices.tolist() == [order[0]] == found.pop("bins").indices.tolist()
+    free = [] if kernels is host else [numel] * (k - 1)  # slots, of which there are always k
+    assert none.indices.tolist() == [order[0], *free]
+    assert none.values.tolist() == [total[order[0]], *(0 for _ in free)]
+    assert found.pop("bins").indices.tolist() == [order[0]]
     for name, selected in found.items():
         assert selected.indices.dtype == torch.int32, name
         assert selected.indices.tolist() == expected.tolist(), name
         assert torch.equal(selected.values, total[expected]), name
         assert float(selected.total) == pytest.approx(norm2(total), rel=1e-6), name
-    searched = [m.select_by_count(x.clone(), k, add, bisect).indices for m in (host, device)]
-    assert torch.equal(*searched)
 
 
 def test_rows_of_flat_tensors():
@@ -102,3 +102,17 @@ def test_scratch_memory_is_used_again():
     assert scratch("test", 20, torch.float32, cpu).data_ptr() == first.data_ptr()
     assert scratch("other", 10, torch.float32, cpu).data_ptr() != first.data_ptr()
     assert scratch("test", 10, torch.float64, cpu).data_ptr() != first.data_ptr()
+
+
+@both
+@pytest.mark.parametrize("nbytes", [0, 1, 125, (1 << 14) + 1])
+def test_bit_maps(kernels, nbytes):
+    flags = np.random.default_rng(nbytes).random(8 * nbytes) < 0.3
+    positions = torch.from_numpy(np.flatnonzero(flags).astype(np.int32))
+    packed = torch.full((nbytes,), 99, dtype=torch.uint8)
+    kernels.set_bits(positions, None, packed)
+    assert packed.tolist() == np.packbits(flags, bitorder="little").tolist()
+    count = positions.numel() + 3
+    found = positions.tolist() + ([] if kernels is host else [8 * nbytes] * 3)
+    assert kernels.find_bits(packed, count).tolist() == found
+    assert kernels.find_bits(packed, 2).tolist() == found[:2]

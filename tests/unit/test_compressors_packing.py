@@ -122,14 +122,3 @@ def test_signs(monkeypatch, count):
         packing.unpack_signs(packed, back)
         assert torch.equal(back, positive)
         use_device_kernels(monkeypatch)
-
-
-@pytest.mark.parametrize("nbits", [1, 7, 8, 1000, (1 << 17) + 5])
-def test_bit_maps(nbits):
-    positions = np.flatnonzero(np.random.default_rng(nbits).random(nbits) < 0.3).astype(np.int32)
-    flags = np.zeros(nbits, np.bool_)
-    flags[positions] = True
-    for convert in (lambda array: array, torch.from_numpy):
-        packed = packing.set_bits(convert(positions), nbits)
-        assert packed.tolist() == np.packbits(flags, bitorder="little").tolist()
-        assert packing.find_bits(packed).tolist() == positions.tolist()

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from compressors import Key, TopK, kept, thresholds
-from compressors.kernels import host
-from compressors.sparsifier import Sparsifier
+from compressors.kernels import blocks, host
+from compressors.sparsifier import SparsePayload, Sparsifier
 from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
-from tests.unit.samples import norm2, normal, ordinary, use_device_kernels
+from tests.unit.device_path import device_path
+from tests.unit.samples import norm2, normal, ordinary
 
 KEY = Key("w", 5)
 
@@ -300,7 +301,21 @@ def test_redsync_searches_in_one_pass(monkeypatch):
 
 @pytest.mark.parametrize(("mean", "most"), [(np.nan, 1.0), (np.inf, np.inf), (1.0, np.nan)])
 def test_redsync_without_a_mean_does_not_search(mean, most):
-    assert thresholds.bisect(lambda t: pytest.fail("counted"), mean, most, 5) == 0.0
+    assert thresholds.bisect(np.array([1.0, most]), mean, 1) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_all_rounds_of_the_bisection_at_once_end_where_they_do_one_by_one(dtype):
+    rng = np.random.default_rng(12)
+    for numel, k in ((2, 1), (50, 3), (3000, 30), (3000, 2000), (3000, 2999)):
+        for draw in (*DATA.values(), lambda rng, numel: rng.integers(0, 4, numel)):
+            x = np.sort(np.abs(draw(rng, numel).astype(dtype)))[::-1].copy()
+            mean = float(x.mean(dtype=np.float64))
+            top, mean64 = torch.from_numpy(x[: k + 1]), torch.tensor(mean, dtype=torch.float64)
+            found = float(thresholds.bisect_at_once(top, mean64, k))
+            expected = dtype(thresholds.bisect(x, mean, k))
+            assert found == pytest.approx(expected, rel=2e-7, abs=1e-7), (numel, k)
+            assert (x >= dtype(found)).sum() == (x >= expected).sum(), (numel, k)
 
 
 def test_dgc_samples_a_thousandth_to_a_hundredth_where_that_is_enough():
@@ -436,17 +451,40 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
 
 @every_compressor
 @pytest.mark.parametrize(("numel", "cf"), [(0, 10.0), (1, 1.0), (5000, 1.5), (5000, 1000.0)])
-def test_device_path_keeps_the_same(monkeypatch, compressor, numel, cf):
-    """The path of other devices, which is plain torch, run on the CPU."""
+def test_device_path_keeps_the_same(compressor, numel, cf):
+    """Also where fewer elements are found than there are slots, and in what is sent."""
     x, add = normal(numel), normal(numel, seed=1)
-    expected = compressor.compress(x, cf, KEY), compressor.compress_sum(x.clone(), add, cf, KEY)
-    use_device_kernels(monkeypatch)
-    memory = x.clone()
-    found = compressor.compress(x, cf, KEY), compressor.compress_sum(memory, add, cf, KEY)
-    assert torch.equal(memory, x + add)
-    for one, other in zip(expected, found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.parts, other.parts, strict=True))
-        assert float(other.total) == pytest.approx(float(one.total), rel=1e-6)
+    host_side = compressor.compress(x, cf, KEY), compressor.compress_sum(x.clone(), add, cf, KEY)
+    with device_path():
+        memory = x.clone()
+        payloads = compressor.compress(x, cf, KEY), compressor.compress_sum(memory, add, cf, KEY)
+        assert torch.equal(memory, x + add)
+        for expected, found in zip(host_side, payloads, strict=True):
+            check_same(compressor, expected, found)
+            check_same(
+                compressor, compressor.recompress(expected, 2), compressor.recompress(found, 2)
+            )
+
+
+def check_same(compressor: Sparsifier, expected: SparsePayload, found: SparsePayload) -> None:
+    """`found`, made as on a device, is `expected`, made on the host, with every slot filled."""
+    count, free = expected.parts[0].numel(), found.capacity - expected.parts[0].numel()
+    indices, values = found.parts
+    assert indices.tolist() == expected.parts[0].tolist() + [found.numel] * free
+    assert torch.equal(values, expected.parts[1])
+    assert not values[count:].any()
+    sizes = torch.stack([expected.energies, found.energies])
+    assert (sizes.diff(dim=0).abs() <= 2e-6 * sizes[0, 0]).all()
+    raw = torch.empty(found.nbytes, dtype=torch.uint8)
+    found.write(raw)
+    received = compressor.read(raw, found.numel, found.cf, torch.float32, KEY)
+    assert not bool(received.corrupt)
+    assert torch.equal(compressor.decompress(received), compressor.decompress(found))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "force_device_path", False)
+        again = torch.empty_like(raw)
+        expected.write(again)
+        assert torch.equal(raw, again)
 
 
 @every_compressor

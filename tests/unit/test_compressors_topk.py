@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from compressors import CorruptPayload, Key, TopK, kept
 from compressors.kernels import host
 from compressors.kernels.blocks import CACHE_BLOCK
-from tests.unit.samples import use_device_kernels
+from tests.unit.device_path import device_path
 
 KEY = Key("w")
 LARGE = 600_000
@@ -171,9 +171,12 @@ def test_kth_largest(k, sort):
 
 @pytest.mark.parametrize("numel", [0, 1, 5000])
 @pytest.mark.parametrize("cf", [1.0, 1.5, 100.0])
-def test_device_path_equals_reference(monkeypatch, numel, cf):
-    """The path of other devices, which is plain torch, run on the CPU."""
-    use_device_kernels(monkeypatch)
+def test_device_path_equals_reference(numel, cf):
+    with device_path():
+        _check_on_a_device(numel, cf)
+
+
+def _check_on_a_device(numel: int, cf: float) -> None:
     x = np.random.default_rng(5).standard_normal(numel).astype(np.float32)
     check(x, cf)
     memory = torch.ones(numel)

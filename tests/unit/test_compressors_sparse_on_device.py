@@ -1,0 +1,123 @@
+"""Sparsifiers on tensors of a device: no value is read, nothing is written out of bounds.
+
+That they keep and send what they do on the host is in the file of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressors import DGC, AdaComp, Key, RedSync, SIDCo, Sparsifier, Threshold, TopK, kept
+from tests.unit.device_path import count_operations, device_path, meta
+from tests.unit.samples import normal, ordinary
+
+KEY = Key("w", 3)
+COMPRESSORS: dict[str, Sparsifier] = {
+    "topk": TopK(),
+    "dgc": DGC(),
+    "threshold": Threshold(),
+    "threshold 1.5": Threshold(1.5),
+    "sidco": SIDCo(),
+    "sidco gamma": SIDCo("gamma"),
+    "sidco pareto 2 stages": SIDCo("pareto", stages=2),
+    "redsync": RedSync(),
+    "adacomp": AdaComp(),
+}
+MOST = {"topk": 96, "sidco": 240, "sidco gamma": 340, "sidco pareto 2 stages": 240, "redsync": 150}
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
+
+
+def send_and_receive(compressor: Sparsifier, numel: int, cf: float) -> Callable[[], None]:
+    """All that happens to a gradient without values, once."""
+    memory, gradient, out = meta(numel), meta(numel), meta(numel)
+
+    def run() -> None:
+        payload = compressor.compress_sum(memory, gradient, cf, KEY)
+        raw = meta(payload.nbytes, torch.uint8)
+        payload.write(raw)
+        received = compressor.read(raw, numel, cf, torch.float32, KEY)
+        compressor.add_to(out, received, 0.5)
+        compressor.subtract_from(memory, payload)
+
+    return run
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("cf", [3.0, 10.0, 100.0])
+def test_no_value_is_read_and_operations_do_not_grow_with_the_tensor(name, cf):
+    # Packing splits the last numbers off where they fill no byte, so sizes are multiples of 9,600.
+    runs = [send_and_receive(COMPRESSORS[name], numel, cf) for numel in (960_000, 96_000_000)]
+    runs[0]()  # whatever is made once for a device
+    counts = [count_operations(run) for run in runs]
+    assert counts[0] == counts[1]
+    assert counts[0] <= MOST.get(name, 121)
+
+
+@every_compressor
+@pytest.mark.parametrize("numel", [0, 1, 100_000])
+def test_the_rest_reads_no_value_either(compressor, numel):
+    flag = meta(1, torch.bool)[0]
+    for cf in (1.0, 10.0):
+        payload = compressor.compress(meta(numel), cf, KEY)
+        further = compressor.recompress(payload, 8.0)
+        assert further.parts[0].numel() == kept(numel, 8 * cf)
+        poisoned = compressor.is_poisoned(compressor.poison(payload, flag))
+        assert isinstance(poisoned, torch.Tensor) or numel == 0
+        compressor.subtract_from(meta(numel), compressor.void(payload, flag))
+        compressor.indices(payload)
+        packed = compressor.pack_indices(payload)
+        assert packed.numel() == compressor.index_nbytes(numel, cf)
+        elsewhere = compressor.at(meta(numel), packed, cf, KEY)
+        compressor.add_to(meta(numel), elsewhere)
+        assert isinstance(elsewhere.corrupt, torch.Tensor)
+
+
+@every_compressor
+@settings(max_examples=15)
+@given(data=st.data(), numel=st.integers(0, 300), cf=st.sampled_from([1.0, 2.0, 7.0, 40.0]))
+def test_bytes_that_nobody_sent_stay_within_bounds(compressor, data, numel, cf):
+    """A CPU tensor raises where something is read or written out of bounds."""
+    with device_path():
+        size = compressor.payload_nbytes(numel, cf)
+        raw = torch.tensor(
+            list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8
+        )
+        payload = compressor.read(raw, numel, cf, torch.float32, KEY)
+        out = torch.zeros(numel)
+        compressor.add_to(out, payload)
+        compressor.subtract_from(out, compressor.recompress(payload, 3.0))
+        packed = raw[size - compressor.index_nbytes(numel, cf) :]
+        at = compressor.at(out, packed, cf, KEY)
+        compressor.subtract_from(out, at)
+        assert bool(at.corrupt) == bool(payload.corrupt)
+        again = torch.empty_like(raw)
+        payload.write(again)
+        assert bool(payload.corrupt) or torch.equal(again, raw)
+
+
+@every_compressor
+def test_extreme_tensors(compressor):
+    """As on the host: at least one element is kept, as it was, and what is not finite shows."""
+    tensors = {**ordinary(torch.float32, 2000), "half": normal(2000).half()}
+    tensors["nan"], tensors["infinite"] = torch.ones(2000), torch.ones(2000)
+    tensors["nan"][7], tensors["infinite"][7] = torch.nan, torch.inf
+    with device_path():
+        for name, tensor in tensors.items():
+            for cf in (1.0, 10.0, 1e6):
+                payload = compressor.compress(tensor, cf, KEY)
+                indices, numel = payload.parts[0].long(), tensor.numel()
+                assert indices.numel() == kept(numel, cf), name
+                held = indices[indices < numel]
+                assert bool((held.diff() > 0).all()), name
+                assert held.numel() >= min(1, numel), name
+                assert torch.equal(
+                    payload.parts[1][: held.numel()].nan_to_num(5.0), tensor[held].nan_to_num(5.0)
+                )
+                assert not payload.parts[1][held.numel() :].any()
+                assert bool(payload.total.isfinite()) == (name not in ("nan", "infinite")), name
+                assert bool(compressor.decompress(payload).any()) == bool(tensor.any()), name
