@@ -41,7 +41,7 @@ from compressors.wire.values import (
     Parts,
     encode_sum,
     fill_random16,
-    random16,
+    generator,
 )
 
 
@@ -109,13 +109,9 @@ class Quantizer(Compressor):
     def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
         form, dtype = self.form(payload.cf), payload.dtype
         for start, stop in block_bounds(out):
-            block = out[start:stop]
-            if dtype == widened(dtype):
-                kept = scratch("kept", block.numel(), dtype, block.device)
-            else:
-                kept = torch.empty(block.numel(), dtype=dtype, device=block.device)
-            form.decode_into(kept, payload.parts, start)
-            block.add_(kept, alpha=scale)
+            kept = scratch("kept", stop - start, widened(dtype), out.device)
+            form.decode_block(form.slices(payload.parts, start, stop - start, dtype), kept)
+            out[start:stop].add_(kept.to(dtype), alpha=scale)
 
 
 class HalfPrecision(Quantizer):
@@ -289,7 +285,11 @@ class PowersOfTwo(BlockFormat):
         field = bits & torch.iinfo(form.integer).max
         offsets = x.new_empty(len(bits))
         below = self._offsets(field.amax(dim=1), form, offsets)
-        field.add_(random16(field, self.seed, key), alpha=1 << form.mantissa - 16)
+        made_by = generator(x.device, self.seed, key)
+        random = torch.randint(
+            1 << 16, field.shape, generator=made_by, dtype=field.dtype, device=field.device
+        )
+        field.add_(random, alpha=1 << form.mantissa - 16)
         field.bitwise_right_shift_(form.mantissa).sub_(below[:, None]).clamp_(0, 127)
         field.bitwise_or_((bits >> form.sign - 7).bitwise_and_(128))
         codes = field.view(-1)[:count].to(torch.uint8)

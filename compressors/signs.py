@@ -50,7 +50,7 @@ from compressors.wire.values import (
     Parts,
     check_bucket,
     fill_random16,
-    random16,
+    uniform,
 )
 
 
@@ -329,7 +329,7 @@ class TernaryLevels(BlockFormat):
         t = x / scale
         if self.clip is not None:
             t.clamp_(-1, 1)
-        t.add_(random16(t, self.seed, key), alpha=STEP).floor_()
+        t.add_(uniform(t, self.seed, key)).floor_()
         return (scale, packed_digits(t + 1)), t.mul_(scale)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:

@@ -328,9 +328,12 @@ def unpack_codes(packed: Tensor, bits: int, offset: int, out: Tensor) -> None:
     if len(_planes(bits)) == 1:
         columns = _unfold(columns.flatten(1), bits).unflatten(1, (8, -1))
     else:
-        low, mask, shift, row = _layout_of_columns(bits, out.device)
+        _, mask, shift, row = _layout_of_columns(bits, out.device)
         planes = columns.index_select(1, row).unflatten(1, (-1, 8))
-        columns = (((planes >> shift) & mask) << low).sum(1, dtype=torch.uint8)
+        planes = (planes >> shift) & mask
+        columns = planes[:, 0]
+        for i, (low, _) in enumerate(_planes(bits)[1:], start=1):
+            columns = torch.add(columns, planes[:, i], alpha=1 << low)
     whole = out.numel() // CODE_BLOCK * CODE_BLOCK
     if whole:
         blocks = columns[: whole // CODE_BLOCK].view(-1)

@@ -34,7 +34,6 @@ from compressors.kernels.blocks import (
     numbers_of_rows,
     reduce_rows,
     rows,
-    scratch,
     scratch_like,
     widened,
 )
@@ -181,20 +180,10 @@ class BlockFormat(ValueFormat):
         return _encode_on_device(self, values.detach(), key)[0]
 
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
-        out = fresh(count, dtype, parts[0].device)
+        out = fresh(count, widened(dtype), parts[0].device)
         for start, stop in block_bounds(out):
-            self.decode_into(out[start:stop], parts, start)
-        return out
-
-    def decode_into(self, out: Tensor, parts: Parts, start: int) -> None:
-        """Fill `out` (of any dtype) with the block that starts at `start`."""
-        slices = self.slices(parts, start, out.numel(), out.dtype)
-        if out.dtype == widened(out.dtype):
-            self.decode_block(slices, out)
-        else:
-            wide = scratch("wide", out.numel(), widened(out.dtype), out.device)
-            self.decode_block(slices, wide)
-            out.copy_(wide)
+            self.decode_block(self.slices(parts, start, stop - start, dtype), out[start:stop])
+        return out.to(dtype)
 
     def slices(self, parts: Parts, start: int, count: int, dtype: torch.dtype) -> Parts:
         """The slices of `parts` for `count` elements from `start` (a multiple of CODE_BLOCK) on."""
@@ -346,11 +335,10 @@ class Levels(BlockFormat):
         buckets = fill_up(x, -(-count // self.bucket) * self.bucket).view(-1, self.bucket)
         scale = row_norms(buckets, self.norm)
         scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
-        q = buckets / scale
         if self.seed is None:
-            q.round_()
+            q = (buckets / scale).round_()
         else:
-            q.add_(random16(q, self.seed, key), alpha=STEP).floor_()
+            q = torch.addcdiv(uniform(buckets, self.seed, key), buckets, scale).floor_()
         flat = q.view(-1)
         if self.bits == 8:
             packed = flat[:count].to(torch.int8).view(torch.uint8)
@@ -431,16 +419,19 @@ def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
         np.multiply(words, _ODD, out=words)
 
 
-def random16(like: Tensor, seed: int, key: Key) -> Tensor:
-    """Numbers as `fill_random16` makes them (but others), for a whole tensor on a device: with the
-    shape, dtype and device of `like`."""
-    generator = None
-    if like.device.type != "meta":  # where there are no numbers, and no generator either
-        generator = torch.Generator(like.device)
-        generator.manual_seed(int.from_bytes(_digest(seed, key, 0)[:8], "little", signed=True))
-    return torch.randint(
-        1 << 16, like.shape, generator=generator, dtype=like.dtype, device=like.device
-    )
+def generator(device: torch.device, seed: int, key: Key) -> torch.Generator | None:
+    """A random number generator on a device, with the same seeds as `fill_random16`; None for meta
+    tensors, which have no values."""
+    if device.type == "meta":
+        return None
+    bits = int.from_bytes(_digest(seed, key, 0)[:8], "little", signed=True)
+    return torch.Generator(device).manual_seed(bits)
+
+
+def uniform(like: Tensor, seed: int, key: Key) -> Tensor:
+    """Random numbers from 0 to below 1, with the shape, dtype and device of `like`."""
+    made_by = generator(like.device, seed, key)
+    return torch.rand(like.shape, generator=made_by, dtype=like.dtype, device=like.device)
 
 
 def _digest(seed: int, key: Key, start: int) -> bytes:

@@ -8,7 +8,15 @@ import torch
 
 from compressors.base import Key, split_bytes
 from compressors.kernels.blocks import CODE_BLOCK
-from compressors.wire.values import Full, ValueFormat, fill_random16, make_values, value_names
+from compressors.wire.values import (
+    Full,
+    ValueFormat,
+    fill_random16,
+    make_values,
+    uniform,
+    value_names,
+)
+from tests.unit.device_path import device_path, meta
 
 KEY = Key("w", 1)
 every_format = pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8", "int4", "qsgd"])
@@ -37,6 +45,24 @@ def test_layout_encode_decode(name, dtype, count):
     again = form.decode(split_bytes(raw[1:], *layout), count, dtype)
     assert torch.equal(again, decoded)
     assert form.nbytes(count, dtype) == raw.numel() - 1
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 1000, CODE_BLOCK + 300])
+def test_a_device_sends_the_same_bytes(name, dtype, count):
+    form = make_values(name)
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = form.encode(values, KEY)
+    decoded = form.decode(parts, count, dtype)
+    with device_path():
+        again = form.encode(values, KEY)
+        assert torch.equal(form.decode(parts, count, dtype), decoded)
+    assert tuple((p.numel(), p.dtype) for p in again) == form.layout(count, dtype)
+    if name != "qsgd":  # other numbers are drawn there
+        assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+    of_meta = form.encode(meta(count, dtype), KEY)
+    assert form.decode(of_meta, count, dtype).shape == (count,)
 
 
 @every_format
@@ -70,21 +96,30 @@ def test_names():
         make_values(8)  # type: ignore[arg-type]
 
 
-def test_random_numbers_are_uniform_and_follow_the_seed():
-    draws = torch.empty(100_003)
-    fill_random16(draws, "a", 1)
-    assert draws.min() >= 0
-    assert draws.max() < 65536
-    assert torch.equal(draws, draws.round())
-    counts = torch.histc(draws, 64, 0, 65536)
-    assert ((counts - 100_003 / 64) ** 2 / (100_003 / 64)).sum() < 120  # chi square, 63 degrees
-    again, other = torch.empty(100_003, dtype=torch.int32), torch.empty(100_003)
-    fill_random16(again, "a", 1)
-    fill_random16(other, "a", 2)
-    assert torch.equal(again.float(), draws)
-    pairs = [(draws, other), (draws[:-1], draws[1:])]
-    quarter = -(-100_003 // 4)
-    pairs += [(draws[: -i * quarter], draws[i * quarter :]) for i in (1, 2, 3)]
-    for first, second in pairs:
-        assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
-    fill_random16(torch.empty(0), 1)
+def test_random_numbers_are_uniform_and_follow_the_key():
+    for draw in (fill, uniform16):
+        draws = draw(torch.empty(100_003), 0, KEY)
+        assert draws.min() >= 0
+        assert draws.max() < 65536
+        assert torch.equal(draws, draws.round())
+        counts = torch.histc(draws, 64, 0, 65536)
+        assert ((counts - 100_003 / 64) ** 2 / (100_003 / 64)).sum() < 120  # chi square, 63 degrees
+        assert torch.equal(draw(torch.empty(100_003, dtype=torch.int32), 0, KEY).float(), draws)
+        quarter = -(-100_003 // 4)
+        pairs = [(draws[: -i * quarter], draws[i * quarter :]) for i in (1, 2, 3)]
+        pairs.append((draws[:-1], draws[1:]))
+        others = [(1, KEY), *((0, key) for key in (Key("v", 1), Key("w", 2), Key("w", 1, rank=1)))]
+        pairs += [(draws, draw(torch.empty(100_003), seed, key)) for seed, key in others]
+        for first, second in pairs:
+            assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
+    assert not torch.equal(fill(torch.empty(9), 0, KEY, CODE_BLOCK), fill(torch.empty(9), 0, KEY))
+    fill(torch.empty(0), 1, KEY)
+
+
+def uniform16(out: torch.Tensor, seed: int, key: Key) -> torch.Tensor:
+    return (uniform(out.float(), seed, key) * 65536).floor_().to(out.dtype)
+
+
+def fill(out: torch.Tensor, seed: int, key: Key, start: int = 0) -> torch.Tensor:
+    fill_random16(out, seed, key, start)
+    return out
