@@ -199,27 +199,28 @@ class Sparsifier(Compressor):
         return self._payload(chosen, numel, cf, key)
 
     def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
-        capacity, dtype = kept(numel, cf), chosen.values.dtype
-        coded = self.values.encode(_padded(chosen.values, capacity), key)
-        parts = (chosen.indices, *coded)
-        energy = squared_norm(chosen.values)
-        error = projection_error(chosen.total, energy) if chosen.indices.numel() < numel else 0.0
-        payload = SparsePayload(
-            parts,
+        indices, values, total = chosen
+        capacity, count = kept(numel, cf), indices.numel()
+        coded, decoded = self.values.encode_and_decode(_padded(values, capacity), key)
+        energy = squared_norm(values)
+        error = projection_error(total, energy) if count < numel else 0.0
+        sent = None
+        if not self.values.lossless:
+            sent = decoded[:count]
+            error += squared_norm(values - sent)
+            energy = squared_norm(sent)
+        return SparsePayload(
+            (indices, *coded),
             numel,
             cf,
             key,
-            dtype=dtype,
+            energies(total, energy, error, indices),
+            values.dtype,
             capacity=capacity,
             full=self.exact_count,
-            exact=chosen.values,
+            exact=values,
+            sent=sent,
         )
-        if not self.values.lossless:
-            sent = self._decoded(payload)
-            error += squared_norm(chosen.values - sent)
-            energy = squared_norm(sent)
-            payload = replace(payload, sent=sent)
-        return replace(payload, energies=energies(chosen.total, energy, error, parts[0]))
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""

@@ -94,6 +94,11 @@ class ValueFormat(ABC):
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         """The values that `parts` stand for: bit by bit the same wherever it is called."""
 
+    def encode_and_decode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        """The parts, and what they decode to."""
+        parts = self.encode(values, key)
+        return parts, self.decode(parts, values.numel(), values.dtype)
+
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of all the parts together."""
         return sum(elements * part.itemsize for elements, part in self.layout(count, dtype))
