@@ -20,7 +20,7 @@ from adaptive.bucket import StepCFs
 from adaptive.config import Settings, check_layerwise
 from adaptive.exchange.collectives import Exchange, reduce_wire_bytes
 from adaptive.sizes import Sizes
-from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.timing import ModelledClock, Stopwatch
 from adaptive.statistics.vector import PendingStep, Tally
 from adaptive.summary import Summary, Totals
@@ -107,7 +107,7 @@ class Controller:
         exchange: Exchange,
         stopwatch: Stopwatch,
         recorder: Recorder,
-        instruments: Instruments,
+        instruments: RequestedStatistics,
         numel: Callable[[], int],
         floats: Callable[[StepCFs], float],
         lr: Callable[[], float],

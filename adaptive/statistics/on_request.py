@@ -15,8 +15,8 @@ from adaptive.statistics.vector import Tally
 from policies import Policy
 
 
-class Instruments:
-    """What measures what the policy asks for.
+class RequestedStatistics:
+    """What is measured of the gradients only because the policy asks for it.
 
     cfs: of the shadow ladder, if there is to be one. joined: a bucket is compressed as one. share:
     of a shadow ladder's elements, see ShadowLadder."""
