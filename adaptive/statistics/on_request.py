@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from adaptive.bucket import Bucket
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
@@ -34,7 +36,7 @@ class RequestedStatistics:
         self._joined, self._share = joined, share
         self._shadow: ShadowLadder | None = None
         self.layers = LayerStatistics(parameters, self._cfs or ()) if policy.layerwise else None
-        self.sums = GradientSum()
+        self.sums = GradientSum(parameters)
 
     def begin(self, memory: NoMemory) -> None:
         """From here on gradients are accumulated by this memory's rule."""
@@ -54,13 +56,14 @@ class RequestedStatistics:
         signal = None if self._shadow is None else self._shadow.signal
         return None if signal is None else signal.peers
 
-    def observe(self, bucket: Bucket, tally: Tally) -> None:
-        """Take in a bucket's local gradients."""
+    def observe(self, bucket: Bucket, energies: Tensor, tally: Tally) -> None:
+        """Take in a bucket's local gradients. energies: ||g||^2 of each part (float64)."""
         if self._shadow is not None and tally.ladder:
             self._shadow.step(bucket, tally)
-        if self.layers is not None and bucket.finite:
-            for part in bucket.parts:
-                self.layers.add_energy(part.parameter, part.energy)
+        if self.layers is not None and bucket.poisoned is not True:
+            if isinstance(bucket.poisoned, Tensor):
+                energies = energies.masked_fill(bucket.poisoned, 0)
+            self.layers.add_energies([part.parameter for part in bucket.parts], energies)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name; that of the layers and the sketches is in the controller's."""
