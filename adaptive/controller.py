@@ -22,7 +22,7 @@ from adaptive.bucket import StepCFs
 from adaptive.config import Settings, check_layerwise
 from adaptive.exchange.collectives import Exchange, reduce_wire_bytes
 from adaptive.sizes import Sizes
-from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.timing import ModelledClock, Stopwatch
 from adaptive.statistics.vector import Asked, PendingStep, Tally
@@ -112,7 +112,7 @@ class Controller:
         exchange: Exchange,
         stopwatch: Stopwatch,
         recorder: Recorder,
-        instruments: Instruments,
+        instruments: RequestedStatistics,
         numel: Callable[[], int],
         floats: Callable[[StepCFs], float],
         lr: Callable[[], float],
@@ -208,7 +208,7 @@ class Controller:
         asked = Asked(
             cfs=self.cfs.measured,
             ladder=() if self.forced_dense else instruments.ladder,
-            layers=0 if layers is None else layers.count,
+            layers=0 if layers is None else layers.numel,
             sketch=0 if peers is None else WIDTH,
             by_energy=self._by_energy,
             device=not is_host(self._device),
@@ -223,7 +223,9 @@ class Controller:
         if plan.read_sum:
             tally.at("sum_norm").copy_(instruments.sums.read())
         if layers is not None:
-            tally.at("layers").copy_(layers.read(instruments.sums if plan.read_sum else None))
+            tally.at("layers").copy_(
+                layers.read(instruments.sums.by_layer if plan.read_sum else None)
+            )
         return tally
 
     @property
@@ -363,7 +365,7 @@ class Controller:
         self.spoiled = agreed.spoiled > 0
         self.corrupt = self.corrupt or agreed.corrupt > 0
         if peers is not None and pending.asked.products:
-            peers.receive(agreed.sketch)
+            peers.receive(torch.tensor(agreed.sketch, dtype=torch.float64))
         emptied = pending.cf == DENSE and not agreed.spoiled
         if emptied and pending.step > self._compressed_last:
             self.carrying = self.owing = False

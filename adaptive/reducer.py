@@ -38,7 +38,7 @@ from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.multilevel import compress_levels, levels_beside, record_levels, strided_sample
 from adaptive.parameters import ModelParameter, Scratch
-from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Key, Payload
@@ -66,7 +66,7 @@ class Reducer:
         memory: NoMemory,
         exchange: Exchange,
         pipeline: Pipeline,
-        instruments: Instruments,
+        instruments: RequestedStatistics,
         settling: int,
         clip_norm: float | None = None,
     ) -> None:

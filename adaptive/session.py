@@ -33,7 +33,7 @@ from adaptive.parameters import ModelParameters
 from adaptive.reducer import Reducer
 from adaptive.sizes import Sizes
 from adaptive.state import check_state, shapes, undone_on_error
-from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, make_timestamps
 from adaptive.step_watch import StepWatch
 from adaptive.timeline.records import Header, Recorder
@@ -157,7 +157,7 @@ class Session:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
         self._start = PolicyStart(settings, self._sizes, self.exchange.world_size)
-        self._instruments = Instruments(
+        self._instruments = RequestedStatistics(
             settings.policy,
             parameters.values(),
             self._start.candidates,

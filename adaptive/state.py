@@ -152,12 +152,9 @@ def _check_shadow(
     wanted = {
         "residual": (ladder, size),
         "velocity": (ladder, size),
-        "sent": (ladder, size),
-        "grad": (size,),
+        "sent": (1 + ladder, size),
     }
     saved.together("residual" in kept, f"the shadow of {name!r} has no residual")
-    both = ("sent" in kept) == ("grad" in kept)
-    saved.together(both, f"the shadow of {name!r} has only one of 'sent' and 'grad'")
     dtype = getattr(kept["residual"], "dtype", None)
     saved.together(dtype in FLOATING, f"the shadow of {name!r} must be float32 or float64 tensors")
     for what in kept:
@@ -333,16 +330,5 @@ def _mean(weights: Mapping[int, float], tensors: Sequence[Tensor | None]) -> Ten
 
 def _layers(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, Any]:
     """The sums of each layer, which are to be added up over the ranks, too."""
-    found = {}
-    for name in states[0]["controller"]["layers"]:
-        each = {i: states[i]["controller"]["layers"][name] for i in weights}
-        energy = sum(weight * each[i][0] for i, weight in weights.items())
-        lists = [
-            [
-                sum(weight * each[i][part][n] for i, weight in weights.items())
-                for n in range(len(each[min(each)][part]))
-            ]
-            for part in (1, 2)
-        ]
-        found[name] = [energy, *lists]
-    return found
+    each = [state["controller"]["layers"] for state in states]
+    return {name: _mean(weights, [layers[name] for layers in each]) for name in each[0]}

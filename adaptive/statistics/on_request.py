@@ -17,8 +17,8 @@ from adaptive.statistics.vector import Tally
 from policies import Policy
 
 
-class Instruments:
-    """What measures what the policy asks for.
+class RequestedStatistics:
+    """What is measured of the gradients only because the policy asks for it.
 
     cfs: of the shadow ladder, if there is to be one. joined: a bucket is compressed as one. share:
     of a shadow ladder's elements, see ShadowLadder."""
@@ -36,7 +36,7 @@ class Instruments:
         self._joined, self._share = joined, share
         self._shadow: ShadowLadder | None = None
         self.layers = LayerStatistics(parameters, self._cfs or ()) if policy.layerwise else None
-        self.sums = GradientSum()
+        self.sums = GradientSum(parameters)
 
     def begin(self, memory: NoMemory) -> None:
         """From here on gradients are accumulated by this memory's rule."""
@@ -57,12 +57,13 @@ class Instruments:
         return None if signal is None else signal.peers
 
     def observe(self, bucket: Bucket, energies: Tensor, tally: Tally) -> None:
-        """Take in a bucket's local gradients."""
+        """Take in a bucket's local gradients. energies: ||g||^2 of each part (float64)."""
         if self._shadow is not None and tally.asked.ladder:
             self._shadow.step(bucket, tally)
         if self.layers is not None and bucket.poisoned is not True:
-            for part, energy in zip(bucket.parts, energies.tolist(), strict=True):
-                self.layers.add_energy(part.parameter, energy)
+            if isinstance(bucket.poisoned, Tensor):
+                energies = energies.masked_fill(bucket.poisoned, 0)
+            self.layers.add_energies([part.parameter for part in bucket.parts], energies)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name; that of the layers and the sketches is in the controller's."""

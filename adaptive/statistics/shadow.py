@@ -8,8 +8,11 @@ a small top-k a CF and a step, and a sample-sized residual a CF.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,91 +23,87 @@ from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.momentum import MomentumRule
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.layers import LayerStatistics
+from adaptive.statistics.samples import Sections, beside, clear, energies, largest, native, sampled
 from adaptive.statistics.signal import Signal
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, Sparsifier
 from compressors.base import kept
-from compressors.kernels import Array, on_host
-
-BELOW = 0.8
-"""Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""
-
-
-def largest(a: Array, wanted: Sequence[int], above: Array) -> Array:
-    """Of each row of `a` the elements of largest magnitude, as a mask; as many as `wanted` for that
-    row, and all that equal the smallest of them.
-
-    above: (rows,), magnitudes above which to look first, zeros to begin with; updated for the next
-    step. They save time, and never change what is found.
-    """
-    magnitude = np.abs(a)
-    smallest = np.empty(len(wanted), a.dtype)
-    for i, (row, k) in enumerate(zip(magnitude, wanted, strict=True)):
-        few = row[row >= float(above[i])]
-        if few.size < k:
-            few = row.copy()
-        few.partition(few.size - k)
-        smallest[i] = few[few.size - k]
-    np.multiply(smallest, BELOW, out=above)
-    return np.asarray(magnitude >= smallest[:, None])
+from compressors.kernels import on_host
+from compressors.kernels.blocks import Flag, is_host
 
 
 class ShadowGroup:
-    """Arrays over the samples of all parameters, one after the other: residual (CFs, elements), and
-    where they are wanted velocity (CFs, elements), the last step's grad (elements,) and what was
-    kept of it, sent (CFs, elements).
+    """What is kept of the samples of several parameters, as arrays over all of these samples, one
+    after the other: residual (CFs, elements), and where they are wanted velocity (CFs, elements),
+    and the last step's gradient and what each CF sent of it, sent (1 + CFs, elements).
 
-    parameters: in order. strides: of each one's sample. weight: elements that a sampled one stands
-    for. wanted: sampled elements that each CF keeps. above: where to look for these first; speed,
-    not state.
+    together: the parameters of each section, in order: what is compressed as one. strides: of each
+    one's sample. sections: how the elements are cut. above: where the largest are looked for first;
+    speed, not state.
     """
 
     def __init__(
-        self, parameters: Sequence[ModelParameter], strides: Sequence[int], cfs: Sequence[float]
+        self,
+        together: Sequence[Sequence[ModelParameter]],
+        strides: Mapping[ModelParameter, int],
+        cfs: Sequence[float],
     ) -> None:
-        self.parameters, self.strides = tuple(parameters), tuple(strides)
-        sizes = [
-            -(-parameter.tensor.numel() // stride)
-            for parameter, stride in zip(parameters, strides, strict=True)
-        ]
-        ends = np.cumsum([0, *sizes]).tolist()
-        self._places = {
-            parameter: slice(a, b)
-            for parameter, a, b in zip(parameters, ends[:-1], ends[1:], strict=True)
-        }
-        self.size = ends[-1]
-        numel = sum(parameter.tensor.numel() for parameter in parameters)
-        self.weight = numel / self.size  # what is large is sampled more thinly
-        self.wanted = [max(1, round(kept(numel, cf) * self.size / numel)) for cf in cfs]
+        self.parameters = tuple(chain.from_iterable(together))
+        self.strides = [strides[parameter] for parameter in self.parameters]
+        first = self.parameters[0]
+        self._device = first.tensor.device
+        self._dtype = first.dtype if is_host(self._device) else torch.float32
+        sizes, wanted, weights, end = [], [], [], 0
+        self._places: dict[ModelParameter, slice] = {}
+        for section in together:
+            start, numel = end, sum(parameter.tensor.numel() for parameter in section)
+            for parameter in section:
+                begin, end = end, end - (-parameter.tensor.numel() // strides[parameter])
+                self._places[parameter] = slice(begin, end)
+            size = end - start
+            sizes.append(size)
+            wanted.append([max(1, round(kept(numel, cf) * size / numel)) for cf in cfs])
+            weights.append(numel / size)  # what is large is sampled more thinly
+        self._size = end
+        self.sections = Sections(sizes, wanted, weights, self._device)
         self.above = np.zeros(len(cfs))
-        self.arrays: dict[str, Array] = {}
+        self.arrays: dict[str, Tensor] = {}
 
     def place(self, parameter: ModelParameter) -> slice:
         """Where a parameter's sample is among the elements."""
         return self._places[parameter]
 
-    def of(self, parameter: ModelParameter) -> dict[str, Array]:
+    def of(self, parameter: ModelParameter) -> dict[str, Tensor]:
         """What is kept of one parameter, as views."""
         place = self._places[parameter]
-        return {name: array[..., place] for name, array in self.arrays.items()}
+        return {name: array[:, place] for name, array in self.arrays.items()}
 
-    def take_over(self, parameter: ModelParameter, arrays: Mapping[str, Array]) -> None:
-        """Go on from what was kept of a parameter before, in another group."""
+    def take_over(self, parameter: ModelParameter, arrays: Mapping[str, Tensor]) -> None:
+        """Go on from what was kept of a parameter before, in another group or in a state."""
         for name, array in arrays.items():
-            if name not in self.arrays:
-                self.arrays[name] = np.zeros((*array.shape[:-1], self.size), array.dtype)
-            self.arrays[name][..., self._places[parameter]] = array
+            self.array(name, len(array))[:, self._places[parameter]] = array
+
+    def array(self, name: str, rows: int) -> Tensor:
+        """(rows, elements), zeros if it was not there."""
+        if name not in self.arrays:
+            self.arrays[name] = torch.zeros(
+                rows, self._size, dtype=self._dtype, device=self._device
+            )
+        return self.arrays[name]
 
     def restart(self) -> None:
         """Nothing is kept any more."""
         for array in self.arrays.values():
-            array.fill(0)
+            array.zero_()
 
-    def array(self, name: str, rows: int, dtype: np.dtype[np.floating]) -> Array:
-        """(rows, elements), zeros if it was not there."""
-        if name not in self.arrays:
-            self.arrays[name] = np.zeros((rows, self.size), dtype)
-        return self.arrays[name]
+    def settle(self, before: Mapping[str, Tensor], poisoned: Flag, overflown: Tensor) -> None:
+        """On a device, after a step: all is as it was `before` if the step is poisoned, and of the
+        elements that are `overflown` nothing is kept any more."""
+        for name, array in self.arrays.items():
+            array.masked_fill_(overflown, 0)
+            if isinstance(poisoned, Tensor):
+                old = before[name] if name in before else torch.zeros_like(array)
+                self.arrays[name] = torch.where(poisoned, old, array)
 
 
 WHOLE = 1024
@@ -141,11 +140,12 @@ class ShadowLadder:
         self._layers = layers
         self._joined = joined
         self._share = share
-        self._groups: dict[tuple[ModelParameter, ...], ShadowGroup] = {}
+        self._groups: dict[tuple[tuple[ModelParameter, ...], ...], ShadowGroup] = {}
         self._group_of: dict[ModelParameter, ShadowGroup] = {}
         self._strides: dict[ModelParameter, int] = {}
         self._moving: set[ModelParameter] = set()  # that have a velocity here
-        self._masked = np.array([memory.masks(cf) for cf in self.cfs])
+        masks = [memory.masks(cf) for cf in self.cfs]
+        self._masked = torch.tensor(masks)[:, None] if any(masks) else None
 
     @staticmethod
     def suits(compressor: Compressor) -> bool:
@@ -154,7 +154,14 @@ class ShadowLadder:
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
         """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
-        gradients are left as they are. A bucket that is not finite is passed over."""
+        gradients are left as they are.
+
+        A poisoned bucket, whose gradients are zero, is passed over on the host. On a device it is
+        reckoned with, but adds nothing to any sum and changes nothing that is kept, but for this:
+        a velocity that would have begun in this step, dampened or with the memory's, begins in the
+        next one with zero. Nor does a device know that a parameter has sent nothing, for want of a
+        gradient, in a step: its sample's residual is taken for sent, in models that may leave
+        parameters unused."""
         if bucket.poisoned is True:
             return
         # Held ones, too: which they are may differ between ranks, and what is sampled must not.
@@ -165,14 +172,20 @@ class ShadowLadder:
             self._choose_stride([part.parameter for part in alike])
         if bucket.early:  # even those to be joined later on are compressed one by one
             together = singly
-        for each in together:
-            if not all(part.skipped for part in each):
-                self._step(each, tally)
+        if on_host(bucket.work):
+            for each in together:
+                if not all(part.skipped is True for part in each):
+                    self._step([each], bucket.poisoned, tally)
+        elif parts:
+            self._step(together, bucket.poisoned, tally)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: the distance of its sampled elements, and what is kept of them."""
         return {
-            parameter.name: {"stride": self._strides[parameter], **_tensors(group.of(parameter))}
+            parameter.name: {
+                "stride": self._strides[parameter],
+                **{name: array.clone() for name, array in group.of(parameter).items()},
+            }
             for parameter, group in self._group_of.items()
         }
 
@@ -184,43 +197,58 @@ class ShadowLadder:
         for name, held in state.items():
             parameter, arrays = by_name[name], dict(held)
             self._strides[parameter] = int(arrays.pop("stride"))
-            group = self._group_of[parameter] = ShadowGroup(
-                [parameter], [self._strides[parameter]], self.cfs
-            )
-            group.take_over(parameter, {k: v.numpy() for k, v in arrays.items()})
+            group = self._group_of[parameter] = ShadowGroup([[parameter]], self._strides, self.cfs)
+            group.take_over(parameter, arrays)
             if "velocity" in arrays:
                 self._moving.add(parameter)
 
-    def _step(self, parts: Sequence[Part], tally: Tally) -> None:
-        group = self._group([part.parameter for part in parts])
-        samples = [_sampled(p.grad, n) for p, n in zip(parts, group.strides, strict=True)]
-        g = samples[0] if len(samples) == 1 else np.concatenate(samples)
-        held = [group.place(part.parameter) for part in parts if part.skipped]
-        a = self._accumulate(group, g, [part.parameter for part in parts if not part.skipped])
-        waiting = [a[:, place].copy() for place in held]
+    def _step(self, together: Sequence[Sequence[Part]], poisoned: Flag, tally: Tally) -> None:
+        """One group's step. together: the parts of each of its sections: a single one on the
+        host."""
+        group = self._group([[part.parameter for part in each] for each in together])
+        parts, sections = [*chain.from_iterable(together)], group.sections
+        g = sampled([part.grad for part in parts], group.strides)
+        host = on_host(g)
+        before = {} if host else {name: each.clone() for name, each in group.arrays.items()}
+        held = [group.place(part.parameter) for part in parts if part.skipped is True]
+        a = self._accumulate(
+            group, g, [part.parameter for part in parts if part.skipped is not True]
+        )
+        waiting = [a[:, place].clone() for place in held]
         for place in held:
             a[:, place] = 0
-        sent = largest(a, group.wanted, group.above)
+        sent = largest(a, sections, group.above)
         for place in held:
             sent[:, place] = False
-        total, weight = _energies(a), group.weight
-        if not np.isfinite(total).all():  # of finite, but huge gradients: it would stay so
+        total = energies(a, sections)
+        # Not finite, of finite, but huge gradients: it would stay so.
+        if not host:
+            overflown = ~(total.amax(0) < inf)
+            left_out = overflown | poisoned
+        elif not np.isfinite(total.numpy()).all():
             group.restart()
             return
         if self.signal is not None:
-            self.signal.step(group, parts[0].key.step, g, np.where(sent, a, 0), tally)
-        np.copyto(a, 0, where=sent)
-        lost = _energies(a)
+            rows = beside(g, a, sent)
+            if not host:
+                rows.masked_fill_(sections.spread(left_out), 0)
+            self.signal.step(group, parts[0].key.step, g, rows, tally)
+        clear(a, sent)
+        levels = torch.stack((energies(a, sections), total))
         for place, residual in zip(held, waiting, strict=True):
             a[:, place] = residual
         velocity = group.arrays.get("velocity")
-        if velocity is not None and self._masked.any():
-            velocity[sent & self._masked[:, None]] = 0
-        totals, errors = (weight * total).tolist(), (weight * lost).tolist()
-        tally.at("shadow_total").add_(torch.tensor(totals, dtype=torch.float64))
-        tally.at("shadow_error").add_(torch.tensor(errors, dtype=torch.float64))
+        if velocity is not None and self._masked is not None:
+            self._masked = self._masked.to(velocity.device)
+            clear(velocity, sent & self._masked)
+        if not host:
+            levels.masked_fill_(left_out, 0)
+            group.settle(before, poisoned, sections.spread(overflown))
+        error, all_of_it = (levels @ sections.weights).unbind()
+        tally.at("shadow_error").add_(error)
+        tally.at("shadow_total").add_(all_of_it)
         if self._layers is not None and not self._joined:
-            self._layers.add_levels(parts[0].parameter, errors, totals)
+            self._layers.add_levels(group.parameters, levels * sections.weights)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
         """The same for samples that are looked at together, from the first time on. What was kept
@@ -231,83 +259,112 @@ class ShadowLadder:
         numel = sum(parameter.tensor.numel() for parameter in parameters)
         least = WHOLE_BUCKET if self._joined else WHOLE
         stride = max(1, numel // max(least, int(numel * self._share)))
-        now = set(parameters)
-        self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
+        self._forget_groups(parameters)
         for parameter in parameters:
             if self._strides.get(parameter) != stride:
                 self._group_of.pop(parameter, None)
                 self._moving.discard(parameter)
             self._strides[parameter] = stride
 
-    def _group(self, parameters: Sequence[ModelParameter]) -> ShadowGroup:
-        """Of these parameters in this order; buckets are cut anew after the first step."""
-        group = self._groups.get(tuple(parameters))
+    def _group(self, together: Sequence[Sequence[ModelParameter]]) -> ShadowGroup:
+        """Of these sections in this order; buckets are cut anew after the first step."""
+        key = tuple(map(tuple, together))
+        group = self._groups.get(key)
         if group is None:
-            group = ShadowGroup(
-                parameters, [self._strides[parameter] for parameter in parameters], self.cfs
-            )
-            for parameter in parameters:
+            group = ShadowGroup(together, self._strides, self.cfs)
+            for parameter in group.parameters:
                 if parameter in self._group_of:
                     group.take_over(parameter, self._group_of[parameter].of(parameter))
                 self._group_of[parameter] = group
-            now = set(parameters)
-            self._groups = {s: g for s, g in self._groups.items() if now.isdisjoint(s)}
-            self._groups[group.parameters] = group
+            self._forget_groups(group.parameters)
+            self._groups[key] = group
         return group
 
-    def _accumulate(self, group: ShadowGroup, g: Array, sending: Sequence[ModelParameter]) -> Array:
+    def _forget_groups(self, parameters: Iterable[ModelParameter]) -> None:
+        """Of any of these parameters: they are to be in others."""
+        now = set(parameters)
+        self._groups = {k: g for k, g in self._groups.items() if now.isdisjoint(g.parameters)}
+
+    def _accumulate(
+        self, group: ShadowGroup, g: Tensor, sending: Sequence[ModelParameter]
+    ) -> Tensor:
         """The residuals become the error-fed gradients, by the memory's own rule. Those of
         parameters that do not send stay what they are: they have zeros in g."""
-        a = group.array("residual", len(self.cfs), g.dtype)
-        rules = {parameter: self._rules(parameter) for parameter in sending}
-        if not any(rules.values()):
-            a += g
+        a = group.array("residual", len(self.cfs))
+        rules = [(parameter, self._rules(parameter)) for parameter in sending]
+        if not any(each for _, each in rules):
+            _add(a, g)
             return a
-        u = group.array("velocity", len(self.cfs), g.dtype)
-        for parameter, each in rules.items():
+        u = group.array("velocity", len(self.cfs))
+        # Neighbours that move alike are taken together.
+        runs: list[tuple[_Motion | None, slice]] = []
+        for parameter, each in rules:
             place = group.place(parameter)
-            if not each:
-                a[:, place] += g[place]
+            motion = self._motion(parameter, each, u[:, place])
+            if runs and runs[-1][0] is motion and runs[-1][1].stop == place.start:
+                place = slice(runs.pop()[1].start, place.stop)
+            runs.append((motion, place))
+        for motion, place in runs:
+            if motion is None:
+                _add(a[:, place], g[place])
             else:
-                first = parameter not in self._moving
-                if first and parameter.velocity is not None:
-                    factors = np.array(self._memory.entering(parameter, self.cfs))
-                    u[:, place] = np.outer(
-                        factors, _sampled(parameter.velocity, self._strides[parameter])
-                    )
-                    first = False
-                self._moving.add(parameter)
-                _add(a[:, place], u[:, place], g[place], each, first)
+                motion.add(a[:, place], u[:, place], g[place])
         return a
+
+    def _motion(
+        self, parameter: ModelParameter, rules: Sequence[MomentumRule], velocities: Tensor
+    ) -> _Motion | None:
+        """How one parameter's velocities (CFs, elements) move, if they do; new ones begin with that
+        of the memory."""
+        if not rules:
+            return None
+        first = parameter not in self._moving
+        if first and parameter.velocity is not None:
+            factors = torch.tensor(self._memory.entering(parameter, self.cfs), dtype=torch.float64)
+            velocity = sampled([parameter.velocity], [self._strides[parameter]])
+            velocities.copy_(factors.to(velocity.device)[:, None] * velocity)
+            first = False
+        self._moving.add(parameter)
+        return _motion(tuple(rules), first, velocities.dtype, velocities.device)
 
     def _rules(self, parameter: ModelParameter) -> Sequence[MomentumRule]:
         """How the shadow accumulates, for each CF; none: by plain error feedback."""
         return () if self.signal is not None else self._memory.rules(parameter, self.cfs)
 
 
-def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    return {k: torch.from_numpy(v.copy()) for k, v in arrays.items()}
+def _add(a: Tensor, g: Tensor) -> None:
+    rows = native(a)
+    rows += native(g)
 
 
-def _sampled(grad: Tensor, stride: int) -> Array:
-    sample = grad.detach()[::stride]
-    return sample.numpy() if on_host(sample) else sample.float().cpu().numpy()
+class _Motion(NamedTuple):
+    """How velocities move, by factors of each CF, (CFs, 1)."""
+
+    momentum: Tensor
+    gain: Tensor
+    share: Tensor
+    nesterov: bool
+
+    def add(self, a: Tensor, u: Tensor, g: Tensor) -> None:
+        """Residuals and velocities of one parameter or several, (CFs, elements), in place."""
+        a, u, g, momentum = native(a), native(u), native(g), native(self.momentum)
+        u *= momentum
+        u += native(self.share) * g
+        if self.nesterov:
+            a += momentum * u
+            a += native(self.gain) * g
+        else:
+            a += u
 
 
-def _add(a: Array, u: Array, g: Array, rules: Sequence[MomentumRule], first: bool) -> None:
-    """Residuals and velocities of one parameter, (CFs, elements), in place. first: SGD does not
-    dampen its first step."""
-    momentum = np.array([[rule.momentum] for rule in rules], a.dtype)
-    gain = np.array([[rule.gain] for rule in rules], a.dtype)
-    u *= momentum
-    u += gain * g if first else (1 - rules[0].dampening) * gain * g
-    if rules[0].nesterov:
-        a += momentum * u
-        a += gain * g
-    else:
-        a += u
-
-
-def _energies(rows: Array) -> Array:
-    """Squared norm of each row, in double."""
-    return np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
+@lru_cache(maxsize=32)  # so that the factors are on the device already
+def _motion(
+    rules: Sequence[MomentumRule], first: bool, dtype: torch.dtype, device: torch.device
+) -> _Motion:
+    """first: SGD does not dampen its first step."""
+    momentum, gain = (
+        torch.tensor([[getattr(rule, name)] for rule in rules], dtype=dtype).to(device)
+        for name in ("momentum", "gain")
+    )
+    share = gain if first else (1 - rules[0].dampening) * gain
+    return _Motion(momentum, gain, share, rules[0].nesterov)

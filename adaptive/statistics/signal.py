@@ -18,23 +18,22 @@ relative standard deviation of 1 / sqrt(WIDTH) of the product of the norms (Char
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from adaptive.parameters import ModelParameter
+from adaptive.statistics.samples import WIDTH, Sections, inner, products, sketched
 from adaptive.statistics.vector import Tally
-from compressors.kernels import Array
 from policies import state as saved
 
 if TYPE_CHECKING:
     from adaptive.statistics.shadow import ShadowGroup
-
-WIDTH = 256
-"""Numbers in a sketch: 2 kB in the all-reduce of the statistics."""
 
 SHIFTS = 1009
 """Different sets of signs, taken in turn; a prime, as is STRIDE."""
@@ -43,87 +42,65 @@ STRIDE = 389
 
 
 class Peers:
-    """The sketches of one step, until the ranks' sum of them is there."""
+    """The sketches of the steps whose sums over the ranks are under way, each (1 + CFs, WIDTH):
+    that of the gradient and those of what each CF keeps."""
 
     def __init__(self, cfs: int) -> None:
-        self._cfs = cfs
-        self._signs: dict[ModelParameter, Array] = {}
-        self._sum: Array | None = None
-        self._restart()
+        self._signs: dict[ModelParameter, Tensor] = {}
+        self._sketches = torch.zeros(1 + cfs, WIDTH, dtype=torch.float64)  # of the running step
+        self._under_way: deque[Tensor] = deque()
+        self._found: Tensor | None = None  # the products, (1 + CFs,), to be told of next
 
-    def _restart(self) -> None:
-        self._grad = np.zeros(WIDTH)
-        self._kept = np.zeros((self._cfs, WIDTH))
-
-    def add(
-        self, parameter: ModelParameter, step: int, g: Array, kept: Array, weight: float
-    ) -> None:
-        """Take in the sample of one parameter or of several from `parameter` on, (elements,), and
-        what each CF keeps, (CFs, elements)."""
+    def add(self, parameter: ModelParameter, step: int, rows: Tensor, sections: Sections) -> None:
+        """Take in the sample of one parameter or of several from `parameter` on, and what each CF
+        keeps of it: (1 + CFs, elements)."""
+        numel = rows.shape[1] + SHIFTS
         signs = self._signs.get(parameter)
-        if signs is None or signs.size != g.size + SHIFTS:
+        if signs is None or signs.numel() != numel or signs.device != rows.device:
             draw = np.random.default_rng(crc32(parameter.name.encode()))
-            signs = draw.integers(0, 2, g.size + SHIFTS, dtype=np.int8) * 2 - 1
-            self._signs[parameter] = signs
+            drawn = torch.from_numpy(draw.integers(0, 2, numel, dtype=np.int8) * 2 - 1)
+            signs = self._signs[parameter] = drawn.to(rows.device)
         shift = step * STRIDE % SHIFTS
-        now = signs[shift : shift + g.size].astype(g.dtype)
-        now *= weight**0.5  # both factors of a product have it
-        self._grad += _rolled(_fold(g * now), shift)
-        self._kept += _rolled(_fold(kept * now), shift)
+        now = signs[shift : shift + rows.shape[1]]
+        self._sketches = self._sketches.to(rows.device)
+        self._sketches.add_(sketched(rows, now, shift, sections))
 
-    def sketch(self) -> torch.Tensor:
-        """Of this rank's gradient: to be summed over ranks."""
-        return torch.from_numpy(self._grad)
+    def sketch(self) -> Tensor:
+        """Of this rank's gradient, (WIDTH,): to be summed over ranks. The step is over."""
+        self._under_way.append(self._sketches)
+        self._sketches = torch.zeros_like(self._sketches)
+        return self._under_way[-1][0]
 
-    def receive(self, total: Sequence[float]) -> None:
-        """The sum over ranks of the last step's sketches."""
-        self._sum = np.array(total)
+    def receive(self, total: Tensor) -> None:
+        """The sum over ranks of the sketches of the oldest step that is under way."""
+        own = self._under_way.popleft()
+        self._found = inner(own, total.to(own.device) - own[0])
 
     def settle(self, tally: Tally) -> None:
-        """Add this rank's products of the last step to the tally, and begin a new step."""
-        if self._sum is not None:
-            others = self._sum - self._grad
-            tally.at("peers").copy_(torch.from_numpy(self._kept @ others))
-            tally.at("peers_total").fill_(float(self._grad @ others))
-        self._sum = None
-        self._restart()
+        """Add this rank's products with the others' gradients to the tally, if there are new ones.
+        A new step begins."""
+        if self._found is not None:
+            found = self._found.to(tally.at("peers").device)  # a state may have been loaded
+            tally.at("peers_total").add_(found[:1])
+            tally.at("peers").add_(found[1:])
+        self._found = None
+        self._sketches.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as tensors."""
-        state = {"grad": self._grad, "kept": self._kept}
-        if self._sum is not None:
-            state["sum"] = self._sum
-        return {name: torch.from_numpy(each.copy()) for name, each in state.items()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as tensors, when no step is under way."""
+        return {} if self._found is None else {"found": self._found.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        wanted = {"grad": (WIDTH,), "kept": (self._cfs, WIDTH), "sum": (WIDTH,)}
-        arrays = {}
-        for name, shape in wanted.items():
-            if name == "sum" and name not in state:
-                continue
-            each = saved.field(state, name)
-            fits = isinstance(each, torch.Tensor) and each.shape == shape
-            fits = fits and each.dtype == torch.float64 and bool(each.isfinite().all())
-            saved.together(fits, f"'peers' needs {name!r}, finite, float64, of shape {shape}")
-            arrays[name] = each.numpy().copy()
-        self._grad, self._kept, self._sum = arrays["grad"], arrays["kept"], arrays.get("sum")
-
-
-def _rolled(rows: Array, shift: int) -> Array:
-    """As np.roll along the last axis, which takes several times as long for rows this short."""
-    cut = WIDTH - shift % WIDTH
-    return np.concatenate((rows[..., cut:], rows[..., :cut]), axis=-1)
-
-
-def _fold(rows: Array) -> Array:
-    """Elements WIDTH apart added up, along the last axis, in double."""
-    whole = rows.shape[-1] // WIDTH * WIDTH
-    shape = (*rows.shape[:-1], -1, WIDTH)
-    folded = rows[..., :whole].reshape(shape).sum(axis=-2, dtype=np.float64)
-    tail = rows[..., whole:]
-    folded[..., : tail.shape[-1]] += tail
-    return np.asarray(folded)
+        found = None
+        if state:
+            found, shape = saved.field(state, "found"), self._sketches.shape[:1]
+            fits = isinstance(found, Tensor) and found.shape == shape
+            fits = fits and found.dtype == torch.float64 and bool(found.isfinite().all())
+            saved.together(fits, f"'peers' needs 'found', finite, float64, of shape {tuple(shape)}")
+        self._found = None if found is None else found.clone()
+        self._sketches.zero_()
+        self._under_way.clear()
 
 
 class Signal:
@@ -132,12 +109,12 @@ class Signal:
     def __init__(self, cfs: int) -> None:
         self.peers = Peers(cfs)
 
-    def step(self, group: ShadowGroup, step: int, g: Array, sent: Array, tally: Tally) -> None:
-        """Take in a group's sample, and what each CF sends of it as the shadow has found it."""
-        before = group.arrays
-        if "grad" in before:
-            for i, product in enumerate((before["sent"] @ g).tolist()):
-                tally.at("signal")[i] += group.weight * product
-            tally.at("signal_total").add_(group.weight * float(before["grad"] @ g))
-        before["grad"], before["sent"] = g.copy(), sent
-        self.peers.add(group.parameters[0], step, g, sent, group.weight)
+    def step(self, group: ShadowGroup, step: int, g: Tensor, rows: Tensor, tally: Tally) -> None:
+        """Take in a group's sample, and in rows the same and what each CF sends of it, as the
+        shadow has found it: (1 + CFs, elements)."""
+        if "sent" in group.arrays:
+            found = products(group.arrays["sent"], g, group.sections)
+            tally.at("signal_total").add_(found[:1])
+            tally.at("signal").add_(found[1:])
+        group.arrays["sent"] = rows
+        self.peers.add(group.parameters[0], step, rows, group.sections)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adaptive.bucket import Unit
 from adaptive.multilevel import compress_levels, record_levels, strided_sample
-from adaptive.statistics.vector import Tally
+from adaptive.statistics.vector import Asked, Tally
 from compressors import Compressor, TopK
 from compressors.base import Key, Payload, kept
 from runs.bench.timing import Row, describe, interleaved, median_ratio
@@ -55,7 +55,7 @@ def with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) 
         lambda how, other: how.compress(residual, other, KEY),
         levels,
     )
-    record_levels(unit, payloads, strided_sample(grad), Tally(cfs=levels))
+    record_levels(unit, payloads, strided_sample(grad), Tally(Asked(cfs=levels)))
     compressor.subtract_from(residual, payloads[0])
 
 

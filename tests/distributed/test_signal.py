@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
 from adaptive.parameters import ModelParameter
+from adaptive.statistics.samples import Sections
 from adaptive.statistics.signal import Peers
-from adaptive.statistics.vector import Tally
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, same, small_net
+from tests.unit.ladder_tally import make_tally
 
 LADDER = (10.0, 30.0, 100.0)
 STEPS = 8
@@ -95,13 +96,15 @@ def _peer_products(everyone: list[dict[str, Any]], cf: float) -> list[tuple[floa
                 kept = _kept(a, cf)
                 residual[name] = a - kept
                 parameter = ModelParameter(name, torch.nn.Parameter(g))
-                peers.add(parameter, step, g.numpy(), kept.numpy()[None], 1.0)
-        total = sum(torch.tensor(peers.sketch(), dtype=torch.float64) for peers in ranks)
-        tallies = [Tally(ladder=(cf,), products=True) for _ in ranks]
+                sections = Sections([g.numel()], [[1]], [1.0], g.device)
+                peers.add(parameter, step, torch.stack([g, kept]), sections)
+        total = torch.stack([peers.sketch() for peers in ranks]).sum(0)
+        tallies = [make_tally(1) for _ in ranks]
         for peers, tally in zip(ranks, tallies, strict=True):
-            peers.receive(total.tolist())
+            peers.receive(total)
             peers.settle(tally)
-        found.append((sum(t.peers[0] for t in tallies), sum(t.peers_total for t in tallies)))
+        told = [[float(t.at(name)) for t in tallies] for name in ("peers", "peers_total")]
+        found.append((sum(told[0]), sum(told[1])))
     return found
 
 

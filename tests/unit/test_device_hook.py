@@ -23,7 +23,7 @@ from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.parameters import ModelParameter
 from adaptive.reducer import Reducer
-from adaptive.statistics.on_request import Instruments
+from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.vector import Asked, Tally
 from compressors import Compressor, compressor_names, make_compressor
 from policies import Goodput
@@ -98,7 +98,9 @@ class Hook:
         self.parameters = _parameters(sizes)
         self.exchange = MetaExchange()
         joined = joins("auto", base, policy) and not (unused and not base.keeps_zeros)
-        instruments = Instruments(policy, self.parameters, LADDER if ladder else (), joined, 1 / 64)
+        instruments = RequestedStatistics(
+            policy, self.parameters, LADDER if ladder else (), joined, 1 / 64
+        )
         self.memory = _memory(memory if base.error_feedback else "none", unused)
         instruments.begin(self.memory)
         self.instruments, self.ladder = instruments, LADDER if ladder else ()

@@ -9,12 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.signal import SHIFTS, WIDTH, Peers
-from adaptive.statistics.vector import Tally
+from adaptive.statistics.samples import WIDTH, Sections
+from adaptive.statistics.signal import SHIFTS, Peers
+from tests.unit.device_path import device_path
+from tests.unit.ladder_tally import make_tally
 
 
 def parameter(name: str, numel: int) -> ModelParameter:
     return ModelParameter(name, torch.nn.Parameter(torch.zeros(numel)))
+
+
+def take_in(peers: Peers, where: ModelParameter, step: int, rows: np.ndarray, weight: float):
+    sections = Sections([rows.shape[1]], [[1] * (len(rows) - 1)], [weight], torch.device("cpu"))
+    peers.add(where, step, torch.from_numpy(rows), sections)
 
 
 def crossed(ranks: list[list], step: int, weight: float = 1.0) -> tuple[float, float]:
@@ -22,13 +29,14 @@ def crossed(ranks: list[list], step: int, weight: float = 1.0) -> tuple[float, f
     peers = [Peers(1) for _ in ranks]
     for each, parts in zip(peers, ranks, strict=True):
         for where, g, kept in parts:
-            each.add(where, step, g, kept[None], weight)
-    total = np.sum([each.sketch() for each in peers], axis=0).tolist()
-    tallies = [Tally(ladder=(10.0,)) for _ in ranks]
+            take_in(each, where, step, np.stack([g, kept]), weight)
+    total = torch.stack([each.sketch() for each in peers]).sum(0)
+    tallies = [make_tally(1) for _ in ranks]
     for each, tally in zip(peers, tallies, strict=True):
         each.receive(total)
         each.settle(tally)
-    return sum(t.peers[0] for t in tallies), sum(t.peers_total for t in tallies)
+    told = [[float(t.at(name)) for t in tallies] for name in ("peers", "peers_total")]
+    return sum(told[0]), sum(told[1])
 
 
 @pytest.mark.parametrize("numel", [10, WIDTH, 3 * WIDTH + 7])
@@ -61,17 +69,44 @@ def test_a_vector_of_one_element_is_exact(numel: int, step: int, at: int) -> Non
 
 
 def test_nothing_is_told_of_a_first_step_and_a_state_goes_on() -> None:
-    peers, tally = Peers(2), Tally(ladder=(10.0, 20.0))
+    peers, tally = Peers(2), make_tally(2)
     peers.settle(tally)
-    assert (tally.peers, tally.peers_total) == ([0.0, 0.0], 0.0)
+    assert not tally.at("peers").any()
+    assert not tally.at("peers_total").any()
     g = np.arange(600.0)
-    peers.add(parameter("a", 600), 0, g, np.stack([g, g / 2]), 1.0)
-    peers.receive([2 * value for value in peers.sketch()])
+    take_in(peers, parameter("a", 600), 0, np.stack([g, g, g / 2]), 1.0)
+    peers.receive(2 * peers.sketch())
     other = Peers(2)
     other.load_state_dict(peers.state_dict())
-    tallies = [Tally(ladder=(10.0, 20.0)) for _ in range(2)]
+    tallies = [make_tally(2) for _ in range(2)]
     peers.settle(tallies[0])
     other.settle(tallies[1])
-    assert tallies[0].peers == tallies[1].peers
-    assert tallies[0].peers[0] == pytest.approx(2 * tallies[0].peers[1])
-    assert tallies[0].peers_total == pytest.approx(tallies[0].peers[0])
+    assert torch.equal(tallies[0].at("peers"), tallies[1].at("peers"))
+    whole, half = tallies[0].at("peers").tolist()
+    assert whole == pytest.approx(2 * half)
+    assert float(tallies[0].at("peers_total")) == pytest.approx(whole)
+
+
+def test_a_device_draws_the_same_signs() -> None:
+    rows = np.random.default_rng(0).normal(size=(3, 700)).astype("f")
+    host, device = Peers(2), Peers(2)
+    for step in (0, 1, 5):
+        take_in(host, parameter("a", 700), step, rows, 4.0)
+        with device_path():
+            take_in(device, parameter("a", 700), step, rows, 4.0)
+    torch.testing.assert_close(host.sketch(), device.sketch(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"sketches": torch.zeros(2, WIDTH)},
+        {"sketches": torch.zeros(3, WIDTH, dtype=torch.float64).fill_(torch.nan)},
+        {"sketches": None},
+        {"sum": torch.zeros(WIDTH)},
+    ],
+)
+def test_a_damaged_state_is_refused(damage: dict[str, torch.Tensor]) -> None:
+    peers = Peers(2)
+    with pytest.raises(ValueError, match=f"'peers' needs '{next(iter(damage))}', finite"):
+        peers.load_state_dict({**peers.state_dict(), **damage})
