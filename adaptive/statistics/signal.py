@@ -41,8 +41,8 @@ STRIDE = 389
 
 
 class Peers:
-    """The sketches of one step, until the ranks' sum of them is there: (1 + CFs, WIDTH), that of
-    the gradient and those of what each CF keeps."""
+    """The sketches of this rank's gradient and of what each CF keeps of it, (1 + CFs, WIDTH), which
+    wait for the ranks' sum of those of the gradients."""
 
     def __init__(self, cfs: int) -> None:
         self._signs: dict[ModelParameter, Tensor] = {}
