@@ -25,7 +25,7 @@ WIDTH = 256
 
 
 class Sections:
-    """How the columns of a matrix of samples are cut into sections.
+    """The division of the columns of a matrix of samples into sections.
 
     sizes: columns of each section. wanted: for each section, how many elements each CF keeps of it.
     weights: for each section, how many elements of the gradient a sampled one stands for.
@@ -43,13 +43,15 @@ class Sections:
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
         # Where the smallest magnitude that each CF keeps is: among the descending ones of a row if
         # there is one section, among those that ascend section by section if there are several.
-        kth = np.array(wanted).T
-        if not self.one:
-            kth = np.cumsum(sizes) - kth
+        kept = np.array(wanted).T
+        if self.one:
+            kth = kept - 1
+        else:
+            kth = np.cumsum(sizes) - kept
             self._of_column = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
-            self._ends = torch.from_numpy(np.cumsum([0, *(len(kth) * [*sizes])])).to(device)
-            self.keys = self._of_column << 31
-        self.kth = torch.from_numpy(kth - self.one).to(device)
+            self._ends = torch.from_numpy(np.cumsum([0, *(len(kept) * [*sizes])])).to(device)
+            self.keys = self._of_column << 31  # more than the bits of any magnitude
+        self.kth = torch.from_numpy(kth).to(device)
         self.column_weights = self.spread(self.weights)
         self.column_roots = self.column_weights.sqrt().float()
 

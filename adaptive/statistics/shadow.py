@@ -117,12 +117,15 @@ SHARE = 1 / 64
 
 
 class ShadowLadder:
-    """Keeps the largest, whatever the rule of the sparsifier that it stands for. cfs: ascending.
+    """The residual of every CF on a sample of each gradient, and what they tell of each step.
 
-    memory: the one in use, whose momentum and masking the shadow follows. signal: find the products
-    that signal gain is made of as well (signal.py); they are of plain error feedback, so that the
-    shadow then leaves momentum out. layers: told of each layer, if somebody asks. joined:
-    the parameters of a bucket are compressed as one. share: of the elements of what is large.
+    It keeps the largest elements, whatever the rule of the sparsifier that it stands for.
+
+    cfs: ascending. memory: the one in use, whose momentum and masking the shadow follows. signal:
+    find the products that signal gain is made of as well (signal.py); they are of plain error
+    feedback, so that the shadow then leaves momentum out. layers: told of each layer, if somebody
+    asks. joined: the parameters of a bucket are compressed as one. share: of the elements of what
+    is large.
     """
 
     def __init__(
@@ -154,14 +157,15 @@ class ShadowLadder:
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
         """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
-        gradients are left as they are.
+        gradients are left as they are, and those of a poisoned bucket must be zero.
 
-        A poisoned bucket, whose gradients are zero, is passed over on the host. On a device it is
-        reckoned with, but adds nothing to any sum and changes nothing that is kept, but for this:
-        a velocity that would have begun in this step, dampened or with the memory's, begins in the
-        next one with zero. Nor does a device know that a parameter has sent nothing, for want of a
-        gradient, in a step: its sample's residual is taken for sent, in models that may leave
-        parameters unused."""
+        On the host a poisoned bucket is passed over, and a parameter that is skipped keeps its
+        residual. On a device the host cannot know of either. A poisoned bucket goes through the
+        same operations, and masks see to it that nothing is added to any sum and that what is kept
+        stays as it was; only a velocity that would have begun in this step (with the memory's, or
+        undampened) begins in the next one as any other, from zero. A skipped parameter is treated
+        as one with a gradient of zero, so that elements of its residual count as sent; only models
+        that may leave parameters unused have such."""
         if bucket.poisoned is True:
             return
         # Held ones, too: which they are may differ between ranks, and what is sampled must not.
@@ -338,7 +342,9 @@ def _add(a: Tensor, g: Tensor) -> None:
 
 
 class _Motion(NamedTuple):
-    """How velocities move, by factors of each CF, (CFs, 1)."""
+    """The factors by which velocities move, one for each CF, (CFs, 1): a velocity is multiplied by
+    `momentum` and takes in the gradient times `share`; Nesterov's sends the gradient times `gain`
+    ahead."""
 
     momentum: Tensor
     gain: Tensor
@@ -357,13 +363,15 @@ class _Motion(NamedTuple):
             a += u
 
 
-@lru_cache(maxsize=32)  # so that the factors are on the device already
+@lru_cache(maxsize=32)  # so that they need not be copied to the device in every step
 def _motion(
     rules: Sequence[MomentumRule], first: bool, dtype: torch.dtype, device: torch.device
 ) -> _Motion:
     """first: SGD does not dampen its first step."""
     momentum, gain = (
-        torch.tensor([[getattr(rule, name)] for rule in rules], dtype=dtype).to(device)
+        torch.tensor([[getattr(rule, name)] for rule in rules], dtype=dtype).to(
+            device, non_blocking=True
+        )
         for name in ("momentum", "gain")
     )
     share = gain if first else (1 - rules[0].dampening) * gain
