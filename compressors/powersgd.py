@@ -32,7 +32,6 @@ from compressors.base import (
     Key,
     Payload,
     check_cf,
-    check_flat,
     check_out,
     combined_cf,
     projection_error,
@@ -111,14 +110,12 @@ class PowerSGD(RoundsCompressor):
             means.append(part.payload(q, rest))
         return means
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        """Run the rounds in a world of one rank, from the Q of the last step, which stays as it is.
+    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        """Starts from the Q of the last step, which stays as it is.
 
         If that Q has too few columns, one more step of iteration is done, as a random start would
         show far less than what PowerSGD keeps once it has run for a few steps."""
-        check_flat(tensor)
-        half = tensor.dtype not in (torch.float32, torch.float64)
-        part = self._part(tensor.float() if half else tensor, cf, key, False)
+        part = self._part(tensor, cf, key, False)
         plan = part.plan
         if plan.rank:
             cold = self._warm.known(key.name, plan.cols) < plan.rank
@@ -127,9 +124,7 @@ class PowerSGD(RoundsCompressor):
                 start = orthonormal_rows(part.q) if step else part.q
                 part.p = orthonormal_rows(start @ matrix.t())
                 part.q = part.p @ matrix
-        (payload,) = _own([part], squared_norms([part.flat]), False)
-        sent = tuple(p.to(tensor.dtype) for p in payload.parts)
-        return replace(payload, parts=sent, dtype=tensor.dtype)
+        return _own([part], squared_norms([part.flat]), False)[0]
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """P and Q truncated to their first columns: what the same rounds would have given at that
@@ -333,9 +328,9 @@ class Part:
         rest = self.plan.tail(self.flat)
         return zeros_if(self.skipped or bad, rest) if self.plan.rest else rest
 
-    def payload(self, q: Tensor, rest: Tensor) -> Payload:
-        parts = (self.p.view(-1), q, rest)
-        return Payload(parts, self.flat.numel(), self.cf, self.key, dtype=self.flat.dtype)
+    def payload(self, q: Tensor, rest: Tensor, energies: Tensor | None = None) -> Payload:
+        parts, flat = (self.p.view(-1), q, rest), self.flat
+        return Payload(parts, flat.numel(), self.cf, self.key, energies, flat.dtype)
 
 
 def _views(
@@ -357,9 +352,8 @@ def _own(parts: Sequence[Part], totals: Tensor, bad: Flag) -> list[Payload]:
     beside = [r if part.plan.rank else r[:0] for part, r in zip(parts, rests, strict=True)]
     kept = squared_norms([*qs, *beside]).view(2, -1).sum(0)
     of = projection_energies(totals, kept, [not part.plan.rank for part in parts], bad)
-    copies = [q.clone() if bad is False else zeros_if(bad, q) for q in qs]
-    own = [part.payload(q, rest) for part, q, rest in zip(parts, copies, rests, strict=True)]
-    return [replace(payload, energies=each) for payload, each in zip(own, of, strict=True)]
+    qs = [q.clone() if bad is False else zeros_if(bad, q) for q in qs]
+    return [part.payload(*each) for part, *each in zip(parts, qs, rests, of, strict=True)]
 
 
 def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 from math import inf, nan
 
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_flat
+from compressors.base import Compressor, Key, Payload, check_cf, check_flat
 from compressors.kernels import check_same_length, squared_norm
 from compressors.kernels.blocks import Flag, fill_if, is_host
 
@@ -66,6 +67,19 @@ class RoundsCompressor(Compressor):
         If any rank's tensors are not finite, all the payloads of the bucket are NaN
         (`is_poisoned`) on every rank, what is reported decodes to finite numbers (its energy and
         error are NaN), and no state has changed."""
+
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        check_flat(tensor)
+        half = tensor.dtype not in (torch.float32, torch.float64)
+        payload = self._alone(tensor.float() if half else tensor, check_cf(cf), key)
+        parts = tuple(p.to(tensor.dtype) if p.is_floating_point() else p for p in payload.parts)
+        return replace(payload, parts=parts, dtype=tensor.dtype)
+
+    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        """What the rounds of a world of one rank report (`tensor` is float32 or float64)."""
+        reported: list[Payload] = []
+        lockstep([self.rounds([tensor], [cf], [key], 1, reported.extend)])
+        return reported[0]
 
     def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
         check_same_length(memory, tensor)

@@ -41,7 +41,6 @@ from compressors.base import (
     Key,
     Payload,
     check_cf,
-    check_flat,
     check_out,
     combined_cf,
     kept,
@@ -56,7 +55,6 @@ from compressors.rounds import (
     Rounds,
     RoundsCompressor,
     check_bucket,
-    lockstep,
     not_finite,
     projection_energies,
     squared_norms,
@@ -149,21 +147,15 @@ class Sketch(RoundsCompressor):
 
         bad = not_finite(first)
         fill_if(bad, first, 0.0)  # so that there are estimates
-        sizes = [self.rows * part.budget.columns + part.budget.dense for part in parts]
-        sums = first.split(sizes)
+        sums = first.split([self.rows * part.budget.columns + part.budget.dense for part in parts])
         found = [self._found(*each) for each in zip(parts, sums, strict=True)]
         own = [self._own_values(*each) for each in zip(parts, found, strict=True)]
         sent = [values[: part.budget.k] for part, values in zip(parts, own, strict=True)]
         second = torch.cat(sent)
-        of = projection_energies(
-            totals, squared_norms(sent), [not part.budget.k for part in parts], bad
-        )
-        report(
-            [
-                replace(_payload(part, indices, zeros_if(bad, values)), energies=energies)
-                for part, indices, values, energies in zip(parts, found, own, of, strict=True)
-            ]
-        )
+        whole = [not part.budget.k for part in parts]
+        of = projection_energies(totals, squared_norms(sent), whole, bad)
+        own = [zeros_if(bad, values) for values in own]
+        report([_payload(*each) for each in zip(parts, found, own, of, strict=True)])
         second = yield second
 
         bad = bad | not_finite(second)
@@ -175,16 +167,6 @@ class Sketch(RoundsCompressor):
             _payload(part, indices, mean if part.budget.k else dense)
             for part, indices, mean, dense in zip(parts, found, means, sums, strict=True)
         ]
-
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_flat(tensor)
-        half = tensor.dtype not in (torch.float32, torch.float64)
-        wide = tensor.float() if half else tensor
-        reported: list[Payload] = []
-        lockstep([self.rounds([wide], [cf], [key], 1, reported.extend)])
-        indices, values = reported[0].parts
-        parts = (indices, values.to(tensor.dtype))
-        return replace(reported[0], parts=parts, dtype=tensor.dtype)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         cf = combined_cf(payload.cf, factor)
@@ -271,9 +253,11 @@ class Sketch(RoundsCompressor):
         return take(part.flat, indices) if part.budget.k else part.flat
 
 
-def _payload(part: _Part, indices: Tensor, values: Tensor) -> Payload:
-    parts = (indices, values)
-    return Payload(parts, part.flat.numel(), part.cf, part.key, dtype=values.dtype)
+def _payload(
+    part: _Part, indices: Tensor, values: Tensor, energies: Tensor | None = None
+) -> Payload:
+    parts, numel = (indices, values), part.flat.numel()
+    return Payload(parts, numel, part.cf, part.key, energies, values.dtype)
 
 
 _HALF = np.uint64(32)
