@@ -141,7 +141,7 @@ class Blocks:
 
 
 class BlockFormat(ValueFormat):
-    """A block format is a value format that encodes block by block on the host.
+    """A block format is a value format that encodes block by block (on a device: all at once).
 
     Its `layout` grows evenly with every CODE_BLOCK elements.
 
