@@ -9,13 +9,13 @@ TernGrad  -s, 0 or +s at random, right on average
 from __future__ import annotations
 
 from math import inf, sqrt
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compressors.base import Key
 from compressors.kernels.blocks import (
+    Scalar,
     fill_up,
     numbers_of_rows,
     reduce_rows,
@@ -198,9 +198,6 @@ class SignSGD(Quantizer):
         super().__init__({32.0: ScaledSigns(self.name)})
 
 
-Number = TypeVar("Number", float, Tensor)
-
-
 def _root_mean_square(x: Tensor) -> Tensor:
     """As a float64 tensor."""
     return torch.linalg.vector_norm(x, dtype=torch.float64) / sqrt(x.numel())
@@ -226,13 +223,12 @@ class TwoBitLevels(BlockFormat):
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         for _ in blocks:
             pass
-        (t,) = shared
-        t.fill_(self._fitted(sqrt(blocks.total / blocks.x.numel())))
-        t.clamp_(min=torch.finfo(t.dtype).tiny)
+        self._fill(shared[0], sqrt(blocks.total / blocks.x.numel()))
 
-    def _fitted(self, rms: Number) -> Number:
-        """t for this root mean square; nan, if that is not finite."""
-        return 0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms
+    def _fill(self, t: Tensor, rms: Scalar) -> None:
+        """Set t for this root mean square; to nan, if that is not finite."""
+        t.fill_(0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms)
+        t.clamp_(min=torch.finfo(t.dtype).tiny)
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         t, packed = parts
@@ -247,8 +243,8 @@ class TwoBitLevels(BlockFormat):
         return square * block_norm(q), square * block_norm(steps.sub_(q))
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        t = self._fitted(_root_mean_square(x)).to(x.dtype).view(1)
-        t.clamp_(min=torch.finfo(x.dtype).tiny)
+        t = x.new_empty(1)
+        self._fill(t, _root_mean_square(x))
         q = (x / t).clamp_(-1, 1).trunc_()
         return (t, packed_codes(q + 1, 0, 2)), q.mul_(t)
 

@@ -141,7 +141,8 @@ def pack_numbers(numbers: Numbers, width: int, count: int, out: Numbers) -> None
         folded = out[..., start : start + run]
         start += run
         if isinstance(numbers, Tensor):
-            _fold(numbers >> low if low else numbers, bits, folded)
+            rest = numbers >> low if low else numbers
+            _fold(rest & ((1 << bits) - 1) if low + bits < width else rest, bits, folded)
             continue
         plane = _plane(numbers, low, bits, width, run * (last + 1))
         if last == 0:
@@ -235,15 +236,12 @@ def _merge(numbers: Array, plane: Array, low: int) -> None:
         numbers |= plane.astype(np.int32) * (1 << low)
 
 
-def _fold(numbers: Tensor, bits: int, out: Tensor) -> None:
-    """Fold the lowest `bits` bits of (..., at most count) numbers into `out`, on a device."""
-    plane = numbers.to(torch.uint8)  # upper bits are dropped
-    if bits < 8:
-        plane = plane & ((1 << bits) - 1)
-    plane = fill_up(plane, out.shape[-1] * (8 // bits)).unflatten(-1, (8 // bits, -1))
-    if bits < 8:
-        plane = plane << _shifts(bits, plane.device)[:, None]
-    torch.sum(plane, -2, dtype=torch.uint8, out=out)
+def _fold(plane: Tensor, bits: int, out: Tensor) -> None:
+    """Fold (..., at most count) numbers below 2**bits into `out`, on a device."""
+    runs = 8 // bits
+    plane = fill_up(plane.to(torch.uint8), out.shape[-1] * runs).unflatten(-1, (runs, -1))
+    shifts = _shifts(bits, plane.device)[:, None]
+    torch.sum(plane << shifts if runs > 1 else plane, -2, dtype=torch.uint8, out=out)
 
 
 def _unfold(folded: Tensor, bits: int) -> Tensor:

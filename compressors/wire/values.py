@@ -146,7 +146,7 @@ class Blocks:
 
 
 class BlockFormat(ValueFormat):
-    """A block format is a value format that encodes block by block on the host.
+    """A block format is a value format that encodes block by block (on a device: all at once).
 
     Its `layout` grows evenly with every CODE_BLOCK elements.
 
@@ -338,8 +338,9 @@ class Levels(BlockFormat):
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
         count = x.numel()
         buckets = fill_up(x, -(-count // self.bucket) * self.bucket).view(-1, self.bucket)
-        scale = row_norms(buckets, self.norm)
-        scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
+        order, wide = (inf, x.dtype) if self.norm == "max" else (2, torch.float64)  # no overflow
+        scale = torch.linalg.vector_norm(buckets, order, dim=1, keepdim=True, dtype=wide)
+        scale = scale.to(x.dtype).div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
         if self.seed is None:
             q = (buckets / scale).round_()
         else:
@@ -382,14 +383,6 @@ def check_bucket(bucket: int) -> None:
     """Raise ValueError unless so many values can share a scale."""
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket not in _BUCKETS:
         raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
-
-
-def row_norms(matrix: Tensor, norm: str) -> Tensor:
-    """The norm of each row, as a column: "max" or "l2", which neither overflows nor vanishes."""
-    if norm == "max":
-        return torch.linalg.vector_norm(matrix, inf, dim=1, keepdim=True)
-    wide = torch.linalg.vector_norm(matrix, dim=1, keepdim=True, dtype=torch.float64)
-    return wide.to(matrix.dtype)
 
 
 def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
