@@ -287,7 +287,8 @@ LATER = {"exponential": "exponential", "gamma": "pareto", "pareto": "pareto"}
 def fitted_on_device(
     sample: Tensor, wanted: float, fewest: int, most: int, distribution: str
 ) -> Tensor:
-    """The threshold that about `wanted` of the magnitudes (float64) reach, in tensor arithmetic.
+    """What `SIDCo.estimate` finds on the host, in tensor arithmetic: the threshold that about
+    `wanted` of the magnitudes `sample` (float64) reach.
 
     There is a row for each number of stages from `fewest` to `most`, and what a stage leaves out is
     0. Of several rows the one that comes nearest to `wanted` is taken."""
@@ -315,7 +316,7 @@ def fitted_on_device(
 
 
 def fit_on_device(x: Tensor, share: Tensor, distribution: str) -> Tensor:
-    """For each row of `x` what `share` of the `distribution` exceeds that is fitted to what is not
+    """For each row of `x` what a `share` of the distribution exceeds that is fitted to what is not
     0 there: the three functions above, with the same formulas."""
     present = x > 0
     count = present.sum(1)

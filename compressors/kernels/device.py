@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
 
 
@@ -129,4 +129,5 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 @cache
 def _shifts(device: torch.device) -> Tensor:
+    """0 to 7."""
     return torch.arange(8, dtype=torch.uint8, device=device)

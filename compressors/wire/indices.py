@@ -110,11 +110,12 @@ class EliasFano(IndexFormat):
         slots = torch.zeros(capacity + 1, dtype=dtype, device=data.device)
         filled = unpack_numbers(data[size:], self.low, slots[:-1])
         positions = device.find_bits(data[:size], capacity + 1)
-        wide = torch.int32 if 8 * size << self.low <= 2**31 - 256 else torch.int64
+        # Even what nobody sent is below this many, slots included.
+        wide = torch.int32 if 8 * size << self.low < 2**31 else torch.int64
         high = positions - torch.arange(capacity + 1, dtype=wide, device=data.device)
         indices = (high << self.low).clamp_(max=numel).add_(slots)
         decoded, corrupt = _checked(indices, positions < 8 * size, numel, exact)
-        return decoded, corrupt | filled if isinstance(filled, Tensor) else corrupt
+        return decoded, (corrupt if filled is False else corrupt | filled)
 
     def _decode_on_host(
         self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
