@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from policies import checks
 from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
-from policies.drift import DriftMonitor
+from policies.drift import Cause, DriftMonitor
 from policies.estimators import weight_for
 from policies.exploration import (
     MIN_OBSERVATIONS,
@@ -124,13 +124,14 @@ class GraVAC(DeclaredPolicy):
         # A short window must still leave steps to send the candidate in.
         believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
         weight = weight_for(context.world_size)
-        self._statistics = CandidateStatistics(self.gain, weight, believed_after, context.assumed)
+        self._statistics = CandidateStatistics(
+            self.gain, weight, believed_after, context.wire_bytes, context.assumed
+        )
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
         short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
         self._monitor = DriftMonitor(
-            self.gain,
-            epsilon=self.epsilon,
-            up_at=self._rule.up_at,
+            self._statistics,
+            self._rule,
             omega=self.omega,
             drift=self.drift,
             patience=self.patience,
@@ -158,15 +159,14 @@ class GraVAC(DeclaredPolicy):
         self._verdict = ""
         self._exploration.open(quick)
 
-    def _open_again(self, what: str, why: str) -> str:
-        """Explore again, after a drift of "time" or "gain", and forget that; returns why the plan
-        changes."""
+    def _open_again(self, cause: Cause, why: str) -> str:
+        """Explore again, and forget what has drifted; returns why the plan changes."""
         self._statistics.judge(self._chosen)
-        if what == "time":
+        if cause == Cause.TIMES:
             self._statistics.forget_times()
         else:
             self._statistics.forget_gains()
-        self._open(quick=what == "time")
+        self._open(quick=cause == Cause.TIMES)
         return f"explores again, {why}"
 
     def plan(self) -> Plan:
@@ -214,8 +214,8 @@ class GraVAC(DeclaredPolicy):
         return self._stay_dense(why) if why else self._settle()
 
     def _go_on_with_choice(self, report: StepReport) -> str:
-        found = self._monitor.observe(report, self._statistics)
-        if found is not None and found.what != "probe":
+        found = self._monitor.observe(report)
+        if found is not None and found.cause != Cause.PROBE:
             return self._open_again(*found)
         stays_dense = self._exploration.phase == Phase.STAY_DENSE
         moved = "" if stays_dense else self._exploration.follow_rule(self._candidate)
@@ -237,7 +237,7 @@ class GraVAC(DeclaredPolicy):
         self._exploration.close(Phase.SETTLED)
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
         self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
-        self._monitor.begin(self._chosen, self._ladder, self._statistics)
+        self._monitor.begin(self._chosen, self._ladder)
         return f"settled, {why}"
 
     def _stay_dense(self, why: str) -> str:
@@ -246,7 +246,7 @@ class GraVAC(DeclaredPolicy):
         self._chosen = DENSE
         self._rule.enter(Level.DENSE)
         self._verdict = f"GraVAC stays dense: {why}"
-        self._monitor.begin(DENSE, self._exploration.tried, self._statistics)
+        self._monitor.begin(DENSE, self._exploration.tried)
         return why
 
     def rescale(self) -> None:
@@ -256,7 +256,7 @@ class GraVAC(DeclaredPolicy):
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
         if self._chosen is not None:
-            why = self._open_again("time", why)
+            why = self._open_again(Cause.TIMES, why)
         else:
             self._statistics.forget_times()
             self._open(quick=False)
