@@ -214,10 +214,8 @@ class Goodput(DeclaredPolicy):
     def _saved_settings(self) -> dict[str, Any]:
         return {**self._settings, "ladder": list(self._ladder)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        candidates = set(self._gains) if self._started else set()
-        super().load_state_dict(state)
-        together(set(self._gains) == candidates, "'gains' are of other CFs")
+    def _check_loaded(self) -> None:
+        together(set(self._gains) == {*self._ladder} - {DENSE}, "'gains' are of other CFs")
 
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:

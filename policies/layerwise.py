@@ -35,7 +35,7 @@ from policies.base import (
 )
 from policies.gravac import GraVAC
 from policies.ladder import make_ladder
-from policies.state import Field, by_cf, count, declare, entries, number, part, saved_as, text
+from policies.state import CHILD, Field, by_cf, count, declare, entries, number, saved_as, text
 
 FREE = 1e-9
 """Relative difference of bytes or energies that is only rounding."""
@@ -79,7 +79,7 @@ class Layerwise(DeclaredPolicy):
     name = "layerwise"
     shadow = True
     layerwise = True
-    _fields = declare(_step=saved_as(count), _known=_REPORTS, _told=saved_as(text))
+    _fields = declare(_step=saved_as(count), _known=_REPORTS, _told=saved_as(text), _then=CHILD)
 
     def __init__(
         self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
@@ -202,20 +202,16 @@ class Layerwise(DeclaredPolicy):
         )
 
     def candidates(self) -> tuple[float, ...]:
-        if not self._started:
-            return ()
         theirs = (*self._then.candidates(), self._then.plan().send)
         return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
 
     def status(self) -> Mapping[str, float]:
-        return self._then.status() if self._started else {}
+        return self._then.status()
 
     def verdict(self) -> str:
-        return self._then.verdict() if self._started else ""
+        return self._then.verdict()
 
     def next_move(self) -> str:
-        if not self._started:
-            return ""
         left = self.window - self._step % self.window
         rest = f"the layers' CFs are solved anew in {counted_steps(left)}"
         return "; ".join(filter(None, (self._then.next_move(), rest)))
@@ -228,15 +224,8 @@ class Layerwise(DeclaredPolicy):
         ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
         return {**ours, "then": self._then.name}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "then": self._then.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._then.load_state_dict(part(state, "then"))
-        self._solved = {}
-
     def _check_loaded(self) -> None:
+        self._solved = {}
         for layer in self._known:
             if layer not in self._layers:
                 raise ValueError(f"state: 'known' has {layer!r:.80}, which is no layer")

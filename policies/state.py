@@ -243,6 +243,20 @@ def _load_optional_child(state: Any, key: str, child: Any) -> Any:
 CHILD = Field(_load_child, lambda child: child.state_dict())
 """A field that holds an object with a state of its own."""
 
+
+def _load_children(state: Any, key: str, children: Any) -> Any:
+    states = part(state, key)
+    together(states.keys() == children.keys(), f"{key!r} must be of {list(children)!r:.80}")
+    for name, child in children.items():
+        _load_child(states, name, child)
+    return children
+
+
+CHILDREN = Field(
+    _load_children, lambda children: {name: each.state_dict() for name, each in children.items()}
+)
+"""A field that holds several such objects by name; the names stay what they are."""
+
 OPTIONAL_CHILD = Field(
     _load_optional_child, lambda child: None if child is None else child.state_dict()
 )
