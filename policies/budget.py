@@ -11,8 +11,7 @@ from math import inf, isfinite, log, nan
 from typing import Any
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change
-from policies.ladder import make_ladder
+from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, make_ladder
 from policies.state import (
     CHILD,
     Stateful,

@@ -26,9 +26,18 @@ from math import inf, nan
 from typing import Any
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
+from policies.base import (
+    DENSE,
+    SCALINGS,
+    Context,
+    DeclaredPolicy,
+    GainKind,
+    Plan,
+    StepReport,
+    change,
+    make_ladder,
+)
 from policies.estimators import AVERAGES, Average, Averages
-from policies.ladder import SCALINGS, make_ladder
 from policies.signal_gain import SignalGain
 from policies.state import (
     CHILD,

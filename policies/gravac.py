@@ -17,7 +17,17 @@ from math import nan
 from typing import Any, get_args
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
+from policies.base import (
+    DENSE,
+    SCALINGS,
+    Context,
+    DeclaredPolicy,
+    GainKind,
+    Plan,
+    StepReport,
+    change,
+    make_ladder,
+)
 from policies.drift import Cause, DriftMonitor
 from policies.estimators import weight_for
 from policies.exploration import (
@@ -28,7 +38,6 @@ from policies.exploration import (
     Phase,
     SendRule,
 )
-from policies.ladder import SCALINGS, make_ladder
 from policies.state import CHILD, declare, maybe_cf, saved_as, text, together
 
 TIMED_STEPS = 3

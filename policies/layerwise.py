@@ -32,9 +32,9 @@ from policies.base import (
     Policy,
     StepReport,
     counted_steps,
+    make_ladder,
 )
 from policies.gravac import GraVAC
-from policies.ladder import make_ladder
 from policies.state import CHILD, Field, by_cf, count, declare, entries, number, saved_as, text
 
 FREE = 1e-9

@@ -270,7 +270,6 @@ def test_errors_name_the_argument(settings, named):
         Warmup(**settings)
 
 
-
 @pytest.mark.parametrize(
     ("cf_range", "then", "moves"),
     [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.ladder import MAX_RUNGS, make_ladder
+from policies.base import MAX_RUNGS, make_ladder
 
 
 @pytest.mark.parametrize(

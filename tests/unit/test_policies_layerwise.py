@@ -205,7 +205,6 @@ def test_next_move_and_verdict_are_those_of_the_policy_that_sets_the_cf():
     assert policy.next_move().endswith(f"; {anew} 2 steps")
 
 
-
 # Which layer gets which CF
 
 
