@@ -28,8 +28,8 @@ from policies.state import (
 from policies.step_time import StepTime
 
 BRIEF = 5
-"""Steps before the first decision, at each CF on the way to one that sends many more bytes, and of
-a look, in which a second CF is sent to tell the network's latency from its rate."""
+"""Steps before the first decision, after a move to a smaller CF, whose time may have been promised
+too short, and of a look, in which a second CF is sent to tell the network's latency from its rate."""
 
 APART = 4
 """A look sends a CF with about so many times fewer bytes (or more, from the largest CF): the
@@ -115,7 +115,7 @@ class Budget(DeclaredPolicy):
         self._look: float | None = None  # the second CF, during a look
         self._since = 0  # steps since the window or look began
         self._windows = 0  # since the last move or look
-        self._brief = True  # the window is a short one: at the start, or on the way to a CF
+        self._brief = True  # the window is a short one: at the start, or after a move down
         if self.bytes_per_step is not None:
             self._send = self._within(self.bytes_per_step)
 
@@ -183,14 +183,14 @@ class Budget(DeclaredPolicy):
         """Go to the CF that fits, or towards it; returns why."""
         before = self._send
         self._send = self._time.within_reach(best, before, self._cfs)
-        self._windows, self._brief = 0, self._send != best
+        self._windows, self._brief = 0, self._send < before
         why = f"communication takes {self._numbers(before)}; predicted at CF {best:g}: "
-        on_the_way = f"on the way to {best:g}, " if self._brief else ""
+        on_the_way = f"on the way to {best:g}, " if self._send != best else ""
         return f"{on_the_way}{why}{self._predicted(best):.3g}"
 
     def _best(self) -> float:
         """The CF to send by the step times known: the present one, unless it is clearly wrong, or
-        only sent on the way to another."""
+        has only just been moved to."""
         if not self._time.timed():
             return self._send
         hysteresis = 0.0 if self._brief else self.hysteresis
