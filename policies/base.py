@@ -28,7 +28,7 @@ the true gradient that gets through (policies/signal_gain.py)."""
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy is told about the run, once, before its first plan.
+    """The facts of a run that a policy is told once, before its first plan.
 
     cf_range: smallest and largest CF that may be sent besides dense; CFs are floats >= 1.
     world_size: number of ranks.
@@ -54,7 +54,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a policy wants done in the next step.
+    """A policy's order for the next step: what to send, to measure and to report.
 
     send: CF to send; 1 is dense.
     probe: CFs to measure without sending them, also while dense is sent.
@@ -77,8 +77,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What compression at one CF kept and lost in one step: squared norms, summed over tensors and
-    ranks, the same on every rank; nan where they were not measured.
+    """The energies that compression at one CF kept and lost in one step: squared norms, summed over
+    tensors and ranks, the same on every rank; nan where they were not measured.
 
     kept: ||c||^2, where c = C(a) is the compressed and a the error-fed gradient.
     error: ||a - c||^2.
@@ -121,7 +121,7 @@ def _surviving(total: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What is known of one layer over the steps since it was last reported, the same on every rank.
+    """The statistics of one layer over the steps since its last report, the same on every rank.
 
     energy: ||g||^2 of the local gradients, summed over steps and ranks.
     sum_norm: norm of the sum of the layer's mean gradients; nan unless the plan said `read_sum`.

@@ -28,8 +28,8 @@ from policies.state import (
 from policies.step_time import StepTime
 
 BRIEF = 5
-"""Steps before the first decision, after a move to a smaller CF, whose time may have been promised
-too short, and of a look, in which a second CF is sent to tell the network's latency from its rate."""
+"""Steps before the first decision, after a move to a smaller CF, whose time may have been predicted
+too short, and of a look: a second CF is sent, to tell the network's latency from its rate."""
 
 APART = 4
 """A look sends a CF with about so many times fewer bytes (or more, from the largest CF): the

@@ -60,7 +60,7 @@ noise. Later windows do not count, or the reference would follow a slow drift.""
 
 
 class Cause(Enum):
-    """What a finding of the drift monitor is about."""
+    """A kind of finding of the drift monitor."""
 
     TIMES = "times"
     """Step times have changed: explore again."""
@@ -71,7 +71,7 @@ class Cause(Enum):
 
 
 class Finding(NamedTuple):
-    """What the drift monitor has found in a step, and the numbers that show it."""
+    """A finding of the drift monitor in one step, with the numbers that show it."""
 
     cause: Cause
     why: str
@@ -151,7 +151,6 @@ class DriftDetector(Stateful):
     """
 
     _fields = declare(
-        _chosen=saved_as(maybe_cf),
         _cf=saved_as(maybe_cf),
         _seconds=CHILD,
         _exchange=CHILD,
@@ -170,18 +169,16 @@ class DriftDetector(Stateful):
         self._seconds = ChangeTest(drift, patience)
         self._exchange = ChangeTest(EXCHANGE_CHANGE, patience)
         self._gain = ChangeTest(drift, patience)
-        self._chosen: float | None = None
         self._cf: float | None = None  # in use
         self._start_window(None)
 
-    def begin(self, chosen: float) -> None:
+    def begin(self) -> None:
         """A choice was made. The step times that it rests on become references.
 
         The references of the other quantities are the first windows after the choice. Exchange
         times were not compared for the choice, and the error-fed gain of a CF changes once that CF
         is sent.
         """
-        self._chosen = chosen
         self._seconds.begin(self._statistics.step_times())
         self._exchange.begin({})
         self._gain.begin({})
@@ -198,8 +195,11 @@ class DriftDetector(Stateful):
         self._waits: list[float] = []
         self._window_gain = Average(1 / self.steps)
 
-    def observe(self, report: StepReport) -> Finding | None:
-        """Take in one step; returns the drift if a window ends that proves one."""
+    def observe(self, report: StepReport, chosen: float | None) -> Finding | None:
+        """Take in one step; returns the drift if a window ends that proves one.
+
+        chosen: the CF whose gain is watched, too.
+        """
         if report.cf != self._cf:
             self._start_window(report.cf)
         seconds, wait = report.seconds - report.coding_seconds, report.wait_seconds
@@ -207,16 +207,16 @@ class DriftDetector(Stateful):
         if timed and seconds > 0 and wait >= 0:
             self._times.append(seconds)
             self._waits.append(wait)
-        if report.cf == self._chosen and report.cf in report.measurements:
+        if report.cf == chosen and report.cf in report.measurements:
             self._window_gain.add(*report.measurements[report.cf].terms(self._statistics.kind))
         self._count += 1
         if self._count < self.steps:
             return None
-        drift = self._drift(report.cf)
+        drift = self._drift(report.cf, chosen)
         self._start_window(report.cf)
         return drift
 
-    def _drift(self, cf: float) -> Finding | None:
+    def _drift(self, cf: float, chosen: float | None) -> Finding | None:
         """The window is over: compare its numbers with the references."""
         if self._times:
             seconds, wait = median(self._times), median(self._waits)
@@ -226,19 +226,15 @@ class DriftDetector(Stateful):
             what, least = f"the wait for the network at CF {cf:g}", EXCHANGE_SHARE * seconds
             if why := self._changed(self._exchange, cf, wait, what, " s", least):
                 return Finding(Cause.TIMES, why)
-        gain = self._chosen_gain()
-        if cf == self._chosen and isfinite(gain):
+        gain = self._window_gain.value
+        if self._statistics.signal is not None:  # for which a window is too short
+            known = self._statistics.gain(chosen)
+            gain = nan if known is None else known
+        if cf == chosen and isfinite(gain):
             what = f"the gain of CF {cf:g}"
             if why := self._changed(self._gain, cf, min(1.0, gain), what):
                 return Finding(Cause.GAINS, why)
         return None
-
-    def _chosen_gain(self) -> float:
-        """The chosen CF's gain in this window. A window is too short for the signal gain."""
-        if self._statistics.signal is None:
-            return self._window_gain.value
-        gain = self._statistics.gain(self._chosen)
-        return nan if gain is None else gain
 
     def _changed(
         self, test: ChangeTest, cf: float, now: float, what: str, unit: str = "", least: float = 0.0
@@ -312,7 +308,6 @@ class DriftMonitor(Stateful):
 
     _fields = declare(
         _chosen=saved_as(maybe_cf),
-        _bottom=saved_as(number, least=1),
         _others=Field(lambda state, key, _: tuple(numbers(state, key, least=1)), list),
         _steps_below=saved_as(count),
         _since=saved_as(maybe_count),
@@ -343,7 +338,6 @@ class DriftMonitor(Stateful):
         self._probe = None if retry is None else PeriodicProbe(retry, steps)
         self._chosen: float | None = None
         self._others: tuple[float, ...] = ()  # tried and passed over
-        self._bottom = DENSE  # smallest CF of the ladder
         self._steps_below = 0  # in a row, with the chosen CF's gain below epsilon
         self._since: int | None = None  # steps with the choice; None: none was ever made
         self._t_sys: float | None = None  # of the chosen CF, before the last probe began
@@ -352,13 +346,12 @@ class DriftMonitor(Stateful):
         """A choice was made among the CFs that were tried and dense."""
         changed, self._chosen = chosen != self._chosen, chosen
         self._others = tuple(cf for cf in tried if cf not in (DENSE, chosen))
-        self._bottom = tried[0]
         self._steps_below = 0
         if self._since is not None:
             self._cooldown.judge(self._since)
         self._since = 0
         if self._detector is not None:
-            self._detector.begin(chosen)
+            self._detector.begin()
         if self._probe is not None:
             self._probe.begin(changed)
 
@@ -370,23 +363,24 @@ class DriftMonitor(Stateful):
     def observe(self, report: StepReport) -> Finding | None:
         """Take in one step with the choice; returns what was found, if anything."""
         self._since = (self._since or 0) + 1
-        drift = None if self._detector is None else self._detector.observe(report)
+        drift = None if self._detector is None else self._detector.observe(report, self._chosen)
         drift = drift or self._out_of_use(report.cf)
         may_leave = self._since > self._cooldown.steps
         return drift if drift and may_leave else self._observe_probe(report.cf, may_leave)
 
     def _out_of_use(self, sent: float) -> Finding | None:
-        """A drift if the gain of the chosen CF has kept it from being sent for too long."""
-        if self._retry is None or sent == self._chosen or self._chosen == self._bottom:
-            self._steps_below = 0
-            return None
-        gain, epsilon = self._statistics.gain(self._chosen), self._rule.epsilon
-        below = gain is not None and gain < epsilon
+        """A drift if its gain has kept the chosen CF from being sent for too long, and smaller CFs
+        were tried."""
+        chosen, epsilon = self._chosen, self._rule.epsilon
+        gain = self._statistics.gain(chosen)
+        below = sent != chosen and gain is not None and gain < epsilon
         self._steps_below = self._steps_below + 1 if below else 0
-        if self._steps_below < self._retry:
+        if self._retry is None or self._steps_below < self._retry:
+            return None
+        if chosen is None or chosen <= min(self._others, default=chosen):
             return None
         numbers = f"{gain:.4g} < epsilon {epsilon:g} for {self._steps_below} steps"
-        return Finding(Cause.GAINS, f"the gain of CF {self._chosen:g} is {numbers}")
+        return Finding(Cause.GAINS, f"the gain of CF {chosen:g} is {numbers}")
 
     def _observe_probe(self, sent: float, may_leave: bool) -> Finding | None:
         """Begin or end a probe of the other CFs when it is time to, while the chosen CF is sent."""

@@ -1,4 +1,4 @@
-"""How GraVAC explores: candidate by candidate up the ladder, and what is sent meanwhile.
+"""How GraVAC explores: candidate by candidate up the ladder, and which CF is sent meanwhile.
 
 - `SendRule` decides in each step whether the candidate, the floor or dense is sent (Algorithm 1).
 - `CandidateStatistics` keeps gains and step times of the CFs (section 3.1).
@@ -40,7 +40,7 @@ MAX_DOUBLINGS = 6
 
 
 class Level(IntEnum):
-    """The three things that the send rule chooses from, in the order of compression."""
+    """A choice of the send rule; larger ones compress more."""
 
     DENSE = 0
     FLOOR = 1
@@ -48,8 +48,8 @@ class Level(IntEnum):
 
 
 class SendRule(Stateful):
-    """GraVAC's three-way send rule (Algorithm 1), with hysteresis and a cooldown around epsilon:
-    the candidate if its gain reaches epsilon, else the floor if its gain does, else dense.
+    """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
+    else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
 
     The bare rule flaps with the error-fed gain: a dense step empties the residual, the gain looks
     good again, the next compressed steps fill the residual, and so on. So moving down is easy, and
@@ -122,8 +122,8 @@ class SendRule(Stateful):
 
 
 class CandidateStatistics(Stateful):
-    """The candidates' statistics: gain, T_sys and T_comp = T_sys x gain of each CF, as far as they
-    are known (section 3.1).
+    """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
+    they are known (section 3.1).
 
     The gain of a CF is averaged while it is measured, and noted (`judge`) at the end of its window.
 
@@ -296,7 +296,7 @@ def nothing_lost(
 
 
 class Phase(StrEnum):
-    """The phases of a GraVAC run."""
+    """A phase of a GraVAC run."""
 
     MEASURE = "measure"
     """Dense is sent for a few steps, for dense's own step time; gains are probed meanwhile."""
@@ -316,7 +316,8 @@ class Phase(StrEnum):
 
 
 class Exploration(Stateful):
-    """GraVAC's way up the ladder, window by window (section 3.2).
+    """An exploration of the ladder from its smallest CF up, a window of steps for each candidate
+    (GraVAC, section 3.2).
 
     phase: what is being done. floor: the CF that is sent where the candidate may not be.
 

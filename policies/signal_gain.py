@@ -55,7 +55,7 @@ CLEAR, LOST = 3.0, 1.5
 
 
 class Basis(IntEnum):
-    """What the signal gain is estimated from."""
+    """An estimate that the signal gain can rest on, the least preferred first."""
 
     ERROR_FED = 0
     LAST_CLEAR = 1

@@ -159,7 +159,7 @@ def _wrong(name: str, value: Any, wanted: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Field:
-    """How one attribute is saved, and read back.
+    """A declaration of how one attribute is saved, and read back.
 
     load: called with the saved state, the field's name in it and the attribute's present value;
         returns the new value (or the present one, after loading into it).

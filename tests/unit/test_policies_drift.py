@@ -66,21 +66,21 @@ def statistics_of(seconds):
 
 def test_a_detector_compares_each_cf_with_itself():
     detector = DriftDetector(statistics_of({40.0: 1.0, 10.0: 3.0}), 0.3, 1, 2)
-    detector.begin(40.0)
+    detector.begin()
     for report in [timed(40.0, 1.0), timed(10.0, 3.0), timed(10.0, 3.0), timed(40.0, 1.0)]:
-        assert detector.observe(report) is None
-    assert detector.observe(timed(40.0, 9.0, timed_cf=10.0)) is None  # 10's time
-    assert detector.observe(timed(40.0, 2.0)) is None
-    assert detector.observe(timed(40.0, 2.0)).cause == Cause.TIMES
+        assert detector.observe(report, 40.0) is None
+    assert detector.observe(timed(40.0, 9.0, timed_cf=10.0), 40.0) is None  # 10's time
+    assert detector.observe(timed(40.0, 2.0), 40.0) is None
+    assert detector.observe(timed(40.0, 2.0), 40.0).cause == Cause.TIMES
 
 
 def test_a_detector_takes_its_first_window_where_there_is_no_reference():
     detector = DriftDetector(statistics_of({}), 0.3, 1, 1)
-    detector.begin(40.0)
-    assert detector.observe(timed(40.0, 5.0)) is None
-    assert detector.observe(timed(40.0, 5.1)) is None
-    assert detector.observe(timed(40.0, nan)) is None
-    assert detector.observe(timed(40.0, 50.0)).cause == Cause.TIMES
+    detector.begin()
+    assert detector.observe(timed(40.0, 5.0), 40.0) is None
+    assert detector.observe(timed(40.0, 5.1), 40.0) is None
+    assert detector.observe(timed(40.0, nan), 40.0) is None
+    assert detector.observe(timed(40.0, 50.0), 40.0).cause == Cause.TIMES
 
 
 def test_cooldowns_double_when_conclusions_do_not_last():
