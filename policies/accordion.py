@@ -62,7 +62,7 @@ class Accordion(DeclaredPolicy):
     """
 
     name = "accordion"
-    _fields = declare(_intervals=CHILD, _reason=saved_as(text), _regimes=CHILDREN, _sides=CHILDREN)
+    _fields = declare(_intervals=CHILD, _reason=text, _regimes=CHILDREN, _sides=CHILDREN)
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class Regime(Stateful):
     critical: whether it is. norm: of the gradient summed over the last interval that had one.
     """
 
-    _fields = declare(critical=saved_as(flag), norm=saved_as(maybe_number, least=0))
+    _fields = declare(critical=flag, norm=saved_as(maybe_number, least=0))
 
     def __init__(self, eta: float) -> None:
         self._eta = eta
@@ -350,9 +350,7 @@ class Intervals(Stateful):
     itself or less has dropped.
     """
 
-    _fields = declare(
-        step=saved_as(count), _protected_until=saved_as(count), lr=saved_as(maybe_number)
-    )
+    _fields = declare(step=count, _protected_until=count, lr=maybe_number)
 
     def __init__(self, length: int, lr_drop: float) -> None:
         self._length, self._lr_drop = length, lr_drop

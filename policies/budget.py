@@ -61,11 +61,11 @@ class Budget(DeclaredPolicy):
     name = "budget"
     _fields = declare(
         _send=saved_as(number, least=1),
-        _look=saved_as(maybe_cf),
-        _since=saved_as(count),
-        _windows=saved_as(count),
-        _brief=saved_as(flag),
-        _reason=saved_as(text),
+        _look=maybe_cf,
+        _since=count,
+        _windows=count,
+        _brief=flag,
+        _reason=text,
         _wire=CHILD,
         _time=CHILD,
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from math import isfinite, nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from policies.base import DENSE, StepReport
 from policies.estimators import Average, Backoff, median, relative_change
@@ -28,13 +28,12 @@ from policies.state import (
     OPTIONAL_CHILD,
     Field,
     Stateful,
+    by_cf,
     count,
     declare,
-    entries,
     maybe_cf,
     maybe_count,
     maybe_number,
-    number,
     numbers,
     saved_as,
     whole,
@@ -77,21 +76,6 @@ class Finding(NamedTuple):
     why: str
 
 
-def _load_references(state: Any, key: str, _: Any) -> dict[float, tuple[float, int]]:
-    found = {}
-    for cf, mean, windows in entries(state, key, 3):
-        row = {"cf": cf, "mean": mean, "windows": windows}
-        mean, windows = number(row, "mean"), count(row, "windows", least=1)
-        found[number(row, "cf", least=1)] = (mean, windows)
-    return found
-
-
-_REFERENCES = Field(
-    _load_references,
-    lambda references: [[cf, *reference] for cf, reference in references.items()],
-)
-
-
 class ChangeTest(Stateful):
     """A test of whether a quantity has changed for good, by its values in window after window.
 
@@ -99,19 +83,20 @@ class ChangeTest(Stateful):
     between the two it stays (hysteresis).
     patience: windows in a row, all above or all below the reference, that make a change.
 
-    references: by CF, the mean that windows are compared with, and the number of windows in it.
+    references: by CF, the mean that windows are compared with.
     """
 
-    _fields = declare(references=_REFERENCES, _windows_off=saved_as(whole))
+    _fields = declare(references=by_cf, _windows=by_cf, _windows_off=whole)
 
     def __init__(self, threshold: float, patience: int) -> None:
         self.threshold, self.patience = threshold, patience
-        self.references: dict[float, tuple[float, int]] = {}
+        self.references: dict[float, float] = {}
+        self._windows: dict[float, float] = {}  # in the mean, by CF
         self._windows_off = 0  # in a row; negative if below the reference
 
     def begin(self, references: Mapping[float, float]) -> None:
         """Compare with these values, by CF, from now on."""
-        self.references = {cf: (value, 1) for cf, value in references.items()}
+        self.references, self._windows = dict(references), dict.fromkeys(references, 1)
 
     def begin_count(self) -> None:
         """Forget the windows that were off the reference."""
@@ -123,11 +108,13 @@ class ChangeTest(Stateful):
 
         least: smallest difference that counts.
         """
-        before, windows = self.references.setdefault(cf, (now, 1))
+        before = self.references.setdefault(cf, now)
+        windows = self._windows.setdefault(cf, 1)
         if self._is_off(now, before, least):
             return before
         if windows < REFERENCE_WINDOWS and not self._windows_off:
-            self.references[cf] = before + (now - before) / (windows + 1), windows + 1
+            self.references[cf] = before + (now - before) / (windows + 1)
+            self._windows[cf] = windows + 1
         return None
 
     def _is_off(self, now: float, reference: float, least: float) -> bool:
@@ -151,11 +138,11 @@ class DriftDetector(Stateful):
     """
 
     _fields = declare(
-        _cf=saved_as(maybe_cf),
+        _cf=maybe_cf,
         _seconds=CHILD,
         _exchange=CHILD,
         _gain=CHILD,
-        _count=saved_as(count),
+        _count=count,
         _times=saved_as(numbers, least=0),
         _waits=saved_as(numbers, least=0),
         _window_gain=CHILD,
@@ -260,7 +247,7 @@ class PeriodicProbe(Stateful):
     wait: steps before the first probe. steps: of a probe.
     """
 
-    _fields = declare(_wait=CHILD, _since=saved_as(count))
+    _fields = declare(_wait=CHILD, _since=count)
 
     def __init__(self, wait: int, steps: int) -> None:
         self._wait = Backoff(wait, MAX_PROBE_DOUBLINGS)
@@ -307,10 +294,10 @@ class DriftMonitor(Stateful):
     """
 
     _fields = declare(
-        _chosen=saved_as(maybe_cf),
+        _chosen=maybe_cf,
         _others=Field(lambda state, key, _: tuple(numbers(state, key, least=1)), list),
-        _steps_below=saved_as(count),
-        _since=saved_as(maybe_count),
+        _steps_below=count,
+        _since=maybe_count,
         _detector=OPTIONAL_CHILD,
         _cooldown=CHILD,
         _probe=OPTIONAL_CHILD,

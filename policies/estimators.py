@@ -49,8 +49,8 @@ class Average(Stateful):
     """
 
     _fields = declare(
-        count=saved_as(count),
-        _top=saved_as(number),
+        count=count,
+        _top=number,
         _bottom=saved_as(number, least=0),
     )
 

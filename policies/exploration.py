@@ -64,8 +64,8 @@ class SendRule(Stateful):
     _fields = declare(
         level=saved_enum(Level),
         _cooldown=CHILD,
-        _since_move=saved_as(maybe_count),
-        _since_up=saved_as(maybe_count),
+        _since_move=maybe_count,
+        _since_up=maybe_count,
     )
 
     def __init__(self, epsilon: float, hysteresis: float, cooldown: int) -> None:
@@ -136,8 +136,8 @@ class CandidateStatistics(Stateful):
 
     _fields = declare(
         _averages=AVERAGES,
-        _judged=saved_as(by_cf),
-        _remembered=saved_as(by_cf),
+        _judged=by_cf,
+        _remembered=by_cf,
         _time=CHILD,
         signal=OPTIONAL_CHILD,
     )
@@ -330,8 +330,8 @@ class Exploration(Stateful):
         phase=saved_enum(Phase),
         floor=saved_as(number, least=1),
         rung=saved_as(count, least=1),
-        window_step=saved_as(count),
-        quick=saved_as(flag),
+        window_step=count,
+        quick=flag,
     )
 
     def __init__(

@@ -85,10 +85,10 @@ class Goodput(DeclaredPolicy):
     shadow = True
     _fields = declare(
         _send=saved_as(number, least=1),
-        _since=saved_as(count),
-        _steps=saved_as(count),
-        _came_from=saved_as(maybe_cf),
-        _reason=saved_as(text),
+        _since=count,
+        _steps=count,
+        _came_from=maybe_cf,
+        _reason=text,
         _gains=AVERAGES,
         _time=CHILD,
         _signal=OPTIONAL_CHILD,

@@ -38,7 +38,7 @@ from policies.exploration import (
     Phase,
     SendRule,
 )
-from policies.state import CHILD, declare, maybe_cf, saved_as, text, together
+from policies.state import CHILD, declare, maybe_cf, text, together
 
 TIMED_STEPS = 3
 """Steps that the shortest window leaves for a candidate's step time, after those for its gain."""
@@ -74,9 +74,9 @@ class GraVAC(DeclaredPolicy):
 
     name = "gravac"
     _fields = declare(
-        _chosen=saved_as(maybe_cf),
-        _reason=saved_as(text),
-        _verdict=saved_as(text),
+        _chosen=maybe_cf,
+        _reason=text,
+        _verdict=text,
         _exploration=CHILD,
         _statistics=CHILD,
         _rule=CHILD,

@@ -35,7 +35,7 @@ from policies.base import (
     make_ladder,
 )
 from policies.gravac import GraVAC
-from policies.state import CHILD, Field, by_cf, count, declare, entries, number, saved_as, text
+from policies.state import CHILD, Field, by_cf, count, declare, entries, number, text
 
 FREE = 1e-9
 """Relative difference of bytes or energies that is only rounding."""
@@ -79,7 +79,7 @@ class Layerwise(DeclaredPolicy):
     name = "layerwise"
     shadow = True
     layerwise = True
-    _fields = declare(_step=saved_as(count), _known=_REPORTS, _told=saved_as(text), _then=CHILD)
+    _fields = declare(_step=count, _known=_REPORTS, _told=text, _then=CHILD)
 
     def __init__(
         self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
@@ -151,26 +151,23 @@ class Layerwise(DeclaredPolicy):
         alike = {name: self._option(name, cf) for name in self._layers}
         budget = sum(option.nbytes for option in alike.values()) * (1 + FREE)
         # A layer that nothing is known of keeps the CF of the whole model.
-        options = {
-            name: [here, *self._options(name)] if self._energy(name) is not None else [here]
-            for name, here in alike.items()
-        }
+        options = {name: [here] for name, here in alike.items()}
+        for name in self._known.keys() & options.keys():
+            known = (cf for cf in self._cfs if self._gain(name, cf) is not None)
+            options[name] += [self._option(name, cf) for cf in known]
         found = allocate(options, budget)
         unsent = -sum(option.worth for option in alike.values())
         return found if -found.worth < unsent * (1 - FREE) and found.nbytes <= budget else None
 
-    def _options(self, name: str) -> list[Option]:
-        return [self._option(name, cf) for cf in self._cfs if self._gain(name, cf) is not None]
-
     def _option(self, name: str, cf: float) -> Option:
         gain = max(LEAST, self._gain(name, cf) or 0.0)
-        unsent = (self._energy(name) or 0.0) * (1 / gain - 1)
+        unsent = self._energy(name) * (1 / gain - 1)
         return Option(cf, self._nbytes(name, cf), -unsent)
 
-    def _energy(self, name: str) -> float | None:
-        """Energy of a layer's gradient; None if it is not known."""
+    def _energy(self, name: str) -> float:
+        """Energy of a layer's gradient; 0 if it is not known."""
         known = self._known.get(name)
-        return None if known is None else known.energy
+        return 0.0 if known is None else known.energy
 
     def _gain(self, name: str, cf: float) -> float | None:
         """Gain of a layer in steady state, at a CF of the ladder or the next larger one."""
@@ -193,7 +190,7 @@ class Layerwise(DeclaredPolicy):
         return f"{what} {self._numbers(cf, found)}"
 
     def _numbers(self, cf: float, found: Allocation) -> str:
-        energy = sum(self._energy(name) or 0.0 for name in self._layers)
+        energy = sum(self._energy(name) for name in self._layers)
         unsent = -sum(self._option(name, cf).worth for name in self._layers)
         low, high = min(found.cfs.values()), max(found.cfs.values())
         return (

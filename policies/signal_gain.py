@@ -157,7 +157,7 @@ class MeanRatio(Stateful):
     clear: whether it is. count: steps taken in. moments: the means, and those of the squares.
     """
 
-    _fields = declare(clear=saved_as(flag), count=saved_as(count), moments=MOMENTS)
+    _fields = declare(clear=flag, count=count, moments=MOMENTS)
 
     def __init__(self) -> None:
         self.clear = False
@@ -232,7 +232,7 @@ class SignalGain(Stateful):
         peers=CHILD,
         next=CHILD,
         _steady=AVERAGES,
-        _clear_gains=saved_as(by_cf),
+        _clear_gains=by_cf,
         _moments=MOMENTS,
         _norm=saved_as(number, least=0),
     )

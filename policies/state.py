@@ -193,9 +193,12 @@ class Stateful:
         """Raises ValueError (see `together`) where fields that were loaded contradict another."""
 
 
-def declare(**fields: Field) -> Mapping[str, Field]:
-    """The fields of a `Stateful`, by attribute: `_fields = declare(count=saved_as(count))`."""
-    return fields
+def declare(**fields: Field | Callable[..., Any]) -> Mapping[str, Field]:
+    """The fields of a `Stateful`, by attribute; a reader stands for a field that it reads:
+    `_fields = declare(count=count, size=saved_as(number, least=0), part=CHILD)`."""
+    return {
+        name: each if isinstance(each, Field) else saved_as(each) for name, each in fields.items()
+    }
 
 
 def _key(attribute: str) -> str:

@@ -81,7 +81,7 @@ class StepTime(Stateful):
         _compress=AVERAGES,
         _decode=AVERAGES,
         _exposed=CHILD,
-        _pauses=saved_as(count),
+        _pauses=count,
     )
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:
@@ -200,9 +200,9 @@ class ExposedTime(Stateful):
         _typical=saved_as(by_cf, least=0),
         _network=saved_as(by_cf, least=0),
         _recent=saved_as(numbers, least=0),
-        _same=saved_as(count),
-        _doubted=saved_as(flag),
-        _cf=saved_as(maybe_cf),
+        _same=count,
+        _doubted=flag,
+        _cf=maybe_cf,
     )
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:

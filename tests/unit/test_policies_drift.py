@@ -40,13 +40,15 @@ from tests.unit.plans import reasons, switches
 )
 def test_a_change_takes_patience_and_hysteresis(values, drifts):
     test = ChangeTest(0.299, 2)
-    test.references[10.0] = 1.0, REFERENCE_WINDOWS
+    for _ in range(REFERENCE_WINDOWS):
+        test.changed_from(10.0, 1.0)
     assert [test.changed_from(10.0, value) is not None for value in values] == drifts
 
 
 def test_a_difference_too_small_to_matter_does_not_count():
     test = ChangeTest(1.0, 1)
-    test.references[10.0] = 0.01, REFERENCE_WINDOWS
+    for _ in range(REFERENCE_WINDOWS):
+        test.changed_from(10.0, 0.01)
     assert test.changed_from(10.0, 0.04, least=0.05) is None
     assert test.changed_from(10.0, 0.07, least=0.05) == 0.01
 
