@@ -96,7 +96,7 @@ class ChangeTest(Stateful):
 
     def begin(self, references: Mapping[float, float]) -> None:
         """Compare with these values, by CF, from now on."""
-        self.references, self._windows = dict(references), dict.fromkeys(references, 1)
+        self.references, self._windows = dict(references), dict.fromkeys(references, 1.0)
 
     def begin_count(self) -> None:
         """Forget the windows that were off the reference."""
@@ -109,7 +109,7 @@ class ChangeTest(Stateful):
         least: smallest difference that counts.
         """
         before = self.references.setdefault(cf, now)
-        windows = self._windows.setdefault(cf, 1)
+        windows = self._windows.setdefault(cf, 1.0)
         if self._is_off(now, before, least):
             return before
         if windows < REFERENCE_WINDOWS and not self._windows_off:

@@ -151,10 +151,11 @@ class Layerwise(DeclaredPolicy):
         alike = {name: self._option(name, cf) for name in self._layers}
         budget = sum(option.nbytes for option in alike.values()) * (1 + FREE)
         # A layer that nothing is known of keeps the CF of the whole model.
-        options = {name: [here] for name, here in alike.items()}
-        for name in self._known.keys() & options.keys():
-            known = (cf for cf in self._cfs if self._gain(name, cf) is not None)
-            options[name] += [self._option(name, cf) for cf in known]
+        options = {}
+        for name, here in alike.items():
+            cfs = self._cfs if name in self._known else ()
+            known = [cf for cf in cfs if self._gain(name, cf) is not None]
+            options[name] = [here, *(self._option(name, cf) for cf in known)]
         found = allocate(options, budget)
         unsent = -sum(option.worth for option in alike.values())
         return found if -found.worth < unsent * (1 - FREE) and found.nbytes <= budget else None
