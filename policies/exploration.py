@@ -255,7 +255,7 @@ class CandidateStatistics(Stateful):
                 )
         return ""
 
-    def hopeless(self) -> str:
+    def why_dense_wins(self) -> str:
         """Why no CF can beat dense, as soon as two CFs that were sent show it; else "".
 
         The bound is a step with nothing on the wire, the fastest compression and the best gain.
@@ -410,8 +410,8 @@ class Exploration(Stateful):
             self.phase = Phase.EXPLORE
         elif candidate is not None:
             self._statistics.judge(candidate)
-            if self._may_stop and (hopeless := self._statistics.hopeless()):
-                return True, hopeless
+            if self._may_stop and (why := self._statistics.why_dense_wins()):
+                return True, why
             why = self._promote(candidate)
             self.rung += 1
         if self.candidate is None:

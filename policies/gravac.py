@@ -297,8 +297,7 @@ class GraVAC(DeclaredPolicy):
 
     def verdict(self) -> str:
         explores = self._exploration.phase in (Phase.FLOOR, Phase.EXPLORE)
-        starved = explores and self._rule.level == Level.DENSE
-        if starved:
+        if explores and self._rule.level == Level.DENSE:
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 

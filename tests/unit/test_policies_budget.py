@@ -71,7 +71,7 @@ def grid():
 # Bytes
 
 
-@pytest.mark.parametrize("limit", [1e6, 1.5e5, 4e4, 2500])
+@pytest.mark.parametrize("limit", [1e6, 4e4, 2500])
 @pytest.mark.parametrize("known", [True, False])
 def test_the_smallest_cf_within_the_bytes(limit, known):
     run = Network(Budget(bytes_per_step=limit), known=known)
@@ -161,7 +161,7 @@ def test_latency_does_not_count(rate):
     assert run.policy.status()["bandwidth"] == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("offset", [0, 7, 13, 20])
+@pytest.mark.parametrize("offset", [0, 13])
 @pytest.mark.parametrize(("first", "then"), [(1e8, 2e6), (2e6, 1e8), (2e6, 2e5), (2e5, 2e6)])
 def test_a_network_that_changes_is_followed_within_two_windows(first, then, offset):
     run = Network(Budget(share=0.2), rate=first)
