@@ -67,7 +67,7 @@ class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
     predicted compression throughput.
 
-    scaling, step_size: of the ladder of candidates (policies/ladder.py); "geometric" makes each
+    scaling, step_size: of the ladder of candidates (`make_ladder`); "geometric" makes each
         candidate step_size times the last.
     opening: steps at the smallest CF before another is considered, >= 1.
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,

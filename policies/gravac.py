@@ -53,7 +53,7 @@ class GraVAC(DeclaredPolicy):
         (in the choice), in (0, 1].
     window: steps that a candidate is judged on, >= 1. Steps sent dense because no gain reaches
         epsilon do not count.
-    scaling, step_size: how the candidates grow (policies/ladder.py); step_size > 1.
+    scaling, step_size: how the candidates grow (`make_ladder`); step_size > 1.
     gain: the definition of gain that decides: "gradient", "error_fed" (the paper), "raw" (its
         released code) or "signal" (policies/signal_gain.py; it needs a shadow ladder, so a base
         compressor that keeps the largest elements).
