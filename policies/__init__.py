@@ -4,7 +4,7 @@ share (no torch, no I/O, no clock).
 - base.py: the contract between a policy and the controller.
 - goodput.py, gravac.py (with exploration.py and drift.py), accordion.py, budget.py, layerwise.py,
   baselines.py: the policies.
-- ladder.py, estimators.py, signal_gain.py, step_time.py (with exposed_time.py): what they share.
+- estimators.py, signal_gain.py, step_time.py: what they share.
 - checks.py, state.py: checks of settings, and saved states.
 """
 

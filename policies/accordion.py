@@ -22,16 +22,14 @@ from policies.base import (
 from policies.baselines import Fixed
 from policies.state import (
     CHILD,
+    CHILDREN,
     Stateful,
     count,
     declare,
     flag,
     maybe_number,
-    part,
     saved_as,
     text,
-    together,
-    values,
 )
 
 PAPER_EPOCHS = 10
@@ -64,7 +62,7 @@ class Accordion(DeclaredPolicy):
     """
 
     name = "accordion"
-    _fields = declare(_intervals=CHILD, _reason=saved_as(text))
+    _fields = declare(_intervals=CHILD, _reason=text, _regimes=CHILDREN, _sides=CHILDREN)
 
     def __init__(
         self,
@@ -123,10 +121,12 @@ class Accordion(DeclaredPolicy):
             raise ValueError(f"low={low:g}: must not exceed high={high:g}")
         if self.per_layer and not context.layers:
             raise ValueError("per_layer=True: the layers are not known")
-        pair = [side if isinstance(side, Policy) else Fixed(side) for side in (low, high)]
-        for side in pair:
+        pair = {"low": low, "high": high}
+        self._sides: dict[str, Policy] = {
+            name: side if isinstance(side, Policy) else Fixed(side) for name, side in pair.items()
+        }
+        for side in self._sides.values():
             side.start(context)
-        self._sides: tuple[Policy, Policy] = pair[0], pair[1]
         self._numels = dict(context.layers)
         self._regimes = {
             name: Regime(self.eta) for name in (context.layers if self.per_layer else ("",))
@@ -139,13 +139,13 @@ class Accordion(DeclaredPolicy):
     @property
     def _active(self) -> Policy:
         """The side, low or high, whose plan is sent if all layers have the same regime."""
-        low, high = self._sides
-        return low if any(regime.critical for regime in self._regimes.values()) else high
+        critical = any(regime.critical for regime in self._regimes.values())
+        return self._sides["low" if critical else "high"]
 
     def _plan_layers(self) -> Plan | None:
         """A plan with low and high by layer; None if all layers have the same CF."""
         critical = {name: regime.critical for name, regime in self._regimes.items()}
-        low, high = (side.plan().send for side in self._sides)
+        low, high = (side.plan().send for side in self._sides.values())
         if len(set(critical.values())) == 1 or low == high:
             return None
         cfs = {name: low if is_so else high for name, is_so in critical.items()}
@@ -214,8 +214,6 @@ class Accordion(DeclaredPolicy):
         whole model in the last interval, nan if there is none. Also the numbers of the side, low or
         high, that is active.
         """
-        if not self._started:
-            return {}
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
@@ -225,14 +223,12 @@ class Accordion(DeclaredPolicy):
         }
 
     def verdict(self) -> str:
-        if not self._started or self._layered is not None:
+        if self._layered is not None:
             return ""
         return self._active.verdict()
 
     def next_move(self) -> str:
-        if not self._started:
-            return ""
-        low, high = map(_named, self._sides)
+        low, high = map(_named, self._sides.values())
         if low == high and isinstance(self._active, Fixed):
             return f"nothing would change it: low and high are both {low}"
         regimes = self._regimes.values()
@@ -245,13 +241,13 @@ class Accordion(DeclaredPolicy):
 
     def _foreseen(self, critical: bool) -> str:
         """When and on what condition the critical regimes end, or the others become critical."""
-        low, high = self._sides
+        other = self._sides["high" if critical else "low"]
         regimes = [r for r in self._regimes.values() if r.critical == critical]
         left, why, old = self._compared(regimes)
         many = f"{len(regimes)} of {len(self._regimes)} layers may go"
         who, each, whose = (many, ", each ", "its") if self.per_layer else ("it goes", " ", "the")
         return (
-            f"{who} to {_named(high if critical else low)} in {counted_steps(left)}"
+            f"{who} to {_named(other)} in {counted_steps(left)}"
             f"{why}{each}if the norm of {whose} accumulated gradient has then changed by "
             f"{'less than' if critical else 'at least'} eta {self.eta:g}{old}{self._rate(critical)}"
         )
@@ -280,41 +276,24 @@ class Accordion(DeclaredPolicy):
     def rescale(self) -> None:
         """The regimes stay what they are until two sums of the new number of ranks can be compared:
         the norm of a mean over more ranks has less noise."""
-        for side in self._sides:
+        for side in self._sides.values():
             side.rescale()
         for regime in self._regimes.values():
             regime.norm = None
         self._intervals.restart()
 
     def candidates(self) -> tuple[float, ...]:
-        if not self._started:
-            return ()
-        return tuple(sorted({*(side.plan().send for side in self._sides), *self._known()}))
+        return tuple(sorted({*(side.plan().send for side in self._sides.values()), *self._known()}))
 
     def _known(self) -> list[float]:
-        return sorted({cf for side in self._sides for cf in side.candidates()})
+        return sorted({cf for side in self._sides.values() for cf in side.candidates()})
 
     def _saved_settings(self) -> dict[str, Any]:
-        names = [side.name for side in self._sides]
+        names = [side.name for side in self._sides.values()]
         layers = list(self._regimes)
         return {**self._settings, "cfs": self._known(), "sides": names, "layers": layers}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "regimes": {name: regime.state_dict() for name, regime in self._regimes.items()},
-            "sides": [side.state_dict() for side in self._sides],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        regimes, sides = part(state, "regimes"), values(state, "sides")
-        checks.same(self.name, {"regimes": list(self._regimes)}, {"regimes": list(regimes)})
-        together(len(sides) == len(self._sides), "'sides' must have two states")
-        for side, inner in zip(self._sides, sides, strict=True):
-            side.load_state_dict(inner)
-        for name, regime in self._regimes.items():
-            regime.load_state_dict(part(regimes, name))
+    def _check_loaded(self) -> None:
         self._layered = self._plan_layers()
 
 
@@ -340,7 +319,7 @@ class Regime(Stateful):
     critical: whether it is. norm: of the gradient summed over the last interval that had one.
     """
 
-    _fields = declare(critical=saved_as(flag), norm=saved_as(maybe_number, least=0))
+    _fields = declare(critical=flag, norm=saved_as(maybe_number, least=0))
 
     def __init__(self, eta: float) -> None:
         self._eta = eta
@@ -371,9 +350,7 @@ class Intervals(Stateful):
     itself or less has dropped.
     """
 
-    _fields = declare(
-        step=saved_as(count), _protected_until=saved_as(count), lr=saved_as(maybe_number)
-    )
+    _fields = declare(step=count, _protected_until=count, lr=maybe_number)
 
     def __init__(self, length: int, lr_drop: float) -> None:
         self._length, self._lr_drop = length, lr_drop

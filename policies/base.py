@@ -1,4 +1,4 @@
-"""The contract between a policy and the controller that feeds it.
+"""The contract between a policy and the controller that feeds it, and what policies have in common.
 
 A policy is a pure state machine over agreed statistics: given the same reports it makes the same
 plans. It imports no torch, does no I/O and reads no clock, so it can be tested from a table,
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan
+from math import isfinite, log, nan
 from typing import Any, Literal
 
 from policies import checks
@@ -28,7 +28,7 @@ the true gradient that gets through (policies/signal_gain.py)."""
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy is told about the run, once, before its first plan.
+    """The facts of a run that a policy is told once, before its first plan.
 
     cf_range: smallest and largest CF that may be sent besides dense; CFs are floats >= 1.
     world_size: number of ranks.
@@ -54,7 +54,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a policy wants done in the next step.
+    """A policy's order for the next step: what to send, to measure and to report.
 
     send: CF to send; 1 is dense.
     probe: CFs to measure without sending them, also while dense is sent.
@@ -77,8 +77,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What compression at one CF kept and lost in one step: squared norms, summed over tensors and
-    ranks, the same on every rank; nan where they were not measured.
+    """The energies that compression at one CF kept and lost in one step: squared norms, summed over
+    tensors and ranks, the same on every rank; nan where they were not measured.
 
     kept: ||c||^2, where c = C(a) is the compressed and a the error-fed gradient.
     error: ||a - c||^2.
@@ -121,7 +121,7 @@ def _surviving(total: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What is known of one layer over the steps since it was last reported, the same on every rank.
+    """The statistics of one layer over the steps since its last report, the same on every rank.
 
     energy: ||g||^2 of the local gradients, summed over steps and ranks.
     sum_norm: norm of the sum of the layer's mean gradients; nan unless the plan said `read_sum`.
@@ -346,3 +346,36 @@ def change(old: float, new: float, why: str) -> str:
 def counted_steps(number: int) -> str:
     """A number of steps in words: "1 step", "2 steps"."""
     return f"{number} step{'' if number == 1 else 's'}"
+
+
+# The ladder: the ascending CFs that a policy chooses from.
+
+SCALINGS = ("exponential", "geometric")
+"""GraVAC's scaling policies (section 3.2). From 10 to 1000 with step_size 2, "exponential" makes
+10, 20, 40, 160, 1000: the first CF x step_size^1, ^2, ^4, ^8, ...; "geometric" makes 10, 20, 40,
+..., 640, 1000: each CF step_size times the one before."""
+
+MAX_RUNGS = 1000
+"""More rungs than this are a mistake in step_size, not a plan."""
+
+ALMOST = 1 - 1e-9
+"""A rung within rounding of the top is the top."""
+
+
+def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -> tuple[float, ...]:
+    """The rungs for a CF range, its smallest CF first and its largest last.
+
+    Raises ValueError where a step_size close to 1 would make more than MAX_RUNGS rungs.
+    """
+    low, top = cf_range
+    if log(top / low) > MAX_RUNGS * log(step_size):
+        raise ValueError(
+            f"step_size={step_size!r}: from CF {low:g} to {top:g} it makes more than "
+            f"{MAX_RUNGS} candidates; take a larger step"
+        )
+    rungs, factor, rung = [low], step_size, low * step_size
+    while rung < top * ALMOST:
+        rungs.append(rung)
+        factor *= factor  # squaring doubles the exponent
+        rung = low * factor if scaling == "exponential" else rung * step_size
+    return tuple(rungs) if rungs[-1] == top else (*rungs, top)

@@ -21,7 +21,7 @@ from policies.base import (
     change,
     counted_steps,
 )
-from policies.state import count, declare, part, saved_as
+from policies.state import CHILD, count, declare
 
 
 class Fixed(DeclaredPolicy):
@@ -85,7 +85,7 @@ class Schedule(DeclaredPolicy):
     """
 
     name = "schedule"
-    _fields = declare(_step=saved_as(count))
+    _fields = declare(_step=count)
 
     def __init__(self, pieces: Mapping[int, float], gain: GainKind = "gradient") -> None:
         checks.one_of("gain", gain, get_args(GainKind))
@@ -162,7 +162,7 @@ class Warmup(DeclaredPolicy):
     """
 
     name = "warmup"
-    _fields = declare(_step=saved_as(count))
+    _fields = declare(_step=count, _then=CHILD)
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Warmup(DeclaredPolicy):
 
     @property
     def _over(self) -> bool:
-        return self._started and self._step >= self.steps * self.stages
+        return self._step >= self.steps * self.stages
 
     def observe(self, report: StepReport) -> None:
         if self._over:
@@ -216,8 +216,6 @@ class Warmup(DeclaredPolicy):
         self._step += 1
 
     def candidates(self) -> tuple[float, ...]:
-        if not self._started:
-            return ()
         return (*self._cfs, *self._then.candidates(), self._then.plan().send)
 
     def status(self) -> Mapping[str, float]:
@@ -225,8 +223,6 @@ class Warmup(DeclaredPolicy):
         return self._then.status() if self._over else {}
 
     def next_move(self) -> str:
-        if not self._started:
-            return ""
         if self._over:
             return self._then.next_move()
         stage, into = divmod(self._step, self.steps)
@@ -254,10 +250,3 @@ class Warmup(DeclaredPolicy):
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**self._settings, "cfs": list(self._cfs), "then": self._then.name}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "then": self._then.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._then.load_state_dict(part(state, "then"))

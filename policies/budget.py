@@ -11,29 +11,25 @@ from math import inf, isfinite, log, nan
 from typing import Any
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change
-from policies.ladder import make_ladder
+from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, make_ladder
 from policies.state import (
     CHILD,
     Stateful,
     by_cf,
     count,
     declare,
+    flag,
     maybe_cf,
     maybe_number,
     number,
     saved_as,
     text,
 )
-from policies.step_time import StepLine
+from policies.step_time import StepTime
 
-OPENING = 5
-"""Dense steps before the first look: as many as a look has.
-
-A look sends a second CF for a few steps, to tell the time on the network from the rest."""
-
-LOOK = 5
-"""Steps of a look. The time of the last of them comes too late to count."""
+BRIEF = 5
+"""Steps before the first decision, after a move to a smaller CF, whose time may have been predicted
+too short, and of a look: a second CF is sent, to tell the network's latency from its rate."""
 
 APART = 4
 """A look sends a CF with about so many times fewer bytes (or more, from the largest CF): the
@@ -51,15 +47,13 @@ class Budget(DeclaredPolicy):
     bytes_per_step: wire bytes of a rank in a step, > 0. Sizes are computed where they can be.
         Where they cannot, they are learned from the largest CF down, and only a size that was
         guessed can exceed the budget, once.
-    share: part of the step time, in (0, 1], that may go to communication that does not overlap with
-        backward; 0.2 if neither is given.
+    share: part of the step time, in (0, 1], that may go to sending bytes while backward does not
+        hide it; 0.2 if neither is given. Latency, which is the same at any CF, does not count.
     window: steps at a CF before its share is judged, >= 5.
-    look_every: windows after which the line behind the predictions is found anew by a look, i.e. 5
-        steps at a second CF. There is a look before each move too, and one at the start, from
-        dense.
+    look_every: windows after which a second CF is sent for 5 steps, to tell latency from rate, if
+        no other CF has been sent on the network as it is.
     hysteresis: relative to the share. A larger CF is taken if the share is exceeded by more than
-        this ratio, a smaller one if it is predicted to stay below the share by this ratio. Twice as
-        much, seen between two looks, brings about a look at the end of the window.
+        this ratio, a smaller one if it is predicted to stay below the share by this ratio.
     step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1.
     ValueError or TypeError names the setting that is wrong.
     """
@@ -67,12 +61,13 @@ class Budget(DeclaredPolicy):
     name = "budget"
     _fields = declare(
         _send=saved_as(number, least=1),
-        _look=saved_as(maybe_cf),
-        _since=saved_as(count),
-        _looked=saved_as(count),
-        _reason=saved_as(text),
+        _look=maybe_cf,
+        _since=count,
+        _windows=count,
+        _brief=flag,
+        _reason=text,
         _wire=CHILD,
-        _line=CHILD,
+        _time=CHILD,
     )
 
     def __init__(
@@ -95,7 +90,7 @@ class Budget(DeclaredPolicy):
             else checks.real("bytes_per_step", bytes_per_step, above=0)
         )
         self.share = checks.fraction("share", DEFAULT_SHARE if share is None else share)
-        self.window = checks.whole("window", window, least=LOOK)
+        self.window = checks.whole("window", window, least=BRIEF)
         self.look_every = checks.whole("look_every", look_every, least=1)
         self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
         self.step_size = checks.real("step_size", step_size, above=1)
@@ -109,18 +104,20 @@ class Budget(DeclaredPolicy):
         known = (context.supported(cf) for cf in rungs)
         self._cfs = tuple(sorted({DENSE, *known} - context.unknown))
         self._computed = context.wire_bytes
-        self._wire = WireBytes(self._computed)
-        self._line = StepLine()
+        self._send = DENSE if self.bytes_per_step is None else self._cfs[-1]
+        self._reason = ""
+        self._measure_anew()
+        self._started = True
+
+    def _measure_anew(self) -> None:
+        """Begin to learn the bytes and times of the CFs."""
+        self._wire, self._time = WireBytes(self._computed), StepTime(self._bytes)
         self._look: float | None = None  # the second CF, during a look
         self._since = 0  # steps since the window or look began
-        self._looked = 0  # windows since the last look
-        self._reason = ""
-        self._send = DENSE
+        self._windows = 0  # since the last move or look
+        self._brief = True  # the window is a short one: at the start, or after a move down
         if self.bytes_per_step is not None:
-            self._send = self._cfs[-1]
             self._send = self._within(self.bytes_per_step)
-        self._line.restart(self._send)
-        self._started = True
 
     def plan(self) -> Plan:
         self._check_started("plan")
@@ -133,12 +130,11 @@ class Budget(DeclaredPolicy):
     def observe(self, report: StepReport) -> None:
         before = self._now
         self._wire.observe(report)
-        self._line.observe(report)
-        self._since += 1
+        self._time.observe(report)
         if self.bytes_per_step is not None:
             why = self._keep_to_bytes(self.bytes_per_step)
         else:
-            why = self._keep_to_share() if self._look is None else self._end_look(self._look)
+            why = self._keep_to_share()
         self._reason = change(before, self._now, why)
 
     # Bytes
@@ -163,52 +159,41 @@ class Budget(DeclaredPolicy):
     # Share of the step time
 
     def _keep_to_share(self) -> str:
-        """At the end of a window, begin a look if there is a reason; returns that reason."""
-        opening = self._line.a is None
-        if self._since < (min(OPENING, self.window) if opening else self.window):
+        """At the end of a window or look, move, or look at a second CF; returns why, "" if CF and
+        plan stay."""
+        self._since += 1
+        if self._since < (BRIEF if self._brief or self._look is not None else self.window):
             return ""
-        self._since = 0
-        self._looked += 1
-        self._line.follow(self._send, self._bytes(self._send))
-        if opening:
-            why = "to tell the network from the rest"
-        elif self._best(2 * self.hysteresis) != self._send:
-            why = f"communication seems to take {self._numbers(self._send)}"
-        elif self._looked >= self.look_every:
-            why = f"the last look was {self._looked} windows ago"
-        else:
-            why = ""
-        other = self._second() if why and self._line.seconds(self._send) is not None else None
-        if other is None:
-            if opening:
-                self._line.all_work(self._send)
-            self._line.restart(self._send)
+        looked, self._look, self._since = self._look is not None, None, 0
+        best = self._best()
+        if best != self._send:
+            return self._move(best)
+        self._brief = False
+        if looked:
+            return f"after the look, communication takes {self._numbers(self._send)}"
+        self._windows += 1
+        if self._windows < self.look_every or len(self._time.timed()) != 1:
             return ""
-        self._look = other
-        self._line.restart(other)
-        return f"looks at CF {other:g} for {LOOK} steps, {why}"
+        self._windows, self._look = 0, self._second()
+        if self._look is None:
+            return ""
+        return f"looks at CF {self._look:g} for {BRIEF} steps, to tell latency from rate"
 
-    def _end_look(self, other: float) -> str:
-        """At the end of a look, move or go back to the CF before; returns why."""
-        if self._since < LOOK:
-            return ""
-        solved = self._line.solve(self._send, self._bytes(self._send), other, self._bytes(other))
+    def _move(self, best: float) -> str:
+        """Go to the CF that fits, or towards it; returns why."""
         before = self._send
-        if solved:
-            self._send = self._best(self.hysteresis)
-        self._look, self._since, self._looked = None, 0, 0
-        self._line.restart(self._send)
-        if not solved:
-            return "after a look that told nothing"
-        if self._send == before:
-            return f"after the look, communication takes {self._numbers(before)}"
-        return (
-            f"communication takes {self._numbers(before)}; predicted at CF {self._send:g}: "
-            f"{self._predicted(self._send):.3g}"
-        )
+        self._send = self._time.within_reach(best, before, self._cfs)
+        self._windows, self._brief = 0, self._send < before
+        why = f"communication takes {self._numbers(before)}; predicted at CF {best:g}: "
+        on_the_way = f"on the way to {best:g}, " if self._send != best else ""
+        return f"{on_the_way}{why}{self._predicted(best):.3g}"
 
-    def _best(self, hysteresis: float) -> float:
-        """The CF to send by the line as it is now: the present one, unless it is clearly wrong."""
+    def _best(self) -> float:
+        """The CF to send by the step times known: the present one, unless it is clearly wrong, or
+        has only just been moved to."""
+        if not self._time.timed():
+            return self._send
+        hysteresis = 0.0 if self._brief else self.hysteresis
         safely = self.share / (1 + hysteresis)
         smaller = any(cf < self._send and self._predicted(cf) <= safely for cf in self._cfs)
         exceeds = self._predicted(self._send) > self.share * (1 + hysteresis)
@@ -232,14 +217,16 @@ class Budget(DeclaredPolicy):
         return 1 / cf if nbytes is None else nbytes
 
     def _predicted(self, cf: float) -> float:
-        return self._line.share(cf, self._bytes(cf))
+        """The part of a step at `cf` that goes to sending its bytes."""
+        seconds, sending = self._time.seconds(cf), self._time.sending(cf)
+        return sending / seconds if seconds and isfinite(seconds) else float(sending > 0)
 
     def _numbers(self, cf: float) -> str:
         share = self._predicted(cf)
         sign = ">" if share > self.share else "<="
         return (
             f"{share:.3g} of a step at CF {cf:g}, {sign} share {self.share:g} "
-            f"({self._line.a or 0.0:.4g} s + {self._line.b:.3g} s/byte x {self._bytes(cf):.4g})"
+            f"({self._time.sending(cf):.4g} s of {self._time.seconds(cf) or nan:.4g} s)"
         )
 
     def candidates(self) -> tuple[float, ...]:
@@ -248,20 +235,22 @@ class Budget(DeclaredPolicy):
     def status(self) -> Mapping[str, float]:
         """Numbers for the timeline by name, nan where they are not known.
 
-        share: predicted for the CF sent. bandwidth: bytes a second. exploring: 1 at the start and
-        in a look, else 0.
+        share: of the CF sent. bandwidth: bytes a second. exploring: 1 at the start and in a look,
+        else 0.
         """
-        known = self.bytes_per_step is None and self._line.a is not None
+        by_time = self.bytes_per_step is None
+        known = by_time and bool(self._time.timed())
+        sending = self._time.sending(self._send) if known else 0.0
         return {
             "share": self._predicted(self._send) if known else nan,
-            "bandwidth": 1 / self._line.b if known and self._line.b > 0 else nan,
-            "exploring": float(self.bytes_per_step is None and (not known or bool(self._look))),
+            "bandwidth": self._bytes(self._send) / sending if sending > 0 else nan,
+            "exploring": float(by_time and (self._brief or self._look is not None)),
         }
 
     def next_move(self) -> str:
         if self.bytes_per_step is not None:
             return f"it changes when a step's bytes do; bytes_per_step is {self.bytes_per_step:g}"
-        if self._line.a is None:
+        if not self._time.timed():
             return "it changes when it is known what the network costs"
         most, least = self.share * (1 + self.hysteresis), self.share / (1 + self.hysteresis)
         now = f"now, as predicted, {self._predicted(self._send):.3g}"
@@ -271,14 +260,10 @@ class Budget(DeclaredPolicy):
         )
 
     def rescale(self) -> None:
-        """It stays at its CF and takes a look; bytes are kept to at once where sizes can
-        be computed."""
+        """It stays at its CF while it measures step times anew; bytes are kept to at once where
+        sizes can be computed."""
         before = self._now
-        self._wire, self._line = WireBytes(self._computed), StepLine()
-        self._look, self._since, self._looked = None, 0, 0
-        if self.bytes_per_step is not None:
-            self._send = self._within(self.bytes_per_step)
-        self._line.restart(self._send)
+        self._measure_anew()
         self._reason = change(before, self._now, "the number of ranks has changed")
 
     def _saved_settings(self) -> dict[str, Any]:

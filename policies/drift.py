@@ -10,34 +10,34 @@ The paper explores once. `DriftMonitor` finds reasons to explore again:
 
 Noise must not look like drift. So windows of steps are compared, each by its median or mean; a
 change must be large, go the same way and last for several windows; and a new choice stands for a
-while whatever is observed (`ChoiceCooldown`).
+while whatever is observed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
-from typing import Any, Literal, NamedTuple
+from enum import Enum
+from math import isfinite, nan
+from typing import NamedTuple
 
-from policies.base import DENSE, GainKind, StepReport
+from policies.base import DENSE, StepReport
 from policies.estimators import Average, Backoff, median, relative_change
-from policies.exploration import CandidateStatistics
+from policies.exploration import CandidateStatistics, SendRule
 from policies.state import (
     CHILD,
     OPTIONAL_CHILD,
     Field,
     Stateful,
+    by_cf,
     count,
     declare,
-    entries,
     maybe_cf,
     maybe_count,
-    number,
+    maybe_number,
     numbers,
     saved_as,
     whole,
 )
-from policies.step_time import seconds_without_compression
 
 MAX_COOLDOWN_DOUBLINGS = 4
 """The cooldown of a choice grows to 16 times the first and no further: a network may really
@@ -58,26 +58,22 @@ REFERENCE_WINDOWS = 5
 noise. Later windows do not count, or the reference would follow a slow drift."""
 
 
-class Drift(NamedTuple):
-    """A change that calls for a new exploration: what has changed, and the numbers that show it."""
+class Cause(Enum):
+    """A kind of finding of the drift monitor."""
 
-    what: Literal["time", "gain"]
+    TIMES = "times"
+    """Step times have changed: explore again."""
+    GAINS = "gains"
+    """Gains have changed: explore again."""
+    PROBE = "probe"
+    """A probe begins or ends: other CFs are measured from now on, or no longer."""
+
+
+class Finding(NamedTuple):
+    """A finding of the drift monitor in one step, with the numbers that show it."""
+
+    cause: Cause
     why: str
-
-
-def _load_references(state: Any, key: str, _: Any) -> dict[float, tuple[float, int]]:
-    found = {}
-    for cf, mean, windows in entries(state, key, 3):
-        row = {"cf": cf, "mean": mean, "windows": windows}
-        mean, windows = number(row, "mean"), count(row, "windows", least=1)
-        found[number(row, "cf", least=1)] = (mean, windows)
-    return found
-
-
-_REFERENCES = Field(
-    _load_references,
-    lambda references: [[cf, *reference] for cf, reference in references.items()],
-)
 
 
 class ChangeTest(Stateful):
@@ -87,15 +83,20 @@ class ChangeTest(Stateful):
     between the two it stays (hysteresis).
     patience: windows in a row, all above or all below the reference, that make a change.
 
-    references: by CF, the mean that windows are compared with, and the number of windows in it.
+    references: by CF, the mean that windows are compared with.
     """
 
-    _fields = declare(references=_REFERENCES, _windows_off=saved_as(whole))
+    _fields = declare(references=by_cf, _windows=by_cf, _windows_off=whole)
 
     def __init__(self, threshold: float, patience: int) -> None:
         self.threshold, self.patience = threshold, patience
-        self.references: dict[float, tuple[float, int]] = {}
+        self.references: dict[float, float] = {}
+        self._windows: dict[float, float] = {}  # in the mean, by CF
         self._windows_off = 0  # in a row; negative if below the reference
+
+    def begin(self, references: Mapping[float, float]) -> None:
+        """Compare with these values, by CF, from now on."""
+        self.references, self._windows = dict(references), dict.fromkeys(references, 1.0)
 
     def begin_count(self) -> None:
         """Forget the windows that were off the reference."""
@@ -107,11 +108,13 @@ class ChangeTest(Stateful):
 
         least: smallest difference that counts.
         """
-        before, windows = self.references.setdefault(cf, (now, 1))
+        before = self.references.setdefault(cf, now)
+        windows = self._windows.setdefault(cf, 1.0)
         if self._is_off(now, before, least):
             return before
         if windows < REFERENCE_WINDOWS and not self._windows_off:
-            self.references[cf] = before + (now - before) / (windows + 1), windows + 1
+            self.references[cf] = before + (now - before) / (windows + 1)
+            self._windows[cf] = windows + 1
         return None
 
     def _is_off(self, now: float, reference: float, least: float) -> bool:
@@ -130,41 +133,42 @@ class DriftDetector(Stateful):
     """A detector of lasting changes at the CF in use: of its step time without compression, of the
     time that it waits for the network, and of its gain if it is the chosen CF.
 
-    drift: `relative_change` of the step time or gain that counts. patience: windows that it must
-    last. steps: of a window. kind: the definition of gain.
+    statistics: of the candidates, for their definition of gain. drift: `relative_change` of the
+    step time or gain that counts. patience: windows that it must last. steps: of a window.
     """
 
     _fields = declare(
-        _chosen=saved_as(maybe_cf),
-        _cf=saved_as(maybe_cf),
+        _cf=maybe_cf,
         _seconds=CHILD,
         _exchange=CHILD,
         _gain=CHILD,
-        _count=saved_as(count),
+        _count=count,
         _times=saved_as(numbers, least=0),
         _waits=saved_as(numbers, least=0),
         _window_gain=CHILD,
     )
 
-    def __init__(self, drift: float, patience: int, steps: int, kind: GainKind) -> None:
+    def __init__(
+        self, statistics: CandidateStatistics, drift: float, patience: int, steps: int
+    ) -> None:
+        self._statistics = statistics
         self.drift, self.patience, self.steps = drift, patience, steps
-        self._kind = kind
-        self._cf: float | None = None  # in use
         self._seconds = ChangeTest(drift, patience)
         self._exchange = ChangeTest(EXCHANGE_CHANGE, patience)
         self._gain = ChangeTest(drift, patience)
-        self.begin(None, {})
+        self._cf: float | None = None  # in use
+        self._start_window(None)
 
-    def begin(self, chosen: float | None, seconds: Mapping[float, float]) -> None:
-        """A choice was made, on these step times by CF, which become references.
+    def begin(self) -> None:
+        """A choice was made. The step times that it rests on become references.
 
         The references of the other quantities are the first windows after the choice. Exchange
         times were not compared for the choice, and the error-fed gain of a CF changes once that CF
         is sent.
         """
-        self._chosen = chosen
-        self._seconds.references = {cf: (time, 1) for cf, time in seconds.items()}
-        self._exchange.references, self._gain.references = {}, {}
+        self._seconds.begin(self._statistics.step_times())
+        self._exchange.begin({})
+        self._gain.begin({})
         self._start_window(None)
 
     def _start_window(self, cf: float | None) -> None:
@@ -174,86 +178,63 @@ class DriftDetector(Stateful):
                 test.begin_count()
         self._cf = cf
         self._count = 0
-        self._times: list[float] = []
+        self._times: list[float] = []  # without compression
         self._waits: list[float] = []
         self._window_gain = Average(1 / self.steps)
 
-    def observe(self, report: StepReport, gain: float | None = None) -> Drift | None:
+    def observe(self, report: StepReport, chosen: float | None) -> Finding | None:
         """Take in one step; returns the drift if a window ends that proves one.
 
-        gain: of the chosen CF, for the definition "signal", for which a window is too short.
+        chosen: the CF whose gain is watched, too.
         """
         if report.cf != self._cf:
             self._start_window(report.cf)
-        if report.timed_cf == report.cf:
-            seconds = seconds_without_compression(report)
-            if seconds is not None:
-                self._times.append(seconds)
-            if isfinite(report.wait_seconds) and report.wait_seconds >= 0:
-                self._waits.append(report.wait_seconds)
-        if report.cf == self._chosen and report.cf in report.measurements:
-            self._window_gain.add(*report.measurements[report.cf].terms(self._kind))
+        seconds, wait = report.seconds - report.coding_seconds, report.wait_seconds
+        timed = report.timed_cf == report.cf and isfinite(seconds) and isfinite(wait)
+        if timed and seconds > 0 and wait >= 0:
+            self._times.append(seconds)
+            self._waits.append(wait)
+        if report.cf == chosen and report.cf in report.measurements:
+            self._window_gain.add(*report.measurements[report.cf].terms(self._statistics.kind))
         self._count += 1
         if self._count < self.steps:
             return None
-        drift = self._judge(report.cf, self._window_gain.value if gain is None else gain)
+        drift = self._drift(report.cf, chosen)
         self._start_window(report.cf)
         return drift
 
-    def _judge(self, cf: float, gain: float) -> Drift | None:
+    def _drift(self, cf: float, chosen: float | None) -> Finding | None:
         """The window is over: compare its numbers with the references."""
         if self._times:
-            now = median(self._times)
-            before = self._seconds.changed_from(cf, now)
-            if before is not None:
-                told = self._described(self._seconds, before, now, " s")
-                return Drift("time", f"a step at CF {cf:g} without compression {told}")
-            if self._waits:
-                wait = median(self._waits)
-                before = self._exchange.changed_from(cf, wait, EXCHANGE_SHARE * now)
-                if before is not None:
-                    told = self._described(self._exchange, before, wait, " s")
-                    return Drift("time", f"the wait for the network at CF {cf:g} {told}")
-        if cf == self._chosen and isfinite(gain):
-            gain = min(1.0, gain)
-            before = self._gain.changed_from(cf, gain)
-            if before is not None:
-                told = self._described(self._gain, before, gain, "")
-                return Drift("gain", f"the gain of CF {cf:g} {told}")
+            seconds, wait = median(self._times), median(self._waits)
+            what = f"a step at CF {cf:g} without compression"
+            if why := self._changed(self._seconds, cf, seconds, what, " s"):
+                return Finding(Cause.TIMES, why)
+            what, least = f"the wait for the network at CF {cf:g}", EXCHANGE_SHARE * seconds
+            if why := self._changed(self._exchange, cf, wait, what, " s", least):
+                return Finding(Cause.TIMES, why)
+        gain = self._window_gain.value
+        if self._statistics.signal is not None:  # for which a window is too short
+            known = self._statistics.gain(chosen)
+            gain = nan if known is None else known
+        if cf == chosen and isfinite(gain):
+            what = f"the gain of CF {cf:g}"
+            if why := self._changed(self._gain, cf, min(1.0, gain), what):
+                return Finding(Cause.GAINS, why)
         return None
 
-    def _described(self, test: ChangeTest, before: float, now: float, unit: str) -> str:
+    def _changed(
+        self, test: ChangeTest, cf: float, now: float, what: str, unit: str = "", least: float = 0.0
+    ) -> str:
+        """What has changed from which value, in words; "" if it has not."""
+        before = test.changed_from(cf, now, least)
+        if before is None:
+            return ""
         return (
-            f"went from {before:.4g} to {now:.4g}{unit}, a change of "
+            f"{what} went from {before:.4g} to {now:.4g}{unit}, a change of "
             f"{relative_change(now, before):.2f} >= {test.threshold:g} for {test.patience} x "
             f"{self.steps} steps"
         )
-
-
-class ChoiceCooldown(Stateful):
-    """The number of steps for which a new choice stands, whatever is observed.
-
-    It doubles each time that a choice is given up soon after, so that reports so noisy that they
-    look like drift cost less and less. After a choice that lasted it is itself again, so that a
-    network that changes now and then is followed at once.
-    """
-
-    _fields = declare(_wait=CHILD, _since=saved_as(maybe_count))
-
-    def __init__(self, steps: int) -> None:
-        self._wait = Backoff(steps, MAX_COOLDOWN_DOUBLINGS)
-        self._since: int | None = None  # steps with the choice; None: none was ever made
-
-    def begin(self) -> None:
-        """A choice was made."""
-        if self._since is not None:
-            self._wait.judge(self._since)
-        self._since = 0
-
-    def step(self) -> bool:
-        """Take one step with the choice; returns whether it may be given up."""
-        self._since = (self._since or 0) + 1
-        return self._since > self._wait.steps
 
 
 class PeriodicProbe(Stateful):
@@ -266,7 +247,7 @@ class PeriodicProbe(Stateful):
     wait: steps before the first probe. steps: of a probe.
     """
 
-    _fields = declare(_wait=CHILD, _since=saved_as(count))
+    _fields = declare(_wait=CHILD, _since=count)
 
     def __init__(self, wait: int, steps: int) -> None:
         self._wait = Backoff(wait, MAX_PROBE_DOUBLINGS)
@@ -296,45 +277,38 @@ class PeriodicProbe(Stateful):
         self._since = min(self._since, self._wait.steps)
 
 
-class Finding(NamedTuple):
-    """What the drift monitor has found in a step, and the numbers that show it.
-
-    what: "time" or "gain" call for a new exploration, "probe" only means that other CFs are
-    measured from now on.
-    """
-
-    what: Literal["time", "gain", "probe"]
-    why: str
-
-
 class DriftMonitor(Stateful):
     """A monitor that says when a choice of GraVAC's may no longer be right, and why.
 
-    epsilon: gain below which a CF is not sent. up_at: gain from which on it is sent again.
+    A choice stands for `cooldown` steps, whatever is observed. That number doubles each time that a
+    choice is given up soon after, so that reports so noisy that they look like drift cost less and
+    less, and is itself again after a choice that lasted.
+
+    statistics: of the candidates. rule: says below which gain a CF is not sent, and from which on
+        it is sent again.
     omega: relative difference of T_comp that counts as none.
     drift: `relative_change` of step time or gain that counts; None: drift is not looked for.
     patience: windows that a drift must last. steps: of a window, and of a probe.
     retry: steps before the first probe, and steps for which the chosen CF may be kept from being
         sent by its gain; None: there are no probes, and it may be so for ever.
-    cooldown: steps for which a choice stands.
     """
 
     _fields = declare(
-        _chosen=saved_as(maybe_cf),
-        _bottom=saved_as(number, least=1),
+        _chosen=maybe_cf,
         _others=Field(lambda state, key, _: tuple(numbers(state, key, least=1)), list),
-        _steps_below=saved_as(count),
+        _steps_below=count,
+        _since=maybe_count,
         _detector=OPTIONAL_CHILD,
         _cooldown=CHILD,
         _probe=OPTIONAL_CHILD,
+        _t_sys=saved_as(maybe_number, above=0),
     )
 
     def __init__(
         self,
-        kind: GainKind,
+        statistics: CandidateStatistics,
+        rule: SendRule,
         *,
-        epsilon: float,
-        up_at: float,
         omega: float,
         drift: float | None,
         patience: int,
@@ -342,27 +316,29 @@ class DriftMonitor(Stateful):
         retry: int | None,
         cooldown: int,
     ) -> None:
-        self._epsilon, self._up_at, self._omega = epsilon, up_at, omega
+        self._statistics, self._rule, self._omega = statistics, rule, omega
         self._retry = retry
-        self._detector = None if drift is None else DriftDetector(drift, patience, steps, kind)
-        self._cooldown = ChoiceCooldown(cooldown)
+        self._detector = (
+            None if drift is None else DriftDetector(statistics, drift, patience, steps)
+        )
+        self._cooldown = Backoff(cooldown, MAX_COOLDOWN_DOUBLINGS)
         self._probe = None if retry is None else PeriodicProbe(retry, steps)
         self._chosen: float | None = None
         self._others: tuple[float, ...] = ()  # tried and passed over
-        self._bottom = DENSE  # smallest CF of the ladder
         self._steps_below = 0  # in a row, with the chosen CF's gain below epsilon
+        self._since: int | None = None  # steps with the choice; None: none was ever made
+        self._t_sys: float | None = None  # of the chosen CF, before the last probe began
 
-    def begin(
-        self, chosen: float, tried: tuple[float, ...], statistics: CandidateStatistics
-    ) -> None:
+    def begin(self, chosen: float, tried: tuple[float, ...]) -> None:
         """A choice was made among the CFs that were tried and dense."""
         changed, self._chosen = chosen != self._chosen, chosen
         self._others = tuple(cf for cf in tried if cf not in (DENSE, chosen))
-        self._bottom = tried[0]
         self._steps_below = 0
+        if self._since is not None:
+            self._cooldown.judge(self._since)
+        self._since = 0
         if self._detector is not None:
-            self._detector.begin(chosen, statistics.step_times())
-        self._cooldown.begin()
+            self._detector.begin()
         if self._probe is not None:
             self._probe.begin(changed)
 
@@ -371,32 +347,29 @@ class DriftMonitor(Stateful):
         active = self._probe is not None and self._probe.active
         return self._others if active and send == self._chosen else ()
 
-    def observe(self, report: StepReport, statistics: CandidateStatistics) -> Finding | None:
+    def observe(self, report: StepReport) -> Finding | None:
         """Take in one step with the choice; returns what was found, if anything."""
-        gain = None if statistics.signal is None else statistics.gain(self._chosen)
-        drift = None if self._detector is None else self._detector.observe(report, gain)
-        may_leave = self._cooldown.step()
-        drift = drift or self._out_of_use(report.cf, statistics)
-        if drift is not None and may_leave:
-            return Finding(*drift)
-        return self._observe_probe(report.cf, statistics, may_leave)
+        self._since = (self._since or 0) + 1
+        drift = None if self._detector is None else self._detector.observe(report, self._chosen)
+        drift = drift or self._out_of_use(report.cf)
+        may_leave = self._since > self._cooldown.steps
+        return drift if drift and may_leave else self._observe_probe(report.cf, may_leave)
 
-    def _out_of_use(self, sent: float, statistics: CandidateStatistics) -> Drift | None:
-        """A drift if the gain of the chosen CF has kept it from being sent for too long."""
-        if self._retry is None or sent == self._chosen or self._chosen == self._bottom:
-            self._steps_below = 0
-            return None
-        gain = statistics.gain(self._chosen)
-        below = gain is not None and gain < self._epsilon
+    def _out_of_use(self, sent: float) -> Finding | None:
+        """A drift if its gain has kept the chosen CF from being sent for too long, and smaller CFs
+        were tried."""
+        chosen, epsilon = self._chosen, self._rule.epsilon
+        gain = self._statistics.gain(chosen)
+        below = sent != chosen and gain is not None and gain < epsilon
         self._steps_below = self._steps_below + 1 if below else 0
-        if self._steps_below < self._retry:
+        if self._retry is None or self._steps_below < self._retry:
             return None
-        numbers = f"{gain:.4g} < epsilon {self._epsilon:g} for {self._steps_below} steps"
-        return Drift("gain", f"the gain of CF {self._chosen:g} is {numbers}")
+        if chosen is None or chosen <= min(self._others, default=chosen):
+            return None
+        numbers = f"{gain:.4g} < epsilon {epsilon:g} for {self._steps_below} steps"
+        return Finding(Cause.GAINS, f"the gain of CF {chosen:g} is {numbers}")
 
-    def _observe_probe(
-        self, sent: float, statistics: CandidateStatistics, may_leave: bool
-    ) -> Finding | None:
+    def _observe_probe(self, sent: float, may_leave: bool) -> Finding | None:
         """Begin or end a probe of the other CFs when it is time to, while the chosen CF is sent."""
         if self._probe is None:
             return None
@@ -405,14 +378,17 @@ class DriftMonitor(Stateful):
             return None
         was_active = self._probe.active
         if self._probe.step():
-            why = statistics.promising(self._others, self._chosen, self._up_at, self._omega)
+            why = self._statistics.promising(
+                self._others, sent, self._t_sys, self._rule.up_at, self._omega
+            )
             if why and may_leave:
-                return Finding("gain", why)
+                return Finding(Cause.GAINS, why)
             self._probe.begin(changed=False)
             listed = self._listed()
-            return Finding("probe", f"looked again at CF {listed}: none is better by omega")
+            return Finding(Cause.PROBE, f"looked again at CF {listed}: none is better by omega")
         if self._probe.active and not was_active:
-            return Finding("probe", f"looks again at the gains of CF {self._listed()}")
+            self._t_sys = self._statistics.t_sys(sent)
+            return Finding(Cause.PROBE, f"looks again at the gains of CF {self._listed()}")
         return None
 
     def described(self) -> str:

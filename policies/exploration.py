@@ -1,4 +1,4 @@
-"""How GraVAC explores: candidate by candidate up the ladder, and what is sent meanwhile.
+"""How GraVAC explores: candidate by candidate up the ladder, and which CF is sent meanwhile.
 
 - `SendRule` decides in each step whether the candidate, the floor or dense is sent (Algorithm 1).
 - `CandidateStatistics` keeps gains and step times of the CFs (section 3.1).
@@ -10,7 +10,7 @@ the largest one that loses no gain against it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum, StrEnum
 from math import inf
 
@@ -30,7 +30,7 @@ from policies.state import (
     saved_as,
     saved_enum,
 )
-from policies.step_time import CostModel
+from policies.step_time import StepTime
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -40,7 +40,7 @@ MAX_DOUBLINGS = 6
 
 
 class Level(IntEnum):
-    """The three things that the send rule chooses from, in the order of compression."""
+    """A choice of the send rule; larger ones compress more."""
 
     DENSE = 0
     FLOOR = 1
@@ -48,8 +48,8 @@ class Level(IntEnum):
 
 
 class SendRule(Stateful):
-    """GraVAC's three-way send rule (Algorithm 1), with hysteresis and a cooldown around epsilon:
-    the candidate if its gain reaches epsilon, else the floor if its gain does, else dense.
+    """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
+    else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
 
     The bare rule flaps with the error-fed gain: a dense step empties the residual, the gain looks
     good again, the next compressed steps fill the residual, and so on. So moving down is easy, and
@@ -64,8 +64,8 @@ class SendRule(Stateful):
     _fields = declare(
         level=saved_enum(Level),
         _cooldown=CHILD,
-        _since_move=saved_as(maybe_count),
-        _since_up=saved_as(maybe_count),
+        _since_move=maybe_count,
+        _since_up=maybe_count,
     )
 
     def __init__(self, epsilon: float, hysteresis: float, cooldown: int) -> None:
@@ -122,23 +122,23 @@ class SendRule(Stateful):
 
 
 class CandidateStatistics(Stateful):
-    """The candidates' statistics: gain, T_sys and T_comp = T_sys x gain of each CF, as far as they
-    are known (section 3.1).
+    """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
+    they are known (section 3.1).
 
     The gain of a CF is averaged while it is measured, and noted (`judge`) at the end of its window.
 
     kind: the definition of gain. weight: of a new value in its average. believed_after:
-    measurements that an average needs before it counts. assumed: gains, by CF, of hooks whose gain
-    cannot be measured.
+    measurements that an average needs before it counts. nbytes: returns the bytes on the wire at a
+    CF. assumed: gains, by CF, of hooks whose gain cannot be measured.
 
     signal: the signal gains, if `kind` is "signal"; else None.
     """
 
     _fields = declare(
         _averages=AVERAGES,
-        _judged=saved_as(by_cf),
-        _remembered=saved_as(by_cf),
-        _cost=CHILD,
+        _judged=by_cf,
+        _remembered=by_cf,
+        _time=CHILD,
         signal=OPTIONAL_CHILD,
     )
 
@@ -147,28 +147,30 @@ class CandidateStatistics(Stateful):
         kind: GainKind,
         weight: float,
         believed_after: int,
+        nbytes: Callable[[float], float],
         assumed: Mapping[float, float] | None = None,
     ) -> None:
-        self._kind = kind
+        self.kind = kind
         self._weight = weight
         self._believed_after = believed_after
         self._assumed = dict(assumed or {})
         self._averages = Averages(weight)
         self._judged: dict[float, float] = {}
         self._remembered: dict[float, float] = {}  # judged before the step times were forgotten
-        self._cost = CostModel()
+        self._nbytes = nbytes
+        self._time = StepTime(nbytes)
         self.signal = SignalGain() if kind == "signal" else None
 
     def observe(self, report: StepReport, measured: Collection[float]) -> str:
         """Take in one step: all times, and the gains of the CFs in `measured`. (Signal gains are
         known for the whole ladder.) Returns, in words, whether another estimate of the signal gain
         decides from now on; else ""."""
-        self._cost.observe(report)
+        self._time.observe(report)
         if self.signal is not None:
             return self.signal.observe(report)
         for cf, measurement in report.measurements.items():
             if cf in measured:
-                self._averages.add(cf, *measurement.terms(self._kind))
+                self._averages.add(cf, *measurement.terms(self.kind))
         return ""
 
     def keep_only(self, measured: Collection[float]) -> None:
@@ -198,7 +200,7 @@ class CandidateStatistics(Stateful):
         former gains until new ones can be believed."""
         self._remembered.update(self._judged)
         self._judged = {}
-        self._cost.forget()
+        self._time = StepTime(self._nbytes)
 
     def forget_gains(self) -> None:
         """Gains have drifted: all are measured anew. The step times stay."""
@@ -212,13 +214,13 @@ class CandidateStatistics(Stateful):
                 self._judged[cf] = gain
 
     def t_sys(self, cf: float) -> float | None:
-        """Steps a second at a CF; None if it was never sent."""
-        seconds = self._cost.seconds(cf)
-        return None if seconds is None else 1 / seconds
+        """Steps a second at a CF; None if it was never run."""
+        seconds = self._time.measured(cf)
+        return 1 / seconds if seconds else None
 
     def step_times(self) -> dict[float, float]:
         """Seconds of a step without compression, by CF."""
-        return self._cost.without_compression()
+        return self._time.without_compression()
 
     def t_comp(self, epsilon: float) -> dict[float, float]:
         """T_comp of the judged CFs that were sent and whose gain is at least epsilon."""
@@ -228,13 +230,17 @@ class CandidateStatistics(Stateful):
             if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
         }
 
-    def promising(self, cfs: Collection[float], chosen: float, up_at: float, omega: float) -> str:
+    def promising(
+        self, cfs: Collection[float], chosen: float, t_sys: float | None, up_at: float, omega: float
+    ) -> str:
         """Why one of these CFs may be better than the chosen one, by the gains of now; else "".
 
         A CF that was sent must promise more T_comp by omega. One that was never sent, for want of
         gain, must have a gain of at least `up_at` now.
+
+        t_sys: of the chosen CF, while no other is probed, which takes time; None: not known.
         """
-        gain, t_sys = self.gain(chosen), self.t_sys(chosen)
+        gain = self.gain(chosen)
         kept = None if gain is None or t_sys is None else gain * t_sys
         for cf in sorted(cfs):
             gain, t_sys = self.gain(cf), self.t_sys(cf)
@@ -249,7 +255,7 @@ class CandidateStatistics(Stateful):
                 )
         return ""
 
-    def hopeless(self) -> str:
+    def why_dense_wins(self) -> str:
         """Why no CF can beat dense, as soon as two CFs that were sent show it; else "".
 
         The bound is a step with nothing on the wire, the fastest compression and the best gain.
@@ -259,7 +265,7 @@ class CandidateStatistics(Stateful):
         if dense is None or len(sent) < 2:
             return ""
         gain = max(self._judged.values())
-        seconds = self._cost.predict(0, min(self._cost.compress(cf) for cf in sent))
+        seconds = self._time.bound()
         # If a step was faster than the model's bound, the model is wrong.
         if not seconds or gain > dense * seconds or gain * max(sent.values()) > dense:
             return ""
@@ -290,7 +296,7 @@ def nothing_lost(
 
 
 class Phase(StrEnum):
-    """The phases of a GraVAC run."""
+    """A phase of a GraVAC run."""
 
     MEASURE = "measure"
     """Dense is sent for a few steps, for dense's own step time; gains are probed meanwhile."""
@@ -310,7 +316,8 @@ class Phase(StrEnum):
 
 
 class Exploration(Stateful):
-    """GraVAC's way up the ladder, window by window (section 3.2).
+    """An exploration of the ladder from its smallest CF up, a window of steps for each candidate
+    (GraVAC, section 3.2).
 
     phase: what is being done. floor: the CF that is sent where the candidate may not be.
 
@@ -323,8 +330,8 @@ class Exploration(Stateful):
         phase=saved_enum(Phase),
         floor=saved_as(number, least=1),
         rung=saved_as(count, least=1),
-        window_step=saved_as(count),
-        quick=saved_as(flag),
+        window_step=count,
+        quick=flag,
     )
 
     def __init__(
@@ -403,8 +410,8 @@ class Exploration(Stateful):
             self.phase = Phase.EXPLORE
         elif candidate is not None:
             self._statistics.judge(candidate)
-            if self._may_stop and (hopeless := self._statistics.hopeless()):
-                return True, hopeless
+            if self._may_stop and (why := self._statistics.why_dense_wins()):
+                return True, why
             why = self._promote(candidate)
             self.rung += 1
         if self.candidate is None:

@@ -2,7 +2,7 @@
 
 The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for the whole
 ladder at any time: the gain from the shadow ladder (`adaptive.shadow`), as signal gain
-(policies/signal_gain.py) or as the error-fed gain in steady state; the step time from a forecast
+(policies/signal_gain.py) or as the error-fed gain in steady state; the step time from its model
 (policies/step_time.py). Nothing is sent only to be measured, and a changed network moves the CF as
 soon as it shows.
 
@@ -22,13 +22,22 @@ measures the network anew at each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, isfinite, nan
+from math import inf, nan
 from typing import Any
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
+from policies.base import (
+    DENSE,
+    SCALINGS,
+    Context,
+    DeclaredPolicy,
+    GainKind,
+    Plan,
+    StepReport,
+    change,
+    make_ladder,
+)
 from policies.estimators import AVERAGES, Average, Averages
-from policies.ladder import SCALINGS, make_ladder
 from policies.signal_gain import SignalGain
 from policies.state import (
     CHILD,
@@ -41,20 +50,14 @@ from policies.state import (
     text,
     together,
 )
-from policies.step_time import Forecast
+from policies.step_time import STRIDE_STEPS, StepTime
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
 
-STRIDE_STEPS = 5
-"""Steps at each CF on the way to one that sends many more bytes."""
-
 FILLED = 8.0
 """With signal gain, only CFs up to so many times the number of steps done are considered: the
 shadow residual of a larger CF is still filling, which makes its gain look too large."""
-
-STRIDE = 8.0
-"""On the way to a CF, a step may send so many times the bytes that the network has carried."""
 
 UP = 2.0
 """A larger CF must be better by so many standard errors of its T_comp."""
@@ -64,7 +67,7 @@ class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
     predicted compression throughput.
 
-    scaling, step_size: of the ladder of candidates (policies/ladder.py); "geometric" makes each
+    scaling, step_size: of the ladder of candidates (`make_ladder`); "geometric" makes each
         candidate step_size times the last.
     opening: steps at the smallest CF before another is considered, >= 1.
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
@@ -82,10 +85,10 @@ class Goodput(DeclaredPolicy):
     shadow = True
     _fields = declare(
         _send=saved_as(number, least=1),
-        _since=saved_as(count),
-        _steps=saved_as(count),
-        _came_from=saved_as(maybe_cf),
-        _reason=saved_as(text),
+        _since=count,
+        _steps=count,
+        _came_from=maybe_cf,
+        _reason=text,
         _gains=AVERAGES,
         _time=CHILD,
         _signal=OPTIONAL_CHILD,
@@ -122,7 +125,7 @@ class Goodput(DeclaredPolicy):
         rungs = make_ladder(checks.cf_range(context.cf_range), self.scaling, self.step_size)
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
         self._bytes = context.wire_bytes
-        self._time = Forecast(context.wire_bytes)
+        self._time = StepTime(context.wire_bytes)
         self._gains = Averages(GAIN_WEIGHT)  # error-fed gains in steady state
         self._gains.update({cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE})
         self._signal = SignalGain() if self.gain == "signal" else None
@@ -212,7 +215,7 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """It stays at its CF for a cooldown and measures the step times anew."""
-        self._time = Forecast(self._bytes)
+        self._time = StepTime(self._bytes)
         self._since, self._came_from = 0, None
         if self._signal is not None:
             self._signal.rescale()
@@ -220,10 +223,8 @@ class Goodput(DeclaredPolicy):
     def _saved_settings(self) -> dict[str, Any]:
         return {**self._settings, "ladder": list(self._ladder)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        candidates = set(self._gains) if self._started else set()
-        super().load_state_dict(state)
-        together(set(self._gains) == candidates, "'gains' are of other CFs")
+    def _check_loaded(self) -> None:
+        together(set(self._gains) == {*self._ladder} - {DENSE}, "'gains' are of other CFs")
 
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:
@@ -251,7 +252,7 @@ class Goodput(DeclaredPolicy):
         best = max(better, key=lambda cf: (promised[cf], -cf))
         listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({listed})"
-        goal = self._within_reach(best)
+        goal = self._time.within_reach(best, self._send, (DENSE, *self._ladder))
         if goal != best:
             self._came_from = self._send if origin is None else origin
             why = f"on the way to {best:g}, {why}"
@@ -270,17 +271,3 @@ class Goodput(DeclaredPolicy):
             return max([here, *(n for other, n in promised.items() if other > self._send)])
         doubt = 0.0 if self._signal is None else self.power * self._signal.doubt(cf, self._send)
         return (1 + self.margin + UP * doubt) * here
-
-    def _within_reach(self, best: float) -> float:
-        """The CF to send next on the way to `best`: the one with the most bytes that is not more
-        than a stride away, or `best` itself."""
-        between = [cf for cf in (DENSE, *self._ladder) if best <= cf < self._send]
-        if not between:
-            return best
-        most = min(self._send, *self._time.timed())
-        return next((cf for cf in between if self._times(cf, most) <= STRIDE), between[-1])
-
-    def _times(self, cf: float, most: float) -> float:
-        """Bytes at a CF / bytes at another."""
-        times = self._bytes(cf) / (self._bytes(most) or nan)
-        return times if isfinite(times) else most / cf

@@ -17,8 +17,18 @@ from math import nan
 from typing import Any, get_args
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, GainKind, Plan, StepReport, change
-from policies.drift import DriftMonitor
+from policies.base import (
+    DENSE,
+    SCALINGS,
+    Context,
+    DeclaredPolicy,
+    GainKind,
+    Plan,
+    StepReport,
+    change,
+    make_ladder,
+)
+from policies.drift import Cause, DriftMonitor
 from policies.estimators import weight_for
 from policies.exploration import (
     MIN_OBSERVATIONS,
@@ -28,8 +38,7 @@ from policies.exploration import (
     Phase,
     SendRule,
 )
-from policies.ladder import SCALINGS, make_ladder
-from policies.state import CHILD, declare, maybe_cf, saved_as, text, together
+from policies.state import CHILD, declare, maybe_cf, text, together
 
 TIMED_STEPS = 3
 """Steps that the shortest window leaves for a candidate's step time, after those for its gain."""
@@ -44,7 +53,7 @@ class GraVAC(DeclaredPolicy):
         (in the choice), in (0, 1].
     window: steps that a candidate is judged on, >= 1. Steps sent dense because no gain reaches
         epsilon do not count.
-    scaling, step_size: how the candidates grow (policies/ladder.py); step_size > 1.
+    scaling, step_size: how the candidates grow (`make_ladder`); step_size > 1.
     gain: the definition of gain that decides: "gradient", "error_fed" (the paper), "raw" (its
         released code) or "signal" (policies/signal_gain.py; it needs a shadow ladder, so a base
         compressor that keeps the largest elements).
@@ -65,9 +74,9 @@ class GraVAC(DeclaredPolicy):
 
     name = "gravac"
     _fields = declare(
-        _chosen=saved_as(maybe_cf),
-        _reason=saved_as(text),
-        _verdict=saved_as(text),
+        _chosen=maybe_cf,
+        _reason=text,
+        _verdict=text,
         _exploration=CHILD,
         _statistics=CHILD,
         _rule=CHILD,
@@ -124,13 +133,14 @@ class GraVAC(DeclaredPolicy):
         # A short window must still leave steps to send the candidate in.
         believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
         weight = weight_for(context.world_size)
-        self._statistics = CandidateStatistics(self.gain, weight, believed_after, context.assumed)
+        self._statistics = CandidateStatistics(
+            self.gain, weight, believed_after, context.wire_bytes, context.assumed
+        )
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
         short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
         self._monitor = DriftMonitor(
-            self.gain,
-            epsilon=self.epsilon,
-            up_at=self._rule.up_at,
+            self._statistics,
+            self._rule,
             omega=self.omega,
             drift=self.drift,
             patience=self.patience,
@@ -158,15 +168,14 @@ class GraVAC(DeclaredPolicy):
         self._verdict = ""
         self._exploration.open(quick)
 
-    def _open_again(self, what: str, why: str) -> str:
-        """Explore again, after a drift of "time" or "gain", and forget that; returns why the plan
-        changes."""
+    def _open_again(self, cause: Cause, why: str) -> str:
+        """Explore again, and forget what has drifted; returns why the plan changes."""
         self._statistics.judge(self._chosen)
-        if what == "time":
+        if cause == Cause.TIMES:
             self._statistics.forget_times()
         else:
             self._statistics.forget_gains()
-        self._open(quick=what == "time")
+        self._open(quick=cause == Cause.TIMES)
         return f"explores again, {why}"
 
     def plan(self) -> Plan:
@@ -214,8 +223,8 @@ class GraVAC(DeclaredPolicy):
         return self._stay_dense(why) if why else self._settle()
 
     def _go_on_with_choice(self, report: StepReport) -> str:
-        found = self._monitor.observe(report, self._statistics)
-        if found is not None and found.what != "probe":
+        found = self._monitor.observe(report)
+        if found is not None and found.cause != Cause.PROBE:
             return self._open_again(*found)
         stays_dense = self._exploration.phase == Phase.STAY_DENSE
         moved = "" if stays_dense else self._exploration.follow_rule(self._candidate)
@@ -237,7 +246,7 @@ class GraVAC(DeclaredPolicy):
         self._exploration.close(Phase.SETTLED)
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
         self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
-        self._monitor.begin(self._chosen, self._ladder, self._statistics)
+        self._monitor.begin(self._chosen, self._ladder)
         return f"settled, {why}"
 
     def _stay_dense(self, why: str) -> str:
@@ -246,7 +255,7 @@ class GraVAC(DeclaredPolicy):
         self._chosen = DENSE
         self._rule.enter(Level.DENSE)
         self._verdict = f"GraVAC stays dense: {why}"
-        self._monitor.begin(DENSE, self._exploration.tried, self._statistics)
+        self._monitor.begin(DENSE, self._exploration.tried)
         return why
 
     def rescale(self) -> None:
@@ -256,7 +265,7 @@ class GraVAC(DeclaredPolicy):
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
         if self._chosen is not None:
-            why = self._open_again("time", why)
+            why = self._open_again(Cause.TIMES, why)
         else:
             self._statistics.forget_times()
             self._open(quick=False)
@@ -288,8 +297,7 @@ class GraVAC(DeclaredPolicy):
 
     def verdict(self) -> str:
         explores = self._exploration.phase in (Phase.FLOOR, Phase.EXPLORE)
-        starved = explores and self._rule.level == Level.DENSE
-        if starved:
+        if explores and self._rule.level == Level.DENSE:
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 

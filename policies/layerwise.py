@@ -32,10 +32,10 @@ from policies.base import (
     Policy,
     StepReport,
     counted_steps,
+    make_ladder,
 )
 from policies.gravac import GraVAC
-from policies.ladder import make_ladder
-from policies.state import Field, by_cf, count, declare, entries, number, part, saved_as, text
+from policies.state import CHILD, Field, by_cf, count, declare, entries, number, text
 
 FREE = 1e-9
 """Relative difference of bytes or energies that is only rounding."""
@@ -79,7 +79,7 @@ class Layerwise(DeclaredPolicy):
     name = "layerwise"
     shadow = True
     layerwise = True
-    _fields = declare(_step=saved_as(count), _known=_REPORTS, _told=saved_as(text))
+    _fields = declare(_step=count, _known=_REPORTS, _told=text, _then=CHILD)
 
     def __init__(
         self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
@@ -151,26 +151,24 @@ class Layerwise(DeclaredPolicy):
         alike = {name: self._option(name, cf) for name in self._layers}
         budget = sum(option.nbytes for option in alike.values()) * (1 + FREE)
         # A layer that nothing is known of keeps the CF of the whole model.
-        options = {
-            name: [here, *self._options(name)] if self._energy(name) is not None else [here]
-            for name, here in alike.items()
-        }
+        options = {}
+        for name, here in alike.items():
+            cfs = self._cfs if name in self._known else ()
+            known = [cf for cf in cfs if self._gain(name, cf) is not None]
+            options[name] = [here, *(self._option(name, cf) for cf in known)]
         found = allocate(options, budget)
         unsent = -sum(option.worth for option in alike.values())
         return found if -found.worth < unsent * (1 - FREE) and found.nbytes <= budget else None
 
-    def _options(self, name: str) -> list[Option]:
-        return [self._option(name, cf) for cf in self._cfs if self._gain(name, cf) is not None]
-
     def _option(self, name: str, cf: float) -> Option:
         gain = max(LEAST, self._gain(name, cf) or 0.0)
-        unsent = (self._energy(name) or 0.0) * (1 / gain - 1)
+        unsent = self._energy(name) * (1 / gain - 1)
         return Option(cf, self._nbytes(name, cf), -unsent)
 
-    def _energy(self, name: str) -> float | None:
-        """Energy of a layer's gradient; None if it is not known."""
+    def _energy(self, name: str) -> float:
+        """Energy of a layer's gradient; 0 if it is not known."""
         known = self._known.get(name)
-        return None if known is None else known.energy
+        return 0.0 if known is None else known.energy
 
     def _gain(self, name: str, cf: float) -> float | None:
         """Gain of a layer in steady state, at a CF of the ladder or the next larger one."""
@@ -193,7 +191,7 @@ class Layerwise(DeclaredPolicy):
         return f"{what} {self._numbers(cf, found)}"
 
     def _numbers(self, cf: float, found: Allocation) -> str:
-        energy = sum(self._energy(name) or 0.0 for name in self._layers)
+        energy = sum(self._energy(name) for name in self._layers)
         unsent = -sum(self._option(name, cf).worth for name in self._layers)
         low, high = min(found.cfs.values()), max(found.cfs.values())
         return (
@@ -202,20 +200,16 @@ class Layerwise(DeclaredPolicy):
         )
 
     def candidates(self) -> tuple[float, ...]:
-        if not self._started:
-            return ()
         theirs = (*self._then.candidates(), self._then.plan().send)
         return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
 
     def status(self) -> Mapping[str, float]:
-        return self._then.status() if self._started else {}
+        return self._then.status()
 
     def verdict(self) -> str:
-        return self._then.verdict() if self._started else ""
+        return self._then.verdict()
 
     def next_move(self) -> str:
-        if not self._started:
-            return ""
         left = self.window - self._step % self.window
         rest = f"the layers' CFs are solved anew in {counted_steps(left)}"
         return "; ".join(filter(None, (self._then.next_move(), rest)))
@@ -228,15 +222,8 @@ class Layerwise(DeclaredPolicy):
         ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
         return {**ours, "then": self._then.name}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "then": self._then.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._then.load_state_dict(part(state, "then"))
-        self._solved = {}
-
     def _check_loaded(self) -> None:
+        self._solved = {}
         for layer in self._known:
             if layer not in self._layers:
                 raise ValueError(f"state: 'known' has {layer!r:.80}, which is no layer")

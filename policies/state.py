@@ -159,7 +159,7 @@ def _wrong(name: str, value: Any, wanted: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Field:
-    """How one attribute is saved, and read back.
+    """A declaration of how one attribute is saved, and read back.
 
     load: called with the saved state, the field's name in it and the attribute's present value;
         returns the new value (or the present one, after loading into it).
@@ -193,9 +193,12 @@ class Stateful:
         """Raises ValueError (see `together`) where fields that were loaded contradict another."""
 
 
-def declare(**fields: Field) -> Mapping[str, Field]:
-    """The fields of a `Stateful`, by attribute: `_fields = declare(count=saved_as(count))`."""
-    return fields
+def declare(**fields: Field | Callable[..., Any]) -> Mapping[str, Field]:
+    """The fields of a `Stateful`, by attribute; a reader stands for a field that it reads:
+    `_fields = declare(count=count, size=saved_as(number, least=0), part=CHILD)`."""
+    return {
+        name: each if isinstance(each, Field) else saved_as(each) for name, each in fields.items()
+    }
 
 
 def _key(attribute: str) -> str:
@@ -242,6 +245,20 @@ def _load_optional_child(state: Any, key: str, child: Any) -> Any:
 
 CHILD = Field(_load_child, lambda child: child.state_dict())
 """A field that holds an object with a state of its own."""
+
+
+def _load_children(state: Any, key: str, children: Any) -> Any:
+    states = part(state, key)
+    together(states.keys() == children.keys(), f"{key!r} must be of {list(children)!r:.80}")
+    for name, child in children.items():
+        _load_child(states, name, child)
+    return children
+
+
+CHILDREN = Field(
+    _load_children, lambda children: {name: each.state_dict() for name, each in children.items()}
+)
+"""A field that holds several such objects by name; the names stay what they are."""
 
 OPTIONAL_CHILD = Field(
     _load_optional_child, lambda child: None if child is None else child.state_dict()

@@ -1,58 +1,43 @@
-"""What a step takes: three models, each for what its policies know and need.
+"""What a step takes at any CF, whether that CF was run or not: the one model of the step time.
 
-All of them take a step to be work that is the same at any CF, compression, and time on the network
-that grows with the bytes sent.
+    seconds = work + compressing and decoding + exposed time
 
-- `CostModel` (GraVAC, replays) looks back on all CFs of an exploration: one line by least squares
-  through the step times of all CFs that were run. It needs step times and compression times.
-- `StepLine` (Budget) follows a network that changes while one CF is in use: the work is found from
-  two CFs sent in close succession and then kept, so that the seconds a byte follow from the CF in
-  use alone. It needs no more than step times.
-- `Forecast` (Goodput) is told how long a step waited for the network, and keeps that apart from
-  work and compression (policies/exposed_time.py). It needs all times that a report can hold.
+Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF. The
+exposed time is what backward waits for the network, and grows with the bytes sent. A report gives
+all three, so one CF that was run is enough to predict the others. Reports without all of them are
+skipped.
+
+Networks change. A change shows at the CF in use, and the exposed times of the other CFs are then
+those of another network, and are forgotten.
 
 Times are in seconds. The time of a step comes with the report of the next one, under `timed_cf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
-from typing import Any
 
 from policies.base import DENSE, StepReport
-from policies.estimators import AVERAGES, Average, Averages, median, relative_change
-from policies.exposed_time import ExposedTime, nearest, on_line, scaled
+from policies.estimators import AVERAGES, Average, Averages, median
 from policies.state import (
     CHILD,
-    Field,
     Stateful,
     by_cf,
     count,
     declare,
-    field,
-    lists_by_cf,
-    maybe_number,
-    number,
+    flag,
+    maybe_cf,
+    numbers,
     saved_as,
     together,
 )
 
 LAST = 32
-"""The step time at a CF is the median over so many of the last steps sent at that CF."""
+"""`StepReport.median_seconds` is the median over so many of the last steps sent at a CF."""
 
-COMPRESS_WEIGHT = 0.1
-"""Weight of a new compression time in its average, in `CostModel` and `StepLine`."""
-
-FORECAST_WEIGHT = 0.2
-"""Weight of a new step in the averages of `Forecast`."""
-
-SNAP = 0.5
-"""`StepLine` believes a change of the work by this ratio or more at once, and goes half the way of
-a smaller one, which may be noise."""
-
-ENOUGH = 3
-"""Step times that a median of `StepLine` needs."""
+WEIGHT = 0.2
+"""Weight of a new step in the averages of work and of compressing and decoding."""
 
 PAUSE = 3.0
 """A step this many times the median is a pause (an evaluation, a checkpoint) and does not count. A
@@ -61,223 +46,32 @@ second one in a row does: the median lags behind a network that has become slow.
 NOISE_SHARE = 0.1
 """Differences of exposed times below this share of the work are noise of the machine."""
 
+STRIDE = 8.0
+"""On the way to a CF, a step may send so many times the bytes that the network has carried."""
 
-def step_seconds(report: StepReport) -> float | None:
-    """Seconds of the one step that was timed, or the median where only that was reported; None if
-    neither was."""
-    for seconds in (report.seconds, report.median_seconds):
-        if isfinite(seconds) and seconds > 0:
-            return seconds
-    return None
+STRIDE_STEPS = 5
+"""Steps at each CF on the way to one that sends many more bytes."""
 
+RECENT = 5
+"""So many steps in a row that all waited longer than before, or all shorter, show that the network
+has changed. The time of a single step is noisy on a busy machine."""
 
-def seconds_without_compression(report: StepReport) -> float | None:
-    """Seconds of the timed step less compression, which also takes time for probes and says nothing
-    of the network; None if there is no step time."""
-    seconds, compress = step_seconds(report), report.coding_seconds
-    if seconds is None or not 0 <= compress < seconds:
-        return seconds
-    return seconds - compress
+MANY, EXCEPTIONS = 20, 7
+"""So many steps in a row show it, too, with so many exceptions among them."""
 
+SECOND, THIRD = 1, 2
+"""The time that only the network takes is that of the second fastest of up to RECENT steps, and of
+the third fastest of more: single steps may have waited for nothing."""
 
-# GraVAC, replays: a line through all CFs that were run.
-
-
-def _load_recent(state: Any, key: str, _: Any) -> dict[float, list[float]] | None:
-    return None if field(state, key) is None else lists_by_cf(state, key)
+CHANGED = 1.25
+"""A network has changed if the exposed time is this many times as long as before, or as short."""
 
 
-_RECENT = Field(
-    _load_recent,
-    lambda times: None if times is None else [[cf, list(each)] for cf, each in times.items()],
-)
+class StepTime(Stateful):
+    """A model of the step time at any CF: work + compressing and decoding + exposed time.
 
-
-class CostModel(Stateful):
-    """A model of the step time that looks back on all CFs that were run:
-    seconds(cf) = a + b * bytes(cf) + compress(cf).
-
-    Compression time is measured, never fitted. The line (a: all other work, b: seconds a byte) is
-    fitted to the rest of the step times by least squares with a, b >= 0. Step times are the
-    controller's medians; after `forget()`, which these would reach beyond, they are medians of the
-    times since then.
-    """
-
-    _fields = declare(
-        _seconds=saved_as(by_cf, above=0),
-        _bytes=saved_as(by_cf, least=0),
-        _compress=AVERAGES,
-        _since_forgotten=_RECENT,
-    )
-
-    def __init__(self) -> None:
-        self._seconds: dict[float, float] = {}
-        self._bytes: dict[float, float] = {}
-        self._compress = Averages(COMPRESS_WEIGHT)
-        self._since_forgotten: dict[float, list[float]] | None = None  # None: never forgotten
-
-    def forget(self) -> None:
-        """Forget all times: the network or the machine has changed."""
-        self._seconds, self._bytes, self._since_forgotten = {}, {}, {}
-        self._compress = Averages(COMPRESS_WEIGHT)
-
-    def observe(self, report: StepReport) -> None:
-        """Take in the times of one step."""
-        cf, seconds = report.timed_cf, report.median_seconds
-        recent = self._since_forgotten
-        if recent is not None:
-            seconds = step_seconds(report) or nan
-        if not (isfinite(cf) and isfinite(seconds) and seconds > 0):
-            return
-        if recent is not None:
-            recent[cf] = [*recent.get(cf, []), seconds][-LAST:]
-            seconds = median(recent[cf])
-        self._seconds[cf] = seconds
-        if isfinite(report.timed_bytes) and report.timed_bytes >= 0:
-            self._bytes[cf] = report.timed_bytes
-        if report.coding_seconds >= 0:
-            self._compress.add(cf, report.coding_seconds)
-
-    def compress(self, cf: float) -> float:
-        """Seconds that a step at `cf` spends in compression; 0 if that was never reported."""
-        return self._compress.value(cf) or 0.0
-
-    def seconds(self, cf: float) -> float | None:
-        """Measured seconds of a step at `cf`; None if it was not run.
-
-        A dense step compresses only to probe. Without a policy it would not, so that time is left
-        out.
-        """
-        measured = self._seconds.get(cf)
-        if measured is None or cf != DENSE or self.compress(cf) >= measured:
-            return measured
-        return measured - self.compress(cf)
-
-    def without_compression(self) -> dict[float, float]:
-        """Measured seconds of a step less compression, by CF."""
-        return {cf: s - c if (c := self.compress(cf)) < s else s for cf, s in self._seconds.items()}
-
-    def fit(self) -> tuple[float, float] | None:
-        """The line (a, b) in seconds and seconds a byte; None with fewer than two distinct numbers
-        of bytes."""
-        points = [
-            (nbytes, max(0.0, self._seconds[cf] - self.compress(cf)))
-            for cf, nbytes in self._bytes.items()
-        ]
-        if len({nbytes for nbytes, _ in points}) < 2:
-            return None
-        mean_x = sum(x for x, _ in points) / len(points)
-        mean_y = sum(y for _, y in points) / len(points)
-        spread = sum((x - mean_x) * (x - mean_x) for x, _ in points)
-        if not 0 < spread < inf:
-            return None
-        b = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
-        a = mean_y - b * mean_x
-        if a < 0:  # the best line with a >= 0 then goes through the origin
-            a, b = 0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points)
-        return (a, b) if isfinite(a) and isfinite(b) else None
-
-    def predict(self, nbytes: float, compress: float = 0.0) -> float | None:
-        """Seconds of a step that sends `nbytes` and compresses for `compress` seconds; None while
-        there is no line."""
-        fitted = self.fit()
-        return None if fitted is None else fitted[0] + fitted[1] * nbytes + compress
-
-    def _check_loaded(self) -> None:
-        timed = self._bytes.keys() <= self._seconds.keys()
-        together(timed, "'bytes' has CFs that 'seconds' has not")
-
-
-# Budget: a line that follows the network from the CF in use.
-
-
-class StepLine(Stateful):
-    """A model of the step time that follows the network from the CF in use: without compression,
-    seconds = a + b * bytes.
-
-    The work a changes rarely: it is found from two CFs sent in close succession, by `solve`, and
-    then kept. The seconds a byte b then follow from the CF in use alone, by `follow`.
-
-    a: None until it was found. Compression takes an average of its own.
-    """
-
-    _fields = declare(
-        a=saved_as(maybe_number, least=0),
-        b=saved_as(number, least=0),
-        _times=saved_as(lists_by_cf),
-        _compress=CHILD,
-    )
-
-    def __init__(self) -> None:
-        self.a: float | None = None
-        self.b = 0.0
-        self._times: dict[float, list[float]] = {}  # of the CFs that were restarted
-        self._compress = Average(COMPRESS_WEIGHT)
-
-    def restart(self, cf: float) -> None:
-        """Forget the step times at `cf` and begin to collect new ones."""
-        self._times[cf] = []
-
-    def observe(self, report: StepReport) -> None:
-        """Take in the times of one step."""
-        seconds = seconds_without_compression(report)
-        if seconds is not None and report.timed_cf in self._times:
-            self._times[report.timed_cf].append(seconds)
-        if report.timed_cf > DENSE and report.coding_seconds >= 0:
-            self._compress.add(report.coding_seconds)
-
-    def seconds(self, cf: float) -> float | None:
-        """Median of the step times at `cf` since its restart, without compression; None with fewer
-        than ENOUGH of them."""
-        times = self._times.get(cf, [])
-        return median(times) if len(times) >= ENOUGH else None
-
-    def solve(self, cf: float, nbytes: float, other: float, other_nbytes: float) -> bool:
-        """Find a and b from the step times of two CFs; returns whether that was possible."""
-        seconds, other_seconds = self.seconds(cf), self.seconds(other)
-        if seconds is None or other_seconds is None or nbytes == other_nbytes:
-            return False
-        b = max(0.0, (seconds - other_seconds) / (nbytes - other_nbytes))
-        a = max(0.0, seconds - b * nbytes)
-        if not (isfinite(a) and isfinite(b)):
-            return False
-        small = self.a is not None and relative_change(a, self.a) < SNAP
-        self.a = (a + self.a) / 2 if small and self.a is not None else a
-        # b is not computed from `cf` and the new a: few bytes would blow up any error of a.
-        self.b = b if a > 0 else seconds / nbytes
-        return True
-
-    def all_work(self, cf: float) -> None:
-        """No CF sends another number of bytes: take the whole step time at `cf` as work."""
-        seconds = self.seconds(cf)
-        if seconds is not None:
-            self.a, self.b = seconds, 0.0
-
-    def follow(self, cf: float, nbytes: float) -> None:
-        """Find b anew from the CF in use, with the work a as it was."""
-        seconds = self.seconds(cf)
-        if seconds is not None and self.a is not None and nbytes > 0:
-            b = max(0.0, (seconds - self.a) / nbytes)
-            self.b = b if isfinite(b) else self.b
-
-    def share(self, cf: float, nbytes: float) -> float:
-        """Predicted part, in [0, 1], of a step at `cf` that goes to sending `nbytes`."""
-        exchange = self.b * nbytes
-        compress = self._compress.value if self._compress.count and cf != DENSE else 0.0
-        total = (self.a or 0.0) + compress + exchange
-        return exchange / total if total > 0 and isfinite(total) else float(exchange > 0)
-
-
-# Goodput: work, compression and exposed time apart.
-
-
-class Forecast(Stateful):
-    """A model of the step time that keeps apart what the network does not change: at any CF, run or
-    not, seconds = work + compression and decoding + exposed time.
-
-    The exposed time is what backward waits for the network, as measured by the rank that waits
-    least. What other ranks wait for a slower one is there at any CF, and counts as work. Work and
-    compression do not depend on the network.
+    The exposed time is that of the rank that waits least. What other ranks wait for a slower one is
+    there at any CF, and counts as work. Work and compression do not depend on the network.
 
     nbytes: returns the bytes on the wire at a CF.
     """
@@ -287,15 +81,15 @@ class Forecast(Stateful):
         _compress=AVERAGES,
         _decode=AVERAGES,
         _exposed=CHILD,
-        _pauses=saved_as(count),
+        _pauses=count,
     )
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:
         self._nbytes = nbytes
         self._exposed = ExposedTime(nbytes)
-        self._work = Average(FORECAST_WEIGHT)
-        self._compress = Averages(FORECAST_WEIGHT)
-        self._decode = Averages(FORECAST_WEIGHT)
+        self._work = Average(WEIGHT)
+        self._compress = Averages(WEIGHT)
+        self._decode = Averages(WEIGHT)
         self._pauses = 0  # steps in a row that took far longer than their median
 
     def observe(self, report: StepReport) -> None:
@@ -318,13 +112,28 @@ class Forecast(Stateful):
         """Seconds of a step at `cf`; None before the first step."""
         if not self._work.count:
             return None
-        return self._work.value + self._coding(cf) + self._exposed.seconds(cf)
+        return self._work.value + self.coding(cf) + self.exposed(cf)
 
-    def timed(self) -> tuple[float, ...]:
-        """The CFs that were run on the network as it is now."""
-        return self._exposed.timed()
+    def measured(self, cf: float) -> float | None:
+        """Seconds of a step at `cf` with the exposed time that it had when it was last run, on
+        whatever network that was; None if it was never run."""
+        exposed = self._exposed.last.get(cf)
+        return None if exposed is None else self._work.value + self.coding(cf) + exposed
 
-    def _coding(self, cf: float) -> float:
+    def without_compression(self) -> dict[float, float]:
+        """Seconds of a step less compressing and decoding, by CF, of the CFs that were run (see
+        `measured`)."""
+        return {cf: self._work.value + exposed for cf, exposed in self._exposed.last.items()}
+
+    def bound(self) -> float | None:
+        """Seconds of a compressed step with nothing on the wire, and with compression as fast as at
+        any CF that was run; None before the first step."""
+        if not self._work.count:
+            return None
+        fastest = min((self.coding(cf) for cf in self._compress if cf != DENSE), default=0.0)
+        return self._work.value + fastest + self._exposed.latency()
+
+    def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither.
 
         For a CF that was not run: on the line through the two CFs with the nearest numbers of
@@ -336,14 +145,190 @@ class Forecast(Stateful):
             return 0.0
         if cf in self._compress:
             return self._compress[cf].value + self._decode[cf].value
-        near = nearest(self._nbytes, (other for other in self._compress if other != DENSE), cf)
+        wanted = self._nbytes(cf)
+        near = nearest(self._nbytes, (other for other in self._compress if other != DENSE), wanted)
         if not near:
             return 0.0
-        if len(near) > 1 and self._nbytes(cf) < min(map(self._nbytes, near)):
-            return on_line(self._nbytes, {other: self._coding(other) for other in near}, near, cf)
-        decode = scaled(self._nbytes, self._decode[near[0]].value, near[0], cf)
+        if len(near) > 1 and wanted < min(map(self._nbytes, near)):
+            return on_line([(self._nbytes(other), self.coding(other)) for other in near], wanted)
+        decode = in_proportion(self._nbytes(near[0]), self._decode[near[0]].value, wanted)
         return self._compress[near[0]].value + decode
+
+    def exposed(self, cf: float) -> float:
+        """Seconds that a step at `cf` waits for the network; 0 before the first step."""
+        return self._exposed.seconds(cf)
+
+    def sending(self, cf: float) -> float:
+        """The part of the exposed time that grows with the bytes. The rest is latency, as far as
+        two CFs have shown it."""
+        return max(0.0, self.exposed(cf) - self._exposed.latency())
+
+    def timed(self) -> tuple[float, ...]:
+        """The CFs that were run on the network as it is now."""
+        return self._exposed.timed()
+
+    def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
+        """The CF to send next on the way from `here` to `goal`: of the ascending `cfs` the one with
+        the most bytes that is not more than a stride away, or `goal` itself."""
+        between = [cf for cf in cfs if goal <= cf < here]
+        if not between:
+            return goal
+        most = min((here, *self.timed()))
+        return next((cf for cf in between if self._times(cf, most) <= STRIDE), between[-1])
+
+    def _times(self, cf: float, other: float) -> float:
+        """Bytes at a CF / bytes at another."""
+        times = self._nbytes(cf) / (self._nbytes(other) or nan)
+        return times if isfinite(times) else other / cf
 
     def _check_loaded(self) -> None:
         both = self._compress.keys() == self._decode.keys()
         together(both, "'compress' and 'decode' are of different CFs")
+
+
+class ExposedTime(Stateful):
+    """The exposed time of a step at any CF, on the network as it is now: measured at the CFs that
+    were run, predicted for the others by the bytes that they send.
+
+    nbytes: returns the bytes on the wire at a CF.
+
+    last: by CF, the median when it was last run, on whatever network that was.
+    """
+
+    _fields = declare(
+        last=saved_as(by_cf, least=0),
+        _typical=saved_as(by_cf, least=0),
+        _network=saved_as(by_cf, least=0),
+        _recent=saved_as(numbers, least=0),
+        _same=count,
+        _doubted=flag,
+        _cf=maybe_cf,
+    )
+
+    def __init__(self, nbytes: Callable[[float], float]) -> None:
+        self._nbytes = nbytes
+        self.last: dict[float, float] = {}
+        self._typical: dict[float, float] = {}  # medians by CF, of the CFs that were run
+        self._network: dict[float, float] = {}  # by CF, what the network alone takes
+        self._recent: list[float] = []  # of the last steps, at the CF in use
+        self._same = 0  # steps at the CF in use on the network as it is now
+        self._doubted = False  # whether the other CFs were already forgotten on this network
+        self._cf: float | None = None  # in use
+
+    def observe(self, cf: float, seconds: float, least: float) -> None:
+        """Take in the exposed time of one step.
+
+        least: this is added to times before they are compared, so that small ones do not count.
+        """
+        if cf != self._cf:
+            self._cf, self._recent, self._same = cf, [], 0
+        self._recent = [*self._recent, seconds][-MANY:]
+        self._same += 1
+        if self._has_changed(cf, least):
+            # One or two of the last steps may still have been delayed by the network as it was.
+            self._typical, self._network, self._same = {}, {}, RECENT - 2
+            self._doubted = False
+        elif not self._doubted and self._is_doubtful(cf, least):
+            self._typical, self._network = {}, {}
+            self._doubted = True
+        if self._same <= MANY:
+            # After that they stay, so that a slow change shows as well.
+            times = sorted(self._settled())
+            self._typical[cf] = self.last[cf] = median(times)
+            place = SECOND if self._same <= RECENT else THIRD
+            self._network[cf] = times[min(place, len(times) - 1)]
+
+    def seconds(self, cf: float) -> float:
+        """The exposed time at any CF; 0 before the first step.
+
+        For a CF that was not run: on the line through the two CFs that were run and have the
+        nearest numbers of bytes (latency and bandwidth), or with one, in proportion to its bytes.
+        Delays of a busy machine do not grow with the bytes, so the line goes through what the
+        network alone takes.
+        """
+        known = self._typical.get(cf)
+        return self._predicted(self._nbytes(cf), self._network) if known is None else known
+
+    def latency(self) -> float:
+        """The exposed time of a step that sends nothing; 0 until two CFs show it."""
+        return self._predicted(0.0, self._network) if len(self._network) > 1 else 0.0
+
+    def timed(self) -> tuple[float, ...]:
+        """The CFs that were run on the network as it is now."""
+        return tuple(self._typical)
+
+    def _predicted(self, wanted: float, known: Mapping[float, float]) -> float:
+        """The exposed time of a step that sends `wanted` bytes, by the times of some CFs."""
+        points = [(self._nbytes(cf), known[cf]) for cf in nearest(self._nbytes, known, wanted)]
+        if len(points) > 1:
+            return on_line(points, wanted)
+        return in_proportion(*points[0], wanted) if points else 0.0
+
+    def _settled(self) -> list[float]:
+        """Times of the CF in use on the network as it is now. When there are more than RECENT, the
+        last ones do not count yet: they may turn out to be of another network."""
+        times = self._recent[-self._same :]
+        return times[: max(RECENT, len(times) - RECENT)]
+
+    def _has_changed(self, cf: float, least: float) -> bool:
+        """Whether the last steps at the CF in use show another network."""
+        if self._same < RECENT:
+            return False
+        if self._same == RECENT:
+            return self._are_beyond(RECENT, 0, *self._bounds(cf), least)
+        old = self._typical[cf]
+        return self._are_beyond(RECENT, 0, old, old, least) or (
+            self._same >= MANY and self._are_beyond(MANY, EXCEPTIONS, old, old, least)
+        )
+
+    def _bounds(self, cf: float) -> tuple[float, float]:
+        """Smallest and largest time that a CF can take, from the times of other CFs: more bytes do
+        not take less time."""
+        fewer = [t for other, t in self._typical.items() if self._nbytes(other) < self._nbytes(cf)]
+        more = [t for other, t in self._network.items() if self._nbytes(other) > self._nbytes(cf)]
+        return max(fewer, default=0.0), min(more, default=inf)
+
+    def _is_doubtful(self, cf: float, least: float) -> bool:
+        """Whether the CF in use waits less than the times of the other CFs predict. Backward may
+        hide its exchange; or the network was slow for a few steps when the others were run."""
+        others = {other: time for other, time in self._network.items() if other != cf}
+        if not others or self._same != 2 * RECENT:
+            return False
+        return self._are_beyond(RECENT, 0, self._predicted(self._nbytes(cf), others), inf, least)
+
+    def _are_beyond(
+        self, steps: int, exceptions: int, low: float, high: float, least: float
+    ) -> bool:
+        """Whether the last steps, but for some exceptions, all waited clearly longer than `high` or
+        all clearly less than `low`."""
+        times = sorted(self._recent[-steps:])
+        slower = times[exceptions] + least > CHANGED * (high + least)
+        return slower or times[-1 - exceptions] + least < (low + least) / CHANGED
+
+    def _check_loaded(self) -> None:
+        alike = self._typical.keys() == self._network.keys()
+        together(alike, "'typical' and 'network' are of different CFs")
+        together(self._cf is None or self._cf in self._typical, "'cf' has no typical time")
+        enough = len(self._recent) >= min(self._same, MANY)
+        together(enough, "'recent' has lost some times")
+
+
+def nearest(nbytes: Callable[[float], float], cfs: Iterable[float], wanted: float) -> list[float]:
+    """Up to two of the CFs, the ones whose bytes are nearest to `wanted`, nearest first."""
+    return sorted(cfs, key=lambda cf: (abs(nbytes(cf) - wanted), cf))[:2]
+
+
+def on_line(points: Sequence[tuple[float, float]], wanted: float) -> float:
+    """Seconds at `wanted` bytes, on the line through two points (bytes, seconds), the nearer one
+    first. The line never falls: more bytes do not take less time."""
+    (x, y), (other_x, other_y) = points
+    slope = max(0.0, (other_y - y) / (other_x - x)) if other_x != x else 0.0
+    predicted = y + slope * (wanted - x)
+    return max(0.0, predicted) if isfinite(predicted) else y
+
+
+def in_proportion(nbytes: float, seconds: float, wanted: float) -> float:
+    """Seconds at `wanted` bytes, in proportion to those at `nbytes`; the same seconds where the
+    bytes have no ratio."""
+    times = wanted / (nbytes or nan)
+    return seconds * times if isfinite(times) else seconds

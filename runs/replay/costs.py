@@ -1,9 +1,8 @@
 """Bytes and seconds of a step at any CF: a model, from the CFs that were really sent.
 
 Bytes: the median of those that were sent, and of others what the record's header says; between two
-CFs a power of CF, beyond them in proportion to 1 / CF. Seconds: as measured where the CF was sent,
-else the fitted a + b x bytes + compress (policies/step_time.py). One line for the whole run: a
-network that changed is not followed.
+CFs a power of CF, beyond them in proportion to 1 / CF. Seconds: by the policies' own model of the
+step time (policies/step_time.py), as it is at the end of the record.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from statistics import median
 
 from adaptive import Header, StepRecord
 from policies.base import DENSE
-from policies.step_time import CostModel
+from policies.step_time import StepTime
 from runs.replay.log_cf import part_of_way
 
-MEASURED = "step times of CFs that were never sent: a line fitted through those that were"
+MEASURED = "step times of CFs that were never sent: by the bytes and the waits of those that were"
 FROM_WAITING = (
     "only one CF was ever sent: step times of others go by the time it waited for the network"
 )
@@ -28,34 +27,22 @@ class RecordedCosts:
     """What steps cost in a record. basis: what the seconds rest on, in words."""
 
     def __init__(self, records: Sequence[StepRecord], header: Header | None = None) -> None:
-        self._model = CostModel()
         self._computed = dict(header.wire_bytes) if header is not None else {}
         sent: dict[float, list[float]] = {}
-        waits: list[tuple[float, float, float]] = []
         for record in records:
             report = record.report
-            self._model.observe(report)
             if isfinite(report.wire_bytes):
                 sent.setdefault(report.cf, []).append(report.wire_bytes)
-            timed = (report.seconds, report.coding_seconds, report.wait_seconds)
-            if all(map(isfinite, timed)) and isfinite(report.timed_bytes):
-                waits.append((timed[0] - timed[1] - timed[2], timed[2], report.timed_bytes))
         dense = [r.report.dense_wire_bytes for r in records if r.report.dense_wire_bytes > 0]
         self._dense = median(dense) if dense else nan
         measured = {cf: median(values) for cf, values in sorted(sent.items())}
         self._bytes = {**self._computed, **measured}
         self._bytes.setdefault(DENSE, self._dense)
-        waited: dict[float, list[float]] = {}
+        self._time = StepTime(self.nbytes)
         for record in records:
-            report = record.report
-            if isfinite(report.wait_seconds):
-                waited.setdefault(report.timed_cf, []).append(report.wait_seconds)
-        self._waited = {cf: median(values) for cf, values in waited.items()}
-        self._ran = tuple(sorted(cf for cf in sent if self._model.seconds(cf) is not None))
-        self._line = self._model.fit()
-        self.basis = MEASURED
-        if self._line is None:
-            self._line, self.basis = _from_waiting(waits)
+            self._time.observe(record.report)
+        timed = len(self._time.without_compression())
+        self.basis = NO_TIMES if not timed else FROM_WAITING if timed == 1 else MEASURED
 
     def computed(self, cf: float) -> float:
         """Bytes as the policy was told of them: computed, statistics not counted."""
@@ -78,33 +65,16 @@ class RecordedCosts:
         return exp(log(at) + part * (log(self._bytes[above]) - log(at)))
 
     def compress(self, cf: float) -> float:
-        """Seconds of compression: measured at that CF or the nearest that was sent; 0 for dense."""
-        sent = [known for known in self._ran if known != DENSE]
-        if cf == DENSE or not sent:
-            return 0.0
-        return self._model.compress(min(sent, key=lambda known: abs(log(known / cf))))
+        """Seconds of compressing and decoding; 0 for dense."""
+        return self._time.coding(cf)
 
     def exchange(self, cf: float) -> float:
-        """Seconds of waiting for the network: as measured, else what the line says of the bytes."""
-        if cf in self._waited:
-            return self._waited[cf]
-        return self._line[1] * self.nbytes(cf) if self._line is not None else nan
+        """Seconds of waiting for the network; nan if no step was timed."""
+        return nan if self._time.seconds(cf) is None else self._time.exposed(cf)
 
     def seconds(self, cf: float) -> float:
-        """Seconds of a whole step; nan if no step was timed."""
-        measured = self._model.seconds(cf)
-        if measured is not None:
-            return measured
-        if self._line is None:
-            return nan
-        return self._line[0] + self._line[1] * self.nbytes(cf) + self.compress(cf)
-
-
-def _from_waiting(
-    waits: Sequence[tuple[float, float, float]],
-) -> tuple[tuple[float, float] | None, str]:
-    """(a, b) from (rest, exchange, bytes) of steps at one CF."""
-    if not waits:
-        return None, NO_TIMES
-    rest, exchange, nbytes = (median(values) for values in zip(*waits, strict=True))
-    return (max(0.0, rest), exchange / nbytes if nbytes > 0 else 0.0), FROM_WAITING
+        """Seconds of a whole step: as measured if the CF was sent, else by the model; nan if no
+        step was timed."""
+        measured = self._time.measured(cf)
+        seconds = self._time.seconds(cf) if measured is None else measured
+        return nan if seconds is None else seconds

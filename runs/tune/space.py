@@ -7,8 +7,7 @@ from typing import get_args
 
 from adaptive.config import MEMORIES
 from compressors import make_compressor
-from policies.base import GainKind
-from policies.ladder import SCALINGS
+from policies.base import SCALINGS, GainKind
 from runs.parser import UsageError
 from runs.policy_options import POLICY_OPTIONS
 from runs.tune.parameter import Choice, Parameter, Range, Value

@@ -21,8 +21,9 @@ FASTER = {DENSE: 4.0, 10.0: 1.0, 20.0: 0.9, 40.0: 0.8, 160.0: 0.3, 1000.0: 0.29}
 class World:
     """Feeds a policy: gain[cf] and seconds[cf] can be changed while it runs.
 
-    Step times come one report late, under timed_cf, as from the controller. probe_seconds: what a
-    dense step that probes takes more, and reports as compression.
+    Step times come one report late, under timed_cf, as from the controller: all but compression is
+    time on the network. probe_seconds: what a dense step that probes takes more, and reports as
+    compression.
     """
 
     def __init__(self, policy, gain, seconds=FASTER, *, cf_range=RANGE, ranks=50):
@@ -31,7 +32,7 @@ class World:
         self.compress = 0.0
         self.plans: list[Plan] = []
         self.last: Plan | None = None
-        policy.start(Context(cf_range, ranks))
+        policy.start(Context(cf_range, ranks, wire_bytes=lambda cf: 1e6 / cf))
 
     def measurement(self, cf):
         g = self.gain[cf]
@@ -59,6 +60,7 @@ class World:
                 seconds=seconds,
                 median_seconds=seconds,
                 compress_seconds=compress,
+                exchange_seconds=seconds - compress,
                 timed_bytes=1e6 / timed,
             )
         )

@@ -496,9 +496,3 @@ def test_the_verdict_is_that_of_the_side_in_charge():
     interval(mixed, 1.0, 1.0)
     interval(mixed, 1.0, 9.0)
     assert mixed.verdict() == ""
-
-
-def test_before_start_it_has_nothing_to_tell():
-    policy = Accordion()
-    assert (dict(policy.status()), policy.verdict(), policy.next_move()) == ({}, "", "")
-    assert policy.candidates() == ()

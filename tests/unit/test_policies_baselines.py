@@ -270,14 +270,6 @@ def test_errors_name_the_argument(settings, named):
         Warmup(**settings)
 
 
-def test_before_start_it_has_nothing_to_tell():
-    policy = Warmup(GraVAC())
-    assert (dict(policy.status()), policy.verdict(), policy.next_move()) == ({}, "", "")
-    assert policy.candidates() == ()
-    with pytest.raises(RuntimeError, match="start"):
-        policy.load_state_dict({})
-
-
 @pytest.mark.parametrize(
     ("cf_range", "then", "moves"),
     [

@@ -14,12 +14,14 @@ from policies.base import DENSE, Context, Measurement, StepReport
 from policies.drift import (
     MAX_COOLDOWN_DOUBLINGS,
     REFERENCE_WINDOWS,
+    Cause,
     ChangeTest,
-    ChoiceCooldown,
     DriftDetector,
+    DriftMonitor,
     PeriodicProbe,
 )
 from policies.estimators import Backoff
+from policies.exploration import CandidateStatistics, SendRule
 from policies.gravac import GraVAC
 from tests.unit.plans import reasons, switches
 
@@ -38,57 +40,75 @@ from tests.unit.plans import reasons, switches
 )
 def test_a_change_takes_patience_and_hysteresis(values, drifts):
     test = ChangeTest(0.299, 2)
-    test.references[10.0] = 1.0, REFERENCE_WINDOWS
+    for _ in range(REFERENCE_WINDOWS):
+        test.changed_from(10.0, 1.0)
     assert [test.changed_from(10.0, value) is not None for value in values] == drifts
 
 
 def test_a_difference_too_small_to_matter_does_not_count():
     test = ChangeTest(1.0, 1)
-    test.references[10.0] = 0.01, REFERENCE_WINDOWS
+    for _ in range(REFERENCE_WINDOWS):
+        test.changed_from(10.0, 0.01)
     assert test.changed_from(10.0, 0.04, least=0.05) is None
     assert test.changed_from(10.0, 0.07, least=0.05) == 0.01
 
 
-def timed(cf, seconds, timed_cf=None, **more):
-    return StepReport(0, cf, timed_cf=cf if timed_cf is None else timed_cf, seconds=seconds, **more)
+def timed(cf, seconds, timed_cf=None):
+    """All of it is time on the network."""
+    times = {"seconds": seconds, "exchange_seconds": seconds, "compress_seconds": 0.0}
+    return StepReport(0, cf, timed_cf=cf if timed_cf is None else timed_cf, **times)
+
+
+def statistics_of(seconds):
+    statistics = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf)
+    for cf, each in seconds.items():
+        statistics.observe(timed(cf, each), ())
+    return statistics
 
 
 def test_a_detector_compares_each_cf_with_itself():
-    detector = DriftDetector(0.3, 1, 2, "gradient")
-    detector.begin(40.0, {40.0: 1.0, 10.0: 3.0})
+    detector = DriftDetector(statistics_of({40.0: 1.0, 10.0: 3.0}), 0.3, 1, 2)
+    detector.begin()
     for report in [timed(40.0, 1.0), timed(10.0, 3.0), timed(10.0, 3.0), timed(40.0, 1.0)]:
-        assert detector.observe(report) is None
-    assert detector.observe(timed(40.0, 9.0, timed_cf=10.0)) is None  # 10's time
-    assert detector.observe(timed(40.0, 2.0)) is None
-    assert detector.observe(timed(40.0, 2.0)).what == "time"
+        assert detector.observe(report, 40.0) is None
+    assert detector.observe(timed(40.0, 9.0, timed_cf=10.0), 40.0) is None  # 10's time
+    assert detector.observe(timed(40.0, 2.0), 40.0) is None
+    assert detector.observe(timed(40.0, 2.0), 40.0).cause == Cause.TIMES
 
 
 def test_a_detector_takes_its_first_window_where_there_is_no_reference():
-    detector = DriftDetector(0.3, 1, 1, "gradient")
-    detector.begin(40.0, {})
-    assert detector.observe(timed(40.0, 5.0)) is None
-    assert detector.observe(timed(40.0, 5.1)) is None
-    assert detector.observe(timed(40.0, nan)) is None
-    assert detector.observe(timed(40.0, 50.0)).what == "time"
+    detector = DriftDetector(statistics_of({}), 0.3, 1, 1)
+    detector.begin()
+    assert detector.observe(timed(40.0, 5.0), 40.0) is None
+    assert detector.observe(timed(40.0, 5.1), 40.0) is None
+    assert detector.observe(timed(40.0, nan), 40.0) is None
+    assert detector.observe(timed(40.0, 50.0), 40.0).cause == Cause.TIMES
 
 
 def test_cooldowns_double_when_conclusions_do_not_last():
-    def lasts(cooldown):
-        steps = 1
-        while not cooldown.step():
-            steps += 1
-        return steps - 1
+    monitor = DriftMonitor(
+        statistics_of({40.0: 1.0}),
+        SendRule(0.3, 0.1, 20),
+        omega=0.1,
+        drift=0.3,
+        patience=1,
+        steps=1,
+        retry=None,
+        cooldown=10,
+    )
 
-    cooldown = ChoiceCooldown(10)
-    lasted = []
-    for _ in range(MAX_COOLDOWN_DOUBLINGS + 2):
-        cooldown.begin()
-        lasted.append(lasts(cooldown))
-    assert lasted == [10, 20, 40, 80, 160, 160]
+    def lasts():
+        """Steps for which a choice stands although times have changed from the first step on."""
+        monitor.begin(40.0, (10.0, 40.0))
+        steps = 0
+        while monitor.observe(timed(40.0, 2.0)) is None:
+            steps += 1
+        return steps
+
+    assert [lasts() for _ in range(MAX_COOLDOWN_DOUBLINGS + 2)] == [10, 20, 40, 80, 160, 160]
     for _ in range(Backoff.SOON * 160):
-        cooldown.step()
-    cooldown.begin()
-    assert lasts(cooldown) == 10
+        monitor.observe(timed(40.0, 1.0))
+    assert lasts() == 10
 
 
 def test_a_probe_comes_after_a_wait_that_grows():
@@ -128,7 +148,6 @@ class Network:
     def __init__(self, policy, dense_seconds, gains=GAINS, *, noise=None, cf_range=RANGE):
         self.policy, self.dense_seconds, self.gains = policy, dense_seconds, dict(gains)
         self.compute, self.compress, self.noise = 0.1, 0.01, noise
-        self.hidden = False  # exchange times are not reported
         self.plans, self.last = [], None
         self.times = {}
         policy.start(Context(cf_range, 2))
@@ -151,7 +170,7 @@ class Network:
             "seconds": seconds,
             "median_seconds": median(self.times[cf]),
             "compress_seconds": compress,
-            "exchange_seconds": nan if self.hidden else exchange,
+            "exchange_seconds": exchange,
             "timed_bytes": 1e6 / cf,
         }
 
@@ -244,12 +263,11 @@ def test_the_wait_for_the_network_shows_what_the_step_time_does_not():
     assert run.steps_until(DENSE) < 80
 
 
-def test_the_step_time_alone_is_enough_where_it_shows():
+def test_the_step_time_shows_what_the_wait_does_not():
     run = network(SLOW, retry=None)
-    run.hidden = True
     run.settle()
     run.run(100)
-    run.dense_seconds = 3 * SLOW
+    run.compute *= 1.5
     plan = next(plan for plan in run.run(40) if plan.reason)
     assert plan.reason == (
         "dense: 40 -> 1, explores again, a step at CF 40 without compression went from 0.125 to "
@@ -271,13 +289,8 @@ def test_after_a_change_of_the_network_gains_are_known_and_times_are_not():
     assert sent.count(1000.0) == 0
     # the times are of the present network, though the controller's medians are not
     assert "T_comp" in run.policy.verdict()
-    assert run.policy.state_dict()["statistics"]["cost"]["seconds"][0] == [
-        40.0,
-        pytest.approx(0.24),
-    ]
-    assert dict(run.policy.state_dict()["statistics"]["cost"]["seconds"])[DENSE] == pytest.approx(
-        5.105
-    )
+    last = dict(run.policy.state_dict()["statistics"]["time"]["exposed"]["last"])
+    assert last == {cf: pytest.approx(5 * SLOW / cf) for cf in (DENSE, 10.0, 20.0, 40.0, 160.0)}
 
 
 def test_a_slower_machine_is_drift_too():

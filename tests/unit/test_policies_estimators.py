@@ -12,20 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE
-from policies.estimators import (
-    CLEAR,
-    LEAST,
-    LOST,
-    WEIGHT,
-    Average,
-    Averages,
-    Backoff,
-    MeanRatio,
-    descending,
-    median,
-    relative_change,
-    weight_for,
-)
+from policies.estimators import Average, Averages, Backoff, median, relative_change, weight_for
+from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, MeanRatio, descending
 
 
 @pytest.mark.parametrize(

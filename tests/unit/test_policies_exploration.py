@@ -144,12 +144,13 @@ def test_the_send_rule_is_saved():
 
 def statistics_of(gains, times):
     """Of one measurement and one step each; times in seconds."""
-    seen = CandidateStatistics("gradient", 0.5, 1)
+    seen = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf)
     for cf, gain in gains.items():
         measured = {cf: Measurement(sample_error=1 - gain, sample_total=1)}
         seen.observe(StepReport(0, cf, measured), {cf})
     for cf, seconds in times.items():
-        seen.observe(StepReport(0, 77.0, timed_cf=cf, median_seconds=seconds), ())
+        times = {"seconds": seconds, "exchange_seconds": seconds, "compress_seconds": 0.0}
+        seen.observe(StepReport(0, 77.0, timed_cf=cf, **times), ())
     return seen
 
 
@@ -164,7 +165,7 @@ def test_a_network_that_changed_leaves_the_gains_known_until_they_are_measured()
     measured = {20.0: Measurement(sample_error=0.75, sample_total=1)}
     seen.observe(StepReport(0, 20.0, measured), {20.0})
     assert seen.gain(20.0) == 0.25
-    copy = CandidateStatistics("gradient", 0.5, 1)
+    copy = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf)
     copy.load_state_dict(json.loads(json.dumps(seen.state_dict())))
     assert (copy.gain(10.0), copy.gain(20.0)) == (0.75, 0.25)
 
@@ -189,7 +190,7 @@ def test_gains_that_changed_leave_the_times_known():
 )
 def test_what_promises_to_be_better(gain, seconds, why):
     seen = statistics_of({10.0: 0.5, 20.0: gain}, {10.0: 0.5, **seconds})
-    assert seen.promising((20.0, 40.0), 10.0, 0.41, 0.1) == why
+    assert seen.promising((20.0, 40.0), 10.0, seen.t_sys(10.0), 0.41, 0.1) == why
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
 from policies.goodput import FILLED, STRIDE_STEPS
-from policies.step_time import Forecast
+from policies.step_time import StepTime
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
 GAINS[1000.0] = 0.006
@@ -260,7 +260,7 @@ def test_a_smaller_cf_does_not_lead_where_one_larger_than_here_promises_more(lar
     assert policy.plan().send == goes_to
 
 
-class Misled(Forecast):
+class Misled(StepTime):
     """Knows nothing but the CF in use, and at CF 40 takes dense to cost nothing."""
 
     def __init__(self):

@@ -424,7 +424,9 @@ def test_gravac_switches_a_handful_of_times_on_the_toy(allow_dense, ranks, steps
         plan = policy.plan()
         measured = {cf: toy.measure(cf) for cf in {plan.send, *plan.probe} - {DENSE}}
         toy.send(plan.send)
-        policy.observe(StepReport(0, plan.send, measured, timed_cf=plan.send, median_seconds=1.0))
+        timing = {"timed_cf": plan.send, "seconds": 1.0, "median_seconds": 1.0}
+        timing |= {"exchange_seconds": 0.5, "compress_seconds": 0.0}
+        policy.observe(StepReport(0, plan.send, measured, **timing))
         return plan.send
 
     assert 2 <= switches_of(step, steps) <= most

@@ -205,12 +205,6 @@ def test_next_move_and_verdict_are_those_of_the_policy_that_sets_the_cf():
     assert policy.next_move().endswith(f"; {anew} 2 steps")
 
 
-def test_before_start_it_has_nothing_to_tell():
-    policy = Layerwise()
-    assert (dict(policy.status()), policy.verdict(), policy.next_move()) == ({}, "", "")
-    assert policy.candidates() == ()
-
-
 # Which layer gets which CF
 
 

@@ -341,11 +341,9 @@ def test_noise_of_a_twentieth_never_opens_gravacs_exploration_again(times, gain,
         assert "explores again" not in plan.reason
         seconds = (0.1 + slope / last) * times[step * 7 % 50]
         kept = {cf: measurement(gain, (), False) for cf in {plan.send, *plan.probe} - {DENSE}}
-        policy.observe(
-            StepReport(
-                step, plan.send, kept, timed_cf=last, seconds=seconds, median_seconds=seconds
-            )
-        )
+        timing = {"timed_cf": last, "seconds": seconds, "median_seconds": seconds}
+        timing |= {"exchange_seconds": slope / last * times[step * 7 % 50], "compress_seconds": 0.0}
+        policy.observe(StepReport(step, plan.send, kept, **timing))
         last = plan.send
     assert sum(a != b for a, b in pairwise(sent)) <= 12
 
