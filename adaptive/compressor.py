@@ -46,7 +46,7 @@ from policies import DENSE, Policy, make_policy
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 7
+_STATE_VERSION = 8
 
 
 class AdaptiveCompressor:
