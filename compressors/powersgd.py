@@ -37,6 +37,7 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
+from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, is_host
 from compressors.rounds import (
     Report,
@@ -45,7 +46,6 @@ from compressors.rounds import (
     check_bucket,
     not_finite,
     projection_energies,
-    squared_norms,
     zeros_if,
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Key, Payload, check_cf, check_flat
-from compressors.kernels import check_same_length, squared_norm
+from compressors.kernels import check_same_length
 from compressors.kernels.blocks import Flag, fill_if, is_host
 
 Rounds = Generator[Tensor, Tensor, list[Payload]]
@@ -120,14 +120,6 @@ def zeros_if(flag: Flag, x: Tensor) -> Tensor:
     if isinstance(flag, Tensor):
         return x.masked_fill(flag, 0.0)
     return torch.zeros_like(x) if flag else x
-
-
-def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """||tensor||^2 of each (float64, flat). On a device no more operations than for one tensor."""
-    if is_host(tensors[0].device):
-        norms = [squared_norm(x) if x.numel() else 0.0 for x in tensors]
-        return torch.tensor(norms, dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
 
 
 def projection_energies(

@@ -47,7 +47,7 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
-from compressors.kernels import Array, squared_norm
+from compressors.kernels import Array, squared_norm, squared_norms
 from compressors.kernels.blocks import CACHE_BLOCK, Flag, energies, fill_if, is_host, on_host
 from compressors.kernels.host import largest_positions
 from compressors.rounds import (
@@ -57,7 +57,6 @@ from compressors.rounds import (
     check_bucket,
     not_finite,
     projection_energies,
-    squared_norms,
     zeros_if,
 )
 from compressors.sparsifier import add_at, take

@@ -26,7 +26,14 @@ from compressors.base import (
     projection_error,
     split_bytes,
 )
-from compressors.kernels import Selected, check_same_length, kernels_for, on_host, squared_norm
+from compressors.kernels import (
+    Selected,
+    check_same_length,
+    kernels_for,
+    on_host,
+    squared_norm,
+    squared_norms,
+)
 from compressors.kernels.blocks import energies, is_host
 from compressors.kernels.device import take_present
 from compressors.wire.indices import check_ascending, choose_format
@@ -202,13 +209,12 @@ class Sparsifier(Compressor):
         indices, values, total = chosen
         capacity, count = kept(numel, cf), indices.numel()
         coded, decoded = self.values.encode_and_decode(_padded(values, capacity), key)
-        energy = squared_norm(values)
-        error = projection_error(total, energy) if count < numel else 0.0
-        sent = None
-        if not self.values.lossless:
-            sent = decoded[:count]
-            error += squared_norm(values - sent)
-            energy = squared_norm(sent)
+        sent = None if self.values.lossless else decoded[:count]
+        own = [values] if sent is None else [values, sent, values - sent]
+        norms = squared_norms(own)
+        inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
+        energy, coding_error = rest or (inner, 0.0)
+        error = coding_error + (projection_error(total, inner) if count < numel else 0.0)
         return SparsePayload(
             (indices, *coded),
             numel,

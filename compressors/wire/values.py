@@ -184,6 +184,12 @@ class BlockFormat(ValueFormat):
             return encode_sum(self, values, None, key)[0]
         return _encode_on_device(self, values.detach(), key)[0]
 
+    def encode_and_decode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        if is_host(values.device):
+            return super().encode_and_decode(values, key)
+        parts, decoded = _encode_on_device(self, values.detach(), key)
+        return parts, decoded.to(values.dtype)
+
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         out = fresh(count, widened(dtype), parts[0].device)
         for start, stop in block_bounds(out):

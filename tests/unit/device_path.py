@@ -13,15 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressors.kernels import blocks
 
-_VIEWS = {
+_NO_LAUNCH = {
     "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice",
     "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze",
-    "view", "_unsafe_view", "_reshape_alias", "lift_fresh",
+    "view", "empty", "empty_like", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
 
 
 class Operations(TorchDispatchMode):
-    """This counts the operations that are started, views aside: on a device each is a launch."""
+    """This counts the operations that are started, each of which is a launch on a device: views
+    and mere allocations aside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name not in _VIEWS:
+        if name not in _NO_LAUNCH:
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -100,10 +100,10 @@ def test_a_device_draws_the_same_signs() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"sketches": torch.zeros(2, WIDTH)},
-        {"sketches": torch.zeros(3, WIDTH, dtype=torch.float64).fill_(torch.nan)},
-        {"sketches": None},
-        {"sum": torch.zeros(WIDTH)},
+        {"found": torch.zeros(2, dtype=torch.float64)},
+        {"found": torch.zeros(3, dtype=torch.float64).fill_(torch.nan)},
+        {"found": None},
+        {"found": torch.zeros(3)},
     ],
 )
 def test_a_damaged_state_is_refused(damage: dict[str, torch.Tensor]) -> None:

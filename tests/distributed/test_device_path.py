@@ -1,0 +1,157 @@
+"""The device path in real processes, on CPU tensors that are treated as those of a device.
+
+It must do what the host path does: nothing is lost, a poisoned step leaves no trace, and training
+comes to the same parameters, to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, MemoryTimeline
+from compressors.kernels import blocks
+from policies import Plan
+from tests.distributed.balance import balance
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
+
+STEPS = 8
+CFS = [10.0, 100.0, 1.0, 3.0, 1000.0]
+
+
+class ByStep(Scripted):
+    """Sends the CFs of a list, whether or not the reports come late."""
+
+    def __init__(self, cfs: list[float], probe: tuple[float, ...] = ()) -> None:
+        super().__init__(cfs, probe)
+        self.planned = 0
+
+    def plan(self) -> Plan:
+        send = self.cfs[self.planned % len(self.cfs)]
+        self.planned += 1
+        return Plan(send, tuple(cf for cf in self.probe if cf != send))
+
+
+def _balance(rank: int, base: str, options: dict[str, Any], bad_at: int | None) -> dict[str, Any]:
+    blocks.force_device_path = True
+    ddp_options = {"bucket_cap_mb": 0.004}
+    cfs = CFS if base in ("topk", "dgc", "randomk", "sketch", "powersgd") else [4.0, 1.0, 32.0]
+    policy = ByStep(cfs)
+    return balance(
+        rank, base, policy, STEPS, options=options, ddp_options=ddp_options, bad_at=bad_at
+    )
+
+
+WAYS = [
+    ("topk", {"exchange": "all_gather", "granularity": "bucket"}),
+    ("topk", {"exchange": "sharded"}),
+    ("topk", {"exchange": "shared_indices"}),
+    ("dgc", {"granularity": "layer"}),
+    ("randomk", {"exchange": "all_reduce"}),
+    ("powersgd", {}),
+    ("sketch", {}),
+    ("int8", {"exchange": "sharded"}),
+    ("signsgd", {}),
+    ("bf16", {}),
+]
+
+
+@pytest.mark.parametrize(("base", "options"), WAYS, ids=str)
+@pytest.mark.parametrize("bad_at", [None, 4])
+def test_nothing_is_lost(base: str, options: dict[str, Any], bad_at: int | None) -> None:
+    results = run_ranks(2, _balance, base, options, bad_at)
+    for result in results:
+        assert result["deviation"] < 1e-12
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert all(result["poisoned"])
+
+
+def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, Any]) -> Any:
+    blocks.force_device_path = on_device
+    model = DDP(small_net(), bucket_cap_mb=0.004, **options.get("ddp", {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **sgd)
+    timeline = MemoryTimeline()
+    compressor = AdaptiveCompressor(
+        "topk+int8",
+        (1, 1000),
+        policy=ByStep([10.0, 3.0, 1.0, 50.0], (20.0,)),
+        timeline=timeline,
+        **options.get("compressor", {}),
+    ).attach(model, optimizer=optimizer)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        bad = step in (0, 6, 10) and options.get("bad", True)
+        (loss * (float("inf") if bad and rank == 1 else 1.0)).backward()
+        if bad:
+            assert not any(bool(p.grad.isfinite().any()) for p in model.parameters())
+        else:
+            optimizer.step()
+    compressor.detach()
+    gains = {r.step: {cf: m.error for cf, m in r.measurements.items()} for r in timeline.steps}
+    return flat_parameters(model), gains
+
+
+@pytest.mark.parametrize(
+    "sgd",
+    [
+        {},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"momentum": 0.9, "dampening": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compressor": {"clip_norm": 0.1, "granularity": "layer"}},
+        {"ddp": {"find_unused_parameters": True}, "bad": False},
+        {"compressor": {"dense_below": 50, "masking": 20.0, "memory": "auto"}, "bad": False},
+    ],
+    ids=str,
+)
+def test_it_trains_as_the_host_path_does(options: dict[str, Any], sgd: dict[str, Any]) -> None:
+    if "masking" in options.get("compressor", {}) and not sgd:
+        options = {"compressor": {"dense_below": 50}}
+    host, device = (run_ranks(2, _train, on_device, options, sgd) for on_device in (False, True))
+    assert torch.equal(device[0][0], device[1][0])
+    torch.testing.assert_close(device[0][0], host[0][0], rtol=1e-9, atol=1e-12)
+    assert host[0][1].keys() == device[0][1].keys()
+
+
+def _corrupt(rank: int) -> str:
+    blocks.force_device_path = True
+    model = DDP(small_net())
+    compressor = AdaptiveCompressor("topk", (10, 100), policy=ByStep([10.0]), checksum=True)
+    compressor.attach(model)
+    exchange = compressor._session.exchange  # type: ignore[union-attr]
+    send = exchange.all_gather
+
+    def flip(payload: torch.Tensor, what: str = "") -> Any:
+        def flipped(future: Any) -> torch.Tensor:
+            rows = future.value()
+            if rank == 1:  # what has arrived on one rank only
+                exchange.count_corrupt(torch.tensor(True))
+            return rows
+
+        return send(payload, what).then(flipped)
+
+    exchange.all_gather = flip  # type: ignore[method-assign]
+    try:
+        for step in range(6):
+            x, y = batch(step, rank)
+            ((model(x) - y) ** 2).mean().backward()
+    except Exception as error:
+        return f"{step}: {error}"
+    return "nothing"
+
+
+def test_what_is_corrupt_on_one_rank_is_told_on_all_a_few_steps_later() -> None:
+    told = run_ranks(2, _corrupt)
+    assert told[0] == told[1]
+    assert "a payload that no compressor can have sent has arrived on some rank" in told[0]
