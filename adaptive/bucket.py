@@ -151,20 +151,18 @@ class Bucket:
         energies = squared_norms(grads)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
-        known: Sequence[Scalar] = energies.tolist() if is_host(work.device) else energies.unbind()
-        largest = torch.finfo(work.dtype).max
-        poisoned: Flag
+        fits = (energies <= torch.finfo(work.dtype).max).all()  # nan does not
+        poisoned: Flag = fits ^ True
+        known: Sequence[Scalar] = energies.unbind()
         if is_host(work.device):
-            poisoned = not all(energy <= largest for energy in known)  # nan is not
-        else:
-            poisoned = (energies <= largest).all() ^ True
+            poisoned, known = not bool(fits), energies.tolist()
         parts, start = [], 0
         for parameter, grad, energy in zip(parameters, grads, known, strict=True):
             skipped = memory.skips(parameter, energy)
             own = key._replace(name=parameter.name, shape=tuple(parameter.tensor.shape))
             parts.append(Part(parameter, start, start + grad.numel(), grad, own, skipped))
             start += grad.numel()
-        for energy in known:
+        for energy in known if is_host(work.device) else (energies.sum(),):
             tally.at("grad").add_(energy)
         tally.spoil(poisoned)
         fill_if(poisoned, work, 0.0)

@@ -6,13 +6,14 @@ comes to the same parameters, to rounding.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, MemoryTimeline
+from adaptive import AdaptiveCompressor
 from compressors.kernels import blocks
 from policies import Plan
 from tests.distributed.balance import balance
@@ -65,7 +66,8 @@ WAYS = [
 def test_nothing_is_lost(base: str, options: dict[str, Any], bad_at: int | None) -> None:
     results = run_ranks(2, _balance, base, options, bad_at)
     for result in results:
-        assert result["deviation"] < 1e-12
+        # Sums of half precision are rounded on the wire.
+        assert result["deviation"] < (1e-2 if base == "bf16" else 1e-12)
         assert torch.equal(result["parameters"], results[0]["parameters"])
         assert all(result["poisoned"])
 
@@ -74,12 +76,11 @@ def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, A
     blocks.force_device_path = on_device
     model = DDP(small_net(), bucket_cap_mb=0.004, **options.get("ddp", {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **sgd)
-    timeline = MemoryTimeline()
+    policy = ByStep([10.0, 3.0, 1.0, 50.0], (20.0,))
     compressor = AdaptiveCompressor(
         "topk+int8",
         (1, 1000),
-        policy=ByStep([10.0, 3.0, 1.0, 50.0], (20.0,)),
-        timeline=timeline,
+        policy=policy,
         **options.get("compressor", {}),
     ).attach(model, optimizer=optimizer)
     for step in range(12):
@@ -92,8 +93,13 @@ def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, A
         else:
             optimizer.step()
     compressor.detach()
-    gains = {r.step: {cf: m.error for cf, m in r.measurements.items()} for r in timeline.steps}
-    return flat_parameters(model), gains
+    errors = {
+        (report.step, cf): measured.error
+        for report in policy.reports
+        for cf, measured in report.measurements.items()
+        if isfinite(measured.total)  # not of a poisoned step
+    }
+    return flat_parameters(model), errors
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,7 @@ def test_it_trains_as_the_host_path_does(options: dict[str, Any], sgd: dict[str,
     host, device = (run_ranks(2, _train, on_device, options, sgd) for on_device in (False, True))
     assert torch.equal(device[0][0], device[1][0])
     torch.testing.assert_close(device[0][0], host[0][0], rtol=1e-9, atol=1e-12)
-    assert host[0][1].keys() == device[0][1].keys()
+    assert device[0][1] == pytest.approx(host[0][1], rel=1e-6)
 
 
 def _corrupt(rank: int) -> str:
