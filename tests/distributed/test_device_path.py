@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, MemoryTimeline
 from compressors.kernels import blocks
 from policies import Plan
 from tests.distributed.balance import balance
@@ -128,6 +131,58 @@ def test_it_trains_as_the_host_path_does(options: dict[str, Any], sgd: dict[str,
     assert torch.equal(device[0][0], device[1][0])
     torch.testing.assert_close(device[0][0], host[0][0], rtol=1e-9, atol=1e-12)
     assert device[0][1] == pytest.approx(host[0][1], rel=1e-6)
+
+
+class _NoReading(TorchDispatchMode):
+    """Here nothing may wait for a device: no value is read, no shape depends on data."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount"):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(rank: int, base: str, policy: str) -> int:
+    blocks.force_device_path = True
+    model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    timeline = MemoryTimeline()
+    compressor = AdaptiveCompressor(base, (4, 100), policy=policy, timeline=timeline)
+    compressor.attach(model, optimizer=optimizer)
+    session: Any = compressor._session
+    begin, reduce = session.controller.begin_step, session.reduce
+
+    def begin_step() -> None:  # the statistics of two steps before are on the host by now
+        with _disable_current_modes():
+            begin()
+
+    def watched(bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        with _NoReading():
+            return reduce(bucket)
+
+    session.controller.begin_step, session.reduce = begin_step, watched
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    compressor.detach()
+    return len(timeline.steps)
+
+
+def test_reading_a_value_would_be_noticed() -> None:
+    with _NoReading(), pytest.raises(AssertionError, match="_local_scalar_dense waits"):
+        float(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("base", "policy"),
+    [("topk", "goodput"), ("topk", "gravac"), ("int8", "gravac"), ("topk", "accordion")],
+)
+def test_no_hook_call_waits(base: str, policy: str) -> None:
+    assert run_ranks(2, _watched, base, policy) == [12, 0]  # rank 0 writes the timeline
 
 
 def _corrupt(rank: int) -> str:
