@@ -43,7 +43,7 @@ from adaptive.statistics.vector import Tally
 from compressors import Compressor
 from compressors.base import Key, Payload
 from compressors.kernels import Flag, Scalar, all_finite
-from compressors.kernels.blocks import fill_if
+from compressors.kernels.blocks import but_not, either, fill_if
 from compressors.rounds import RoundsCompressor
 
 OnMean = Callable[[ModelParameter, Tensor, Flag], None]
@@ -139,7 +139,7 @@ class Reducer:
         units = self._granularity.cut(bucket, cfs) if asked.cfs and not known else []
         samples = [strided_sample(bucket.work[u.start : u.stop]).clone() for u in units]
         for part in sending:
-            self._memory.fold(part.parameter, part.grad, bucket.poisoned | part.skipped)
+            self._memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
                 direct = partial(_compress, unit, bucket.work[unit.start : unit.stop])
@@ -152,9 +152,9 @@ class Reducer:
             mean = only(future.value())
             poisoned = all_finite(mean) ^ True
             for part in sending:
-                moved = (bucket.poisoned | part.skipped) ^ True
-                self._memory.undo_fold(part.parameter, poisoned & moved)
-                self._memory.end_dense(part.parameter, poisoned | part.skipped)
+                flag = but_not(but_not(poisoned, bucket.poisoned), part.skipped)
+                self._memory.undo_fold(part.parameter, flag)
+                self._memory.end_dense(part.parameter, either(poisoned, part.skipped))
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
             if on_mean:

@@ -4,6 +4,7 @@ what was sent taken off them again."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from adaptive.exchange.strategies import Remainder
 from adaptive.memory.error_feedback import Addition, NoMemory
 from adaptive.parameters import ModelParameter, Scratch
 from compressors.base import Payload
-from compressors.kernels.blocks import Flag, fill_if
+from compressors.kernels.blocks import Flag, but_not, either, fill_if
 
 
 class BucketMemory:
@@ -36,6 +37,7 @@ class BucketMemory:
         self._scratch = scratch
         self._room = room
         self._opened: dict[ModelParameter, Addition] = {}
+        self._joined: list[tuple[ModelParameter, Unit]] = []
 
     def open(self, unit: Unit) -> Addition:
         """The unit's error-fed gradient, to be added up by whoever compresses it. A skipped part is
@@ -56,10 +58,15 @@ class BucketMemory:
     def undo(self, poisoned: Flag) -> None:
         """The memory as it was, if some rank's gradients were not finite. While the bucket still
         holds this rank's."""
+        flag = but_not(poisoned, self._bucket.poisoned)
         for part in self._bucket.parts:
             if part.parameter in self._opened:
-                moved = self._unmoved(part) ^ True
-                self._memory.undo_open(part.parameter, part.grad, poisoned & moved)
+                own = but_not(flag, part.skipped)
+                self._memory.undo_open(part.parameter, part.grad, own)
+        for joined, unit in self._joined:
+            grads = self._bucket.work[unit.start : unit.stop]
+            self._memory.undo_open(joined, grads, flag)
+            _spread(joined, unit)
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
         """What this rank has sent for a unit goes off what the memory holds. Where that does not
@@ -93,6 +100,15 @@ class BucketMemory:
         sent = torch.zeros(unit.numel + 1, dtype=torch.bool, device=indices.device)
         sent.index_fill_(0, indices, True)
         fill_if(poisoned, sent, False)
+        pieces = [
+            part.parameter.velocity[start:stop]
+            for part, start, stop in unit.ranges
+            if part.parameter.velocity is not None and part.skipped is False
+        ]
+        together = as_one(pieces) if len(pieces) == len(unit.ranges) else None
+        if together is not None:
+            together.masked_fill_(sent[: unit.numel], 0.0)
+            return
         for part, start, stop in unit.ranges:
             velocity = part.parameter.velocity
             if velocity is not None and part.skipped is not True:
@@ -103,8 +119,10 @@ class BucketMemory:
 
     def settle(self) -> None:
         """All is taken off."""
-        for part in self._bucket.parts:
-            self._memory.settle(part.parameter)
+        for parameter in self._opened:
+            self._memory.settle(parameter)
+        for joined, _ in self._joined:
+            self._memory.settle(joined)
 
     def keep(self, remainder: Remainder) -> None:
         """Add what a second compression has lost to what the memory holds."""
@@ -118,7 +136,7 @@ class BucketMemory:
 
     def _unmoved(self, part: Part) -> Flag:
         """The memory of a part must stay as it is, which on a device it finds out itself."""
-        return self._bucket.poisoned | part.skipped
+        return either(self._bucket.poisoned, part.skipped)
 
     def _addition(self, part: Part, cf: float) -> Addition:
         """What the memory makes of a part; asked once a step, however many units share it."""
@@ -133,6 +151,13 @@ class BucketMemory:
         """The parts' error-fed gradients, if they lie one after the other in memory."""
         if any(piece.part.skipped is not False for piece in unit.ranges):
             return None
+        joined = self._as_one_parameter(unit)
+        if joined is not None:
+            grads, poisoned = self._bucket.work[unit.start : unit.stop], self._bucket.poisoned
+            addition = self._memory.open(joined, grads, unit.waiting_cf, poisoned)
+            self._joined.append((joined, unit))
+            _spread(joined, unit)
+            return addition
         opened = [(self._addition(part, unit.waiting_cf), a, b) for part, a, b in unit.ranges]
         target = as_one([addition.target[a:b] for addition, a, b in opened])
         addends = [each.addend[a:b] for each, a, b in opened if each.addend is not None]
@@ -142,6 +167,22 @@ class BucketMemory:
             return Addition(target, None)
         addend = as_one(addends) if len(addends) == len(opened) else None
         return None if addend is None else Addition(target, addend)
+
+    def _as_one_parameter(self, unit: Unit) -> ModelParameter | None:
+        """What is kept for the unit's parameters, as if they were one: with as many operations as
+        for one, if all of it lies together and moves alike."""
+        parameters = [piece.part.parameter for piece in unit.ranges]
+        if not all(piece.whole for piece in unit.ranges) or not self._memory.alike(parameters):
+            return None
+        first = parameters[0]
+        if first.residual is None or len({_moves(parameter) for parameter in parameters}) > 1:
+            return None
+        residual = as_one([p.residual for p in parameters if p.residual is not None])
+        velocities = [p.velocity for p in parameters if p.velocity is not None]
+        velocity = as_one(velocities) if velocities else None
+        if residual is None or (velocities and velocity is None):
+            return None
+        return replace(first, residual=residual, velocity=velocity)
 
     def _copied(self, unit: Unit) -> Tensor:
         """The same, wherever they lie."""
@@ -158,3 +199,17 @@ class BucketMemory:
                 place.copy_(target[start:stop])
                 fill_if(part.skipped, place, 0.0)
         return room[unit.start : unit.stop]
+
+
+def _moves(parameter: ModelParameter) -> tuple[object, ...]:
+    """What the next step of a parameter's memory depends on."""
+    there = parameter.residual is not None, parameter.velocity is not None
+    return (*there, parameter.filled, parameter.started, parameter.stepped, parameter.lag)
+
+
+def _spread(joined: ModelParameter, unit: Unit) -> None:
+    """What has happened to all of a unit's parameters as one has happened to each."""
+    for piece in unit.ranges:
+        own = piece.part.parameter
+        own.filled, own.started = joined.filled, joined.started
+        own.fresh, own.lag = joined.fresh, joined.lag

@@ -100,6 +100,10 @@ class NoMemory:
             assert parameter.residual is not None
             parameter.residual.masked_fill_(poisoned ^ True, 0.0)
 
+    def alike(self, parameters: Sequence[ModelParameter]) -> bool:
+        """`open` does the same for all of these, so that it can be asked once for all."""
+        return self.keeps_residual
+
     def idle(self, parameter: ModelParameter) -> bool:
         """True if a dense step has nothing to fold in, now and for this parameter."""
         return not parameter.filled

@@ -81,6 +81,12 @@ class MomentumMemory(Residual):
         self._asked: tuple[MomentumRule | None, Sequence[float], Sequence[MomentumRule]]
         self._asked = None, (), ()  # what `rules` was asked last, and its answer
 
+    def alike(self, parameters: Sequence[ModelParameter]) -> bool:
+        if parameters[0].velocity is None:
+            return False
+        settings = {(self._rule(p), self._has_buffer(p)) for p in parameters}
+        return len(settings) == 1
+
     def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
         rule = self._rule(parameter)
         if (rule, cfs) != self._asked[:2]:  # most parameters have the same

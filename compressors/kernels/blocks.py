@@ -84,6 +84,18 @@ def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
     return torch.stack([n if isinstance(n, Tensor) else full(n) for n in numbers])
 
 
+def either(a: Flag, b: Flag) -> Flag:
+    """Whether `a` or `b` is set; nothing to be done on a device where the host knows one."""
+    if a is False or b is False:
+        return b if a is False else a
+    return a | b
+
+
+def but_not(a: Flag, b: Flag) -> Flag:
+    """Whether `a` is set and `b` is not."""
+    return a if a is False or b is False else a & (b ^ True)
+
+
 def fill_if(flag: Flag, x: Tensor, value: float) -> None:
     """Set all elements of `x` to `value`, in place, if `flag` is set."""
     if isinstance(flag, Tensor):
