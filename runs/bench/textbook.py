@@ -100,5 +100,5 @@ def _check(grad: Tensor, cf: float) -> None:
         same = torch.equal(values.abs().sort().values, payload.parts[1].abs().sort().values)
         if not (same and torch.equal(a, b)):
             raise RuntimeError("top-k does not keep what the textbook sequence keeps")
-        torch.testing.assert_close(payload.energy, energy, rtol=1e-5, atol=0)
-        torch.testing.assert_close(payload.error, total - energy, rtol=1e-5, atol=0)
+        torch.testing.assert_close(float(payload.energy), energy, rtol=1e-5, atol=0)
+        torch.testing.assert_close(float(payload.error), total - energy, rtol=1e-5, atol=0)
