@@ -274,8 +274,9 @@ def lay_out(parameters: Sequence[ModelParameter], velocities: bool) -> None:
                 setattr(parameter, what, place.copy_(held))
 
 
-class Arrival:
-    """Counts, until `end()`: `parameter.arrived` is the place of each parameter."""
+class GradientOrder:
+    """This watches in which order gradients become ready in a backward, until `end()`: it sets
+    `parameter.arrived` to the place of each parameter."""
 
     def __init__(self, parameters: Mapping[Tensor, ModelParameter]) -> None:
         self._places = count()

@@ -123,8 +123,8 @@ class Reducer:
         on_mean: OnMean | None,
         send: Send | None = None,
     ) -> Future[Tensor]:
-        """All-reduce the gradients and all that the memory holds, uncompressed; the CFs in
-        `tally.cfs` are measured on what is sent.
+        """All-reduce the gradients and all that the memory holds, uncompressed; the CFs that
+        the tally asks for are measured on what is sent.
 
         send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
         """
@@ -191,7 +191,7 @@ class Reducer:
         memory = BucketMemory(self._memory, bucket, units, self._scratch, room)
         part = _OwnPart(bucket, units, memory, tally, cfs.measured.index(cfs.send))
         outgoing = part.outgoing(  # 2, 3
-            strategy.takes_sum,
+            strategy,
             index,
             leader,
             lambda numel: self._scratch.take(("shard", index), numel, bucket.work),
@@ -232,7 +232,7 @@ class Reducer:
 class _OwnPart:
     """What this rank has to send for one bucket, and what the statistics are told of it.
 
-    sent: position in `tally.cfs` of the CF to send."""
+    sent: position, among the CFs measured, of the one to send."""
 
     def __init__(
         self, bucket: Bucket, units: Sequence[Unit], memory: BucketMemory, tally: Tally, sent: int
@@ -242,21 +242,23 @@ class _OwnPart:
 
     def outgoing(
         self,
-        takes_sum: Callable[[Unit], bool],
+        strategy: Strategy,
         index: int,
         leader: int,
         space: Callable[[int], Tensor],
     ) -> Outgoing:
-        """Accumulate each unit into the memory, and compress it; those that the strategy
-        `takes_sum` of are accumulated only."""
-        bucket, before = self._bucket, self._tally.copy_of_levels()
+        """Accumulate each unit into the memory, and compress it; those whose sums the strategy
+        takes are accumulated only."""
+        bucket = self._bucket
+        before = self._tally.copy_of_levels() if strategy.sharded else None
         payloads: list[Payload | None] = []
         self._sums: list[Tensor | None] = []
         for unit in self._units:
-            summed = takes_sum(unit)
+            summed = strategy.takes_sum(unit)
             self._sums.append(self._accumulate(unit) if summed else None)
             payloads.append(None if summed else self._compress(unit))
-        self._added = self._tally.copy_of_levels() - before
+        if before is not None:
+            self._added = self._tally.copy_of_levels() - before
         return Outgoing(
             index=index,
             units=self._units,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import CrossCheck, agree, describe_sizes
-from adaptive.bucket import Arrival, Granularity
+from adaptive.bucket import GradientOrder, Granularity
 from adaptive.config import Settings, joins
 from adaptive.controller import Controller, PolicyStart
 from adaptive.exchange.choice import ExchangeChoice, LinkCost, measure_link
@@ -102,7 +102,7 @@ class Session:
         self._failed: tuple[int, Exception] | None = None  # the step, and why
         timestamps = make_timestamps(settings.clock, self._parameters.device)
         self._pipeline = Pipeline(timestamps)
-        self._ways = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
+        self._choice = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
         joined = joins(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, joined, settings.dense_below)
         self._sizes = Sizes(
@@ -111,7 +111,7 @@ class Session:
             joined,
             settings.dense_below,
             settings.hooks.keys(),
-            self._ways,
+            self._choice,
             self.exchange.world_size,
             named=model is not None,
         )
@@ -121,8 +121,8 @@ class Session:
             self._memory.unhook()
             self._watch.end()
             raise
-        if self._ways.measures:
-            self._ways.link = measure_link(self.exchange, settings.clock, self._parameters.device)
+        if self._choice.measures:
+            self._choice.link = measure_link(self.exchange, settings.clock, self._parameters.device)
         if self.exchange.world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
         self._warn_of(optimizer)
@@ -141,7 +141,7 @@ class Session:
             self._sizes.floats,
             lambda: learning_rate(self._optimizer),
             frozenset(settings.hooks),
-            self._ways.by_energy,
+            self._choice.by_energy,
             self._parameters.device,
         )
         every = settings.debug
@@ -149,8 +149,8 @@ class Session:
         self._watch_forward()
         # With unused parameters buckets stay as they are from the first backward on.
         fixed = model is None or (model.find_unused_parameters and not model.static_graph)
-        self._arrival = (
-            Arrival(self._parameters) if self._granularity.joined and not fixed else None
+        self._order = (
+            GradientOrder(self._parameters) if self._granularity.joined and not fixed else None
         )
 
     def _prepare(self) -> str:
@@ -228,8 +228,8 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
-        if self._arrival is not None:
-            self._arrival.end()
+        if self._order is not None:
+            self._order.end()
         self._memory.release(self.exchange)
         self._watch.end()
         self._optimizer = None
@@ -305,7 +305,7 @@ class Session:
                 cfs,
                 tally,
                 on_mean,
-                self._ways.pick(self._sizes.bucket_nbytes(cfs)),
+                self._choice.pick(self._sizes.bucket_nbytes(cfs)),
                 controller.leader,
                 bucket.index(),
                 bucket.is_last(),
@@ -314,8 +314,8 @@ class Session:
             controller.end_step(self._watch.take_found())
             self._reducer.end_backward()
             self._watch.backward_ends(scale, compare=self._memory.now.keeps_residual)
-            if self._arrival is not None:
-                self._arrival.end()
+            if self._order is not None:
+                self._order.end()
             if self._watch.thrown_away and self._memory.now.holds(self._parameters.values()):
                 self._watch.thrown_away = False
                 if not controller.spoiled:
@@ -376,7 +376,7 @@ class Session:
             **self._identity(),
             "resharded_from": None,
             "compressor": self.settings.base.state_dict(),
-            "link": list(vars(self._ways.link).values()),
+            "link": list(vars(self._choice.link).values()),
             "memory": self._memory.state_dict(),
             **self._instruments.state_dict(),
             "controller": self.controller.state_dict(),
@@ -406,7 +406,7 @@ class Session:
             if self.exchange.rank == 0:
                 self._warn_once(f"the state is of a run with plain error feedback; {_FALLEN_BACK}")
         if state["link"] is not None:
-            self._ways.link = LinkCost(*state["link"])
+            self._choice.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
         self._instruments.load_state_dict(state, by_name)
         self._failed = None

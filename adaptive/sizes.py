@@ -48,7 +48,7 @@ class Sizes:
         joined: bool,
         dense_below: int,
         hooks: Collection[float],
-        ways: ExchangeChoice,
+        choice: ExchangeChoice,
         world_size: int,
         named: bool,
     ) -> None:
@@ -58,7 +58,7 @@ class Sizes:
         self._buckets: dict[int, Sequence[ModelParameter]] = {}
         self._dense_below = dense_below
         self._hooks = hooks
-        self._ways = ways
+        self._choice = choice
         self._world_size = world_size
         self._named = named
         self._payload_bytes: dict[float, float] = {}
@@ -126,7 +126,7 @@ class Sizes:
         """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
         if self._elsewhere(cf):
             return reduce_wire_bytes(4 * self.numel() / cf, self._world_size)
-        gathered = self._ways.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
+        gathered = self._choice.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
         on_wire = gather_wire_bytes if gathered else reduce_wire_bytes
         return on_wire(self.payload_nbytes(cf), self._world_size)
 

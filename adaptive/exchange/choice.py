@@ -72,16 +72,17 @@ class ExchangeChoice:
     """
 
     def __init__(self, base: Compressor, exchange: str, world_size: int) -> None:
-        self._ways = strategies(base)
+        self._strategies = strategies(base)
         self._fixed = None if exchange == "auto" else make_strategy(base, exchange)
         self._world_size = world_size
         self.link = LinkCost()
 
     @property
     def measures(self) -> bool:
-        """The choice depends on the link: with 2 ranks or one way there is nothing to measure."""
-        both = GATHERED in self._ways and SHARDED in self._ways
-        return self._fixed is None and self._ways[0] is GATHERED and both and self._world_size > 2
+        """The choice depends on the link, which is to be measured."""
+        if self._fixed is not None or self._world_size <= 2:
+            return False
+        return self._strategies[0] is GATHERED and SHARDED in self._strategies
 
     @property
     def by_energy(self) -> bool:
@@ -91,7 +92,7 @@ class ExchangeChoice:
     def pick(self, nbytes: float) -> Strategy:
         """For payloads of `nbytes` a bucket."""
         if not self.measures:
-            return self._fixed or self._ways[0]
+            return self._fixed or self._strategies[0]
         n, link = self._world_size, self.link
         if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
             link = LinkCost(0.0, 1.0)

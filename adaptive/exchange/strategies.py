@@ -439,7 +439,7 @@ def _for_rounds(unit: Unit) -> bool:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way in which payloads become the mean.
+    """A strategy is one way in which payloads become the mean.
 
     name: one of EXCHANGES. start: begins the exchange of one bucket. collectives: that it issues a
     bucket. takes_sum: of these units it wants the error-fed gradients, and compresses them itself.
@@ -463,7 +463,7 @@ BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, _everything,
 
 
 def strategies(base: Compressor) -> list[Strategy]:
-    """The ways open to a compressor, the one that suits it on any network first."""
+    """The strategies that a compressor allows, the one that suits it on any network first."""
     if isinstance(base, RoundsCompressor):
         start = partial(in_rounds, compressor=base)
         return [Strategy("all_reduce", start, base.rounds_count, _for_rounds)]
@@ -471,22 +471,22 @@ def strategies(base: Compressor) -> list[Strategy]:
         return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
     if isinstance(base, GraceCompressor):  # a second compression would have a ctx of its own
         return [GATHERED]
-    ways = [GATHERED, SHARDED]
+    allowed = [GATHERED, SHARDED]
     if isinstance(base, Sparsifier) and base.values.lossless:
-        ways += [SHARED_INDICES, BY_ENERGY]
-    return ways
+        allowed += [SHARED_INDICES, BY_ENERGY]
+    return allowed
 
 
 def make_strategy(base: Compressor, exchange: str) -> Strategy:
-    """The way called `exchange`; ValueError if the compressor does not allow it."""
-    ways = strategies(base)
-    for way in ways:
-        if way.name == exchange:
-            return way
-    accepted = ", ".join(["auto", *(way.name for way in ways)])
+    """The strategy called `exchange`; ValueError if the compressor does not allow it."""
+    allowed = strategies(base)
+    for strategy in allowed:
+        if strategy.name == exchange:
+            return strategy
+    accepted = ", ".join(["auto", *(strategy.name for strategy in allowed)])
     raise ValueError(f"exchange must be one of {accepted} for base {base.name!r}; got {exchange!r}")
 
 
 def check_exchange(exchange: str, base: Compressor) -> str:
-    """`exchange` if it is "auto" or a way that `base` allows; ValueError otherwise."""
+    """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
     return exchange if exchange == "auto" else make_strategy(base, exchange).name
