@@ -84,10 +84,11 @@ class NoMemory:
         """What was sent has been taken off the remainder."""
 
     def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
-        """Turn `grad`, in place, into all that a dense step has to send. poisoned: see `open`."""
+        """Turn `grad`, in place, into all that a dense step has to send. poisoned: see `open`;
+        nothing of the memory is sent then."""
         if parameter.filled:
             assert parameter.residual is not None
-            grad.add_(parameter.residual)
+            add_if(poisoned ^ True, grad, parameter.residual)
 
     def undo_fold(self, parameter: ModelParameter, flag: Flag) -> None:
         """Take back what `fold` did to the memory, if the flag is set."""

@@ -141,7 +141,7 @@ class MomentumMemory(Residual):
         before = _Before(rule, parameter.started, parameter.lag)
         if not rule.momentum:
             self._undo[parameter] = before
-            super().fold(parameter, grad)
+            super().fold(parameter, grad, poisoned)
             return
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
         # room for it; only in the step that empties a residual does it cost an allocation.
@@ -153,10 +153,11 @@ class MomentumMemory(Residual):
         self._undo[parameter] = before._replace(grad=saved)
         velocity = self._step(parameter, grad, rule, 1.0, poisoned)
         if rule.nesterov:
-            grad.add_(velocity, alpha=rule.momentum)
+            add_if(poisoned ^ True, grad, velocity, rule.momentum)
         else:
             grad.copy_(velocity)
-        super().fold(parameter, grad)
+            fill_if(poisoned, grad, 0.0)
+        super().fold(parameter, grad, poisoned)
 
     def undo_fold(self, parameter: ModelParameter, flag: Flag) -> None:
         before = self._undo[parameter]

@@ -22,6 +22,7 @@ from policies import Plan
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
+from tests.distributed.test_unused import _run as run_unused
 
 STEPS = 8
 CFS = [10.0, 100.0, 1.0, 3.0, 1000.0]
@@ -73,6 +74,17 @@ def test_nothing_is_lost(base: str, options: dict[str, Any], bad_at: int | None)
         assert result["deviation"] < (1e-2 if base == "bf16" else 1e-12)
         assert torch.equal(result["parameters"], results[0]["parameters"])
         assert all(result["poisoned"])
+
+
+def _unused(rank: int, cfs: list[float], momentum: float) -> float:
+    blocks.force_device_path = True
+    return run_unused(rank, cfs, momentum)
+
+
+@pytest.mark.parametrize("cfs", [[10.0, 10.0, 1.0], [1.0]])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nothing_is_lost_where_parameters_go_unused(cfs: list[float], momentum: float) -> None:
+    assert max(run_ranks(2, _unused, cfs, momentum)) < 1e-12
 
 
 def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, Any]) -> Any:
