@@ -132,7 +132,8 @@ class Controller:
         self.owing = False  # and nothing is to be compressed before it is sent
         self.changed = False  # gradients were changed before the last step, on some rank
         self.unscaled = False  # as by a loss scale that was not handed over
-        self.spoiled = False  # the last step's were not finite
+        self._agreed = -1  # the last step whose statistics are known
+        self._spoiled: set[int] = set()  # the last steps whose gradients were not finite
         self.corrupt = False  # something has arrived that no rank can have sent
         self._exchange = exchange
         self._recorder = recorder
@@ -176,6 +177,11 @@ class Controller:
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
         self.stopwatch.start(plan.send)
+
+    def was_spoiled(self, step: int) -> bool | None:
+        """Whether some rank's gradients were not finite in one of the last steps; None if the ranks
+        have not agreed on that yet."""
+        return step in self._spoiled if step <= self._agreed else None
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
@@ -328,6 +334,7 @@ class Controller:
         self._pending.clear()
         self._exchange.take_traffic()
         self.step = saved.count(state, "step")
+        self._agreed = self.step - 1
         self.cf = saved.number(state, "cf", least=1)
         self.carrying, self.owing = saved.flag(state, "carrying"), saved.flag(state, "owing")
         energies = saved.values(state, "energies")  # of a spoiled step not finite
@@ -362,7 +369,10 @@ class Controller:
         by_layer = layers.reports(agreed.layers, n) if layers and agreed.layers else {}
         self._energies = tuple(agreed.energies)
         self.changed, self.unscaled = agreed.changed > 0, agreed.unscaled > 0
-        self.spoiled = agreed.spoiled > 0
+        self._agreed = pending.step
+        self._spoiled = {step for step in self._spoiled if step > pending.step - 4}
+        if agreed.spoiled:
+            self._spoiled.add(pending.step)
         self.corrupt = self.corrupt or agreed.corrupt > 0
         if peers is not None and pending.asked.products:
             peers.receive(torch.tensor(agreed.sketch, dtype=torch.float64))

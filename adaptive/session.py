@@ -97,6 +97,7 @@ class Session:
         self._watch = StepWatch(self._parameters)
         self._memory = ModelMemory(settings.memory, self._parameters)
         self._told: set[str] = set()
+        self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._gave_up_momentum = False
         self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
@@ -318,8 +319,8 @@ class Session:
                 self._order.end()
             if self._watch.thrown_away and self._memory.now.holds(self._parameters.values()):
                 self._watch.thrown_away = False
-                if not controller.spoiled:
-                    self._warn_once(_THROWN_AWAY)
+                self._suspects.append((controller.step - 2, _THROWN_AWAY))
+                self._warn_of_suspects()
         stopwatch.hook_left(entered, self._pipeline.take_waits())
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -349,8 +350,18 @@ class Session:
         if controller.unscaled and self._scaler is None and _UNSCALED not in self._told:
             self._told.add(_UNSCALED)
             controller.note(_UNSCALED)
-        if watch.unstepped and memory.keeps_velocity and not controller.spoiled:
-            self._warn_once(_UNSTEPPED)
+        if watch.unstepped and memory.keeps_velocity:
+            self._suspects.append((controller.step - 1, _UNSTEPPED))
+        self._warn_of_suspects()
+
+    def _warn_of_suspects(self) -> None:
+        """Warn of backwards without a step, unless it was left out since gradients were not finite:
+        on a device that is known some steps later."""
+        known = self.controller.was_spoiled
+        for step, message in self._suspects:
+            if known(step) is False:
+                self._warn_once(message)
+        self._suspects = [each for each in self._suspects if known(each[0]) is None]
 
     def _fall_back(self) -> None:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
