@@ -59,6 +59,8 @@ class BucketMemory:
         """The memory as it was, if some rank's gradients were not finite. While the bucket still
         holds this rank's."""
         flag = but_not(poisoned, self._bucket.poisoned)
+        if flag is False:
+            return
         for part in self._bucket.parts:
             if part.parameter in self._opened:
                 own = but_not(flag, part.skipped)
