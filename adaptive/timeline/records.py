@@ -17,25 +17,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from policies import DENSE, Policy, StepReport
-from policies import state as saved
+from policies.state import Stateful, declare, maybe_number, number, saved_as
 
 log = logging.getLogger("adaptive")
 
 
-FORMAT = 1
-"""Of the records; a reader must ignore fields that it does not know."""
-
-
 @dataclass(frozen=True)
 class Header:
-    """What the records of a run rest on, so that a policy can be replayed from them.
+    """The facts of a run that a policy needs to be replayed from the run's records.
 
     policy, settings: its name, and what it was made with. cf_range, world_size: as it was told.
-    base, memory: names of the compressor and of what keeps what is not sent. numel: elements of
+    base, memory: names of the compressor, and of the memory of what is not sent. numel: elements of
     all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
-    CFs of their own, if they are known.
+    CFs of their own, if they are known. version: of the records; a reader must ignore fields that
+    it does not know.
     """
 
     policy: str
@@ -49,19 +46,18 @@ class Header:
     supported: Mapping[float, float]
     wire_bytes: Mapping[float, float]
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    version: int = FORMAT
+    version: int = 1
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is on record of one step.
+    """The record of one step.
 
-    report: what the ranks agreed on. status: the policy's own numbers (candidate, floor, ...).
-
-    elapsed: seconds since the first step, on the writing rank. t_sys: steps/s (samples/s if
-    `samples_per_step` is known) at the CF in use. t_comp: t_sys times the gain that the policy
-    decides on. layer_cfs: of the layers that were sent at another CF than the report's. read_sum:
-    the report has the norm of a sum that was read, and so began anew.
+    report: what the ranks agreed on. elapsed: seconds since the first step, on the writing rank.
+    t_sys: steps/s (samples/s if `samples_per_step` is known) at the CF in use. t_comp: t_sys times
+    the gain that the policy decides on. status: the policy's own numbers (candidate, floor, ...).
+    layer_cfs: CFs of the layers that were sent at another CF than the report's. read_sum: the
+    policy has read the norm of the sum of mean gradients, and a new sum has begun.
     active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
     medians, so that pauses do not count), bytes of this rank, and what they would have been dense.
     """
@@ -114,32 +110,32 @@ class Timeline:
 
 
 class SafeTimeline(Timeline):
-    """Passes everything on to several sinks, to each until it fails, which is logged once: a full
-    disk must neither take one rank out of the collectives that the others wait in, nor silence the
-    other sinks."""
+    """A sink that passes everything on to several sinks, to each until it fails, which is logged
+    once: a full disk must neither take one rank out of the collectives that the others wait in, nor
+    silence the other sinks."""
 
     def __init__(self, sinks: Sequence[Timeline]) -> None:
         self.sinks = list(sinks)
 
     def start(self, header: Header) -> None:
-        self._each(lambda sink: sink.start(header))
+        self._each("start", header)
 
     def step(self, record: StepRecord) -> None:
-        self._each(lambda sink: sink.step(record))
+        self._each("step", record)
 
     def event(self, event: Event) -> None:
-        self._each(lambda sink: sink.event(event))
+        self._each("event", event)
 
     def flush(self) -> None:
-        self._each(lambda sink: sink.flush())
+        self._each("flush")
 
     def close(self) -> None:
-        self._each(lambda sink: sink.close())
+        self._each("close")
 
-    def _each(self, write: Callable[[Timeline], None]) -> None:
+    def _each(self, method: str, *recorded: object) -> None:
         for sink in list(self.sinks):
             try:
-                write(sink)
+                getattr(sink, method)(*recorded)
             except Exception as error:
                 name = type(sink).__name__
                 log.warning(
@@ -169,8 +165,9 @@ class MemoryTimeline(Timeline):
 
 
 class JSONLTimeline(Timeline):
-    """One JSON object a line, at full precision; null stands for a number that is not known. The
-    first is the run's header, unless it goes on in another file than it began in.
+    """A sink that writes one JSON object a line, at full precision; null stands for a number that
+    is not known. The first is the run's header, unless the run goes on in another file than it
+    began in.
 
     path: the file; made, with its folder, at the first record (so on the writing rank only).
     append: go on after what is there (resuming).
@@ -203,23 +200,30 @@ class JSONLTimeline(Timeline):
 
     def _write(self, value: dict[str, Any]) -> None:
         if self._file is None:
-            self._file = self._open()
-        json.dump(_plain(value), self._file, separators=(",", ":"), allow_nan=False)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atexit.register(self.close)
+            self._file = self.path.open("a" if self._append else "w", encoding="utf-8")
+        json.dump(_finite(value), self._file, separators=(",", ":"), allow_nan=False)
         self._file.write("\n")
 
-    def _open(self) -> TextIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        atexit.register(self.close)
-        return self.path.open("a" if self._append else "w", encoding="utf-8")
+
+def _finite(value: Any) -> Any:
+    """With None for each nan or infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
 
 
 def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> SafeTimeline:
-    """One sink that never fails from what the user gave. TypeError if it is not a `Timeline` or
-    several."""
-    if timeline is None or isinstance(timeline, Timeline):
-        sinks: list[Any] = [] if timeline is None else [timeline]
-    else:
-        sinks = list(timeline) if isinstance(timeline, (list, tuple)) else [timeline]
+    """One sink that never fails, from what the user gave. TypeError unless that is a `Timeline`,
+    several or None."""
+    if timeline is None:
+        return SafeTimeline([])
+    sinks: list[Any] = list(timeline) if isinstance(timeline, (list, tuple)) else [timeline]
     if not all(isinstance(sink, Timeline) for sink in sinks):
         raise TypeError(
             f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline), a "
@@ -228,38 +232,25 @@ def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> SafeTimelin
     return SafeTimeline(sinks)
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no nan or infinity, and only strings as keys."""
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else repr(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value
+class Recorder(Stateful):
+    """What puts steps and switches on record, on the one rank that writes.
 
-
-log = logging.getLogger("adaptive")
-
-
-class Recorder:
-    """Puts steps and switches on record, on the one rank that writes.
-
-    writes: on this rank. header: asked for at the first record. samples: in a step, of all
+    writes: on this rank. header: asked for at the first record of a run. samples: in a step, of all
     workers; 1 if throughput is to be steps/s.
     """
+
+    _fields = declare(_started_at=maybe_number, _active=saved_as(number, least=0))
 
     def __init__(
         self, timeline: SafeTimeline, writes: bool, header: Callable[[], Header], samples: float
     ) -> None:
         self._timeline = timeline
         self._writes = writes
-        self._header = header
+        self._header: Callable[[], Header] | None = header
         self._samples = samples
-        self._started = False
         self._started_at: float | None = None  # the first step's time
         self._active = 0.0  # seconds of steps so far
-        self._told: list[str] = []
+        self._logged: set[str] = set()
 
     def event(self, event: Event) -> None:
         if self._writes:
@@ -283,52 +274,43 @@ class Recorder:
         self._start()
         if self._started_at is None:
             self._started_at = now
-        status = dict(policy.status())
         seconds = report.median_seconds
-        t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
-        gain = report.gain(report.timed_cf, policy.gain)
         self._active += seconds if isfinite(seconds) else 0.0
-        t_comp = status.pop("t_comp", t_sys * (1.0 if report.timed_cf == DENSE else gain))
-        self._timeline.step(
-            StepRecord(
-                report,
-                now - self._started_at,
-                t_sys * self._samples,
-                t_comp * self._samples,
-                status,
-                layer_cfs,
-                read_sum,
-                self._active,
-                sent,
-                dense,
-            )
+        status = dict(policy.status())
+        t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
+        gain = 1.0 if report.timed_cf == DENSE else report.gain(report.timed_cf, policy.gain)
+        t_comp = status.pop("t_comp", t_sys * gain)
+        record = StepRecord(
+            report,
+            elapsed=now - self._started_at,
+            t_sys=t_sys * self._samples,
+            t_comp=t_comp * self._samples,
+            status=status,
+            layer_cfs=layer_cfs,
+            read_sum=read_sum,
+            active=self._active,
+            sent=sent,
+            dense=dense,
         )
+        self._timeline.step(record)
         verdict = policy.verdict()
-        if verdict and verdict not in self._told:
+        if verdict and verdict not in self._logged:
             log.warning("%s", verdict)
-            self._told.append(verdict)
+            self._logged.add(verdict)
 
     def close(self) -> None:
         """Nothing is recorded any more."""
         self._timeline.close()
-        self._timeline = SafeTimeline([])
+        self._writes = False
 
     def _start(self) -> None:
-        if not self._started:
-            self._started = True
+        if self._header is not None:
             self._timeline.start(self._header())
+            self._header = None
 
-    def state_dict(self) -> dict[str, Any]:
-        told = list(self._told)
-        return {"told": told, "started_at": self._started_at, "active": self._active}
-
-    def load_state_dict(self, state: Mapping[str, Any], pause: float) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], pause: float = 0.0) -> None:
         """Go on after a pause of so many seconds, which do not count."""
-        told = saved.values(state, "told")
-        saved.together(all(isinstance(each, str) for each in told), "'told' must be sentences")
-        self._told = told
-        self._active = saved.number(state, "active", least=0)
-        self._started_at = saved.maybe_number(state, "started_at")
-        self._started = self._started_at is not None
+        super().load_state_dict(state)
         if self._started_at is not None:
+            self._header = None
             self._started_at += pause

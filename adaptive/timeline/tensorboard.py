@@ -1,8 +1,8 @@
 """The sink that writes TensorBoard's event files.
 
-Scalars and switches as they come; settings and final metrics for the HParams page, in the run that
-they belong to (`SummaryWriter.add_hparams` makes a run of its own, which the page lists apart);
-which CFs a run used and what each was worth, as a histogram and a figure of T_comp against CF.
+Scalars are named cf/*, gain/*, throughput/*, bytes/*, time/*, policy/*, gradient/*, and cf_layer/*
+where layers have CFs of their own. Those of a step are written as one record of the file: that
+costs a tenth of as many calls of `SummaryWriter.add_scalar`.
 
 Importing this needs no tensorboard package; making a `TensorBoardTimeline` does.
 """
@@ -10,24 +10,24 @@ Importing this needs no tensorboard package; making a `TensorBoardTimeline` does
 from __future__ import annotations
 
 import atexit
+import json
 import time
 from collections.abc import Mapping
 from functools import partial
-from io import BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import numpy as np
 
 from adaptive.timeline.records import Event, Header, StepRecord, Timeline
-from adaptive.timeline.tensorboard_data import (
-    LayerScalars,
-    histogram_summary,
-    image_summary,
-    layout_summary,
-    scalar_summary,
-    scalars,
-    switch_summary,
-)
+from policies import checks
+from policies.base import GainKind
+
+PLUGIN = "cf_timeline"
+"""The name of the dashboard (`runs.dashboard`); tensors written for it are marked with it."""
+
+SWITCHES = f"{PLUGIN}/switches"
 
 METRICS = (
     "eval/quality",
@@ -36,24 +36,60 @@ METRICS = (
     "final/bytes_sent",
     "final/wire_factor",
 )
-"""Tags of scalars whose last value the page shows; one that a run does not have stays empty."""
+"""Scalars whose last value the HParams page shows; one that a run does not have stays empty."""
+
+_CHARTS = {
+    "CF: sent, candidate, floor": "cf/(sent|candidate|floor)",
+    "gain, and epsilon": "(gain/.*|policy/epsilon)",
+    "throughput: T_sys, T_comp": "throughput/(t_sys|t_comp)",
+    "step time and its parts (seconds)": (
+        "time/(step|compute|compress|decode|exchange|network|rest)"
+    ),
+    "bytes a rank sent": "bytes/sent",
+    "wire factor": "bytes/wire_factor",
+}
+"""The charts of the custom scalars page: a regular expression of tags, by title."""
+
+_MOVED = {
+    "candidate": "cf/candidate",
+    "floor": "cf/floor",
+    "gain_candidate": "gain/candidate",
+    "gain_floor": "gain/floor",
+}
+"""Numbers of a policy's status that belong on a chart with others; the rest is policy/*."""
+
+SHORTEST = 0.1
+"""Seconds between two records by default: one takes 0.1 to 0.3 ms to make and write, so that steps
+of any length get well less than 1% longer (`python -m runs bench timeline`)."""
+
+_HISTOGRAM_STEPS = 200
+_DECADES = 0.04
+"""Width of a bar of the histogram: a factor of 1.1."""
 
 
-def header_settings(header: Header) -> dict[str, Any]:
-    """What a timeline's header says of the run's settings, by name."""
-    return {
-        **header.settings,
-        "policy": header.policy,
-        "base": header.base,
-        "memory": header.memory,
-        "cf_range": "{:g} to {:g}".format(*header.cf_range),
-        "world_size": header.world_size,
-        "numel": header.numel,
+def scalars(record: StepRecord) -> dict[str, float]:
+    """The values that are known, by tag, in the units of `StepRecord`."""
+    report = record.report
+    parts = ("compress", "exchange", "network", "decode", "compute", "rest")
+    values = {
+        "cf/sent": report.cf,
+        "throughput/t_sys": record.t_sys,
+        "throughput/t_comp": record.t_comp,
+        "bytes/sent": report.wire_bytes,
+        "bytes/wire_factor": record.wire_factor,
+        "time/step": report.seconds,
+        "time/total": record.active,
+        "gradient/norm": report.grad_norm,
+        **{f"time/{part}": getattr(report, f"{part}_seconds") for part in parts},
+        **{f"gain/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
+        **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
     }
+    return {tag: value for tag, value in values.items() if isfinite(value)}
 
 
 def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
-    """Write what a run was started with; the page shows it beside `METRICS`.
+    """Write what a run was started with into the run itself, for the HParams page
+    (`SummaryWriter.add_hparams` would make a run of its own, which the page lists apart).
 
     writer: a `SummaryWriter`. settings: by name; what is no bool, number or string is written
     as its text. None is not written, but gets its column: the page takes its columns from one of
@@ -61,21 +97,23 @@ def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
     """
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    known = {name: _plain(settings[name]) for name in sorted(settings)}
-    infos = [api_pb2.HParamInfo(name=n, type=_type(value)) for n, value in known.items()]
-    columns = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in METRICS]
-    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
+    experiment = api_pb2.Experiment(
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in METRICS]
+    )
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in known.items():
+    for name, value in sorted(settings.items()):
+        kind = api_pb2.DATA_TYPE_STRING
         if isinstance(value, bool):
+            kind = api_pb2.DATA_TYPE_BOOL
             start.hparams[name].bool_value = value
         elif isinstance(value, (int, float)):
+            kind = api_pb2.DATA_TYPE_FLOAT64
             start.hparams[name].number_value = value
         elif value is not None:
-            start.hparams[name].string_value = value
-    data = plugin_data_pb2.HParamsPluginData
-    _write(writer, metadata.EXPERIMENT_TAG, data(experiment=experiment))
-    _write(writer, metadata.SESSION_START_INFO_TAG, data(session_start_info=start))
+            start.hparams[name].string_value = str(value)
+        experiment.hparam_infos.add(name=name, type=kind)
+    _write_hparams(writer, metadata.EXPERIMENT_TAG, experiment=experiment)
+    _write_hparams(writer, metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
 
 def end_session(
@@ -86,124 +124,20 @@ def end_session(
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     if metrics:
-        writer._get_file_writer().add_summary(scalar_summary(metrics), step)
+        _write_scalars(writer, metrics, step)
     status = api_pb2.STATUS_SUCCESS if completed else api_pb2.STATUS_FAILURE
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
-    _write(writer, metadata.SESSION_END_INFO_TAG, data)
-
-
-def _plain(value: Any) -> bool | int | float | str | None:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)
-
-
-def _type(value: Any) -> Any:
-    from tensorboard.plugins.hparams import api_pb2
-
-    if isinstance(value, bool):
-        return api_pb2.DATA_TYPE_BOOL
-    return (
-        api_pb2.DATA_TYPE_FLOAT64 if isinstance(value, (int, float)) else api_pb2.DATA_TYPE_STRING
-    )
-
-
-def _write(writer: Any, tag: str, data: Any) -> None:
-    """The page reads metadata only; the tensor that carries them is empty."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-
-    value = Summary.Value(
-        tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR
-    )
-    writer._get_file_writer().add_summary(Summary(value=[value]))
-
-
-EVERY = 200
-"""Steps in a histogram; the last one of a run holds the rest."""
-
-
-class UsedCFs:
-    """Counts steps by CF. The numbers of the figure are means over all steps at a CF."""
-
-    def __init__(self) -> None:
-        self._recent: dict[float, int] = {}
-        self._steps = 0
-        self._sums: dict[float, tuple[float, int]] = {}
-
-    def add(self, record: StepRecord) -> None:
-        cf = record.report.cf
-        self._recent[cf] = self._recent.get(cf, 0) + 1
-        self._steps += 1
-        if isfinite(record.t_comp):
-            total, steps = self._sums.get(cf, (0.0, 0))
-            self._sums[cf] = (total + record.t_comp, steps + 1)
-
-    @property
-    def due(self) -> bool:
-        return self._steps >= EVERY
-
-    def histogram(self) -> Any:
-        """Of the steps since the last one, as a summary, on a decimal-logarithmic axis; None if
-        there were none."""
-        recent, self._recent, self._steps = self._recent, {}, 0
-        return histogram_summary("cf/log10_used", recent) if recent else None
-
-    def figure(self) -> Any:
-        """Mean T_comp against CF, as a summary; None if it is not known or without matplotlib."""
-        means = {cf: total / steps for cf, (total, steps) in sorted(self._sums.items())}
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
-        if not means:
-            return None
-        figure = Figure(figsize=(6, 3.6), dpi=110, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        axes.set_xscale("log")
-        axes.plot(list(means), list(means.values()), "o-", color="#2166ac")
-        for cf, mean in means.items():
-            steps = self._sums[cf][1]
-            axes.annotate(
-                f"{steps} steps",
-                (cf, mean),
-                textcoords="offset points",
-                xytext=(0, 7),
-                ha="center",
-                fontsize=8,
-            )
-        axes.set_xticks(list(means), [f"{cf:g}" for cf in means], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.margins(x=0.08, y=0.15)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("CF (1: dense)")
-        axes.set_ylabel("mean T_comp")
-        axes.spines[["top", "right"]].set_visible(False)
-        png = BytesIO()
-        figure.savefig(png, format="png")
-        width, height = canvas.get_width_height()
-        return image_summary("throughput/t_comp_by_cf", png.getvalue(), width, height)
-
-
-SHORTEST = 0.1
-"""Seconds between two records by default: one takes 0.1 to 0.3 ms to make and write, so that steps
-of any length get well less than 1% longer (`python -m runs bench timeline`)."""
-
-FLUSH_SECONDS = 10
+    _write_hparams(writer, metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
 
 class TensorBoardTimeline(Timeline):
-    """Writes event files that `tensorboard --logdir` shows.
+    """A sink that writes event files, which `tensorboard --logdir` shows.
 
     log_dir: folder for the event files, or an existing `torch.utils.tensorboard.SummaryWriter`,
         which stays open.
     interval: write every this many steps; None: every step, but no more than 10 a second. A step
         with another CF than the one before is always written, and so is the one before it.
     hparams: settings of the run by name, for the HParams page, beside those of the compressor.
-    layout: write the "CF timeline" layout of the custom scalars page.
     completed: what HParams says of the run when it is closed; set it to False before that if the
         run has not come to its end.
     ImportError, naming the extra to install, without the tensorboard package.
@@ -215,60 +149,75 @@ class TensorBoardTimeline(Timeline):
         interval: int | None = None,
         *,
         hparams: Mapping[str, Any] | None = None,
-        layout: bool = True,
     ) -> None:
-        if interval is not None and (
-            isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
-        ):
-            raise ValueError(
-                f"interval must be a whole number of steps >= 1 or None, got {interval!r}"
-            )
-        writer_class = _summary_writer()
+        if interval is not None:
+            checks.whole("interval", interval, least=1)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardTimeline needs the tensorboard package: "
+                "pip install 'adaptive-compression[tensorboard]'"
+            ) from error
         self._own = isinstance(log_dir, (str, Path))
-        if not self._own and not isinstance(log_dir, writer_class):
+        if not self._own and not isinstance(log_dir, SummaryWriter):
             raise TypeError(f"log_dir must be a folder or a SummaryWriter, got {log_dir!r}")
-        # Opened at the first record, so on the writing rank only: TensorBoard follows the latest
-        # file of a folder, and one that another rank opened would stay empty.
         self._open = (
-            partial(writer_class, str(log_dir), flush_secs=FLUSH_SECONDS)
-            if self._own
-            else lambda: log_dir
+            partial(SummaryWriter, str(log_dir), flush_secs=10) if self._own else lambda: log_dir
         )
         self.completed = True
         self._writer: Any = None
         self._interval = interval
         self._hparams = dict(hparams or {})
-        self._layout = layout
-        self._layers = LayerScalars()
-        self._used = UsedCFs()
-        self._totals = _Totals()
-        self._last_cf: float | None = None
-        self._due = 0.0
+        self._last: StepRecord | None = None
         self._skipped: tuple[StepRecord, float] | None = None
+        self._due = 0.0
+        self._layer_cfs: dict[str, float] = {}
+        self._recent_cfs: list[float] = []
+        self._t_comp: dict[float, tuple[float, int]] = {}  # sum and number of steps, by CF
+        self._seconds, self._timed_steps = 0.0, 0
 
     def start(self, header: Header) -> None:
-        known = header_settings(header)
+        known = {
+            **header.settings,
+            **{name: getattr(header, name) for name in ("policy", "base", "memory")},
+            "cf_range": "{:g} to {:g}".format(*header.cf_range),
+            "world_size": header.world_size,
+            "numel": header.numel,
+        }
         given = {name: v for name, v in self._hparams.items() if v is not None or name not in known}
         self._hparams = {**known, **given}
 
     def step(self, record: StepRecord) -> None:
-        now = time.time()
-        self._totals.add(record)
-        self._used.add(record)
-        switched = record.report.cf != self._last_cf
+        now, report = time.time(), record.report
+        switched = self._last is None or report.cf != self._last.report.cf
         if switched:
             self._write_skipped()
-        layers = self._layers.changes(record.layer_cfs, record.report.cf)
-        if switched or layers or self._is_due(record.report.step, now):
-            self._write(record, now, layers)
+        # A layer that a record does not name has the CF of the whole model.
+        layer_cfs = {**dict.fromkeys(self._layer_cfs, report.cf), **record.layer_cfs}
+        changed = {
+            f"cf_layer/{name}": cf
+            for name, cf in layer_cfs.items()
+            if self._layer_cfs.get(name) != cf
+        }
+        self._layer_cfs = layer_cfs
+        due = now >= self._due if self._interval is None else report.step % self._interval == 0
+        if switched or changed or due:
+            self._write(record, now, changed)
         else:
             self._skipped = record, now
-        self._last_cf = record.report.cf
-        if self._used.due:
-            self._add(self._used.histogram(), record.report.step)
+        self._count(record)
 
     def event(self, event: Event) -> None:
-        self._add(switch_summary(event), event.step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        text = f"CF {event.cf_before:g} -> {event.cf:g}: {event.reason}"
+        switch = {"cf_before": event.cf_before, "cf": event.cf, "reason": event.reason}
+        values = [
+            string_value("policy/switch", "text", text.encode()),
+            string_value(SWITCHES, PLUGIN, json.dumps(switch).encode()),
+        ]
+        self._opened()._get_file_writer().add_summary(Summary(value=values), event.step)
 
     def close(self) -> None:
         self._finish(figure=True)
@@ -278,11 +227,11 @@ class TensorBoardTimeline(Timeline):
             return
         atexit.unregister(self._at_exit)
         self._write_skipped()
-        self._add(self._used.histogram(), self._totals.last_step)
+        self._write_histogram()
         if figure:
-            self._add(self._used.figure(), self._totals.last_step)
-        totals = self._totals
-        end_session(self._writer, totals.last_step, totals.metrics(), self.completed)
+            self._write_figure()
+        step = 0 if self._last is None else self._last.report.step
+        end_session(self._writer, step, self._metrics(), self.completed)
         self._writer.flush()
         if self._own:
             self._writer.close()
@@ -291,8 +240,17 @@ class TensorBoardTimeline(Timeline):
     def _at_exit(self) -> None:
         self._finish(figure=False)  # an exiting interpreter may not import matplotlib any more
 
-    def _is_due(self, step: int, now: float) -> bool:
-        return now >= self._due if self._interval is None else step % self._interval == 0
+    def _opened(self) -> Any:
+        """The writer. Opened at the first record, so on the writing rank only: TensorBoard follows
+        the latest file of a folder, and one that another rank opened would stay empty."""
+        if self._writer is None:
+            self._writer = self._open()
+            atexit.register(self._at_exit)
+            charts = {title: ["Multiline", [f"^{tags}$"]] for title, tags in _CHARTS.items()}
+            self._writer.add_custom_scalars({"CF timeline": charts})
+            if self._hparams:
+                start_session(self._writer, self._hparams)
+        return self._writer
 
     def _write_skipped(self) -> None:
         if self._skipped is not None:
@@ -300,54 +258,93 @@ class TensorBoardTimeline(Timeline):
 
     def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:
         self._skipped, self._due = None, at + SHORTEST
-        self._add(scalar_summary({**scalars(record), **layers}), record.report.step, at)
+        values = {**scalars(record), **layers}
+        _write_scalars(self._opened(), values, record.report.step, at)
 
-    def _add(self, summary: Any, step: int, at: float | None = None) -> None:
-        """One record of the event file, for several values at once; nothing if there is none."""
-        if summary is None:
-            return
-        if self._writer is None:
-            self._writer = self._open()
-            atexit.register(self._at_exit)
-            if self._layout:
-                self._add(layout_summary(), 0)
-            if self._hparams:
-                start_session(self._writer, self._hparams)
-        self._writer._get_file_writer().add_summary(summary, step, at)
-
-
-class _Totals:
-    """What the run comes to."""
-
-    def __init__(self) -> None:
-        self.last_step = 0
-        self._last: StepRecord | None = None
-        self._seconds, self._timed = 0.0, 0
-
-    def add(self, record: StepRecord) -> None:
-        self.last_step, self._last = record.report.step, record
+    def _count(self, record: StepRecord) -> None:
+        """Take a step into the histogram, the figure and the final metrics."""
+        self._last, cf = record, record.report.cf
+        self._recent_cfs.append(cf)
+        if len(self._recent_cfs) == _HISTOGRAM_STEPS:
+            self._write_histogram()
+        if isfinite(record.t_comp):
+            total, steps = self._t_comp.get(cf, (0.0, 0))
+            self._t_comp[cf] = (total + record.t_comp, steps + 1)
         if isfinite(record.report.median_seconds):
             self._seconds += record.report.median_seconds
-            self._timed += 1
+            self._timed_steps += 1
 
-    def metrics(self) -> dict[str, float]:
-        """By tag. Bytes of one rank."""
-        if self._last is None:
-            return {}
-        values = {"final/bytes_sent": self._last.sent}
-        if self._last.sent > 0:
-            values["final/wire_factor"] = self._last.dense / self._last.sent
+    def _write_histogram(self) -> None:
+        """Which CFs the steps since the last histogram had, on a logarithmic axis."""
+        if self._recent_cfs and self._last is not None:
+            decades = np.log10(self._recent_cfs)
+            bins = np.arange(-_DECADES / 2, decades.max() + _DECADES, _DECADES)
+            step = self._last.report.step
+            self._opened().add_histogram("cf/log10_used", decades, step, bins=bins)
+            self._recent_cfs.clear()
+
+    def _write_figure(self) -> None:
+        """Mean T_comp against CF, if it is known and matplotlib is there."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return
+        if not self._t_comp or self._last is None:
+            return
+        means = {cf: total / steps for cf, (total, steps) in sorted(self._t_comp.items())}
+        figure = Figure(figsize=(6, 3.6), dpi=110, layout="constrained")
+        axes = figure.subplots()
+        axes.set_xscale("log")
+        axes.plot(list(means), list(means.values()), "o-", color="#2166ac")
+        for cf, mean in means.items():
+            steps = self._t_comp[cf][1]
+            axes.text(cf, mean, f"{steps} steps\n", ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(list(means), [f"{cf:g}" for cf in means])
+        axes.set_xticks([], minor=True)
+        axes.margins(x=0.08)
+        axes.set_ylim(0, 1.15 * max(means.values()))
+        axes.set(xlabel="CF (1: dense)", ylabel="mean T_comp")
+        self._writer.add_figure("throughput/t_comp_by_cf", figure, self._last.report.step)
+
+    def _metrics(self) -> dict[str, float]:
+        """What the run comes to, by tag; bytes of one rank."""
+        values = {}
+        if self._last is not None:
+            values["final/bytes_sent"] = self._last.sent
+            if self._last.sent > 0:
+                values["final/wire_factor"] = self._last.dense / self._last.sent
         if self._seconds > 0:
-            values["final/steps_per_second"] = self._timed / self._seconds
+            values["final/steps_per_second"] = self._timed_steps / self._seconds
         return {tag: value for tag, value in values.items() if isfinite(value)}
 
 
-def _summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoardTimeline needs the tensorboard package: "
-            "pip install 'adaptive-compression[tensorboard]'"
-        ) from error
-    return SummaryWriter
+def string_value(tag: str, plugin: str, content: bytes) -> Any:
+    """A tensor of one string, for this plugin of TensorBoard's."""
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+
+    data = summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin)
+    metadata = summary_pb2.SummaryMetadata(
+        plugin_data=data, data_class=summary_pb2.DATA_CLASS_TENSOR
+    )
+    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[content])
+    return summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+
+
+def _write_scalars(
+    writer: Any, values: Mapping[str, float], step: int, at: float | None = None
+) -> None:
+    """at: seconds since the epoch; None: now."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    summary = Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
+    writer._get_file_writer().add_summary(summary, step, at)
+
+
+def _write_hparams(writer: Any, tag: str, **data: Any) -> None:
+    """The page reads metadata only; the tensor that carries them is empty."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
+    value = Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)
+    writer._get_file_writer().add_summary(Summary(value=[value]))

@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
 from adaptive import Event, TensorBoardTimeline
-from adaptive.timeline.tensorboard_data import PLUGIN, SWITCHES, _string
+from adaptive.timeline.tensorboard import PLUGIN, SWITCHES, string_value
 from runs.dashboard import timeline as row
 from runs.dashboard.plugin import CFTimelinePlugin, Loader
 from tests.unit.test_tensorboard import _record
@@ -173,7 +173,7 @@ def test_switches_that_nobody_can_read_are_left_out(tmp_path: Path) -> None:
     _run(tmp_path / "a", [1, 10])
     with SummaryWriter(str(tmp_path / "a")) as writer:
         for step, content in enumerate((b"{", b"[1]", b'{"cf": "x"}', b"\xff"), start=1):
-            value = _string(SWITCHES, PLUGIN, content)
+            value = string_value(SWITCHES, PLUGIN, content)
             writer._get_file_writer().add_summary(Summary(value=[value]), step)
     assert Board(tmp_path).row("a")["switches"]["reason"] == ["<b>why</b> 1"]
 

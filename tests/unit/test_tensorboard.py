@@ -274,14 +274,13 @@ def test_a_histogram_of_the_cfs_used_and_a_figure(tmp_path: Path) -> None:
 
 def test_an_existing_writer_is_used_and_left_open(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
-    timeline = TensorBoardTimeline(writer, layout=False)
+    timeline = TensorBoardTimeline(writer)
     timeline.step(_record(0))
     timeline.close()
     writer.add_scalar("own/value", 1.0, 0)  # still open
     writer.close()
     events = _read(tmp_path)
     assert {"own/value", "cf/sent"} <= set(events.Tags()["scalars"])
-    assert "custom_scalars__config__" not in events.Tags()["tensors"]
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -303,7 +302,9 @@ def test_an_exiting_script_that_closes_nothing_loses_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("interval", [0, -1, True, 1.5])
 def test_an_interval_is_a_number_of_steps(tmp_path: Path, interval: Any) -> None:
-    with pytest.raises(ValueError, match=f"interval must .* got {interval!r}"):
+    with pytest.raises(
+        (TypeError, ValueError), match=f"interval={interval!r}: must be an int >= 1"
+    ):
         TensorBoardTimeline(tmp_path, interval)
 
 
