@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -26,7 +27,7 @@ from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.timing import ModelledClock, Stopwatch
 from adaptive.statistics.vector import Asked, PendingStep, Tally
-from adaptive.summary import Summary, Totals
+from adaptive.summary import Summary
 from adaptive.timeline.records import Event, Header, Recorder
 from compressors.kernels import is_host
 from policies import DENSE, Context, Fixed, Plan, Policy
@@ -146,7 +147,7 @@ class Controller:
         self._device = device
         self._late = 0 if is_host(device) else 1
         self._energies: tuple[float, ...] = ()
-        self._totals = Totals()
+        self._totals = Summary()
         self._pending: deque[PendingStep] = deque()
         self._compressed_last = -1  # the step
         self._was_detached = False
@@ -275,7 +276,7 @@ class Controller:
                 self.stopwatch.timed,
             )
         )
-        self._totals.count(self.cf, traffic, self._floats(self.cfs), self.dense_wire_bytes)
+        self._totals.add_step(self.cf, traffic, self._floats(self.cfs), self.dense_wire_bytes)
         self.step += 1
 
     def flush(self) -> None:
@@ -291,7 +292,8 @@ class Controller:
         self._recorder.close()
 
     def summary(self) -> Summary:
-        return self._totals.summary(self.cf, self.policy.verdict())
+        verdict = self.policy.verdict()
+        return replace(deepcopy(self._totals), cf=self.cf, verdict=verdict)
 
     def explain(self) -> str:
         """CF, since when and why, what the policy has concluded, what would change it."""
@@ -342,7 +344,7 @@ class Controller:
         whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
         saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
         self._energies = tuple(energies)
-        self._totals = Totals.from_state(saved.part(state, "totals"))
+        self._totals.load_state_dict(saved.part(state, "totals"))
         switch = dict(zip(("step", "reason"), saved.values(state, "last_switch"), strict=False))
         self._last_switch = (saved.count(switch, "step"), saved.text(switch, "reason"))
         saved.together(len(saved.values(state, "last_switch")) == 2, "'last_switch' is no pair")
@@ -353,7 +355,8 @@ class Controller:
         """Whatever `load_state_dict` changes beside the policy."""
         layers, peers = self._instruments.layers, self._instruments.peers
         watch = self.stopwatch
-        parts = [self, self._exchange, layers, peers, watch, watch.forward, self._recorder]
+        parts = [self, self._exchange, layers, peers, watch, watch.forward]
+        parts += [self._recorder, self._totals]
         modelled = [watch.clock] if isinstance(watch.clock, ModelledClock) else []
         return [part for part in (*parts, *modelled) if part is not None]
 
@@ -384,7 +387,7 @@ class Controller:
             self._totals.add_gain(pending.cf, report.measurements[pending.cf])
         if not self.forced_dense:
             self.policy.observe(report)
-        sent, dense = self._totals.wire, self._totals.dense
+        sent, dense = self._totals.bytes_sent, self._totals.dense_bytes
         self._recorder.step(
             report, self.policy, now, pending.layer_cfs, pending.read_sum, sent, dense
         )

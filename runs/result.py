@@ -252,6 +252,7 @@ def _share(summary: Summary) -> str:
 
 def _summary(summary: Summary) -> dict[str, Any]:
     values = asdict(summary)
+    del values["gain_terms"]
     values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
     values["mean_gain"] = [[cf, _known(gain)] for cf, gain in summary.mean_gain.items()]
     return {**values, "wire_factor": summary.wire_factor}

@@ -98,8 +98,6 @@ class Trainer:
             steps=self.step,
             cf=DENSE,
             steps_at_cf={DENSE: self.step},
-            mean_gain={DENSE: 1.0},
-            switches=0,
             bytes_sent=wire,
             payload_bytes=4 * floats,
             floats_sent=floats,

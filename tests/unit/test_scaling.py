@@ -24,7 +24,7 @@ from runs.report.table import cells, head, make_rows
 from runs.result import make_result, table
 from runs.train import Outcome
 
-SUMMARY = Summary(10, 1.0, {1.0: 10}, {1.0: 1.0}, 0, 1e6, 1000, 250.0, 1e6)
+SUMMARY = Summary(10, 1.0, {1.0: 10}, 0, 1e6, 1000, 250.0, 1e6)
 OUTCOME = Outcome(10, 0, False, seconds=2.5, loss=1.0, summary=SUMMARY, quality=5.0)
 ALONE = TrainConfig(log_dir="x", policy="off", workers=4, one_worker_seconds=0.2)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport
-from adaptive.summary import Totals
+from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport, Summary
 from adaptive.timeline.records import make_timeline
 from policies import Measurement
 from runs.records import keep_before, read_records
@@ -133,11 +132,19 @@ def test_a_file_on_a_full_disk_is_given_up_without_an_error_at_exit() -> None:
 
 
 def test_the_summary_prints_a_table() -> None:
-    totals = Totals(steps=4, switches=1, wire=2e6, payload=1_000_000, floats=5e5, dense=8e6)
-    totals.steps_at_cf = {1.0: 1, 10.0: 3}
-    totals.add_gain(10.0, MEASUREMENT)
-    totals.add_gain(10.0, Measurement(error=nan, total=nan))  # a step with a NaN is skipped
-    summary = totals.summary(10.0, "stays dense: because")
+    summary = Summary(
+        steps=4,
+        cf=10.0,
+        steps_at_cf={1.0: 1, 10.0: 3},
+        switches=1,
+        bytes_sent=2e6,
+        payload_bytes=1_000_000,
+        floats_sent=5e5,
+        dense_bytes=8e6,
+        verdict="stays dense: because",
+    )
+    summary.add_gain(10.0, MEASUREMENT)
+    summary.add_gain(10.0, Measurement(error=nan, total=nan))  # a step with a NaN is skipped
     assert summary.mean_gain == {10.0: 0.75, 1.0: 1.0}
     assert summary.wire_factor == 4
     text = str(summary)
@@ -151,4 +158,6 @@ def test_the_summary_prints_a_table() -> None:
         "because",
     ):
         assert words in text
-    assert Totals.from_state(totals.state_dict()) == totals
+    again = Summary(cf=10.0, verdict=summary.verdict)
+    again.load_state_dict(summary.state_dict())
+    assert again == summary
