@@ -5,8 +5,7 @@ compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_mod
 
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.link import LinkSpec
-from adaptive.foreign import HookRung
-from adaptive.hook import adaptive_hook
+from adaptive.hook import HookRung, adaptive_hook
 from adaptive.state import reshard_states
 from adaptive.statistics.timing import ModelledClock
 from adaptive.summary import Summary

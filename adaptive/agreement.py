@@ -91,57 +91,29 @@ def check_model(model: object) -> DistributedDataParallel:
     return model
 
 
-class CrossCheck:
-    """Compares plans in every step, and parameters in every so many, over the ranks of a group.
-
-    every: steps between two comparisons of parameters.
-    """
-
-    def __init__(
-        self, parameters: Iterable[ModelParameter], group: dist.ProcessGroup, every: int
-    ) -> None:
-        self._parameters = parameters
-        self._group = group
-        self._every = every
-
-    def check(self, step: int, plan: Plan) -> None:
-        """A collective, at the beginning of a step on every rank. RuntimeError on all of them,
-        naming what differs and the ranks, unless the plan and the parameters are alike.
-
-        Waits for the ranks, and for the device."""
-        said = f"step {step}: {plan}"
-        everyone = self._gather([crc32(said.encode())])
-        if len(set(everyone)) > 1:
-            texts: list[str] = [""] * len(everyone)
-            dist.all_gather_object(texts, said, group=self._group)
-            rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+def compare_replicas(
+    step: int, plan: Plan, parameters: Iterable[ModelParameter], group: dist.ProcessGroup
+) -> None:
+    """Compare the plan of a step, and these parameters, over the ranks. A collective that waits for
+    the ranks and for the device. RuntimeError on all of them, naming what differs and the ranks."""
+    parameters = list(parameters)
+    own = f"step {step}: {plan}", [_checksum(parameter.tensor) for parameter in parameters]
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    first_plan, first = everyone[0]
+    for rank, (said, _) in enumerate(everyone):
+        if said != first_plan:
             raise RuntimeError(
                 f"debug: rank {rank} plans otherwise than rank 0, and must plan alike:\n"
-                f"  rank 0: {texts[0]}\n  rank {rank}: {texts[rank]}"
+                f"  rank 0: {first_plan}\n  rank {rank}: {said}"
             )
-        if step % self._every == 0:
-            self._compare_parameters(step)
-
-    def _compare_parameters(self, step: int) -> None:
-        parameters = list(self._parameters)
-        everyone = self._gather([_checksum(parameter.tensor) for parameter in parameters])
-        for i, parameter in enumerate(parameters):
-            for rank, theirs in enumerate(everyone):
-                if theirs[i] != everyone[0][i]:
-                    raise RuntimeError(
-                        f"debug: parameter {parameter.name!r} of rank {rank} is not that of rank 0 "
-                        f"before step {step}; the ranks are replicas no longer"
-                    )
-
-    def _gather(self, own: list[int]) -> list[tuple[int, ...]]:
-        """What every rank has, rank by rank. own: as many numbers on every rank."""
-        device = next(
-            (parameter.tensor.device for parameter in self._parameters), torch.device("cpu")
-        )
-        mine = torch.tensor(own, dtype=torch.int64, device=device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, mine, group=self._group)
-        return [tuple(row.tolist()) for row in rows]
+    for i, parameter in enumerate(parameters):
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs[i] != first[i]:
+                raise RuntimeError(
+                    f"debug: parameter {parameter.name!r} of rank {rank} is not that of rank 0 "
+                    f"before step {step}; the ranks are replicas no longer"
+                )
 
 
 def _checksum(tensor: Tensor) -> int:

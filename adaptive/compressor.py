@@ -33,8 +33,7 @@ from adaptive.config import (
 )
 from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.strategies import check_exchange
-from adaptive.foreign import DDPHook, HookRung, check_hooks
-from adaptive.hook import Attachment, adaptive_hook
+from adaptive.hook import Attachment, DDPHook, HookRung, adaptive_hook, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE

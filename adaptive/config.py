@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from adaptive.exchange.link import LinkSpec
-from adaptive.foreign import HookRung
+from adaptive.hook import HookRung
 from adaptive.statistics.shadow import ShadowLadder
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor

@@ -33,7 +33,6 @@ from adaptive.bucket import Bucket, Granularity, StepCFs, Unit, lay_out
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
-from adaptive.foreign import only
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.multilevel import compress_levels, levels_beside, record_levels, strided_sample
@@ -149,7 +148,7 @@ class Reducer:
         _write_back(bucket, buffer)
 
         def finish(future: Future[Tensor]) -> Tensor:
-            mean = only(future.value())
+            mean = future.value()
             poisoned = all_finite(mean) ^ True
             for part in sending:
                 flag = but_not(but_not(poisoned, bucket.poisoned), part.skipped)

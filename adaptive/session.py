@@ -18,15 +18,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from adaptive.agreement import CrossCheck, agree, describe_sizes
+from adaptive.agreement import agree, compare_replicas, describe_sizes
 from adaptive.bucket import GradientOrder, Granularity
 from adaptive.config import Settings, joins
 from adaptive.controller import Controller, PolicyStart
-from adaptive.exchange.choice import ExchangeChoice, LinkCost, measure_link
 from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.link import EmulatedLink
+from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.foreign import send_through
+from adaptive.exchange.strategies import ExchangeChoice
+from adaptive.hook import send_through
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameters
@@ -145,8 +145,6 @@ class Session:
             self._choice.by_energy,
             self._parameters.device,
         )
-        every = settings.debug
-        self._check = CrossCheck(self._parameters.values(), group, every) if every else None
         self._watch_forward()
         # With unused parameters buckets stay as they are from the first backward on.
         fixed = model is None or (model.find_unused_parameters and not model.static_graph)
@@ -277,8 +275,10 @@ class Session:
                 )
             if not controller.carrying:
                 self._memory.emptied()
-            if self._check is not None:
-                self._check.check(controller.step, controller.plan)
+            if every := self.settings.debug:
+                looked_at = () if controller.step % every else self._parameters.values()
+                group = self.exchange.group
+                compare_replicas(controller.step, controller.plan, looked_at, group)
             self._heed_script()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()

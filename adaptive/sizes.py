@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import StepCFs
-from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchange.strategies import GATHERED
+from adaptive.exchange.strategies import GATHERED, ExchangeChoice
 from adaptive.parameters import ModelParameter
 from compressors import Compressor
 from policies import DENSE

@@ -17,7 +17,9 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,29 +30,27 @@ from adaptive.exchange.link import EmulatedLink
 from compressors.base import CorruptPayload
 from compressors.kernels import Flag, fresh, is_host
 
+T = TypeVar("T")
+
 NBYTES = 4
 """Bytes of a checksum."""
 
-_MODULUS = 2**32
 _MULTIPLIER = 2654435761
 """Of the positions: their products, made odd, are the weights on a device (Knuth's hash)."""
+
+# torch renamed all_gather_into_tensor, which warns since; older versions have only that.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def checksum(payload: Tensor) -> Tensor:
     """Of a contiguous, flat uint8 tensor: NBYTES bytes, where that is."""
     if is_host(payload.device):
-        crc = zlib.crc32(payload.numpy().data)
-        return torch.tensor(list(crc.to_bytes(NBYTES, "little")), dtype=torch.uint8)
-    return _weighted_sum(payload)
-
-
-def _weighted_sum(payload: Tensor) -> Tensor:
-    """The same without a look at the data on the host."""
-    places = torch.arange(1, payload.numel() + 1, device=payload.device)
-    weights = (places * _MULTIPLIER % _MODULUS) | 1
-    total = ((payload.to(torch.int64) + 1) * weights).sum() % _MODULUS
-    shifts = torch.arange(0, 8 * NBYTES, 8, device=payload.device)
-    return ((total >> shifts) & 0xFF).to(torch.uint8)
+        total = torch.tensor([zlib.crc32(payload.numpy().data)])
+    else:
+        places = torch.arange(1, payload.numel() + 1, device=payload.device)
+        weights = (places * _MULTIPLIER) | 1
+        total = ((payload.to(torch.int64) + 1) * weights).sum(0, keepdim=True)
+    return total.view(torch.uint8)[:NBYTES]
 
 
 def signed(payload: Tensor) -> Tensor:
@@ -129,11 +129,16 @@ class PendingSum:
     _copy: Tensor | None = None
     _copied: torch.Event | None = None
 
-    def start(self) -> PendingSum:
+    def start(self) -> None:
         """Begin; every rank must do so at the same place among its collectives."""
-        if self.work is None:
-            self.work = dist.all_reduce(self.tensor, group=self.group, async_op=True)
-        return self
+        self.work = self.work or dist.all_reduce(self.tensor, group=self.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The sum over all ranks; on a device it is the stream that waits, not the host."""
+        self.start()
+        assert self.work is not None
+        self.work.wait()
+        return self.tensor
 
     def fetch(self) -> None:
         """Let a device copy the sum to the host once it is there, while the host goes on."""
@@ -152,13 +157,6 @@ class PendingSum:
             return self.wait()
         self._copied.synchronize()
         return self._copy
-
-    def wait(self) -> Tensor:
-        """The sum over all ranks; on a device it is the stream that waits, not the host."""
-        work = self.start().work
-        assert work is not None
-        work.wait()
-        return self.tensor
 
 
 class Exchange:
@@ -187,58 +185,50 @@ class Exchange:
             nothing.set_result(tensor)
             return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
-        return self._hold(work, wire)
+        return self._hold(work, self._count(tensor.nbytes, reduce_wire_bytes))
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over the ranks, in place, to be started and, a step later,
         read. An emulated link does not hold it back."""
-        wire = self._count(tensor.numel() * tensor.element_size(), reduce_wire_bytes)
-        self.traffic.statistics += wire
+        self.traffic.statistics += self._count(tensor.nbytes, reduce_wire_bytes)
         return PendingSum(tensor, self.group)
 
-    def all_gather(self, payload: Tensor, what: str = "a payload") -> Future[Tensor]:
+    def all_gather(self, payload: Tensor, what: str) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
         if self._check_bytes:
             payload = signed(payload)
-        flat = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
-        out = flat.view(self.world_size, payload.numel())
-        work = _all_gather(flat, payload, self.group)
-        wire = self._count(payload.numel(), gather_wire_bytes)
-        return self._checked(self._hold(work, wire), out, what)
+        out = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
+        work = _all_gather(out, payload, group=self.group, async_op=True)
+        done = self._hold(work, self._count(payload.nbytes, gather_wire_bytes))
+        return self._checked(done, out.view(self.world_size, payload.numel()), what)
 
-    def all_to_all(
-        self, payload: Tensor, sizes: Sequence[int], what: str = "a payload"
-    ) -> Future[Tensor]:
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
         1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
         if self._check_bytes:
             payload = torch.cat([signed(part) for part in payload.split(list(sizes))])
             sizes = [size + NBYTES for size in sizes]
-        size = sizes[self.rank]
-        flat = fresh(self.world_size * size, payload.dtype, payload.device)
-        out = flat.view(self.world_size, size)
+        n, size = self.world_size, sizes[self.rank]
+        out = fresh(n * size, payload.dtype, payload.device)
         work = dist.all_to_all_single(
-            flat, payload, [size] * self.world_size, list(sizes), self.group, async_op=True
+            out, payload, [size] * n, list(sizes), self.group, async_op=True
         )
-        wire = self._count(payload.numel(), shard_wire_bytes)
-        return self._checked(self._hold(work, wire), out, what)
+        done = self._hold(work, self._count(payload.nbytes, shard_wire_bytes))
+        return self._checked(done, out.view(n, size), what)
 
-    def broadcast(self, tensor: Tensor, source: int, what: str = "a payload") -> Future[Tensor]:
-        """What `tensor` (flat uint8) is on the rank `source` of the group; in place, or in memory
-        of its own."""
+    def broadcast(self, payload: Tensor, source: int, what: str) -> Future[Tensor]:
+        """What `payload` (uint8, n elements) is on the rank `source` of the group: a tensor of
+        shape (1, n), which may be `payload` itself."""
         if self._check_bytes:
-            tensor = signed(tensor)
-        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
-        wire = self._count(tensor.numel() * tensor.element_size(), shard_wire_bytes)
-        out = tensor[None] if self._check_bytes else tensor
-        return self._checked(self._hold(work, wire), out, what, source)
+            payload = signed(payload)
+        work = dist.broadcast(payload, group_src=source, group=self.group, async_op=True)
+        done = self._hold(work, self._count(payload.nbytes, shard_wire_bytes))
+        return self._checked(done, payload[None], what, source)
 
-    def hold_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
+    def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
         it back as the link would."""
-        wire = self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes)
-        return self._link.hold(done, wire) if self._link else done
+        return self._hold(done, self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes))
 
     def count_corrupt(self, flag: Flag) -> None:
         """Something that has arrived on a device cannot have been sent (`take_corrupt`)."""
@@ -247,7 +237,7 @@ class Exchange:
 
     def take_corrupt(self) -> list[Tensor]:
         """What was counted since this was asked last, from any thread."""
-        return [self._corrupt.popleft() for _ in range(len(self._corrupt))]
+        return drain(self._corrupt)
 
     def take_traffic(self) -> Traffic:
         """The traffic counted so far; counting starts again from zero."""
@@ -260,28 +250,33 @@ class Exchange:
         self.traffic.wire += wire
         return wire
 
+    def _hold(self, work: dist.Work | Future[Tensor], wire: float) -> Future[Tensor]:
+        """A future of the collective's tensor, once the link may have carried the `wire` bytes."""
+        if not isinstance(work, Future):
+            work = work.get_future().then(lambda f: f.value()[0])
+        return self._link.hold(work, wire) if self._link else work
+
     def _checked(
-        self, done: Future[Tensor], out: Tensor, what: str, source: int | None = None
+        self, done: Future[Tensor], rows: Tensor, what: str, source: int | None = None
     ) -> Future[Tensor]:
-        """A future of `out` once `done` is; if `done` failed, so does it. A callback that did not
-        read the future would hand on a receive buffer that nothing was received in."""
+        """A future of the `rows` that `done` fills; if `done` failed, so does it. A callback that
+        did not read the future would hand on a buffer that nothing was received in."""
 
         def finish(future: Future[Tensor]) -> Tensor:
             future.value()  # raises what went wrong
             if not self._check_bytes:
-                return out
-            rows, corrupt = check(out, what, source)
+                return rows
+            payloads, corrupt = check(rows, what, source)
             self.count_corrupt(corrupt)
-            return rows if source is None else rows[0]
+            return payloads
 
         return done.then(finish)
 
-    def _hold(self, work: dist.Work, wire: float) -> Future[Tensor]:
-        done: Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
-        return self._link.hold(done, wire) if self._link else done
 
-
-def _all_gather(out: Tensor, payload: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, payload, group=group, async_op=True)
+def drain(queue: deque[T]) -> list[T]:
+    """All that threads have put into the queue so far."""
+    taken = []
+    with suppress(IndexError):
+        while True:
+            taken.append(queue.popleft())
+    return taken

@@ -1,27 +1,80 @@
-"""An emulated slow link: collectives finish no sooner than their bytes would have taken.
+"""The network between the ranks: what a message costs on it, and an emulated slow one.
 
-For demonstrations and experiments on one machine, whose loopback is faster than any network.
+The emulated link is for demonstrations and experiments on one machine, whose loopback is faster
+than any network.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
+from queue import Empty, Queue
+from statistics import median
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.futures import Future
+
+if TYPE_CHECKING:
+    from adaptive.exchange.collectives import Exchange
+
+PROBE_BYTES = 1 << 18
+PROBES = 5
 
 IDLE = 1.0
 """Seconds without a transfer after which the thread that waits for them ends."""
 
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_RATE = re.compile(r"([0-9.]+)\s*([kmg]?)(?:bit(?:/s|ps)?|bps)", re.IGNORECASE)
-_TIME = re.compile(r"([0-9.]+)\s*(us|ms|s)", re.IGNORECASE)
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = r"(\d+\.?\d*|\.\d+)\s*"
+_LINK = re.compile(
+    _NUMBER + r"([kmg]?)(?:bit(?:/s|ps)?|bps)(?:\s*,\s*" + _NUMBER + "(us|ms|s))?", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What a message costs by the alpha-beta model, agreed by all ranks.
+
+    alpha: seconds a message. beta: bytes a second that a rank sends.
+    """
+
+    alpha: float = 0.0
+    beta: float = inf
+
+    def gathered(self, nbytes: float, n: int) -> float:
+        """Seconds to all-gather `nbytes` a rank among `n` ranks."""
+        return (n - 1) * (self.alpha + nbytes / self.beta)
+
+    def sharded(self, nbytes: float, n: int) -> float:
+        """Seconds of an all-to-all and an all-gather of 1/n of `nbytes` each."""
+        return 2 * (n - 1) * (self.alpha + nbytes / n / self.beta)
+
+
+def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:
+    """Time a few small and larger all-gathers. A collective; the result is alike on all ranks."""
+
+    def seconds(nbytes: int) -> float:
+        payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(PROBES):
+            began = clock()
+            exchange.all_gather(payload, "a probe").wait()
+            times.append(clock() - began)
+        return median(times)
+
+    seconds(8)  # the first one sets connections up
+    measured = torch.tensor([seconds(8), seconds(PROBE_BYTES)], dtype=torch.float64, device=device)
+    small, large = (exchange.sum_later(measured).wait() / exchange.world_size).tolist()
+    exchange.take_traffic()  # not part of any step
+    hops = max(1, exchange.world_size - 1)
+    slope = (large - small) / (hops * PROBE_BYTES)
+    return LinkCost(max(0.0, small / hops), 1 / slope if slope > 0 else inf)
 
 
 @dataclass(frozen=True)
@@ -35,40 +88,35 @@ class LinkSpec:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits_per_second, str) or not 0 < self.bits_per_second < float("inf"):
+        if isinstance(self.bits_per_second, str) or not 0 < self.bits_per_second < inf:
             raise ValueError(
                 f"bits_per_second must be a positive, finite number, got {self.bits_per_second!r}"
                 f"; LinkSpec.parse reads text"
             )
-        if not 0 <= self.latency < float("inf"):
+        if not 0 <= self.latency < inf:
             raise ValueError(f"latency must be >= 0 seconds and finite, got {self.latency!r}")
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
         """From "100mbit" or "1gbit,5ms". ValueError for anything else."""
-        rate_text, _, latency_text = text.partition(",")
-        rate = _RATE.fullmatch(rate_text.strip())
-        latency = _TIME.fullmatch(latency_text.strip()) if latency_text else None
-        try:
-            if rate is None or (latency_text and latency is None):
-                raise ValueError
-            seconds = float(latency[1]) * _SECONDS[latency[2].lower()] if latency else 0.0
-            return cls(float(rate[1]) * _UNITS[rate[2].lower()], seconds)
-        except ValueError:
+        found = _LINK.fullmatch(text.strip())
+        if found is None or not float(found[1]):
             raise ValueError(
                 f"link must be a rate such as '100mbit' or '1gbit', optionally followed by a "
                 f"latency as in '100mbit,5ms', got {text!r}"
-            ) from None
+            )
+        rate, prefix, latency, unit = found.groups()
+        seconds = float(latency) * _SECONDS[unit.lower()] if latency else 0.0
+        return cls(float(rate) * _PREFIXES[prefix.lower()], seconds)
 
     def __str__(self) -> str:
-        rate = self.bits_per_second
-        for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-            if rate >= unit:
-                text = f"{rate / unit:g} {name}"
+        rate, prefix = self.bits_per_second, ""
+        for factor, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if rate >= factor:
+                rate, prefix = rate / factor, name
                 break
-        else:
-            text = f"{rate:g} bit/s"
-        return text + (f", {self.latency * 1e3:g} ms" if self.latency else "")
+        latency = f", {self.latency * 1e3:g} ms" if self.latency else ""
+        return f"{rate:g} {prefix}bit/s{latency}"
 
 
 class EmulatedLink:
@@ -82,42 +130,35 @@ class EmulatedLink:
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
         self._free_at = 0.0
-        self._queue: list[tuple[float, int, Future[Tensor], Future[Tensor]]] = []
-        self._count = itertools.count()
-        self._changed = threading.Condition()
+        self._transfers: Queue[tuple[float, Future[Tensor], Future[Tensor]]] = Queue()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def hold(self, done: Future[Tensor], wire_bytes: float) -> Future[Tensor]:
         """A future that completes with `done`'s value, but no sooner than the link allows."""
-        now = time.monotonic()
-        start = max(now, self._free_at)
+        start = max(time.monotonic(), self._free_at)
         self._free_at = start + wire_bytes * 8 / self.spec.bits_per_second
         held: Future[Tensor] = Future()
-        due = self._free_at + self.spec.latency
-        with self._changed:
+        with self._lock:
+            self._transfers.put((self._free_at + self.spec.latency, done, held))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
                 self._thread.start()
-            heapq.heappush(self._queue, (due, next(self._count), done, held))
-            self._changed.notify()
         return held
 
     def _run(self) -> None:
-        while (next_one := self._take()) is not None:
-            done, held = next_one
+        while True:
+            try:
+                due, done, held = self._transfers.get(timeout=IDLE)
+            except Empty:
+                with self._lock:
+                    if self._transfers.empty():
+                        self._thread = None
+                        return
+                continue
+            time.sleep(max(0.0, due - time.monotonic()))
             try:
                 held.set_result(done.wait())
             except Exception as error:  # the waiter must see it, whatever it is
                 held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
-            del next_one, done, held  # nothing is kept alive by a thread that waits
-
-    def _take(self) -> tuple[Future[Tensor], Future[Tensor]] | None:
-        """The next transfer, once it is due; None, and the thread is over, if none has come for
-        IDLE seconds."""
-        with self._changed:
-            while not self._queue or (wait := self._queue[0][0] - time.monotonic()) > 0:
-                if not self._changed.wait(wait if self._queue else IDLE) and not self._queue:
-                    self._thread = None
-                    return None
-            _, _, done, held = heapq.heappop(self._queue)
-            return done, held
+            del done, held  # nothing is kept alive by a thread that waits

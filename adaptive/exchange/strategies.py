@@ -15,7 +15,10 @@ arrived (`Received`). It knows no memory and no statistics. It is a generator, s
 may only be issued in the body of a hook call (`adaptive.exchange.pipeline`): it yields the future
 of each collective that it has issued, and is sent its value.
 
-`make_strategy` says which a compressor allows; `adaptive.exchange.choice` chooses among them.
+`make_strategy` says which a compressor allows; `ExchangeChoice` takes the one that is fastest by
+the alpha-beta model (ring algorithms, N ranks, payload B bytes): an all-gather takes
+(N-1)(alpha + B/beta), the sharded exchange 2(N-1)(alpha + B/(N beta)). With few ranks or small
+payloads the first wins, with many ranks the second.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import nan
+from math import isfinite, nan
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +37,7 @@ from torch.futures import Future
 
 from adaptive.bucket import Unit, shard_borders
 from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.link import LinkCost
 from compressors import Compressor, NoCompression
 from compressors.base import Payload
 from compressors.grace import GraceCompressor
@@ -261,7 +265,7 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
             if room.numel():
                 payload = unit.compressor.compress(a, unit.cf, unit.key)
                 room.copy_(_sparse(unit).pack_indices(payload))
-    chosen = yield exchange.broadcast(chosen, out.leader, f"bucket {out.index}, indices")
+    chosen = (yield exchange.broadcast(chosen, out.leader, f"bucket {out.index}, indices"))[0]
     own = [_at(*each) for each in zip(units, sums, chosen.split(sizes), strict=True)]
     out.books.chosen(own)
     own = [_apart(unit, payload) for unit, payload in zip(units, own, strict=True)]
@@ -490,3 +494,41 @@ def make_strategy(base: Compressor, exchange: str) -> Strategy:
 def check_exchange(exchange: str, base: Compressor) -> str:
     """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
     return exchange if exchange == "auto" else make_strategy(base, exchange).name
+
+
+WORTH = 0.9
+"""Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
+
+
+class ExchangeChoice:
+    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
+
+    ValueError if the compressor does not allow `exchange`.
+    """
+
+    def __init__(self, base: Compressor, exchange: str, world_size: int) -> None:
+        self._strategies = strategies(base)
+        self._fixed = None if exchange == "auto" else make_strategy(base, exchange)
+        self._world_size = world_size
+        self.link = LinkCost()
+
+    @property
+    def measures(self) -> bool:
+        """The choice depends on the link, which is to be measured."""
+        if self._fixed is not None or self._world_size <= 2:
+            return False
+        return self._strategies[0] is GATHERED and SHARDED in self._strategies
+
+    @property
+    def by_energy(self) -> bool:
+        """The ranks' energies must be known."""
+        return self._fixed is not None and self._fixed.by_energy
+
+    def pick(self, nbytes: float) -> Strategy:
+        """For payloads of `nbytes` a bucket."""
+        if not self.measures:
+            return self._fixed or self._strategies[0]
+        n, link = self._world_size, self.link
+        if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
+            link = LinkCost(0.0, 1.0)
+        return SHARDED if link.sharded(nbytes, n) < WORTH * link.gathered(nbytes, n) else GATHERED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive.exchange.choice import ExchangeChoice, LinkCost
-from adaptive.exchange.strategies import check_exchange, strategies
+from adaptive.exchange.link import LinkCost
+from adaptive.exchange.strategies import ExchangeChoice, check_exchange, strategies
 from compressors import QSGD, RandomK, compressor_names, make_compressor
 
 SLOW = LinkCost(alpha=1e-4, beta=1e7)  # 0.1 ms a message, 80 Mbit/s
