@@ -38,9 +38,6 @@ NBYTES = 4
 _MULTIPLIER = 2654435761
 """Of the positions: their products, made odd, are the weights on a device (Knuth's hash)."""
 
-# torch renamed all_gather_into_tensor, which warns since; older versions have only that.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 def checksum(payload: Tensor) -> Tensor:
     """Of a contiguous, flat uint8 tensor: NBYTES bytes, where that is."""
@@ -198,7 +195,9 @@ class Exchange:
         if self._check_bytes:
             payload = signed(payload)
         out = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
-        work = _all_gather(out, payload, group=self.group, async_op=True)
+        # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(out, payload, group=self.group, async_op=True)
         done = self._hold(work, self._count(payload.nbytes, gather_wire_bytes))
         return self._checked(done, out.view(self.world_size, payload.numel()), what)
 
