@@ -1,38 +1,33 @@
 """What GraVAC watches after it has chosen, to notice that the choice may no longer be right.
 
-The paper explores once. `DriftMonitor` finds reasons to explore again:
+The paper explores once. `DriftMonitor` finds three reasons to explore again:
 
-1. A drift: the step time or the gain of the CF in use has changed (`DriftDetector`).
+1. The step time, the wait for the network or the gain of the CF in use has changed. Noise must not
+   look like that. So the medians of windows of steps are compared; a change must be large, go the
+   same way and last for several windows (`ChangeTest`).
 2. The chosen CF could not be sent for long, because its gain is below epsilon: a CF between it and
    the floor may serve.
-3. A probe, now and then, of the CFs that were passed over shows one that promises more
-   (`PeriodicProbe`).
-
-Noise must not look like drift. So windows of steps are compared, each by its median or mean; a
-change must be large, go the same way and last for several windows; and a new choice stands for a
-while whatever is observed.
+3. A probe, now and then, of the CFs that were passed over shows one that promises more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from math import isfinite, nan
-from typing import NamedTuple
+from math import inf, isfinite, nan
+from statistics import fmean
 
-from policies.base import DENSE, StepReport
-from policies.estimators import Average, Backoff, median, relative_change
+from policies.base import StepReport
+from policies.estimators import Backoff, median, relative_change
 from policies.exploration import CandidateStatistics, SendRule
 from policies.state import (
     CHILD,
     OPTIONAL_CHILD,
-    Field,
     Stateful,
-    by_cf,
     count,
     declare,
+    lists_by_cf,
     maybe_cf,
-    maybe_count,
     maybe_number,
     numbers,
     saved_as,
@@ -46,11 +41,11 @@ change."""
 MAX_PROBE_DOUBLINGS = 6
 """The wait between probes grows to 64 times the first."""
 
-EXCHANGE_CHANGE = 1.0
+WAIT_CHANGE = 1.0
 """The time spent waiting for the network must double or halve to count. It shows a change earlier
 than the step time, of which it may be a small part at a large CF, but it is noisier."""
 
-EXCHANGE_SHARE = 0.05
+WAIT_SHARE = 0.05
 """The difference must also be this part of the step time, or it has no consequence."""
 
 REFERENCE_WINDOWS = 5
@@ -58,223 +53,68 @@ REFERENCE_WINDOWS = 5
 noise. Later windows do not count, or the reference would follow a slow drift."""
 
 
-class Cause(Enum):
-    """A kind of finding of the drift monitor."""
+class Drift(Enum):
+    """What has changed where GraVAC should explore again."""
 
     TIMES = "times"
-    """Step times have changed: explore again."""
     GAINS = "gains"
-    """Gains have changed: explore again."""
-    PROBE = "probe"
-    """A probe begins or ends: other CFs are measured from now on, or no longer."""
-
-
-class Finding(NamedTuple):
-    """A finding of the drift monitor in one step, with the numbers that show it."""
-
-    cause: Cause
-    why: str
 
 
 class ChangeTest(Stateful):
-    """A test of whether a quantity has changed for good, by its values in window after window.
+    """A test of whether a quantity has changed for good, by its medians in window after window.
 
+    what: the quantity, in words.
     threshold: `relative_change` that counts. Below half of it the count of windows starts again;
-    between the two it stays (hysteresis).
+        between the two it stays (hysteresis).
     patience: windows in a row, all above or all below the reference, that make a change.
-
-    references: by CF, the mean that windows are compared with.
     """
 
-    _fields = declare(references=by_cf, _windows=by_cf, _windows_off=whole)
+    _fields = declare(_first=lists_by_cf, _window=saved_as(numbers, least=0), _windows_off=whole)
 
-    def __init__(self, threshold: float, patience: int) -> None:
-        self.threshold, self.patience = threshold, patience
-        self.references: dict[float, float] = {}
-        self._windows: dict[float, float] = {}  # in the mean, by CF
-        self._windows_off = 0  # in a row; negative if below the reference
+    def __init__(self, what: str, threshold: float, patience: int) -> None:
+        self.what, self.threshold, self.patience = what, threshold, patience
+        self.begin({})
 
     def begin(self, references: Mapping[float, float]) -> None:
-        """Compare with these values, by CF, from now on."""
-        self.references, self._windows = dict(references), dict.fromkeys(references, 1.0)
+        """Compare with these values, by CF. Where there is none, the first window becomes one."""
+        self._first = {cf: [reference] for cf, reference in references.items()}
+        self.use_other_cf()
 
-    def begin_count(self) -> None:
-        """Forget the windows that were off the reference."""
-        self._windows_off = 0
+    def use_other_cf(self) -> None:
+        """Another CF is in use: windows start again, and none was off its reference."""
+        self._window: list[float] = []
+        self._windows_off = 0  # in a row; negative if below
 
-    def changed_from(self, cf: float, now: float, least: float = 0.0) -> float | None:
-        """Take in the value of one window at a CF. Returns the reference if the quantity has
-        changed from it, else None; without a reference the value becomes one.
+    def add(self, value: float) -> None:
+        """Take in the value of one step; one that is not known does not count."""
+        if isfinite(value) and value >= 0:
+            self._window.append(value)
+
+    def end_window(self, cf: float, least: float = 0.0) -> str:
+        """Compare the window, which was sent at `cf`. Returns what has changed, if the quantity
+        has, else "".
 
         least: smallest difference that counts.
         """
-        before = self.references.setdefault(cf, now)
-        windows = self._windows.setdefault(cf, 1.0)
-        if self._is_off(now, before, least):
-            return before
-        if windows < REFERENCE_WINDOWS and not self._windows_off:
-            self.references[cf] = before + (now - before) / (windows + 1)
-            self._windows[cf] = windows + 1
-        return None
-
-    def _is_off(self, now: float, reference: float, least: float) -> bool:
-        """Count the window; whether enough of them in a row were off the reference."""
-        distance = relative_change(now, reference)
-        side = 1 if now > reference else -1
-        if distance >= self.threshold and abs(now - reference) >= least:
-            off = self._windows_off
-            self._windows_off = off + side if off * side > 0 else side
-        elif distance < self.threshold / 2 or abs(now - reference) < least:
-            self._windows_off = 0
-        return abs(self._windows_off) >= self.patience
-
-
-class DriftDetector(Stateful):
-    """A detector of lasting changes at the CF in use: of its step time without compression, of the
-    time that it waits for the network, and of its gain if it is the chosen CF.
-
-    statistics: of the candidates, for their definition of gain. drift: `relative_change` of the
-    step time or gain that counts. patience: windows that it must last. steps: of a window.
-    """
-
-    _fields = declare(
-        _cf=maybe_cf,
-        _seconds=CHILD,
-        _exchange=CHILD,
-        _gain=CHILD,
-        _count=count,
-        _times=saved_as(numbers, least=0),
-        _waits=saved_as(numbers, least=0),
-        _window_gain=CHILD,
-    )
-
-    def __init__(
-        self, statistics: CandidateStatistics, drift: float, patience: int, steps: int
-    ) -> None:
-        self._statistics = statistics
-        self.drift, self.patience, self.steps = drift, patience, steps
-        self._seconds = ChangeTest(drift, patience)
-        self._exchange = ChangeTest(EXCHANGE_CHANGE, patience)
-        self._gain = ChangeTest(drift, patience)
-        self._cf: float | None = None  # in use
-        self._start_window(None)
-
-    def begin(self) -> None:
-        """A choice was made. The step times that it rests on become references.
-
-        The references of the other quantities are the first windows after the choice. Exchange
-        times were not compared for the choice, and the error-fed gain of a CF changes once that CF
-        is sent.
-        """
-        self._seconds.begin(self._statistics.step_times())
-        self._exchange.begin({})
-        self._gain.begin({})
-        self._start_window(None)
-
-    def _start_window(self, cf: float | None) -> None:
-        """Start a window of the CF that is in use now. After another CF, counts start again."""
-        if cf is None or cf != self._cf:
-            for test in (self._seconds, self._exchange, self._gain):
-                test.begin_count()
-        self._cf = cf
-        self._count = 0
-        self._times: list[float] = []  # without compression
-        self._waits: list[float] = []
-        self._window_gain = Average(1 / self.steps)
-
-    def observe(self, report: StepReport, chosen: float | None) -> Finding | None:
-        """Take in one step; returns the drift if a window ends that proves one.
-
-        chosen: the CF whose gain is watched, too.
-        """
-        if report.cf != self._cf:
-            self._start_window(report.cf)
-        seconds, wait = report.seconds - report.coding_seconds, report.wait_seconds
-        timed = report.timed_cf == report.cf and isfinite(seconds) and isfinite(wait)
-        if timed and seconds > 0 and wait >= 0:
-            self._times.append(seconds)
-            self._waits.append(wait)
-        if report.cf == chosen and report.cf in report.measurements:
-            self._window_gain.add(*report.measurements[report.cf].terms(self._statistics.kind))
-        self._count += 1
-        if self._count < self.steps:
-            return None
-        drift = self._drift(report.cf, chosen)
-        self._start_window(report.cf)
-        return drift
-
-    def _drift(self, cf: float, chosen: float | None) -> Finding | None:
-        """The window is over: compare its numbers with the references."""
-        if self._times:
-            seconds, wait = median(self._times), median(self._waits)
-            what = f"a step at CF {cf:g} without compression"
-            if why := self._changed(self._seconds, cf, seconds, what, " s"):
-                return Finding(Cause.TIMES, why)
-            what, least = f"the wait for the network at CF {cf:g}", EXCHANGE_SHARE * seconds
-            if why := self._changed(self._exchange, cf, wait, what, " s", least):
-                return Finding(Cause.TIMES, why)
-        gain = self._window_gain.value
-        if self._statistics.signal is not None:  # for which a window is too short
-            known = self._statistics.gain(chosen)
-            gain = nan if known is None else known
-        if cf == chosen and isfinite(gain):
-            what = f"the gain of CF {cf:g}"
-            if why := self._changed(self._gain, cf, min(1.0, gain), what):
-                return Finding(Cause.GAINS, why)
-        return None
-
-    def _changed(
-        self, test: ChangeTest, cf: float, now: float, what: str, unit: str = "", least: float = 0.0
-    ) -> str:
-        """What has changed from which value, in words; "" if it has not."""
-        before = test.changed_from(cf, now, least)
-        if before is None:
+        if not self._window:
             return ""
-        return (
-            f"{what} went from {before:.4g} to {now:.4g}{unit}, a change of "
-            f"{relative_change(now, before):.2f} >= {test.threshold:g} for {test.patience} x "
-            f"{self.steps} steps"
-        )
-
-
-class PeriodicProbe(Stateful):
-    """A timer for measuring again the gains of the CFs that were passed over: a wait, then a probe
-    of a few steps, then the wait again.
-
-    The wait doubles after a probe that changed nothing, because gains change slowly late in
-    training.
-
-    wait: steps before the first probe. steps: of a probe.
-    """
-
-    _fields = declare(_wait=CHILD, _since=count)
-
-    def __init__(self, wait: int, steps: int) -> None:
-        self._wait = Backoff(wait, MAX_PROBE_DOUBLINGS)
-        self._steps = steps
-        self._since = 0  # steps since the wait began
-
-    @property
-    def active(self) -> bool:
-        """Whether this step is part of a probe."""
-        return self._since >= self._wait.steps
-
-    def step(self) -> bool:
-        """Take one step; returns whether a probe has just ended."""
-        self._since += 1
-        return self._since >= self._wait.steps + self._steps
-
-    def begin(self, changed: bool) -> None:
-        """Wait again. changed: another CF was chosen since the last probe."""
-        self._since = 0
-        if changed:
-            self._wait.reset()
-        else:
-            self._wait.fail()
-
-    def pause(self) -> None:
-        """The chosen CF is not in use: a probe that had begun starts again when it is."""
-        self._since = min(self._since, self._wait.steps)
+        now, self._window = median(self._window), []
+        first = self._first.setdefault(cf, [])
+        before = fmean(first) if first else now
+        distance = relative_change(now, before) if abs(now - before) >= least else 0.0
+        if distance >= self.threshold:
+            side, off = (1 if now > before else -1), self._windows_off
+            self._windows_off = off + side if off * side > 0 else side
+        elif distance < self.threshold / 2:
+            self._windows_off = 0
+        if abs(self._windows_off) >= self.patience:
+            return (
+                f"{self.what} at CF {cf:g} went from {before:.4g} to {now:.4g}, a change of "
+                f"{distance:.2f} >= {self.threshold:g}, {self.patience} windows in a row"
+            )
+        if len(first) < REFERENCE_WINDOWS and not self._windows_off:
+            first.append(now)
+        return ""
 
 
 class DriftMonitor(Stateful):
@@ -282,12 +122,13 @@ class DriftMonitor(Stateful):
 
     A choice stands for `cooldown` steps, whatever is observed. That number doubles each time that a
     choice is given up soon after, so that reports so noisy that they look like drift cost less and
-    less, and is itself again after a choice that lasted.
+    less, and is itself again after a choice that lasted. The wait between probes doubles after each
+    that changed nothing, because gains change slowly late in training.
 
     statistics: of the candidates. rule: says below which gain a CF is not sent, and from which on
         it is sent again.
     omega: relative difference of T_comp that counts as none.
-    drift: `relative_change` of step time or gain that counts; None: drift is not looked for.
+    drift: `relative_change` of step time or gain that counts; None: it is not looked for.
     patience: windows that a drift must last. steps: of a window, and of a probe.
     retry: steps before the first probe, and steps for which the chosen CF may be kept from being
         sent by its gain; None: there are no probes, and it may be so for ever.
@@ -295,13 +136,18 @@ class DriftMonitor(Stateful):
 
     _fields = declare(
         _chosen=maybe_cf,
-        _others=Field(lambda state, key, _: tuple(numbers(state, key, least=1)), list),
-        _steps_below=count,
-        _since=maybe_count,
-        _detector=OPTIONAL_CHILD,
+        _others=saved_as(numbers, least=1),
         _cooldown=CHILD,
-        _probe=OPTIONAL_CHILD,
+        _since_choice=count,
+        _steps_below=count,
+        _wait=OPTIONAL_CHILD,
+        _since_probe=count,
         _t_sys=saved_as(maybe_number, above=0),
+        _cf=maybe_cf,
+        _window_step=count,
+        _seconds=CHILD,
+        _waits=CHILD,
+        _gain=CHILD,
     )
 
     def __init__(
@@ -317,93 +163,141 @@ class DriftMonitor(Stateful):
         cooldown: int,
     ) -> None:
         self._statistics, self._rule, self._omega = statistics, rule, omega
-        self._retry = retry
-        self._detector = (
-            None if drift is None else DriftDetector(statistics, drift, patience, steps)
-        )
+        self._steps, self._retry = steps, retry
+        self._chosen: float | None = None  # the last choice, if there was one
+        self._others: list[float] = []  # tried and passed over
         self._cooldown = Backoff(cooldown, MAX_COOLDOWN_DOUBLINGS)
-        self._probe = None if retry is None else PeriodicProbe(retry, steps)
-        self._chosen: float | None = None
-        self._others: tuple[float, ...] = ()  # tried and passed over
+        self._since_choice = 0  # steps
         self._steps_below = 0  # in a row, with the chosen CF's gain below epsilon
-        self._since: int | None = None  # steps with the choice; None: none was ever made
-        self._t_sys: float | None = None  # of the chosen CF, before the last probe began
+        self._wait = None if retry is None else Backoff(retry, MAX_PROBE_DOUBLINGS)
+        self._since_probe = 0  # steps of the wait for the next probe, and of that probe
+        self._t_sys: float | None = None  # of the chosen CF, before that probe
+        self._drift = drift
+        self._cf: float | None = None  # in use
+        self._window_step = 0
+        self._seconds = ChangeTest("step time without compression", drift or inf, patience)
+        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, patience)
+        self._gain = ChangeTest("gain", drift or inf, patience)
 
-    def begin(self, chosen: float, tried: tuple[float, ...]) -> None:
-        """A choice was made among the CFs that were tried and dense."""
-        changed, self._chosen = chosen != self._chosen, chosen
-        self._others = tuple(cf for cf in tried if cf not in (DENSE, chosen))
-        self._steps_below = 0
-        if self._since is not None:
-            self._cooldown.judge(self._since)
-        self._since = 0
-        if self._detector is not None:
-            self._detector.begin()
-        if self._probe is not None:
-            self._probe.begin(changed)
+    def begin(self, chosen: float, others: tuple[float, ...]) -> None:
+        """A choice was made, and these other CFs were tried.
 
-    def probe(self, send: float) -> tuple[float, ...]:
-        """The CFs to measure while `send` is sent: none, except during a probe."""
-        active = self._probe is not None and self._probe.active
-        return self._others if active and send == self._chosen else ()
+        The step times that it rests on become references. The references of the other quantities
+        are the first windows after the choice: waits were not compared for the choice, and the
+        error-fed gain of a CF changes once that CF is sent.
+        """
+        if self._chosen is not None:
+            self._cooldown.judge(self._since_choice)
+        if self._wait is not None and chosen != self._chosen:
+            self._wait.reset()
+        self._chosen, self._others, self._cf = chosen, list(others), None
+        self._since_choice = self._steps_below = self._since_probe = 0
+        self._seconds.begin(self._statistics.time.without_compression())
+        self._waits.begin({})
+        self._gain.begin({})
 
-    def observe(self, report: StepReport) -> Finding | None:
-        """Take in one step with the choice; returns what was found, if anything."""
-        self._since = (self._since or 0) + 1
-        drift = None if self._detector is None else self._detector.observe(report, self._chosen)
-        drift = drift or self._out_of_use(report.cf)
-        may_leave = self._since > self._cooldown.steps
-        return drift if drift and may_leave else self._observe_probe(report.cf, may_leave)
+    @property
+    def probed(self) -> tuple[float, ...]:
+        """The CFs to measure while the chosen one is sent: none, except during a probe."""
+        active = self._wait is not None and self._since_probe >= self._wait.steps
+        return tuple(self._others) if active else ()
 
-    def _out_of_use(self, sent: float) -> Finding | None:
+    def observe(self, report: StepReport) -> tuple[Drift, str] | None:
+        """Take in one step with the choice; returns what has changed for good, if anything, with
+        the numbers that show it."""
+        self._since_choice += 1
+        stands = self._since_choice <= self._cooldown.steps
+        found = self._watch(report) if self._drift is not None else None
+        found = found or self._watch_epsilon(report.cf)
+        if found and not stands:
+            return found
+        better = self._step_probe(report.cf)
+        return (Drift.GAINS, better) if better and not stands else None
+
+    def _watch(self, report: StepReport) -> tuple[Drift, str] | None:
+        """Take in the times and the gain of the CF in use, and compare when a window ends."""
+        cf = report.cf
+        if cf != self._cf:
+            self._cf, self._window_step = cf, 0
+            for test in (self._seconds, self._waits, self._gain):
+                test.use_other_cf()
+        if report.timed_cf == cf:
+            self._seconds.add(report.seconds - report.coding_seconds)
+            self._waits.add(report.wait_seconds)
+        if cf == self._chosen:
+            of_step = report.gain(cf, self._statistics.kind)  # of signal gain that is only noise
+            gain = of_step if self._statistics.signal is None else self._statistics.gain(cf)
+            self._gain.add(nan if gain is None else gain)
+        self._window_step += 1
+        if self._window_step < self._steps:
+            return None
+        self._window_step = 0
+        least = WAIT_SHARE / (self._statistics.t_sys(cf) or inf)
+        found = [
+            (Drift.TIMES, self._seconds.end_window(cf)),
+            (Drift.TIMES, self._waits.end_window(cf, least)),
+            (Drift.GAINS, self._gain.end_window(cf)),
+        ]
+        return next(((drift, why) for drift, why in found if why), None)
+
+    def _watch_epsilon(self, sent: float) -> tuple[Drift, str] | None:
         """A drift if its gain has kept the chosen CF from being sent for too long, and smaller CFs
         were tried."""
-        chosen, epsilon = self._chosen, self._rule.epsilon
-        gain = self._statistics.gain(chosen)
-        below = sent != chosen and gain is not None and gain < epsilon
+        gain, epsilon = self._statistics.gain(self._chosen), self._rule.epsilon
+        below = sent != self._chosen and gain is not None and gain < epsilon
         self._steps_below = self._steps_below + 1 if below else 0
-        if self._retry is None or self._steps_below < self._retry:
-            return None
-        if chosen is None or chosen <= min(self._others, default=chosen):
+        smaller = [cf for cf in self._others if self._chosen is not None and cf < self._chosen]
+        if self._retry is None or self._steps_below < self._retry or not smaller:
             return None
         numbers = f"{gain:.4g} < epsilon {epsilon:g} for {self._steps_below} steps"
-        return Finding(Cause.GAINS, f"the gain of CF {chosen:g} is {numbers}")
+        return Drift.GAINS, f"the gain of CF {self._chosen:g} is {numbers}"
 
-    def _observe_probe(self, sent: float, may_leave: bool) -> Finding | None:
-        """Begin or end a probe of the other CFs when it is time to, while the chosen CF is sent."""
-        if self._probe is None:
-            return None
-        if not self._others or sent != self._chosen:
-            self._probe.pause()
-            return None
-        was_active = self._probe.active
-        if self._probe.step():
-            why = self._statistics.promising(
-                self._others, sent, self._t_sys, self._rule.up_at, self._omega
-            )
-            if why and may_leave:
-                return Finding(Cause.GAINS, why)
-            self._probe.begin(changed=False)
-            listed = self._listed()
-            return Finding(Cause.PROBE, f"looked again at CF {listed}: none is better by omega")
-        if self._probe.active and not was_active:
-            self._t_sys = self._statistics.t_sys(sent)
-            return Finding(Cause.PROBE, f"looks again at the gains of CF {self._listed()}")
-        return None
+    def _step_probe(self, sent: float) -> str:
+        """Begin or end a probe when it is time to, while the chosen CF is sent. Returns what has
+        shown to be better, "" if nothing has."""
+        if self._wait is None or not self._others:
+            return ""
+        if sent != self._chosen:
+            # A probe that had begun starts again when the chosen CF is back in use.
+            self._since_probe = min(self._since_probe, self._wait.steps)
+            return ""
+        self._since_probe += 1
+        if self._since_probe == self._wait.steps:
+            self._t_sys = self._statistics.t_sys(sent)  # probing takes time
+        if self._since_probe < self._wait.steps + self._steps:
+            return ""
+        self._since_probe = 0
+        self._wait.fail()
+        return self._promising(sent)
+
+    def _promising(self, chosen: float) -> str:
+        """Why one of the other CFs may be better than the chosen one, by the gains of now; else "".
+
+        A CF that was sent must promise more T_comp by omega. One that was never sent, for want of
+        gain, must have a gain now with which it would be sent.
+        """
+        gain = self._statistics.gain(chosen)
+        kept = None if gain is None or self._t_sys is None else gain * self._t_sys
+        for cf in self._others:
+            gain, t_sys = self._statistics.gain(cf), self._statistics.t_sys(cf)
+            if gain is None or gain < self._rule.up_at:
+                continue
+            if t_sys is None:
+                return (
+                    f"CF {cf:g} has not been sent and has gain {gain:.4g} >= {self._rule.up_at:.4g}"
+                )
+            if kept is not None and gain * t_sys > (1 + self._omega) * kept:
+                return (
+                    f"CF {cf:g} has gain {gain:.4g}, T_comp {gain * t_sys:.4g} > "
+                    f"{1 + self._omega:.4g} x {kept:.4g} of CF {chosen:g}"
+                )
+        return ""
 
     def described(self) -> str:
-        """What would make it explore again, in words; "" if nothing will."""
+        """What would make GraVAC explore again, in words; "" if nothing will."""
         causes = []
-        if self._detector is not None:
-            causes.append(
-                f"its step time or gain changes by {self._detector.drift:g} of itself for "
-                f"{self._detector.patience} x {self._detector.steps} steps"
-            )
-        if self._retry is not None and self._others:
-            causes.append(
-                f"in a look now and then CF {self._listed()} shows a gain that promises more"
-            )
-        return f"it explores again when {', or when '.join(causes)}" if causes else ""
-
-    def _listed(self) -> str:
-        return ", ".join(f"{cf:g}" for cf in self._others)
+        if self._drift is not None:
+            causes.append(f"its step time or gain changes by {self._drift:g} of itself")
+        if self._wait is not None and self._others:
+            causes.append("a probe of CFs that are not sent promises more")
+        return f"it explores again when {', or '.join(causes)}" if causes else ""

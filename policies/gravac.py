@@ -1,8 +1,7 @@
 """GraVAC (Tyagi, Swany, 2023): choose the CF by gain and compression throughput.
 
-A run explores the ladder (policies/exploration.py) and then either settles on the CF where
-compression throughput saturates, which is left and taken up again through epsilon, or stays dense,
-if no CF beats dense.
+A run explores the ladder and then either settles on the CF where compression throughput saturates,
+which is left and taken up again through epsilon, or stays dense, if no CF beats dense.
 
 Beyond the paper, that lasts until something has drifted (policies/drift.py); then it explores
 again. What has not drifted stays known. After a change of the network these are the gains, so that
@@ -13,7 +12,7 @@ step times, dense's too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import nan
+from math import inf, nan
 from typing import Any, get_args
 
 from policies import checks
@@ -28,20 +27,19 @@ from policies.base import (
     change,
     make_ladder,
 )
-from policies.drift import Cause, DriftMonitor
+from policies.drift import Drift, DriftMonitor
 from policies.estimators import weight_for
-from policies.exploration import (
-    MIN_OBSERVATIONS,
-    CandidateStatistics,
-    Exploration,
-    Level,
-    Phase,
-    SendRule,
-)
-from policies.state import CHILD, declare, maybe_cf, text, together
+from policies.exploration import CandidateStatistics, Level, SendRule
+from policies.state import CHILD, count, declare, flag, maybe_cf, number, saved_as, text, together
+
+MIN_OBSERVATIONS = 5
+"""Steps in which a gain must have been measured before it is believed."""
 
 TIMED_STEPS = 3
 """Steps that the shortest window leaves for a candidate's step time, after those for its gain."""
+
+DENSE_WINDOW, FLOOR_WINDOW = 0, 1
+"""The first windows of an exploration; those of the candidates follow."""
 
 
 class GraVAC(DeclaredPolicy):
@@ -74,10 +72,13 @@ class GraVAC(DeclaredPolicy):
 
     name = "gravac"
     _fields = declare(
+        _judging=count,
+        _window_step=count,
+        _quick=flag,
+        _floor=saved_as(number, least=1),
         _chosen=maybe_cf,
         _reason=text,
         _verdict=text,
-        _exploration=CHILD,
         _statistics=CHILD,
         _rule=CHILD,
         _monitor=CHILD,
@@ -115,7 +116,7 @@ class GraVAC(DeclaredPolicy):
         self.patience = checks.whole("patience", patience, least=1)
         self.retry = None if retry is None else checks.whole("retry", retry, least=1)
         self._settings = dict(vars(self))
-        self.shadow = self.shadow or gain == "signal"
+        self.shadow = gain == "signal"
         self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
@@ -132,144 +133,191 @@ class GraVAC(DeclaredPolicy):
             )
         # A short window must still leave steps to send the candidate in.
         believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
-        weight = weight_for(context.world_size)
+        self._short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
         self._statistics = CandidateStatistics(
-            self.gain, weight, believed_after, context.wire_bytes, context.assumed
+            self.gain,
+            weight_for(context.world_size),
+            believed_after,
+            context.wire_bytes,
+            context.assumed,
         )
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
-        short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
         self._monitor = DriftMonitor(
             self._statistics,
             self._rule,
             omega=self.omega,
             drift=self.drift,
             patience=self.patience,
-            steps=short_window,
+            steps=self._short_window,
             retry=None if self.retry is None else self.retry * self.window,
             cooldown=self.cooldown,
         )
-        self._exploration = Exploration(
-            self._ladder,
-            self._statistics,
-            self._rule,
-            window=self.window,
-            short_window=short_window,
-            dense_window=self.dense_window if self.allow_dense else 0,
-            omega=self.omega,
-            may_stop=self.allow_dense,
-        )
         self._reason = ""
-        self._open(quick=False)
+        self._explore(quick=False)
         self._started = True
-
-    def _open(self, quick: bool) -> None:
-        """Begin to explore. quick: with short windows."""
-        self._chosen: float | None = None  # until a choice is made
-        self._verdict = ""
-        self._exploration.open(quick)
-
-    def _open_again(self, cause: Cause, why: str) -> str:
-        """Explore again, and forget what has drifted; returns why the plan changes."""
-        self._statistics.judge(self._chosen)
-        if cause == Cause.TIMES:
-            self._statistics.forget_times()
-        else:
-            self._statistics.forget_gains()
-        self._open(quick=cause == Cause.TIMES)
-        return f"explores again, {why}"
 
     def plan(self) -> Plan:
         self._check_started("plan")
-        send = self._send
-        return Plan(send=send, probe=self._probe(send), reason=self._reason)
+        return Plan(self._send, self._probe, self._reason)
 
     @property
     def _candidate(self) -> float | None:
-        """The CF above the floor, if there is one: the explored one, or later the chosen one."""
-        if self._exploration.phase == Phase.SETTLED:
-            return None if self._chosen == self._exploration.floor else self._chosen
-        return self._exploration.candidate
+        """The CF above the floor that the send rule may send: while it explores the one to be
+        judged now or, while dense and the floor are measured, next; then the chosen one."""
+        if self._chosen is not None:
+            return None if self._chosen in (DENSE, self._floor) else self._chosen
+        rung = max(self._judging, FLOOR_WINDOW + 1) - FLOOR_WINDOW
+        return self._ladder[rung] if rung < len(self._ladder) else None
 
     @property
     def _send(self) -> float:
         if self._rule.level == Level.CANDIDATE and self._candidate is not None:
             return self._candidate
-        return self._exploration.floor if self._rule.level == Level.FLOOR else DENSE
+        return self._floor if self._rule.level == Level.FLOOR else DENSE
 
-    def _probe(self, send: float) -> tuple[float, ...]:
-        """The CFs whose gains the send rule needs and sending `send` does not show."""
+    @property
+    def _probe(self) -> tuple[float, ...]:
+        """The CFs whose gains are needed and not shown by what is sent."""
         if self.shadow:  # the gains of the whole ladder are known
             return ()
-        if send == self._chosen:
-            return self._monitor.probe(send)
-        wanted = (self._exploration.floor, self._candidate)
-        return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, send))
+        if self._send == self._chosen:
+            return self._monitor.probed
+        wanted = (self._floor, self._candidate)
+        return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, self._send))
 
     def observe(self, report: StepReport) -> None:
-        sent = self._send
-        basis = self._statistics.observe(report, {sent, *self._probe(sent)})
-        why = "; ".join(filter(None, (self._advance(report), basis)))
-        send = self._send
-        self._reason = change(sent, send, why)
-        self._statistics.keep_only({send, *self._probe(send)})
+        sent, probed = self._send, self._probe
+        basis = self._statistics.observe(report, {sent, *probed})
+        why = self._step_exploration() if self._chosen is None else self._step_choice(report)
+        if not why and self._probe != probed:
+            listed = ", ".join(f"{cf:g}" for cf in self._probe or probed)
+            why = f"looks {'again' if self._probe else 'no longer'} at the gains of CF {listed}"
+        self._reason = change(sent, self._send, "; ".join(filter(None, (why, basis))))
 
-    def _advance(self, report: StepReport) -> str:
+    # Exploring: a window of steps for dense, for the floor, and for each candidate
+
+    def _explore(self, quick: bool) -> None:
+        """Begin to explore from the smallest CF up. quick: with short windows."""
+        self._chosen: float | None = None
+        self._verdict = ""
+        self._quick = quick
+        self._floor = self._ladder[0]
+        self._window_step = 0
+        known = self._statistics.t_sys(DENSE) is not None or DENSE in self._ladder
+        measures_dense = self.allow_dense and self.dense_window > 0 and not known
+        self._judging = DENSE_WINDOW if measures_dense else FLOOR_WINDOW
+        self._rule.enter(Level.DENSE if measures_dense else Level.FLOOR)
+
+    def _step_exploration(self) -> str:
         """Take one step; returns why the plan changes, "" if it does not."""
-        if self._chosen is not None:
-            return self._go_on_with_choice(report)
-        ended, why = self._exploration.step()
-        if not ended:
-            return why
-        return self._stay_dense(why) if why else self._settle()
+        window = self._short_window if self._quick else self.window
+        if self._judging == DENSE_WINDOW:
+            window = min(self.dense_window, window) if self._quick else self.dense_window
+        if self._judging == DENSE_WINDOW or self._rule.level != Level.DENSE:
+            self._window_step += 1
+            if self._window_step >= window:
+                return self._end_window()
+        return "" if self._judging == DENSE_WINDOW else self._follow_rule()
 
-    def _go_on_with_choice(self, report: StepReport) -> str:
-        found = self._monitor.observe(report)
-        if found is not None and found.cause != Cause.PROBE:
-            return self._open_again(*found)
-        stays_dense = self._exploration.phase == Phase.STAY_DENSE
-        moved = "" if stays_dense else self._exploration.follow_rule(self._candidate)
-        if found is None or self.shadow:  # with all gains known, nothing more is probed
-            return moved
-        return moved or found.why
+    def _end_window(self) -> str:
+        """Go on with the next window, or choose; returns why the plan changes."""
+        judged = (DENSE, *self._ladder)[self._judging]
+        self._judging, self._window_step = self._judging + 1, 0
+        if self._judging == FLOOR_WINDOW:
+            gain = self._statistics.gain(self._floor)
+            if gain is not None and gain < self.epsilon:  # the send rule stays at dense
+                return f"gain {gain:.4g} at CF {self._floor:g} < epsilon {self.epsilon:g}"
+            self._rule.enter(Level.FLOOR)
+            known = "not known yet" if gain is None else f"{gain:.4g}"
+            return f"dense is measured, gain at CF {self._floor:g} {known}"
+        self._statistics.judge(self._floor)
+        self._statistics.judge(judged)
+        why = ""
+        if judged != self._ladder[0]:
+            if self.allow_dense and (why := self._statistics.why_dense_wins()):
+                return self._choose(DENSE, why)
+            why = self._promote(judged)
+        if self._candidate is None:
+            return self._choose(*self._best())
+        self._rule.enter(Level.FLOOR)  # the rule moves up once the candidate's gain is believed
+        return why and f"{why}, next candidate {self._candidate:g}"
 
-    def _settle(self) -> str:
-        """The end of the ladder is reached: choose a CF or dense; returns why."""
+    def _promote(self, candidate: float) -> str:
+        """Move the floor up to the candidate if that loses no gain and it can be sent (section
+        3.2); returns why or why not."""
+        floor, gain = self._statistics.gain(self._floor), self._statistics.gain(candidate)
+        stays = f"floor stays {self._floor:g}"
+        if floor is None or gain is None:
+            return f"gains not known, {stays}"
+        lost = abs(floor - gain) / floor if floor > 0 else inf
+        why = f"|{floor:.4g} - {gain:.4g}| / {floor:.4g} = {lost:.3f}"
+        if lost > self.omega:
+            return f"{why} > omega {self.omega:g}, {stays}"
+        why = f"{why} <= omega {self.omega:g}"
+        if gain < self.epsilon:
+            return f"{why} but gain < epsilon {self.epsilon:g}, {stays}"
+        moves = f"floor {self._floor:g} -> {candidate:g}"
+        self._floor = candidate
+        return f"{why}, {moves}"
+
+    def _follow_rule(self) -> str:
+        """Move between dense, floor and candidate by their gains; returns why, "" if not moved."""
+        candidate = None if self._judging == FLOOR_WINDOW else self._candidate
+        return self._rule.step(self._statistics.gain(self._floor), self._statistics.gain(candidate))
+
+    # The choice
+
+    def _best(self) -> tuple[float, str]:
+        """The CF to choose when all candidates were judged, and why."""
         t_comp = self._statistics.t_comp(self.epsilon)
-        dense = self._statistics.t_sys(DENSE) if self.allow_dense else None
-        if t_comp:
-            self._chosen, why = choose(t_comp, dense, self.omega)
-        else:
-            self._chosen = self._exploration.floor
-            why = f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
-        if t_comp and self._chosen == DENSE:
-            return self._stay_dense(why)
-        self._exploration.close(Phase.SETTLED)
+        if not t_comp:
+            return self._floor, f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
+        return choose(
+            t_comp, self._statistics.t_sys(DENSE) if self.allow_dense else None, self.omega
+        )
+
+    def _choose(self, chosen: float, why: str) -> str:
+        """Send this CF, as far as the send rule allows, or dense; returns why."""
+        tried = self._ladder[: self._judging - FLOOR_WINDOW]
+        self._chosen, self._floor = chosen, self._ladder[0]
+        self._monitor.begin(chosen, tuple(cf for cf in tried if cf not in (DENSE, chosen)))
+        if chosen == DENSE:
+            self._rule.enter(Level.DENSE)
+            self._verdict = f"GraVAC stays dense: {why}"
+            return why
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
-        self._verdict = f"GraVAC settled on CF {self._chosen:g}: {why}"
-        self._monitor.begin(self._chosen, self._ladder)
+        self._verdict = f"GraVAC settled on CF {chosen:g}: {why}"
         return f"settled, {why}"
 
-    def _stay_dense(self, why: str) -> str:
-        """No CF beats dense: send dense, and probe other CFs now and then; returns why."""
-        self._exploration.close(Phase.STAY_DENSE)
-        self._chosen = DENSE
-        self._rule.enter(Level.DENSE)
-        self._verdict = f"GraVAC stays dense: {why}"
-        self._monitor.begin(DENSE, self._exploration.tried)
-        return why
+    def _step_choice(self, report: StepReport) -> str:
+        """Take one step with the choice; returns why the plan changes, "" if it does not."""
+        found = self._monitor.observe(report)
+        if found is not None:
+            return self._explore_again(*found)
+        return "" if self._chosen == DENSE else self._follow_rule()
+
+    def _explore_again(self, drift: Drift, why: str) -> str:
+        """Explore again, and forget what has drifted; returns why the plan changes."""
+        quick = drift == Drift.TIMES and self._chosen is not None
+        if self._chosen is not None:
+            self._statistics.judge(self._chosen)
+        if drift == Drift.TIMES:
+            self._statistics.forget_times()
+        else:
+            self._statistics.forget_gains()
+        self._explore(quick)
+        return f"explores again, {why}"
 
     def rescale(self) -> None:
         """It explores again, as after a change of the network: gains stay known, step times do
         not."""
-        sent, why = self._send, "the number of ranks has changed"
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
-        if self._chosen is not None:
-            why = self._open_again(Cause.TIMES, why)
-        else:
-            self._statistics.forget_times()
-            self._open(quick=False)
+        sent = self._send
+        why = self._explore_again(Drift.TIMES, "the number of ranks has changed")
         self._reason = change(sent, self._send, why)
+
+    # What it says of itself
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder
@@ -282,46 +330,50 @@ class GraVAC(DeclaredPolicy):
         """
         gain, t_sys = self._statistics.gain(self._send), self._statistics.t_sys(self._send)
         numbers = {
-            "candidate": None if self._exploration.phase == Phase.STAY_DENSE else self._candidate,
-            "floor": self._exploration.floor,
-            "gain_floor": self._statistics.gain(self._exploration.floor),
+            "candidate": self._candidate,
+            "floor": self._floor,
+            "gain_floor": self._statistics.gain(self._floor),
             "gain_candidate": self._statistics.gain(self._candidate),
             "t_sys": t_sys,
             "t_comp": None if gain is None or t_sys is None else gain * t_sys,
             "epsilon": self.epsilon,
             "exploring": float(self._chosen is None),
         }
-        known = {k: nan if number is None else float(number) for k, number in numbers.items()}
-        signal = self._statistics.signal
-        return known if signal is None else {"signal": 0.0, **known, **signal.status()}
+        signal = {} if self._statistics.signal is None else self._statistics.signal.status()
+        return {k: nan if value is None else value for k, value in numbers.items()} | signal
 
     def verdict(self) -> str:
-        explores = self._exploration.phase in (Phase.FLOOR, Phase.EXPLORE)
-        if explores and self._rule.level == Level.DENSE:
+        judging_cfs = self._chosen is None and self._judging != DENSE_WINDOW
+        if judging_cfs and self._rule.level == Level.DENSE:
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 
     def next_move(self) -> str:
-        if self._statistics.signal is not None and not self._statistics.signal.clear:
-            return f"{self._next()} (no signal gain now: {self._statistics.signal.described()})"
-        return self._next()
-
-    def _next(self) -> str:
         if self._chosen is not None:
-            watched = "nothing but epsilon" if self._chosen != DENSE else "nothing"
-            return self._monitor.described() or f"{watched} changes it any more"
-        return self._exploration.described()
+            move = self._monitor.described() or "nothing but epsilon changes it any more"
+        else:
+            cf = (DENSE, *self._ladder)[self._judging]
+            what = "dense" if self._judging == DENSE_WINDOW else f"CF {cf:g}"
+            move = f"{what} is judged, {self._window_step} steps of its window so far"
+        signal = self._statistics.signal
+        if signal is None or signal.clear:
+            return move
+        return f"{move} (no signal gain now: {signal.described()})"
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**self._settings, "ladder": list(self._ladder)}
 
     def _check_loaded(self) -> None:
-        exploring = self._exploration.phase.explores
-        together(exploring == (self._chosen is None), "'chosen' and 'phase' contradict")
+        explores = self._judging <= len(self._ladder)
+        together(explores or self._chosen is not None, "'chosen' and 'judging' contradict")
 
 
 def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
-    """The CF to keep, and why: dense (1) if no CF beats it, else where T_comp saturates.
+    """The CF to keep, and why: dense (1) if no CF beats it, else the CF where T_comp saturates.
+
+    That is found upwards from the smallest CF, of the one kept so far and the next: the smaller
+    where their T_comp differ by no more than omega (relative to the one kept), else the one with
+    the larger T_comp.
 
     t_comp: compression throughput (steps/s x gain) by CF, at least one.
     dense: dense's T_comp, its gain being 1; None: dense is not a choice.
@@ -331,27 +383,14 @@ def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> 
         if t_comp[best] <= dense:
             return DENSE, f"best T_comp {t_comp[best]:.4g} (CF {best:g}) <= {dense:.4g} of dense"
         t_comp = {cf: value for cf, value in t_comp.items() if value > dense}
-    return saturation(t_comp, omega)
-
-
-def saturation(t_comp: Mapping[float, float], omega: float) -> tuple[float, str]:
-    """The CF at which T_comp saturates, and why.
-
-    Upwards from the smallest CF, of the one kept so far and the next: the smaller where their
-    T_comp differ by no more than omega (relative to the one kept), else the one with the larger
-    T_comp.
-    """
-    ascending = sorted(t_comp)
-    kept = ascending[0]
-    saturated = ""
-    for cf in ascending[1:]:
-        change = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept]
-        if change <= omega:
-            saturated = (
-                f"saturates at {kept:g}, |{t_comp[cf]:.4g} - {t_comp[kept]:.4g}| / "
-                f"{t_comp[kept]:.4g} = {change:.3f} <= omega {omega:g}"
-            )
+    kept, *larger = sorted(t_comp)
+    found = f"largest at {kept:g}"
+    for cf in larger:
+        lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept]
+        if lost <= omega:
+            numbers = f"|{t_comp[cf]:.4g} - {t_comp[kept]:.4g}| / {t_comp[kept]:.4g} = {lost:.3f}"
+            found = f"saturates at {kept:g}, {numbers} <= omega {omega:g}"
         elif t_comp[cf] > t_comp[kept]:
-            kept, saturated = cf, ""
-    listed = ", ".join(f"{t_comp[cf]:.4g} at {cf:g}" for cf in ascending)
-    return kept, f"T_comp {listed}: {saturated or f'largest at {kept:g}'}"
+            kept, found = cf, f"largest at {cf:g}"
+    listed = ", ".join(f"{t_comp[cf]:.4g} at {cf:g}" for cf in sorted(t_comp))
+    return kept, f"T_comp {listed}: {found}"

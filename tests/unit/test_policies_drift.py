@@ -14,11 +14,9 @@ from policies.base import DENSE, Context, Measurement, StepReport
 from policies.drift import (
     MAX_COOLDOWN_DOUBLINGS,
     REFERENCE_WINDOWS,
-    Cause,
     ChangeTest,
-    DriftDetector,
+    Drift,
     DriftMonitor,
-    PeriodicProbe,
 )
 from policies.estimators import Backoff
 from policies.exploration import CandidateStatistics, SendRule
@@ -26,6 +24,15 @@ from policies.gravac import GraVAC
 from tests.unit.plans import reasons, switches
 
 # The parts
+
+
+def windows(test, values, least=0.0):
+    """Whether each of these windows of one step at CF 10 proves a change."""
+    told = []
+    for value in values:
+        test.add(value)
+        told.append(bool(test.end_window(10.0, least)))
+    return told
 
 
 @pytest.mark.parametrize(
@@ -39,18 +46,15 @@ from tests.unit.plans import reasons, switches
     ],
 )
 def test_a_change_takes_patience_and_hysteresis(values, drifts):
-    test = ChangeTest(0.299, 2)
-    for _ in range(REFERENCE_WINDOWS):
-        test.changed_from(10.0, 1.0)
-    assert [test.changed_from(10.0, value) is not None for value in values] == drifts
+    test = ChangeTest("time", 0.299, 2)
+    windows(test, [1.0] * REFERENCE_WINDOWS)
+    assert windows(test, values) == drifts
 
 
 def test_a_difference_too_small_to_matter_does_not_count():
-    test = ChangeTest(1.0, 1)
-    for _ in range(REFERENCE_WINDOWS):
-        test.changed_from(10.0, 0.01)
-    assert test.changed_from(10.0, 0.04, least=0.05) is None
-    assert test.changed_from(10.0, 0.07, least=0.05) == 0.01
+    test = ChangeTest("time", 1.0, 1)
+    windows(test, [0.01] * REFERENCE_WINDOWS)
+    assert windows(test, [0.04, 0.07], least=0.05) == [False, True]
 
 
 def timed(cf, seconds, timed_cf=None):
@@ -59,47 +63,44 @@ def timed(cf, seconds, timed_cf=None):
     return StepReport(0, cf, timed_cf=cf if timed_cf is None else timed_cf, **times)
 
 
-def statistics_of(seconds):
-    statistics = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf)
+def monitor_of(seconds, **settings):
+    """A monitor of candidates of which these step times are known."""
+    statistics = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf, {})
     for cf, each in seconds.items():
         statistics.observe(timed(cf, each), ())
-    return statistics
+    given = {"drift": 0.3, "patience": 1, "steps": 1, "retry": None, "cooldown": 1, **settings}
+    return DriftMonitor(statistics, SendRule(0.3, 0.1, 20), omega=0.1, **given)
 
 
-def test_a_detector_compares_each_cf_with_itself():
-    detector = DriftDetector(statistics_of({40.0: 1.0, 10.0: 3.0}), 0.3, 1, 2)
-    detector.begin()
+def test_each_cf_is_compared_with_itself():
+    monitor = monitor_of({40.0: 1.0, 10.0: 3.0}, steps=2)
+    monitor.begin(40.0, (10.0,))
     for report in [timed(40.0, 1.0), timed(10.0, 3.0), timed(10.0, 3.0), timed(40.0, 1.0)]:
-        assert detector.observe(report, 40.0) is None
-    assert detector.observe(timed(40.0, 9.0, timed_cf=10.0), 40.0) is None  # 10's time
-    assert detector.observe(timed(40.0, 2.0), 40.0) is None
-    assert detector.observe(timed(40.0, 2.0), 40.0).cause == Cause.TIMES
+        assert monitor.observe(report) is None
+    assert monitor.observe(timed(40.0, 9.0, timed_cf=10.0)) is None  # 10's time
+    assert monitor.observe(timed(40.0, 2.0)) is None
+    drift, why = monitor.observe(timed(40.0, 2.0))
+    assert drift == Drift.TIMES
+    assert why == (
+        "step time without compression at CF 40 went from 1 to 2, a change of 1.00 >= 0.3, 1 "
+        "windows in a row"
+    )
 
 
-def test_a_detector_takes_its_first_window_where_there_is_no_reference():
-    detector = DriftDetector(statistics_of({}), 0.3, 1, 1)
-    detector.begin()
-    assert detector.observe(timed(40.0, 5.0), 40.0) is None
-    assert detector.observe(timed(40.0, 5.1), 40.0) is None
-    assert detector.observe(timed(40.0, nan), 40.0) is None
-    assert detector.observe(timed(40.0, 50.0), 40.0).cause == Cause.TIMES
+def test_the_first_window_is_the_reference_where_there_is_none():
+    monitor = monitor_of({})
+    monitor.begin(40.0, (10.0,))
+    for seconds in (5.0, 5.1, nan):
+        assert monitor.observe(timed(40.0, seconds)) is None
+    assert monitor.observe(timed(40.0, 50.0))[0] == Drift.TIMES
 
 
 def test_cooldowns_double_when_conclusions_do_not_last():
-    monitor = DriftMonitor(
-        statistics_of({40.0: 1.0}),
-        SendRule(0.3, 0.1, 20),
-        omega=0.1,
-        drift=0.3,
-        patience=1,
-        steps=1,
-        retry=None,
-        cooldown=10,
-    )
+    monitor = monitor_of({40.0: 1.0}, cooldown=10)
 
     def lasts():
         """Steps for which a choice stands although times have changed from the first step on."""
-        monitor.begin(40.0, (10.0, 40.0))
+        monitor.begin(40.0, (10.0,))
         steps = 0
         while monitor.observe(timed(40.0, 2.0)) is None:
             steps += 1
@@ -112,24 +113,58 @@ def test_cooldowns_double_when_conclusions_do_not_last():
 
 
 def test_a_probe_comes_after_a_wait_that_grows():
-    probe = PeriodicProbe(4, 2)
+    monitor = monitor_of({40.0: 1.0}, retry=4, steps=2, drift=None)
+    monitor.begin(40.0, (10.0,))
 
-    def cycle():
+    def cycle(steps):
         seen = []
-        while True:
-            seen.append(probe.active)
-            if probe.step():
-                return seen
+        for _ in range(steps):
+            seen.append(monitor.probed == (10.0,))
+            assert monitor.observe(timed(40.0, 1.0)) is None
+        return seen
 
-    probe.begin(changed=True)
-    assert cycle() == [False] * 4 + [True] * 2
-    probe.begin(changed=False)
-    assert cycle() == [False] * 8 + [True] * 2
-    probe.begin(changed=True)
-    for _ in range(5):
-        probe.step()
-    probe.pause()  # a look that was broken off begins again
-    assert cycle() == [True] * 2
+    assert cycle(6) == [False] * 4 + [True] * 2
+    assert cycle(10) == [False] * 8 + [True] * 2
+    monitor.begin(10.0, (40.0,))  # another choice
+    monitor.begin(40.0, (10.0,))
+    cycle(5)
+    monitor.observe(timed(10.0, 1.0))  # a probe that was cut short begins again
+    assert cycle(2) == [True] * 2
+    assert monitor.probed == ()
+
+
+@pytest.mark.parametrize(
+    ("gain", "seconds", "why"),
+    [
+        (0.6, {20.0: 0.4}, "CF 20 has gain 0.6, T_comp 1.5 > 1.1 x 1 of CF 10"),
+        (0.42, {20.0: 0.4}, ""),  # 1.05, within omega
+        (0.32, {20.0: 0.1}, ""),  # fast, but below what is sent again
+        (0.6, {}, "CF 20 has not been sent and has gain 0.6 >= 0.33"),
+        (0.32, {}, ""),
+    ],
+)
+def test_what_promises_to_be_better(gain, seconds, why):
+    gains = {10.0: 0.5, 20.0: gain}
+    statistics = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf, {})
+    for cf, each in {10.0: 0.5, **seconds}.items():
+        statistics.observe(timed(cf, each), ())
+    measured = {cf: Measurement(sample_error=1 - g, sample_total=1) for cf, g in gains.items()}
+    monitor = DriftMonitor(
+        statistics,
+        SendRule(0.3, 0.1, 20),
+        omega=0.1,
+        drift=None,
+        patience=1,
+        steps=1,
+        retry=1,
+        cooldown=1,
+    )
+    monitor.begin(10.0, (20.0, 40.0))
+    report = StepReport(0, 10.0, measured)
+    for _ in range(2):
+        statistics.observe(report, gains)
+        found = monitor.observe(report)
+    assert found == ((Drift.GAINS, why) if why else None)
 
 
 # The policy
@@ -258,7 +293,7 @@ def test_the_wait_for_the_network_shows_what_the_step_time_does_not():
     plan = next(plan for plan in run.run(40) if plan.reason)
     assert before / run.times[160.0][-1] < 1.3
     assert plan.reason.startswith(
-        "dense: 160 -> 1, explores again, the wait for the network at CF 160 went from 0.00625 to "
+        "dense: 160 -> 1, explores again, wait for the network at CF 160 went from 0.00625 to "
     )
     assert run.steps_until(DENSE) < 80
 
@@ -270,8 +305,8 @@ def test_the_step_time_shows_what_the_wait_does_not():
     run.compute *= 1.5
     plan = next(plan for plan in run.run(40) if plan.reason)
     assert plan.reason == (
-        "dense: 40 -> 1, explores again, a step at CF 40 without compression went from 0.125 to "
-        "0.175 s, a change of 0.40 >= 0.3 for 2 x 8 steps"
+        "dense: 40 -> 1, explores again, step time without compression at CF 40 went from 0.125 to "
+        "0.175, a change of 0.40 >= 0.3, 2 windows in a row"
     )
 
 
@@ -321,8 +356,8 @@ def test_a_gain_that_drifts_opens_exploration_and_keeps_the_times():
     run.gains = {cf: min(1.0, 1.5 * gain) for cf, gain in GAINS.items()}
     plans = run.run(40)
     assert reasons(plans)[0] == (
-        "scale down 40 -> 10: explores again, the gain of CF 40 went from 0.68 to 1, a change of "
-        "0.47 >= 0.3 for 2 x 8 steps"
+        "scale down 40 -> 10: explores again, gain at CF 40 went from 0.68 to 1, a change of "
+        "0.47 >= 0.3, 2 windows in a row"
     )
     plans += run.run(300)
     assert DENSE not in {plan.send for plan in plans}  # its time is still good
@@ -362,14 +397,13 @@ def test_a_candidate_below_epsilon_is_looked_at_again_and_tried():
     assert [plan.probe for plan in plans] == [()] * 120 + [(10.0, 20.0, 160.0, 1000.0)] * 8 + [()]
     assert reasons(plans[1:]) == [
         "looks again at the gains of CF 10, 20, 160, 1000",
-        "looked again at CF 10, 20, 160, 1000: none is better by omega",
+        "looks no longer at the gains of CF 10, 20, 160, 1000",
     ]
     run.gains[1000.0] = 0.7
     plans = run.run(2 * 120 + 8)  # the wait has doubled
     assert reasons(plans[:-1])[-1].startswith("looks again")
     assert plans[-1].reason == (
-        "scale down 40 -> 10: explores again, CF 1000 has not been sent and has gain 0.7 >= 0.33 "
-        "now"
+        "scale down 40 -> 10: explores again, CF 1000 has not been sent and has gain 0.7 >= 0.33"
     )
     run.steps_until(1000.0)
 
@@ -379,7 +413,7 @@ def test_a_timed_cf_must_promise_more_t_comp():
     assert run.settle() == 40.0
     run.gains[160.0] = 0.69  # before: 0.45
     run.run(3 * 40 + 8)
-    assert "CF 160 has gain 0.69 now, T_comp 5." in run.policy.plan().reason
+    assert "CF 160 has gain 0.69, T_comp 5." in run.policy.plan().reason
     assert "> 1.1 x 5." in run.policy.plan().reason
 
 
@@ -487,17 +521,17 @@ def test_goes_on_exactly_from_its_state(at):
 
 def test_what_would_make_it_move():
     run = network(SLOW)
-    assert run.policy.next_move() == "dense is measured, 0 steps so far; then CF 10"
+    assert run.policy.next_move() == "dense is judged, 0 steps of its window so far"
     run.run(60)
     assert run.policy.next_move() == "CF 20 is judged, 10 steps of its window so far"
     run.settle()
     assert run.policy.next_move() == (
-        "it explores again when its step time or gain changes by 0.3 of itself for 2 x 8 steps, "
-        "or when in a look now and then CF 10, 20, 160, 1000 shows a gain that promises more"
+        "it explores again when its step time or gain changes by 0.3 of itself, or a probe of CFs "
+        "that are not sent promises more"
     )
     run = network(SLOW, drift=None, retry=None)
     run.settle()
     assert run.policy.next_move() == "nothing but epsilon changes it any more"
     run = network(FAST, drift=None, retry=None)
     run.settle()
-    assert run.policy.next_move() == "nothing changes it any more"
+    assert run.policy.next_move() == "nothing but epsilon changes it any more"

@@ -8,7 +8,7 @@ from math import isnan, nan
 import pytest
 
 from policies.base import DENSE, Context, Measurement, StepReport
-from policies.gravac import GraVAC, choose, saturation
+from policies.gravac import GraVAC, choose
 from tests.unit.gravac_world import FALLING, FASTER, GOOD, LADDER, bare, world
 from tests.unit.plans import reasons, sends
 
@@ -30,7 +30,7 @@ from tests.unit.plans import reasons, sends
     ],
 )
 def test_saturation(t_comp, omega, kept, why):
-    chosen, reason = saturation(t_comp, omega)
+    chosen, reason = choose(t_comp, None, omega)
     assert chosen == kept
     assert why in reason
     for cf, value in t_comp.items():
@@ -242,7 +242,6 @@ def test_scale_down_after_settling_and_up_again():
     run.gain.update({10.0: 0.9, 160.0: 0.31})  # the floor is good again, 160 only just
     plans = run.run(100)
     assert sends(plans) == [DENSE, 10.0]
-    assert "20 steps after the last move" in reasons(plans)[0]
 
     run.gain[160.0] = 0.5
     plans = run.run(30)
