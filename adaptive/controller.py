@@ -326,28 +326,27 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """same_clock: see `Stopwatch.load_state_dict`. An error may leave it half loaded: see
         `loaded_parts`."""
-        self.policy.load_state_dict(saved.part(state, "policy"))
+        self.policy.load_state_dict(saved.read(state, "policy", Mapping))
         layers, peers = self._instruments.layers, self._instruments.peers
         for name, part in (("layers", layers), ("peers", peers)):
-            of_part = saved.part(state, name)
+            of_part = saved.read(state, name, Mapping)
             if part is not None:
                 part.load_state_dict(of_part)
             saved.together(part is not None or not of_part, f"{name!r} are not asked for here")
         self._pending.clear()
         self._exchange.take_traffic()
-        self.step = saved.count(state, "step")
+        self.step = saved.read(state, "step", int)
         self._agreed = self.step - 1
-        self.cf = saved.number(state, "cf", least=1)
-        self.carrying, self.owing = saved.flag(state, "carrying"), saved.flag(state, "owing")
-        energies = saved.values(state, "energies")  # of a spoiled step not finite
+        self.cf = saved.read(state, "cf", float)
+        self.carrying = saved.read(state, "carrying", bool)
+        self.owing = saved.read(state, "owing", bool)
+        energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
         n = self._exchange.world_size
         whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
         saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
         self._energies = tuple(energies)
-        self._totals.load_state_dict(saved.part(state, "totals"))
-        switch = dict(zip(("step", "reason"), saved.values(state, "last_switch"), strict=False))
-        self._last_switch = (saved.count(switch, "step"), saved.text(switch, "reason"))
-        saved.together(len(saved.values(state, "last_switch")) == 2, "'last_switch' is no pair")
+        self._totals.load_state_dict(saved.read(state, "totals", Mapping))
+        self._last_switch = saved.read(state, "last_switch", tuple[int, str])
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self._recorder.load_state_dict(state, pause)
 

@@ -408,8 +408,8 @@ class Session:
             )
         with undone_on_error((base, controller.policy), controller.loaded_parts()):
             check_state(state, expected, by_name, len(self._instruments.ladder))
-            base.load_state_dict(saved.part(state, "compressor"))
-            controller.load_state_dict(saved.part(state, "controller"), same_clock)
+            base.load_state_dict(saved.read(state, "compressor", Mapping))
+            controller.load_state_dict(saved.read(state, "controller", Mapping), same_clock)
             if state["resharded_from"] is not None:
                 controller.policy.rescale()
         if has_fallen_back:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter
-from policies import state as saved
+from policies.state import read, together
+
+State = Mapping[str, Any]
 
 CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resharded_from")
 """What a state holds beside what must be equal."""
@@ -22,19 +23,12 @@ CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resh
 TENSORS = {"none": (), "residual": ("residual",), "momentum": ("residual", "velocity")}
 """What each kind of memory keeps of a parameter."""
 
-FLOATING = (torch.float32, torch.float64)
-
-
-class Stateful(Protocol):
-    """A policy or a compressor, perhaps of the user's own."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "parameters")
+"""What the states of one moment have in common."""
 
 
 @contextmanager
-def undone_on_error(stateful: Sequence[Stateful], plain: Sequence[object]) -> Iterator[None]:
+def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterator[None]:
     """If what is loaded in this context cannot be, whatever the reason, all is as it was before,
     and the error is a ValueError.
 
@@ -50,23 +44,24 @@ def undone_on_error(stateful: Sequence[Stateful], plain: Sequence[object]) -> It
         for part, kept in zip(plain, attributes, strict=True):
             vars(part).clear()
             vars(part).update(kept)
-        if isinstance(error, ValueError):
-            told = str(error)
-            raise ValueError(told if told.startswith("state") else f"state: {told}") from error
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"state: it cannot be loaded, {told}") from error
+        told = str(error)
+        if not isinstance(error, ValueError):
+            told = f"it cannot be loaded, {type(error).__name__}: {told}"
+        raise ValueError(told if told.startswith("state") else f"state: {told}") from error
+
+
+def shapes(by_name: Mapping[str, ModelParameter]) -> dict[str, list[int]]:
+    """The shapes of parameters, by name."""
+    return {name: list(parameter.tensor.shape) for name, parameter in by_name.items()}
 
 
 def check_state(
-    state: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    by_name: Mapping[str, ModelParameter],
-    ladder: int,
+    state: State, expected: State, by_name: Mapping[str, ModelParameter], ladder: int
 ) -> None:
     """ValueError unless `state` is complete, equals `expected` where that says something, and its
     tensors are whole and those of the parameters in `by_name`. ladder: CFs of the shadow ladder.
 
-    What the policy, the compressor and the controller's books hold they check themselves."""
+    What the policy, the compressor and the controller load they check themselves."""
     missing = [key for key in (*expected, *CONTENTS) if key not in state]
     if missing:
         raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
@@ -75,117 +70,77 @@ def check_state(
             hint = "; adaptive.reshard_states makes states for another number of ranks"
             told = f"state: {what} is {state[what]!r}, expected {ours!r}"
             raise ValueError(told + (hint if what == "world_size" else ""))
-    memory, sums, shadow = (saved.part(state, what) for what in ("memory", "sum", "shadow"))
-    _check_parameters(saved.part(state, "parameters"), expected["parameters"])
-    unknown = sorted({*map(str, memory), *map(str, sums), *map(str, shadow)} - set(by_name))
-    if unknown:
-        raise ValueError(f"state: the model has no parameters {', '.join(unknown)}")
-    for name in memory:
-        _check_memory(name, saved.part(memory, name), by_name[name], expected["memory_kind"])
-    for name, total in sums.items():
+    _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
+    for part in ("memory", "sum", "shadow"):
+        unknown = sorted({*map(str, read(state, part, Mapping))} - {*by_name})
+        together(not unknown, f"the model has no parameters {', '.join(unknown)}")
+    for name in state["memory"]:
+        kept, parameter = read(state["memory"], name, Mapping), by_name[name]
+        flat = (parameter.tensor.numel(),)
+        tensors: dict[str, tuple[int, ...]] = dict.fromkeys(TENSORS[expected["memory_kind"]], flat)
+        plain = {"lag": float, "to_full_lag": float} if "velocity" in kept else {}
+        for key, kind in plain.items():
+            read(kept, key, kind)
+        unknown = sorted(map(str, kept.keys() - {*tensors, *plain, "stepped"}))
+        together(not unknown, f"the memory of {name!r} keeps no {', '.join(unknown)}")
+        together(
+            kept.get("stepped", True) is True, f"'stepped' of {name!r} must be True or missing"
+        )
+        _check_tensors(f"{name!r}", kept, tensors, parameter.dtype)
+    for name, total in state["sum"].items():
         # Not finite for the rest of an interval in which a gradient was not.
-        _check_tensor("sum", name, total, _flat(by_name[name]), by_name[name].dtype, finite=False)
-    if shadow and not ladder:
-        raise ValueError("state: it has a shadow ladder, which this policy does not ask for")
-    for name in shadow:
-        _check_shadow(name, saved.part(shadow, name), by_name[name], ladder)
-    if saved.maybe_count(state, "resharded_from", least=1) is not None:
-        saved.together(state["link"] is None, "'link' must be None in a resharded state")
-        return  # it was measured when the compressor was attached
-    link = saved.values(state, "link")
-    saved.together(len(link) == 2, f"'link' must be two numbers, got {link!r}")
-    saved.number({"link": link[0]}, "link", least=0)
-    if link[1] != inf:
-        saved.number({"link": link[1]}, "link", above=0)
+        shape = {"sum": (by_name[name].tensor.numel(),)}
+        _check_tensors(f"{name!r}", {"sum": total}, shape, by_name[name].dtype, finite=False)
+    together(ladder > 0 or not state["shadow"], "this policy does not ask for its shadow ladder")
+    for name in state["shadow"]:
+        kept = read(state["shadow"], name, Mapping)
+        size = -(-by_name[name].tensor.numel() // read(kept, "stride", int))
+        rows = {"residual": ladder, "velocity": ladder, "sent": 1 + ladder}
+        unknown = sorted(map(str, kept.keys() - {*rows, "stride"}))
+        together(not unknown, f"the shadow of {name!r} has no {', '.join(unknown)}")
+        dtype = getattr(read(kept, "residual", object), "dtype", None)
+        floating = dtype in (torch.float32, torch.float64)
+        together(floating, f"the shadow of {name!r} must be float32 or float64 tensors")
+        tensors = {what: (n, size) for what, n in rows.items()}
+        _check_tensors(f"the shadow of {name!r}", kept, tensors, dtype)
+    if read(state, "resharded_from", int | None) is None:
+        read(state, "link", tuple[float, object])  # its second number may be infinite
+        together(isinstance(state["link"][1], float), "'link' must be two numbers")
+    else:
+        together(state["link"] is None, "'link' must be None in a resharded state")
 
 
-def shapes(by_name: Mapping[str, ModelParameter]) -> dict[str, list[int]]:
-    """Of the parameters, by name."""
-    return {name: list(parameter.tensor.shape) for name, parameter in by_name.items()}
-
-
-def _check_parameters(state: Mapping[str, Any], ours: Mapping[str, list[int]]) -> None:
+def _check_parameters(state: State, ours: Mapping[str, list[int]]) -> None:
     """ValueError, naming the parameters, unless the state's are the model's."""
-    theirs = {str(name): saved.values(state, name) for name in state}
-    gone, new = [n for n in theirs if n not in ours], [n for n in ours if n not in theirs]
-    other = [
-        f"{n} {tuple(theirs[n])}, here {tuple(ours[n])}"
-        for n in ours
-        if n in theirs and theirs[n] != ours[n]
-    ]
+    theirs = {str(name): read(state, name, list[int]) for name in state}
     told = {
-        "it has parameters that the model has not": gone,
-        "it knows nothing of the parameters": new,
-        "parameters had other shapes": other,
+        "it has parameters that the model has not": [n for n in theirs if n not in ours],
+        "it knows nothing of the parameters": [n for n in ours if n not in theirs],
+        "parameters had other shapes": [
+            f"{name} {tuple(theirs[name])}, here {tuple(shape)}"
+            for name, shape in ours.items()
+            if theirs.get(name, shape) != shape
+        ],
     }
-    if gone or new or other:
-        listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in told.items() if names)
-        raise ValueError(f"state: of another model: {listed}")
+    listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in told.items() if names)
+    together(not listed, f"of another model: {listed}")
 
 
-def _check_memory(name: str, kept: Mapping[str, Any], parameter: ModelParameter, kind: str) -> None:
-    """What a memory keeps of one parameter."""
-    known = {*TENSORS[kind], *(("lag", "to_full_lag") if "velocity" in kept else ())}
-    if kind == "momentum" and "stepped" in kept:
-        saved.together(
-            kept["stepped"] is True, f"'stepped' of {name!r} must be True if it is there"
-        )
-        known.add("stepped")
-    extra = sorted(map(str, kept.keys() - known))
-    if extra:
-        raise ValueError(f"state: memory {kind!r} keeps no {', '.join(extra)}, as of {name!r}")
-    for what in TENSORS[kind]:
-        if what in kept:
-            _check_tensor(what, name, kept[what], _flat(parameter), parameter.dtype)
-    if "velocity" in kept:
-        lag = saved.number(kept, "lag", above=0)
-        saved.number(kept, "to_full_lag", above=0)
-        saved.together(lag <= 1, f"'lag' of {name!r} must be in (0, 1], got {lag!r}")
-
-
-def _check_shadow(
-    name: str, kept: Mapping[str, Any], parameter: ModelParameter, ladder: int
+def _check_tensors(
+    of: str, kept: State, wanted: Mapping[str, tuple[int, ...]], dtype: Any, finite: bool = True
 ) -> None:
-    """What the shadow ladder keeps of one parameter: see `ShadowGroup`."""
-    stride = saved.count(kept, "stride", least=1)
-    size = -(-parameter.tensor.numel() // stride)
-    wanted = {
-        "residual": (ladder, size),
-        "velocity": (ladder, size),
-        "sent": (1 + ladder, size),
-    }
-    saved.together("residual" in kept, f"the shadow of {name!r} has no residual")
-    dtype = getattr(kept["residual"], "dtype", None)
-    saved.together(dtype in FLOATING, f"the shadow of {name!r} must be float32 or float64 tensors")
-    for what in kept:
-        if what != "stride":
-            saved.together(what in wanted, f"a shadow has no {what!r}, as of {name!r}")
-            _check_tensor(f"shadow {what}", name, kept[what], wanted[what], dtype)
-
-
-def _flat(parameter: ModelParameter) -> tuple[int, ...]:
-    return (parameter.tensor.numel(),)
-
-
-def _check_tensor(
-    what: str, name: str, value: Any, shape: tuple[int, ...], dtype: Any, finite: bool = True
-) -> None:
-    """ValueError unless `value` is such a tensor."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"state: {what} of {name!r} must be a tensor, got {value!r:.80}")
-    if value.shape != shape or value.dtype != dtype:
-        raise ValueError(
-            f"state: {what} of {name!r} must be {dtype} of shape {shape}, got {value.dtype} of "
-            f"shape {tuple(value.shape)}"
-        )
-    if finite and not bool(value.isfinite().all()):
-        raise ValueError(f"state: {what} of {name!r} is not finite")
-
-
-State = Mapping[str, Any]
-
-ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "parameters")
-"""Of the states of one moment."""
+    """ValueError unless what is kept under the names `wanted` are tensors of these shapes."""
+    for what in kept.keys() & wanted.keys():
+        value, shape = kept[what], wanted[what]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"state: {what} of {of} must be a tensor, got {value!r:.80}")
+        if value.shape != shape or value.dtype != dtype:
+            raise ValueError(
+                f"state: {what} of {of} must be {dtype} of shape {shape}, got {value.dtype} of "
+                f"shape {tuple(value.shape)}"
+            )
+        if finite and not bool(value.isfinite().all()):
+            raise ValueError(f"state: {what} of {of} is not finite")
 
 
 def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
@@ -200,9 +155,9 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     would choose the same elements, and deliver them more slowly.
 
     The policy keeps its place and the gains, and measures anew what depends on the number of ranks
-    (`Policy.rescale`), as are step times, the network's cost and sums of gradients. The books go
-    on. The shadow ladder's residuals, which are only looked at, are copied: the mean of two would
-    have less energy than either, and gains would look better than they are.
+    (`Policy.rescale`), as are step times, the network's cost and sums of gradients. The run's
+    totals go on. The shadow ladder's residuals, which are only looked at, are copied: the mean of
+    two would have less energy than either, and gains would look better than they are.
 
     ValueError if the states are not those of all ranks of one run at one step, or damaged.
     """
@@ -233,38 +188,34 @@ def _by_rank(states: Sequence[State]) -> list[State]:
     """In the order of ranks; ValueError unless they are of one run at one step, and complete."""
     if not states:
         raise ValueError("states: must be those of all ranks, got none")
-    ranks = [saved.count(state, "rank") for state in states]
-    if sorted(ranks) != list(range(len(states))):
+    ordered = sorted(states, key=lambda state: read(state, "rank", int))
+    ranks = [state["rank"] for state in ordered]
+    if ranks != list(range(len(states))):
         raise ValueError(f"states: must be those of ranks 0 to {len(states) - 1}, got {ranks}")
-    ordered = [
-        state for _, state in sorted(zip(ranks, states, strict=True), key=lambda each: each[0])
-    ]
-    whole = saved.count(ordered[0], "world_size")
+    whole = read(ordered[0], "world_size", int)
     if whole != len(ordered):
         raise ValueError(f"states: must be those of all {whole} ranks, got {len(ordered)}")
-    first = _moment(ordered[0])
     for rank, state in enumerate(ordered):
-        for what, value in _moment(state).items():
-            if value != first[what]:
+        for what in (*ALIKE, "step"):
+            first, here = (
+                read(read(each, "controller", Mapping) if what == "step" else each, what, object)
+                for each in (ordered[0], state)
+            )
+            if here != first:
                 raise ValueError(
-                    f"states: {what} is {first[what]!r:.80} on rank 0 and {value!r:.80} on rank "
-                    f"{rank}: they are not of one run at one step"
+                    f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}: "
+                    f"they are not of one run at one step"
                 )
     return ordered
 
 
-def _moment(state: State) -> dict[str, Any]:
-    """What the states of one moment have in common."""
-    controller = saved.part(state, "controller")
-    alike = {what: saved.field(state, what) for what in ALIKE}
-    return {**alike, "step": saved.count(controller, "step")}
-
-
 def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
+    """The state of one new rank, from those of all old ones."""
     old = len(states)
     weights = shares(old, rank, new)
     heir = states[rank * old // new]  # of what cannot be shared out; rank 0's of rank 0
     controller = heir["controller"]
+    layers = [state["controller"]["layers"] for state in states]
     return {
         **heir,
         "world_size": new,
@@ -275,7 +226,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "sum": {},
         "controller": {
             **controller,
-            "layers": _layers(states, weights),
+            "layers": {n: _mean(weights, [of_rank[n] for of_rank in layers]) for n in layers[0]},
             "energies": [],
             "peers": {
                 name: torch.zeros_like(sketch) for name, sketch in controller["peers"].items()
@@ -296,23 +247,23 @@ def _memory(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, 
             shared["residual"] = _mean(weights, [each.get("residual") for each in kept])
         moving = [each for each in kept if "velocity" in each]
         if moving:
-            lags = {each["lag"] for each in moving}
-            full = len(lags) > 1  # then all move with the whole of their momentum's lag
-            mean = _mean(weights, [_velocity(each, full) for each in kept])
+            lag, to_full_lag = moving[0]["lag"], moving[0]["to_full_lag"]
+            velocities = [each.get("velocity") for each in kept]
+            if len({each["lag"] for each in moving}) > 1:
+                # Then all move as they would with the whole of their momentum's lag.
+                lag = to_full_lag = 1.0
+                velocities = [
+                    each["velocity"] * each["to_full_lag"] if "velocity" in each else None
+                    for each in kept
+                ]
+            mean = _mean(weights, velocities)
             shared["velocity"] = torch.zeros_like(moving[0]["velocity"]) if mean is None else mean
-            shared["lag"] = 1.0 if full else moving[0]["lag"]
-            shared["to_full_lag"] = 1.0 if full else moving[0]["to_full_lag"]
+            shared |= {"lag": lag, "to_full_lag": to_full_lag}
         if any("stepped" in each for each in kept):  # alike on all ranks
             shared["stepped"] = True
         if shared:
             found[name] = shared
     return found
-
-
-def _velocity(kept: State, full: bool) -> Tensor | None:
-    """full: as it would be if it moved with the whole of its momentum's lag."""
-    velocity = kept.get("velocity")
-    return velocity * kept["to_full_lag"] if full and velocity is not None else velocity
 
 
 def _mean(weights: Mapping[int, float], tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -326,9 +277,3 @@ def _mean(weights: Mapping[int, float], tensors: Sequence[Tensor | None]) -> Ten
     for weight, tensor in there:
         mean.add_(tensor, alpha=weight)
     return mean
-
-
-def _layers(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, Any]:
-    """The sums of each layer, which are to be added up over the ranks, too."""
-    each = [state["controller"]["layers"] for state in states]
-    return {name: _mean(weights, [layers[name] for layers in each]) for name in each[0]}

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite, nan
-from typing import Any
 
 from adaptive.exchange.collectives import Traffic
 from policies import DENSE, Measurement
 from policies import state as saved
-
-
-def _counts_by_cf(state: Any, name: str) -> dict[float, int]:
-    return {cf: saved.count({name: n}, name) for cf, n in saved.by_any_cf(state, name).items()}
 
 
 @dataclass
@@ -35,17 +30,17 @@ class Summary(saved.Stateful):
     floats_sent: float = 0.0
     dense_bytes: float = 0.0
     verdict: str = ""
-    gain_terms: dict[float, list[float]] = field(default_factory=dict)
+    gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict)
 
     _fields = saved.declare(
-        steps=saved.count,
-        steps_at_cf=_counts_by_cf,
-        switches=saved.count,
-        bytes_sent=saved.saved_as(saved.number, least=0),
-        payload_bytes=saved.count,
-        floats_sent=saved.saved_as(saved.number, least=0),
-        dense_bytes=saved.saved_as(saved.number, least=0),
-        gain_terms=saved.lists_by_cf,
+        steps=int,
+        steps_at_cf=dict[float, int],
+        switches=int,
+        bytes_sent=float,
+        payload_bytes=int,
+        floats_sent=float,
+        dense_bytes=float,
+        gain_terms=dict[float, tuple[float, float]],
     )
 
     @property
@@ -71,13 +66,8 @@ class Summary(saved.Stateful):
         """Take in the error-fed gain of the CF that was sent; skips what is not finite."""
         kept, total = measurement.terms("error_fed")
         if isfinite(kept) and isfinite(total):
-            terms = self.gain_terms.setdefault(cf, [0.0, 0.0])
-            terms[0] += kept
-            terms[1] += total
-
-    def _check_loaded(self) -> None:
-        pairs = all(len(terms) == 2 for terms in self.gain_terms.values())
-        saved.together(pairs, "'gain_terms' are not pairs")
+            before = self.gain_terms.get(cf, (0.0, 0.0))
+            self.gain_terms[cf] = (before[0] + kept, before[1] + total)
 
     def __str__(self) -> str:
         rows = [f"{'CF':>10} {'steps':>8} {'share':>7} {'mean gain':>10}"]

@@ -20,17 +20,7 @@ from policies.base import (
     layered_plan,
 )
 from policies.baselines import Fixed
-from policies.state import (
-    CHILD,
-    CHILDREN,
-    Stateful,
-    count,
-    declare,
-    flag,
-    maybe_number,
-    saved_as,
-    text,
-)
+from policies.state import CHILD, Stateful, declare
 
 PAPER_EPOCHS = 10
 """The paper's detection interval."""
@@ -62,7 +52,7 @@ class Accordion(DeclaredPolicy):
     """
 
     name = "accordion"
-    _fields = declare(_intervals=CHILD, _reason=text, _regimes=CHILDREN, _sides=CHILDREN)
+    _fields = declare(_intervals=CHILD, _reason=str, _regimes=CHILD, _sides=CHILD)
 
     def __init__(
         self,
@@ -319,7 +309,7 @@ class Regime(Stateful):
     critical: whether it is. norm: of the gradient summed over the last interval that had one.
     """
 
-    _fields = declare(critical=flag, norm=saved_as(maybe_number, least=0))
+    _fields = declare(critical=bool, norm=float | None)
 
     def __init__(self, eta: float) -> None:
         self._eta = eta
@@ -350,7 +340,7 @@ class Intervals(Stateful):
     itself or less has dropped.
     """
 
-    _fields = declare(step=count, _protected_until=count, lr=maybe_number)
+    _fields = declare(step=int, _protected_until=int, lr=float | None)
 
     def __init__(self, length: int, lr_drop: float) -> None:
         self._length, self._lr_drop = length, lr_drop

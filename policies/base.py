@@ -14,7 +14,7 @@ from math import isfinite, log, nan
 from typing import Any, Literal
 
 from policies import checks
-from policies.state import Stateful, part
+from policies.state import Stateful, read
 
 DENSE = 1.0
 """The CF that means that nothing is compressed."""
@@ -315,7 +315,7 @@ class DeclaredPolicy(Stateful, Policy):
         """Go on from a `state_dict()`, after start(). ValueError if the state is of other settings
         or another cf_range, or damaged."""
         self._check_started("load_state_dict")
-        checks.same(self.name, self._saved_settings(), part(state, "settings"))
+        checks.same(self.name, self._saved_settings(), read(state, "settings", Mapping))
         super().load_state_dict(state)
 
 

@@ -21,7 +21,7 @@ from policies.base import (
     change,
     counted_steps,
 )
-from policies.state import CHILD, count, declare
+from policies.state import CHILD, declare
 
 
 class Fixed(DeclaredPolicy):
@@ -85,7 +85,7 @@ class Schedule(DeclaredPolicy):
     """
 
     name = "schedule"
-    _fields = declare(_step=count)
+    _fields = declare(_step=int)
 
     def __init__(self, pieces: Mapping[int, float], gain: GainKind = "gradient") -> None:
         checks.one_of("gain", gain, get_args(GainKind))
@@ -162,7 +162,7 @@ class Warmup(DeclaredPolicy):
     """
 
     name = "warmup"
-    _fields = declare(_step=count, _then=CHILD)
+    _fields = declare(_step=int, _then=CHILD)
 
     def __init__(
         self,

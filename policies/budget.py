@@ -12,19 +12,7 @@ from typing import Any
 
 from policies import checks
 from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, make_ladder
-from policies.state import (
-    CHILD,
-    Stateful,
-    by_cf,
-    count,
-    declare,
-    flag,
-    maybe_cf,
-    maybe_number,
-    number,
-    saved_as,
-    text,
-)
+from policies.state import CHILD, Stateful, declare
 from policies.step_time import StepTime
 
 BRIEF = 5
@@ -60,12 +48,12 @@ class Budget(DeclaredPolicy):
 
     name = "budget"
     _fields = declare(
-        _send=saved_as(number, least=1),
-        _look=maybe_cf,
-        _since=count,
-        _windows=count,
-        _brief=flag,
-        _reason=text,
+        _send=float,
+        _look=float | None,
+        _since=int,
+        _windows=int,
+        _brief=bool,
+        _reason=str,
         _wire=CHILD,
         _time=CHILD,
     )
@@ -280,7 +268,7 @@ class WireBytes(Stateful):
     computed: returns the bytes at a CF; nan where they are not known.
     """
 
-    _fields = declare(_measured=saved_as(by_cf, least=0), _dense=saved_as(maybe_number, above=0))
+    _fields = declare(_measured=dict[float, float], _dense=float | None)
 
     def __init__(self, computed: Callable[[float], float]) -> None:
         self._computed = computed

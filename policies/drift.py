@@ -20,19 +20,7 @@ from statistics import fmean
 from policies.base import StepReport
 from policies.estimators import Backoff, median, relative_change
 from policies.exploration import CandidateStatistics, SendRule
-from policies.state import (
-    CHILD,
-    OPTIONAL_CHILD,
-    Stateful,
-    count,
-    declare,
-    lists_by_cf,
-    maybe_cf,
-    maybe_number,
-    numbers,
-    saved_as,
-    whole,
-)
+from policies.state import CHILD, Stateful, declare
 
 MAX_COOLDOWN_DOUBLINGS = 4
 """The cooldown of a choice grows to 16 times the first and no further: a network may really
@@ -69,7 +57,7 @@ class ChangeTest(Stateful):
     patience: windows in a row, all above or all below the reference, that make a change.
     """
 
-    _fields = declare(_first=lists_by_cf, _window=saved_as(numbers, least=0), _windows_off=whole)
+    _fields = declare(_first=dict[float, list[float]], _window=list[float], _windows_off=int)
 
     def __init__(self, what: str, threshold: float, patience: int) -> None:
         self.what, self.threshold, self.patience = what, threshold, patience
@@ -135,16 +123,16 @@ class DriftMonitor(Stateful):
     """
 
     _fields = declare(
-        _chosen=maybe_cf,
-        _others=saved_as(numbers, least=1),
+        _chosen=float | None,
+        _others=list[float],
         _cooldown=CHILD,
-        _since_choice=count,
-        _steps_below=count,
-        _wait=OPTIONAL_CHILD,
-        _since_probe=count,
-        _t_sys=saved_as(maybe_number, above=0),
-        _cf=maybe_cf,
-        _window_step=count,
+        _since_choice=int,
+        _steps_below=int,
+        _wait=CHILD,
+        _since_probe=int,
+        _t_sys=float | None,
+        _cf=float | None,
+        _window_step=int,
         _seconds=CHILD,
         _waits=CHILD,
         _gain=CHILD,

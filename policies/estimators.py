@@ -3,19 +3,11 @@ that grow with failures (`Backoff`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
 from typing import Any
 
-from policies.state import (
-    Field,
-    Stateful,
-    by_any_cf,
-    count,
-    declare,
-    number,
-    saved_as,
-)
+from policies.state import Stateful, declare, read
 
 
 def median(values: Sequence[float]) -> float:
@@ -48,11 +40,7 @@ class Average(Stateful):
     weight: of a new value, in (0, 1].
     """
 
-    _fields = declare(
-        count=count,
-        _top=number,
-        _bottom=saved_as(number, least=0),
-    )
+    _fields = declare(count=int, _top=float, _bottom=float)
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -98,19 +86,14 @@ class Averages(dict[float, Average]):
         for cf in set(self).difference(cfs):
             del self[cf]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"by_cf": [[cf, average.state_dict()] for cf, average in self.items()]}
 
-def _load_averages(state: Any, key: str, present: Averages) -> Averages:
-    loaded = Averages(present.weight)
-    for cf, state_of_one in by_any_cf(state, key).items():
-        loaded[cf] = Average(present.weight)
-        loaded[cf].load_state_dict(state_of_one)
-    return loaded
-
-
-AVERAGES = Field(
-    _load_averages, lambda averages: [[cf, each.state_dict()] for cf, each in averages.items()]
-)
-"""A field that holds `Averages`, saved as pairs of a CF and the state of its average."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.clear()
+        for cf, of_one in read(state, "by_cf", dict[float, Mapping]).items():
+            self[cf] = Average(self.weight)
+            self[cf].load_state_dict(of_one)
 
 
 class Backoff(Stateful):
@@ -122,7 +105,7 @@ class Backoff(Stateful):
     SOON = 4
     """What lasted no longer than so many waits has failed (see `judge`)."""
 
-    _fields = declare(steps=saved_as(count, least=1))
+    _fields = declare(steps=int)
 
     def __init__(self, steps: int, max_doublings: int) -> None:
         self._first = self.steps = steps

@@ -10,18 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 
 from policies.base import DENSE, GainKind, StepReport
-from policies.estimators import AVERAGES, Averages, Backoff
+from policies.estimators import Averages, Backoff
 from policies.signal_gain import SignalGain
-from policies.state import (
-    CHILD,
-    OPTIONAL_CHILD,
-    Stateful,
-    by_cf,
-    declare,
-    flag,
-    maybe_count,
-    saved_enum,
-)
+from policies.state import CHILD, Stateful, declare
 from policies.step_time import StepTime
 
 MAX_DOUBLINGS = 6
@@ -50,9 +41,7 @@ class SendRule(Stateful):
         undone soon after, and is itself again after one that lasted.
     """
 
-    _fields = declare(
-        level=saved_enum(Level), _cooldown=CHILD, _since_move=maybe_count, _on_trial=flag
-    )
+    _fields = declare(level=Level, _cooldown=CHILD, _since_move=int | None, _on_trial=bool)
 
     def __init__(self, epsilon: float, hysteresis: float, cooldown: int) -> None:
         self.epsilon = epsilon
@@ -106,7 +95,7 @@ class CandidateStatistics(Stateful):
     time: the model of the step time. signal: the signal gains, if `kind` is "signal"; else None.
     """
 
-    _fields = declare(_averages=AVERAGES, _judged=by_cf, time=CHILD, signal=OPTIONAL_CHILD)
+    _fields = declare(_averages=CHILD, _judged=dict[float, float], time=CHILD, signal=CHILD)
 
     def __init__(
         self,

@@ -37,19 +37,9 @@ from policies.base import (
     change,
     make_ladder,
 )
-from policies.estimators import AVERAGES, Average, Averages
+from policies.estimators import Average, Averages
 from policies.signal_gain import SignalGain
-from policies.state import (
-    CHILD,
-    OPTIONAL_CHILD,
-    count,
-    declare,
-    maybe_cf,
-    number,
-    saved_as,
-    text,
-    together,
-)
+from policies.state import CHILD, declare, together
 from policies.step_time import STRIDE_STEPS, StepTime
 
 GAIN_WEIGHT = 0.1
@@ -84,14 +74,14 @@ class Goodput(DeclaredPolicy):
     gain: GainKind = "signal"
     shadow = True
     _fields = declare(
-        _send=saved_as(number, least=1),
-        _since=count,
-        _steps=count,
-        _came_from=maybe_cf,
-        _reason=text,
-        _gains=AVERAGES,
+        _send=float,
+        _since=int,
+        _steps=int,
+        _came_from=float | None,
+        _reason=str,
+        _gains=CHILD,
         _time=CHILD,
-        _signal=OPTIONAL_CHILD,
+        _signal=CHILD,
     )
 
     def __init__(

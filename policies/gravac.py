@@ -30,7 +30,7 @@ from policies.base import (
 from policies.drift import Drift, DriftMonitor
 from policies.estimators import weight_for
 from policies.exploration import CandidateStatistics, Level, SendRule
-from policies.state import CHILD, count, declare, flag, maybe_cf, number, saved_as, text, together
+from policies.state import CHILD, declare, together
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -72,13 +72,13 @@ class GraVAC(DeclaredPolicy):
 
     name = "gravac"
     _fields = declare(
-        _judging=count,
-        _window_step=count,
-        _quick=flag,
-        _floor=saved_as(number, least=1),
-        _chosen=maybe_cf,
-        _reason=text,
-        _verdict=text,
+        _judging=int,
+        _window_step=int,
+        _quick=bool,
+        _floor=float,
+        _chosen=float | None,
+        _reason=str,
+        _verdict=str,
         _statistics=CHILD,
         _rule=CHILD,
         _monitor=CHILD,

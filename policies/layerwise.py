@@ -35,31 +35,13 @@ from policies.base import (
     make_ladder,
 )
 from policies.gravac import GraVAC
-from policies.state import CHILD, Field, by_cf, count, declare, entries, number, text
+from policies.state import CHILD, declare
 
 FREE = 1e-9
 """Relative difference of bytes or energies that is only rounding."""
 
 LEAST = 1e-6
 """Smallest gain of a layer, for those whose sample had nothing sent: residuals are finite."""
-
-
-def _load_reports(state: Any, key: str, _: Any) -> dict[str, LayerReport]:
-    found = {}
-    for layer, energy, steady in entries(state, key, 3):
-        row = {"energy": energy, "steady": steady}
-        energy = number(row, "energy", least=0)
-        found[layer] = LayerReport(energy, steady=by_cf(row, "steady"))
-    return found
-
-
-_REPORTS = Field(
-    _load_reports,
-    lambda reports: [
-        [name, layer.energy, [list(item) for item in layer.steady.items()]]
-        for name, layer in reports.items()
-    ],
-)
 
 
 class Layerwise(DeclaredPolicy):
@@ -79,7 +61,12 @@ class Layerwise(DeclaredPolicy):
     name = "layerwise"
     shadow = True
     layerwise = True
-    _fields = declare(_step=count, _known=_REPORTS, _told=text, _then=CHILD)
+    _fields = declare(
+        _step=int,
+        _known=dict[str, tuple[float, dict[float, float]]],
+        _told=str,
+        _then=CHILD,
+    )
 
     def __init__(
         self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
@@ -105,7 +92,7 @@ class Layerwise(DeclaredPolicy):
         self._layers = tuple(context.layers)
         self._nbytes = context.layer_bytes
         self._step = 0
-        self._known: dict[str, LayerReport] = {}
+        self._known: dict[str, tuple[float, dict[float, float]]] = {}  # see `_usable`
         self._solved: dict[float, Allocation | None] = {}
         self._told = ""
         self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)}))
@@ -168,7 +155,7 @@ class Layerwise(DeclaredPolicy):
     def _energy(self, name: str) -> float:
         """Energy of a layer's gradient; 0 if it is not known."""
         known = self._known.get(name)
-        return 0.0 if known is None else known.energy
+        return 0.0 if known is None else known[0]
 
     def _gain(self, name: str, cf: float) -> float | None:
         """Gain of a layer in steady state, at a CF of the ladder or the next larger one."""
@@ -177,8 +164,9 @@ class Layerwise(DeclaredPolicy):
         known = self._known.get(name)
         if known is None:
             return None
-        above = [rung for rung in known.steady if rung >= cf]
-        gain = known.steady[min(above)] if above else None
+        _, steady = known
+        above = [rung for rung in steady if rung >= cf]
+        gain = steady[min(above)] if above else None
         return None if gain is None else min(1.0, max(0.0, gain))
 
     def _described(self, anew: bool) -> str:
@@ -229,12 +217,10 @@ class Layerwise(DeclaredPolicy):
                 raise ValueError(f"state: 'known' has {layer!r:.80}, which is no layer")
 
 
-def _usable(layers: Mapping[str, LayerReport]) -> dict[str, LayerReport]:
-    """The reports of layers with a finite energy, with their finite gains."""
+def _usable(layers: Mapping[str, LayerReport]) -> dict[str, tuple[float, dict[float, float]]]:
+    """Energy and finite gains by CF of the layers with a finite energy, by name."""
     return {
-        name: LayerReport(
-            layer.energy, steady={cf: gain for cf, gain in layer.steady.items() if isfinite(gain)}
-        )
+        name: (layer.energy, {cf: gain for cf, gain in layer.steady.items() if isfinite(gain)})
         for name, layer in layers.items()
         if isfinite(layer.energy) and layer.energy >= 0
     }

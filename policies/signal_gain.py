@@ -18,28 +18,14 @@ smaller one: where the ratios say so it is noise, and these CFs get their mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from copy import copy
 from enum import IntEnum
 from math import isfinite, nan, sqrt
-from typing import Any, NamedTuple
 
 from policies.base import DENSE, StepReport
-from policies.estimators import AVERAGES, Averages
-from policies.state import (
-    CHILD,
-    Field,
-    Stateful,
-    by_cf,
-    count,
-    declare,
-    entries,
-    flag,
-    number,
-    numbers,
-    saved_as,
-    together,
-    values,
-)
+from policies.estimators import Averages
+from policies.state import CHILD, Stateful, declare
 
 HUGE = 1e150
 """Gradient norms from here on cannot be squared."""
@@ -62,90 +48,13 @@ class Basis(IntEnum):
     NEXT = 2
     PEERS = 3
 
-    @property
-    def words(self) -> str:
-        """The basis in words."""
-        return _WORDS[self]
 
-
-_WORDS = {
+WORDS = {
     Basis.ERROR_FED: "the root of the error-fed gain",
     Basis.LAST_CLEAR: "what was clear last",
     Basis.NEXT: "<g, g of the next step>",
     Basis.PEERS: "<g, g of a peer>",
 }
-
-
-class Moments(NamedTuple):
-    """Exponentially weighted first and second moments of products, one product for each CF.
-
-    All sums lack the bias correction: they are divided by `weight` where they are read.
-
-    cfs: the CFs with products, and DENSE for the total that they are compared with.
-    means: by CF. squares: (CFs, CFs), of the products of two CFs.
-    weight, weight2: sums of the weights and of their squares.
-    """
-
-    cfs: Sequence[float] = ()
-    means: Sequence[float] = ()
-    squares: Sequence[Sequence[float]] = ()
-    weight: float = 0.0
-    weight2: float = 0.0
-
-    def mean(self, cf: float) -> float:
-        """Mean product of a CF; nan if there is none."""
-        return self.means[self.cfs.index(cf)] / self.weight if cf in self.cfs else nan
-
-    def square(self, a: float, b: float) -> float:
-        """Mean of the product of the products of two known CFs."""
-        return self.squares[self.cfs.index(a)][self.cfs.index(b)] / self.weight
-
-    def updated(self, values: Sequence[float]) -> Moments:
-        """These moments with one step more, whose products are `values`."""
-        old, new = 1 - WEIGHT, WEIGHT
-        return Moments(
-            self.cfs,
-            [old * mean + new * x for mean, x in zip(self.means, values, strict=True)],
-            [
-                [old * square + new * x * y for square, y in zip(row, values, strict=True)]
-                for row, x in zip(self.squares, values, strict=True)
-            ],
-            old * self.weight + new,
-            old * old * self.weight2 + new * new,
-        )
-
-    def error(self, variance: float) -> float:
-        """Standard error of a weighted mean, if the steps are independent."""
-        return sqrt(max(0.0, variance) * self.weight2) / self.weight
-
-    def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' means, at most 1.
-
-        Both means rise and fall together with the total, so this error is smaller than that of
-        either mean over the total.
-        """
-        x, y = self.mean(a), self.mean(b)
-        if not (x > 0 and y > 0):
-            return 1.0
-        variance = (
-            self.square(a, a) / x / x - 2 * self.square(a, b) / x / y + self.square(b, b) / y / y
-        )
-        return min(1.0, self.error(variance)) if isfinite(variance) else 1.0
-
-
-def _load_moments(state: Any, key: str, _: Any) -> Moments:
-    fields = dict(zip(Moments._fields, values(state, key), strict=False))
-    cfs, means = numbers(fields, "cfs", least=1), numbers(fields, "means")
-    rows = entries(fields, "squares", len(cfs))
-    squares = [numbers({"squares": row}, "squares") for row in rows]
-    together(len(cfs) == len(means) == len(rows), f"{key!r} has lost some CFs")
-    together(not cfs or DENSE in cfs, f"{key!r} has no total")
-    weight = number(fields, "weight", **({"above": 0} if cfs else {"least": 0}))
-    return Moments(cfs, means, squares, weight, number(fields, "weight2", least=0))
-
-
-MOMENTS = Field(_load_moments, list)
-"""A field that holds `Moments`, saved as a list."""
 
 
 class MeanRatio(Stateful):
@@ -154,15 +63,26 @@ class MeanRatio(Stateful):
     Both means are exponentially weighted and taken before they are divided. The ratio means
     something only while the mean total is clearly above 0, measured by its own standard error.
 
-    clear: whether it is. count: steps taken in. moments: the means, and those of the squares.
+    clear: whether it is. count: steps taken in.
     """
 
-    _fields = declare(clear=flag, count=count, moments=MOMENTS)
+    _fields = declare(
+        clear=bool,
+        count=int,
+        _means=dict[float, float],
+        _squares=dict[tuple[float, float], float],
+        _weight=float,
+        _weight2=float,
+    )
 
     def __init__(self) -> None:
         self.clear = False
         self.count = 0
-        self.moments = Moments()
+        # Weighted sums of the products by CF, and of the products of two of them. The total has the
+        # CF DENSE. They lack the bias correction: they are divided by `_weight` when read.
+        self._means: dict[float, float] = {}
+        self._squares: dict[tuple[float, float], float] = {}
+        self._weight = self._weight2 = 0.0  # sums of the weights and of their squares
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
         """Take in one step. It is skipped if a number is not finite or the total or the energy is
@@ -174,52 +94,79 @@ class MeanRatio(Stateful):
         """
         if not energy > 0 or not isfinite(total):
             return
-        by_cf = {**products, DENSE: total}
-        cfs = sorted(by_cf)
-        values = [by_cf[cf] / energy for cf in cfs]
-        if total == 0 or not all(isfinite(x * x) for x in values):
+        values = {cf: product / energy for cf, product in {**products, DENSE: total}.items()}
+        if total == 0 or not all(isfinite(x * x) for x in values.values()):
             return
-        if cfs != list(self.moments.cfs):
-            zeros = [0.0] * len(cfs)
-            self.clear, self.count, self.moments = False, 0, Moments(cfs, zeros, [zeros] * len(cfs))
+        if values.keys() != self._means.keys():
+            self.clear, self.count, self._weight, self._weight2 = False, 0, 0.0, 0.0
+            self._means, self._squares = {}, {}
+        old, new = 1 - WEIGHT, WEIGHT
         self.count += 1
-        self.moments = self.moments.updated(values)
+        self._means = {cf: old * self._means.get(cf, 0.0) + new * x for cf, x in values.items()}
+        self._squares = {
+            (a, b): old * self._squares.get((a, b), 0.0) + new * x * y
+            for a, x in values.items()
+            for b, y in values.items()
+        }
+        self._weight = old * self._weight + new
+        self._weight2 = old * old * self._weight2 + new * new
         self.clear = self._is_clear()
+
+    def mean(self, cf: float) -> float:
+        """Mean product of a CF, of the total for DENSE; nan if there is none."""
+        return self._means[cf] / self._weight if cf in self._means else nan
+
+    def value(self, cf: float) -> float:
+        """The ratio of a CF, clear or not; nan if there is none."""
+        total = self.mean(DENSE)
+        return self.mean(cf) / total if total else nan
+
+    def doubt(self, a: float, b: float) -> float:
+        """Relative standard error of the ratio of two CFs' means, at most 1; 0 before the first.
+
+        Both means rise and fall together with the total, so this error is smaller than that of
+        either mean over the total.
+        """
+        if not self.count:
+            return 0.0
+        x, y = self.mean(a), self.mean(b)
+        if not (x > 0 and y > 0):
+            return 1.0
+        aa, ab, bb = self._square(a, a), self._square(a, b), self._square(b, b)
+        variance = aa / x / x - 2 * ab / x / y + bb / y / y
+        return min(1.0, self._error(variance)) if isfinite(variance) else 1.0
 
     @property
     def errors(self) -> float:
         """The mean total in its standard errors; nan before there is one."""
-        return self._mean / self._error if self._error > 0 else nan
-
-    def value(self, cf: float) -> float:
-        """The ratio of a CF, clear or not; nan if there is none."""
-        return self.moments.mean(cf) / self._mean if self._mean else nan
+        error = self._total_error()
+        return self.mean(DENSE) / error if error > 0 else nan
 
     def described(self) -> str:
         """The mean total, its standard error, and how clear that is, in words."""
         return (
-            f"{self._mean:.3g} +- {self._error:.2g}, {self.errors:.2g} standard errors (clear from "
-            f"{CLEAR:g}, lost below {LOST:g})"
+            f"{self.mean(DENSE):.3g} +- {self._total_error():.2g}, {self.errors:.2g} standard "
+            f"errors (clear from {CLEAR:g}, lost below {LOST:g})"
         )
 
-    @property
-    def _mean(self) -> float:
-        return self.moments.mean(DENSE)
+    def _square(self, a: float, b: float) -> float:
+        """Mean of the product of the products of two CFs."""
+        return self._squares.get((a, b), nan) / self._weight
 
-    @property
-    def _error(self) -> float:
+    def _error(self, variance: float) -> float:
+        """Standard error of a weighted mean, if the steps are independent."""
+        return sqrt(max(0.0, variance) * self._weight2) / self._weight
+
+    def _total_error(self) -> float:
         if not self.count:
             return nan
-        return self.moments.error(self.moments.square(DENSE, DENSE) - self._mean * self._mean)
+        mean = self.mean(DENSE)
+        return self._error(self._square(DENSE, DENSE) - mean * mean)
 
     def _is_clear(self) -> bool:
         if self.count < LEAST:
             return False
-        return self._mean > (LOST if self.clear else CLEAR) * self._error
-
-    def _check_loaded(self) -> None:
-        known = bool(self.moments.cfs)
-        together((self.count > 0) == known, "'count' and 'moments' do not go together")
+        return self.mean(DENSE) > (LOST if self.clear else CLEAR) * self._total_error()
 
 
 class SignalGain(Stateful):
@@ -231,17 +178,17 @@ class SignalGain(Stateful):
     _fields = declare(
         peers=CHILD,
         next=CHILD,
-        _steady=AVERAGES,
-        _clear_gains=by_cf,
-        _moments=MOMENTS,
-        _norm=saved_as(number, least=0),
+        _steady=CHILD,
+        _clear_gains=dict[float, float],
+        _last_clear=CHILD,
+        _norm=float,
     )
 
     def __init__(self) -> None:
         self.peers, self.next = MeanRatio(), MeanRatio()
         self._steady = Averages(WEIGHT)
-        self._clear_gains: dict[float, float] = {}  # by CF, when a ratio was last clear
-        self._moments = Moments()  # of the ratio that was clear last
+        self._last_clear = MeanRatio()  # the ratio that was clear last, as it was then
+        self._clear_gains: dict[float, float] = {}  # by CF, from that ratio
         self._norm = 0.0  # of the last step's gradient
 
     def observe(self, report: StepReport) -> str:
@@ -258,8 +205,8 @@ class SignalGain(Stateful):
             ratio = self.peers if self.peers.clear else self.next
             known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
             self._clear_gains.update(zip(known, descending(known.values()), strict=True))
-            self._moments = ratio.moments
-        return "" if self.basis == before else f"{self.basis.words} decides, {self.described()}"
+            self._last_clear = copy(ratio)
+        return "" if self.basis == before else f"{WORDS[self.basis]} decides, {self.described()}"
 
     @property
     def basis(self) -> Basis:
@@ -277,8 +224,8 @@ class SignalGain(Stateful):
 
     def described(self) -> str:
         """How clear the two ratios are, in words."""
-        peers, following = Basis.PEERS.words, Basis.NEXT.words
-        return f"{peers} is {self.peers.described()}, {following} {self.next.described()}"
+        peers, following = self.peers.described(), self.next.described()
+        return f"{WORDS[Basis.PEERS]} is {peers}, {WORDS[Basis.NEXT]} {following}"
 
     def gain(self, cf: float) -> float | None:
         """The gain of a CF, in [0, 1]; None if nothing is known of this CF."""
@@ -290,7 +237,7 @@ class SignalGain(Stateful):
     def doubt(self, a: float, b: float) -> float:
         """Relative standard error of the ratio of two CFs' gains, by the ratio that is clear or was
         last: gains that were kept are no more certain than they were. 0 before there was one."""
-        return self._moments.doubt(a, b) if self._moments.cfs else 0.0
+        return self._last_clear.doubt(a, b)
 
     def status(self) -> dict[str, float]:
         """Numbers for the timeline.

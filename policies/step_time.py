@@ -19,19 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
 
 from policies.base import DENSE, StepReport
-from policies.estimators import AVERAGES, Average, Averages, median
-from policies.state import (
-    CHILD,
-    Stateful,
-    by_cf,
-    count,
-    declare,
-    flag,
-    maybe_cf,
-    numbers,
-    saved_as,
-    together,
-)
+from policies.estimators import Average, Averages, median
+from policies.state import CHILD, Stateful, declare, together
 
 LAST = 32
 """`StepReport.median_seconds` is the median over so many of the last steps sent at a CF."""
@@ -78,10 +67,10 @@ class StepTime(Stateful):
 
     _fields = declare(
         _work=CHILD,
-        _compress=AVERAGES,
-        _decode=AVERAGES,
+        _compress=CHILD,
+        _decode=CHILD,
         _exposed=CHILD,
-        _pauses=count,
+        _pauses=int,
     )
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:
@@ -196,13 +185,13 @@ class ExposedTime(Stateful):
     """
 
     _fields = declare(
-        last=saved_as(by_cf, least=0),
-        _typical=saved_as(by_cf, least=0),
-        _network=saved_as(by_cf, least=0),
-        _recent=saved_as(numbers, least=0),
-        _same=count,
-        _doubted=flag,
-        _cf=maybe_cf,
+        last=dict[float, float],
+        _typical=dict[float, float],
+        _network=dict[float, float],
+        _recent=list[float],
+        _same=int,
+        _doubted=bool,
+        _cf=float | None,
     )
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:

@@ -94,7 +94,7 @@ class Peers:
         """Go on from a `state_dict()`."""
         found = None
         if state:
-            found, shape = saved.field(state, "found"), self._sketches.shape[:1]
+            found, shape = saved.read(state, "found", object), self._sketches.shape[:1]
             fits = isinstance(found, Tensor) and found.shape == shape
             fits = fits and found.dtype == torch.float64 and bool(found.isfinite().all())
             saved.together(fits, f"'peers' needs 'found', finite, float64, of shape {tuple(shape)}")

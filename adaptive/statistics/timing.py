@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from statistics import median
@@ -110,14 +109,27 @@ class Parts(NamedTuple):
 
 
 @dataclass
-class StepTiming:
-    """The timestamps of one step.
+class StepTiming(saved.Stateful):
+    """The timestamps of one step, of which a state is saved on the host, where they are numbers.
 
     began: the first hook call. cf, wire, statistics: what was sent. calls: of the hook. waits:
     for the network, within these. exchanged: when the last mean was there. decoded: when a thread
     of the process group was decoding. ended: the next step's first hook call. forward: when its
     forward began, if known.
     """
+
+    _fields = saved.declare(
+        began=float,
+        cf=float,
+        wire=float,
+        statistics=float,
+        calls=list[tuple[float, float]],
+        waits=list[tuple[float, float]],
+        exchanged=float | None,
+        decoded=list[tuple[float, float]],
+        ended=float | None,
+        forward=float | None,
+    )
 
     began: Timestamp
     cf: float
@@ -129,22 +141,6 @@ class StepTiming:
     decoded: list[Span] = field(default_factory=list)
     ended: Timestamp = None
     forward: Timestamp = None
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> StepTiming:
-        """Go on from the attributes of one on the host, whose timestamps are numbers."""
-        return cls(
-            began=saved.number(state, "began"),
-            cf=saved.number(state, "cf", least=1),
-            wire=saved.number(state, "wire", least=0),
-            statistics=saved.number(state, "statistics", least=0),
-            calls=_spans(state, "calls"),
-            waits=_spans(state, "waits"),
-            exchanged=saved.maybe_number(state, "exchanged"),
-            decoded=_spans(state, "decoded"),
-            ended=saved.maybe_number(state, "ended"),
-            forward=saved.maybe_number(state, "forward"),
-        )
 
     def split(self, since: Since) -> Parts:
         """Once it has ended. since: seconds between two timestamps."""
@@ -169,12 +165,6 @@ class StepTiming:
             decode=decode,
             exchange=waited + max(0.0, exchanged - left - decode),
         )
-
-
-def _spans(state: Mapping[str, Any], name: str) -> list[Span]:
-    """From when to when, by the host's clock."""
-    spans = [saved.numbers({name: each}, name) for each in saved.entries(state, name, 2)]
-    return [(start, stop) for start, stop in spans]
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> float:
@@ -346,24 +336,26 @@ class Stopwatch:
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
 
     def state_dict(self) -> dict[str, Any]:
-        kept = self._running is not None and not self.timestamps.delay
+        kept = None if self.timestamps.delay else self._running
         return {
             "times": [(cf, list(times)) for cf, times in self._times.items()],
-            "timing": deepcopy(vars(self._running)) if kept else None,
+            "timing": None if kept is None else kept.state_dict(),
             "saved_at": self.clock(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> float:
         """same_clock: the clock goes on from where it stood when the state was taken; otherwise
         the interval between is a pause and is not timed. Returns the seconds of that pause."""
-        saved_at = saved.number(state, "saved_at")
+        saved_at = saved.read(state, "saved_at", float)
         if isinstance(self.clock, ModelledClock):
             self.clock.now = saved_at
-        times = saved.lists_by_cf(state, "times")
+        times = saved.read(state, "times", dict[float, list[float]])
         self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
-        running = saved.field(state, "timing") is not None
-        timing = StepTiming.from_state(saved.part(state, "timing")) if running else None
-        self._running = timing if same_clock else None
+        timing = saved.read(state, "timing", Mapping | None)
+        running = None if timing is None else StepTiming(began=nan, cf=nan)
+        if running is not None:
+            running.load_state_dict(timing)
+        self._running = running if same_clock else None
         self._over = deque()
         self.forward.take()  # of a step that was not part of the run
         return 0.0 if same_clock else self.clock() - saved_at

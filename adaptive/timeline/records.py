@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from policies import DENSE, Policy, StepReport
-from policies.state import Stateful, declare, maybe_number, number, saved_as
+from policies.state import Stateful, declare
 
 log = logging.getLogger("adaptive")
 
@@ -239,7 +239,7 @@ class Recorder(Stateful):
     workers; 1 if throughput is to be steps/s.
     """
 
-    _fields = declare(_started_at=maybe_number, _active=saved_as(number, least=0))
+    _fields = declare(_started_at=float | None, _active=float)
 
     def __init__(
         self, timeline: SafeTimeline, writes: bool, header: Callable[[], Header], samples: float

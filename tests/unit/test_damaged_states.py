@@ -111,7 +111,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-OTHERS = ("x", None, [], {}, 2.5, True, -1, torch.zeros(2), [1.0, "y"])
+OTHERS = ("x", None, [], {}, 2.5, True, torch.zeros(2), [1.0, "y"])
 
 
 def _damaged(value: Any, how: str, pick: int) -> Any:

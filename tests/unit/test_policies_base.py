@@ -87,6 +87,7 @@ ALLOWED = {
     "abc",
     "bisect",
     "collections",
+    "copy",
     "dataclasses",
     "enum",
     "inspect",
@@ -94,6 +95,8 @@ ALLOWED = {
     "math",
     "numbers",
     "policies",
+    "statistics",
+    "types",
     "typing",
 }
 """No torch, no numpy, nothing that does I/O, reads a clock or rolls dice."""

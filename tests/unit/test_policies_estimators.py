@@ -187,7 +187,7 @@ def test_the_doubt_between_two_cfs_is_that_of_their_ratio(seed, steps, noise):
         if min(weights @ a, weights @ b) > 0:
             relative = a / (weights @ a) - b / (weights @ b)
             expected = min(1.0, sqrt(weights @ relative**2 * (weights @ weights)))
-        doubt = ratio.moments.doubt
+        doubt = ratio.doubt
         assert doubt(*cfs) == pytest.approx(expected, rel=1e-3, abs=1e-6)
         assert doubt(*cfs[::-1]) == pytest.approx(doubt(*cfs), rel=1e-6, abs=1e-9)
     assert doubt(10.0, 77.0) == doubt(77.0, 10.0) == 1.0  # nothing is known
@@ -201,6 +201,6 @@ def test_the_doubt_between_two_cfs_is_how_much_their_ratio_varies():
             own = draw.normal(0, 0.1, 2)
             ratio.add({10.0: 0.8 * total + own[0], 100.0: 0.5 * total + own[1]}, total)
         ratios.append(ratio.value(100.0) / ratio.value(10.0))
-        doubts.append(ratio.moments.doubt(10.0, 100.0))
+        doubts.append(ratio.doubt(10.0, 100.0))
     assert np.mean(doubts) == pytest.approx(np.std(ratios) / np.mean(ratios), rel=0.2)
     assert np.mean(doubts) < 0.5 / ratio.errors  # what they have in common cancels

@@ -374,7 +374,7 @@ def test_measurements_that_were_not_asked_for_do_not_count():
     one = Measurement(sample_error=0.1, sample_total=1)
     for step in range(9):
         policy.observe(StepReport(step, DENSE, dict.fromkeys((10.0, 20.0, 40.0, 999.0), one)))
-    averages = dict(policy.state_dict()["statistics"]["averages"])
+    averages = dict(policy.state_dict()["statistics"]["averages"]["by_cf"])
     assert {cf: average["count"] for cf, average in averages.items()} == {
         10.0: 9,
         20.0: 9,
