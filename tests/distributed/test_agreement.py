@@ -73,7 +73,7 @@ def _disagreeable(rank: int, policy: Any, slow_rank: int, steps: int) -> dict[st
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize(
     "policy",
     [

@@ -177,6 +177,7 @@ def _trained(rank: int, policy: Policy, steps: int, stop: int | None = None) -> 
     }
 
 
+@pytest.mark.long
 def test_layerwise_keeps_more_for_the_same_bytes_on_a_real_task() -> None:
     alike = run_ranks(2, _trained, Fixed(cf=100), 120)[0]
     everyone = run_ranks(2, _trained, Layerwise(Fixed(cf=100), window=15), 120)
@@ -188,6 +189,7 @@ def test_layerwise_keeps_more_for_the_same_bytes_on_a_real_task() -> None:
     assert divided["bytes"] == pytest.approx(alike["bytes"], rel=0.05)
 
 
+@pytest.mark.long
 def test_accordion_by_layer_on_a_real_task() -> None:
     policy = Accordion(10, 200, per_layer=True, interval=5, eta=0.3)
     everyone = run_ranks(2, _trained, policy, 40)

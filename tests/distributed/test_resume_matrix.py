@@ -199,16 +199,11 @@ def test_resuming_to_the_bit_every_choice(made: Combination) -> None:
     _check(simulate(2, lambda rank, _: straight_and_resumed(rank, made)))
 
 
-@pytest.mark.parametrize("made", quick()[::6], ids=str)
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_resuming_to_the_bit_alone_and_among_four(ranks: int, made: Combination) -> None:
-    _check(simulate(ranks, lambda rank, _: straight_and_resumed(rank, made)))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("made", combinations(), ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_resuming_to_the_bit_everything(ranks: int, made: Combination) -> None:
+@pytest.mark.parametrize(
+    ("made", "ranks"), zip(combinations(), itertools.cycle([1, 2, 4]), strict=False), ids=str
+)
+def test_resuming_to_the_bit_everything(made: Combination, ranks: int) -> None:
     _check(simulate(ranks, lambda rank, _: straight_and_resumed(rank, made)))
 
 

@@ -89,6 +89,7 @@ def _real_task(
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("granularity", ["layer", "bucket"])
 def test_the_prediction_is_what_the_cf_then_delivers_on_a_real_task(granularity: str) -> None:
     small, large = (run_ranks(2, _real_task, cf, 80, granularity)[0] for cf in (10.0, 100.0))

@@ -91,7 +91,7 @@ def _train_all(rank: int) -> dict[str, Any]:
     return {name: _train(rank, name) for name in SETTINGS}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_simulated_run_is_a_real_one_to_the_bit(ranks: int) -> None:
     real = run_ranks(ranks, _train_all)
     simulated = simulate(ranks, lambda rank, _: _train_all(rank))

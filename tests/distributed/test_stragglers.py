@@ -71,7 +71,7 @@ def _train(rank: int, world_size: int, kind: str, policy: Policy) -> dict[str, A
     return {"plans": plans, "parameters": flat_parameters(model)}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_plans_are_identical_on_all_ranks_at_each_step(world_size: int) -> None:
     results = run_ranks(world_size, _all, world_size)
     for setting, mine in results[0].items():

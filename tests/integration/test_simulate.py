@@ -128,6 +128,7 @@ def test_wrong_options_are_one_line(
     assert_refused(capfd, "simulate", *given, parts=[what])
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     text: Path, tmp_path: Path, start: Start, capsys: Any
 ) -> None:
@@ -152,6 +153,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert len(ours) == done + 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("good", [0, 5])
 @pytest.mark.parametrize("lr", [1e25, 1e38])
 def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(

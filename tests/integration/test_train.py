@@ -84,6 +84,7 @@ def test_a_run_ends_with_consistent_files(text: Path, tmp_path: Path, start: Sta
     assert f"tensorboard --logdir {folder}" in command.err
 
 
+@pytest.mark.long
 def test_every_knob_of_compression_on_three_workers(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
@@ -95,6 +96,7 @@ def test_every_knob_of_compression_on_three_workers(
     assert history == [(0, 0, 4), (1, 1, 16), (2, 2, 64), (3, 3, 256), (4, 7, 1000)]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_workers(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
@@ -227,6 +229,7 @@ def test_sigterm_stops_cleanly_and_a_checkpoint_that_does_not_fit_is_refused(
     assert "does not fit this program: RuntimeError('Error(s) in loading state_dict" in broken.err
 
 
+@pytest.mark.long
 def test_a_schedule_with_a_learning_rate_that_drops_and_no_momentum(
     text: Path, start: Start, tmp_path: Path
 ) -> None:

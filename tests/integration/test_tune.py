@@ -187,6 +187,7 @@ def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: St
 # -- pruning, under torchrun ---------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_pruned_trial_stops_on_all_ranks_and_the_same_processes_go_on(
     text: Path, tmp_path: Path, begin: Start
 ) -> None:
