@@ -19,9 +19,8 @@ from compressors.registry import compressor_names, make_compressor, register
 from compressors.rounds import RoundsCompressor
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sketch import Sketch
-from compressors.sparsifier import Sparsifier
+from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
-from compressors.topk import TopK
 from compressors.wire.values import ValueFormat
 
 __all__ = [

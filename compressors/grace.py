@@ -9,7 +9,7 @@ same tensor and step, as GRACE does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,8 @@ from compressors.base import Compressor, Key, Payload, check_cf, check_flat, che
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, energies, is_host
 
-
-class GraceObject(Protocol):
-    """This is the interface of a compressor written for GRACE."""
-
-    def compress(self, tensor: Tensor, name: str) -> tuple[Any, Any]: ...
-
-    def decompress(self, tensors: Any, ctx: Any) -> Tensor: ...
-
-
-class _Form(NamedTuple):
-    """This holds the shapes and dtypes of the tensors that travel."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-
-    @property
-    def nbytes(self) -> int:
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pairs)
+Forms = list[tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each tensor that travels."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,7 @@ class GraceCompressor(Compressor):
 
     def __init__(
         self,
-        inner: GraceObject,
+        inner: Any,
         *,
         ratio: str | None = "compress_ratio",
         cf: float | None = None,
@@ -94,44 +77,48 @@ class GraceCompressor(Compressor):
         self.ratio = ratio
         self.cf = None if cf is None else check_cf(cf)
         self.error_feedback = error_feedback
-        self._forms: dict[tuple[int, float, torch.dtype], _Form] = {}
+        self._forms: dict[tuple[int, float, torch.dtype], Forms] = {}
         self._contexts: dict[tuple[str, int, float], Any] = {}
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         check_flat(tensor)
-        cf, numel = self.supported(cf, tensor.numel()), tensor.numel()
-        form = self._form(numel, cf, tensor.dtype)
-        tensors, ctx = self._run(tensor.detach(), cf, key.name)
-        made = _form_of(tensors)
-        if made != form:
+        tensor, cf, numel = tensor.detach(), self.supported(cf, tensor.numel()), tensor.numel()
+        expected = self._expected(numel, cf, tensor.dtype)
+        tensors, ctx = self._run(tensor, cf, key.name)
+        if _forms(tensors) != expected:
             raise ValueError(
-                f"compressor {self.name!r} made {made} for {numel} elements at CF {cf:g} and "
-                f"{form} before: sizes must depend on the number of elements and the CF alone"
+                f"compressor {self.name!r} made {_forms(tensors)} for {numel} elements at CF "
+                f"{cf:g} and {expected} before: sizes must depend on the number of elements and "
+                f"the CF alone"
             )
         self._contexts[key.name, numel, cf] = ctx
-        parts = [part.contiguous().flatten() for part in tensors]
         sent = self._decode(tensors, ctx, numel, tensor.dtype)
-        energy, error = squared_norm(sent), squared_norm(tensor.detach() - sent)
+        norms = squared_norm(tensor), squared_norm(sent), squared_norm(tensor - sent)
         flag = torch.zeros(1, dtype=torch.uint8, device=tensor.device)
-        total = squared_norm(tensor)
-        of = energies(total, energy, error, tensor)
-        return GracePayload((*parts, flag), numel, cf, key, of, tensor.dtype, ctx=ctx)
+        parts = (*(part.contiguous().flatten() for part in tensors), flag)
+        of = energies(*norms, tensor)
+        return GracePayload(parts, numel, cf, key, of, tensor.dtype, ctx=ctx)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
-        out.detach().add_(self._decoded(payload).to(out.dtype), alpha=scale)
+        assert isinstance(payload, GracePayload)
+        *parts, flag = payload.parts
+        expected = self._expected(payload.numel, payload.cf, payload.dtype)
+        tensors = [part.view(shape) for part, (shape, _) in zip(parts, expected, strict=True)]
+        sent = self._decode(tensors, payload.ctx, payload.numel, payload.dtype)
+        out.detach().add_(sent.masked_fill(flag != 0, 0.0).to(out.dtype), alpha=scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
         self.add_to(tensor, payload, -1.0)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return self._form(numel, self.supported(cf, numel), dtype).nbytes + 1
+        expected = self._expected(numel, self.supported(cf, numel), dtype)
+        return sum(shape.numel() * each.itemsize for shape, each in expected) + 1
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         cf = self.supported(cf, numel)
-        form = self._form(numel, cf, dtype)
-        sizes = [torch.Size(shape).numel() for shape in form.shapes]
-        parts = split_bytes(data, *zip(sizes, form.dtypes, strict=True), (1, torch.uint8))
+        sizes = [(shape.numel(), each) for shape, each in self._expected(numel, cf, dtype)]
+        parts = split_bytes(data, *sizes, (1, torch.uint8))
         ctx = self._contexts.get((key.name, numel, cf))
         return GracePayload(parts, numel, cf, key, dtype=dtype, ctx=ctx)
 
@@ -145,8 +132,7 @@ class GraceCompressor(Compressor):
         return bool(marked) if is_host(marked.device) else marked
 
     def void(self, payload: Payload, flag: Flag = True) -> Payload:
-        """A payload that is marked decodes to zeros."""
-        return self.poison(payload, flag)
+        return self.poison(payload, flag)  # what is marked decodes to zeros
 
     def supported(self, cf: float, numel: int) -> float:
         return check_cf(cf) if self.cf is None else self.cf
@@ -157,27 +143,16 @@ class GraceCompressor(Compressor):
         tensors, ctx = self.inner.compress(tensor, name)
         return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors], ctx
 
-    def _form(self, numel: int, cf: float, dtype: torch.dtype) -> _Form:
-        """The form for this size, CF and dtype: found by compressing noise, once."""
-        form = self._forms.get((numel, cf, dtype))
-        if form is None:
+    def _expected(self, numel: int, cf: float, dtype: torch.dtype) -> Forms:
+        """What is made for this size, CF and dtype: found by compressing noise, once."""
+        if (numel, cf, dtype) not in self._forms:
             generator = torch.Generator().manual_seed(numel)
             noise = torch.randn(numel, generator=generator, dtype=dtype)
-            form = _form_of(self._run(noise, cf, "trial")[0])
-            self._forms[numel, cf, dtype] = form
-        return form
-
-    def _decoded(self, payload: Payload) -> Tensor:
-        assert isinstance(payload, GracePayload)
-        form = self._form(payload.numel, payload.cf, payload.dtype)
-        tensors = [
-            part.view(shape) for part, shape in zip(payload.parts[:-1], form.shapes, strict=True)
-        ]
-        sent = self._decode(tensors, payload.ctx, payload.numel, payload.dtype)
-        return sent.masked_fill(payload.parts[-1] != 0, 0.0)
+            self._forms[numel, cf, dtype] = _forms(self._run(noise, cf, "trial")[0])
+        return self._forms[numel, cf, dtype]
 
     def _decode(self, tensors: list[Tensor], ctx: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        sent = self.inner.decompress(tensors, ctx).flatten()
+        sent: Tensor = self.inner.decompress(tensors, ctx).flatten()
         if sent.numel() != numel:
             raise ValueError(
                 f"compressor {self.name!r} decompressed {sent.numel()} elements, expected {numel}"
@@ -185,5 +160,5 @@ class GraceCompressor(Compressor):
         return sent.to(dtype)
 
 
-def _form_of(tensors: list[Tensor]) -> _Form:
-    return _Form(tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors))
+def _forms(tensors: list[Tensor]) -> Forms:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -12,36 +12,22 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import gcd
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.base import (
-    Compressor,
-    Key,
-    Payload,
-    check_cf,
-    check_flat,
-    check_out,
-    combined_cf,
-    kept,
-    projection_error,
-    split_bytes,
-)
+from compressors import base
+from compressors.base import Compressor, Key, Payload, kept
 from compressors.kernels import Scalar, add_and_norm, squared_norm
 from compressors.kernels.blocks import energies, is_host
 from compressors.sparsifier import add_at, take
 from compressors.wire.values import ValueFormat, make_values
 
-_FIRST = 1024  # indices computed by multiplication, the others by addition
-
 
 @dataclass(frozen=True)
 class RandomPayload(Payload):
-    """A random-k payload holds values alone, as every rank knows their indices.
+    """A random-k payload holds the k coded values alone, as every rank knows their indices.
 
-    parts: the coded values. exact: the values before coding; None after receiving.
+    exact: the values before coding, to compress them further; None after receiving.
     """
 
     exact: Tensor | None = None
@@ -55,8 +41,6 @@ class RandomK(Compressor):
         Otherwise C is a projection, to be used with error feedback.
     values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd" or a
         `ValueFormat`. Coded values cannot be summed, so their payloads are gathered.
-
-    parts: the k values, coded, in the order of `shared_indices`.
     """
 
     name = "randomk"
@@ -78,14 +62,14 @@ class RandomK(Compressor):
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         assert isinstance(payload, RandomPayload)
-        cf = combined_cf(payload.cf, factor)
+        cf, numel = base.combined_cf(payload.cf, factor), payload.numel
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        scale = self._scale(payload.numel, values.numel())
-        values = values[: kept(payload.numel, cf)]
-        return self._payload(values, scale, payload.scalars[0], payload.numel, cf, payload.key)
+        scale = self._scale(numel, values.numel())
+        values = values[: kept(numel, cf)]
+        return self._payload(values, scale, payload.scalars[0], numel, cf, payload.key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        check_out(out, payload)
+        base.check_out(out, payload)
         add_at(out, self._indices(payload), self._decoded(payload), scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
@@ -95,23 +79,21 @@ class RandomK(Compressor):
         return self.values.nbytes(kept(numel, cf), dtype)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        parts = split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
+        parts = base.split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
         return RandomPayload(parts, numel, cf, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
-        if kept(payload.numel, payload.cf) == payload.numel:
-            return None
-        return self._indices(payload).long()
+        whole = kept(payload.numel, payload.cf) == payload.numel
+        return None if whole else self._indices(payload).long()
 
     def floats(self, numel: int, cf: float) -> float:
         return float(kept(numel, cf))
 
     def _compress(self, tensor: Tensor, total: Scalar, cf: float, key: Key) -> Payload:
-        check_flat(tensor)
-        cf, numel = check_cf(cf), tensor.numel()
+        base.check_flat(tensor)
+        cf, numel = base.check_cf(cf), tensor.numel()
         indices = shared_indices(self.seed, key, numel, kept(numel, cf), tensor.device)
-        values = take(tensor, indices)
-        return self._payload(values, 1.0, total, numel, cf, key)
+        return self._payload(take(tensor, indices), 1.0, total, numel, cf, key)
 
     def _payload(
         self, values: Tensor, scaled: float, total: Scalar, numel: int, cf: float, key: Key
@@ -125,7 +107,7 @@ class RandomK(Compressor):
         if scale != scaled:
             values = values * (scale / scaled)
         energy = scale**2 * inner
-        error = projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
+        error = base.projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
         parts = self.values.encode(values, key)
         payload = RandomPayload(parts, numel, cf, key, dtype=values.dtype, exact=values)
         if not self.values.lossless:
@@ -133,7 +115,7 @@ class RandomK(Compressor):
             sent = self._decoded(payload)
             rounded = values - sent
             across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
-            error = projection_error(error + 2 * across + squared_norm(rounded), 0.0)
+            error = base.projection_error(error + 2 * across + squared_norm(rounded), 0.0)
             energy = squared_norm(sent)
         return replace(payload, energies=energies(total, energy, error, values))
 
@@ -145,8 +127,7 @@ class RandomK(Compressor):
         return numel / k if self.unbiased and k else 1.0
 
     def _indices(self, payload: Payload) -> Tensor:
-        k = kept(payload.numel, payload.cf)
-        device = payload.parts[0].device
+        k, device = kept(payload.numel, payload.cf), payload.parts[0].device
         return shared_indices(self.seed, payload.key, payload.numel, k, device)
 
 
@@ -154,29 +135,19 @@ def shared_indices(seed: int, key: Key, numel: int, k: int, device: torch.device
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
     index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all indices differ,
-    those for a smaller k come first, and each is equally likely because the start is. O(k) work.
-    They are int32 on the host and int64 on a device, where no product reaches 2**62.
+    those for a smaller k come first, and each is equally likely because the start is. No product
+    reaches 2**62.
     """
     if k == 0:
-        return torch.empty(0, dtype=torch.int32, device=device)
+        return torch.empty(0, dtype=torch.int64, device=device)
     digest = blake2b(repr((seed, key.name, key.step, numel)).encode(), digest_size=16).digest()
     start = int.from_bytes(digest[:8], "little") % numel
     stride = int.from_bytes(digest[8:], "little") % numel
     while gcd(stride, numel) != 1:
         stride = (stride + 1) % numel
-    if is_host(device):
-        return torch.from_numpy(_on_host(start, stride, numel, k))
-    return torch.arange(k, device=device).mul_(stride).add_(start).remainder_(numel)
-
-
-def _on_host(start: int, stride: int, numel: int, k: int) -> NDArray[np.int32]:
-    """The same by additions, which NumPy does faster than products and remainders."""
-    indices = np.empty(k, np.uint32)
-    done = min(k, _FIRST)  # stride * _FIRST + start < 2**42
-    indices[:done] = (np.arange(done) * stride + start) % numel
-    while done < k:  # the next ones are the ones so far, moved on by stride * done
-        more = indices[done : 2 * done]
-        np.add(indices[: more.size], np.uint32(stride * done % numel), out=more)
-        np.minimum(more, more - np.uint32(numel), out=more)  # below 0 wraps round to the top
-        done += more.size
-    return indices.view(np.int32)
+    if not is_host(device):
+        return torch.arange(k, device=device).mul_(stride).add_(start).remainder_(numel)
+    rough = torch.arange(0, k, 1024).mul_(stride).remainder_(numel)  # remainders of all are slow
+    fine = torch.arange(1024).mul_(stride).add_(start).remainder_(numel)
+    indices = (rough[:, None] + fine).view(-1)[:k]
+    return torch.where(indices < numel, indices, indices - numel)

@@ -10,9 +10,8 @@ from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
 from compressors.randomk import RandomK
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sketch import Sketch
-from compressors.sparsifier import Sparsifier
+from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
-from compressors.topk import TopK
 from compressors.wire.values import value_names
 
 _registry: dict[str, Callable[..., Compressor]] = {

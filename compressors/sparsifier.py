@@ -14,29 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compressors.base import (
-    Compressor,
-    Key,
-    Payload,
-    check_cf,
-    check_flat,
-    check_out,
-    combined_cf,
-    kept,
-    projection_error,
-    split_bytes,
-)
-from compressors.kernels import (
-    Selected,
-    check_same_length,
-    kernels_for,
-    on_host,
-    squared_norm,
-    squared_norms,
-)
-from compressors.kernels.blocks import energies, is_host
+from compressors import base, kernels
+from compressors.base import Compressor, Key, Payload, kept
+from compressors.kernels import Selected, squared_norms
+from compressors.kernels.blocks import Flag, energies, is_host
 from compressors.kernels.device import take_present
-from compressors.wire.indices import check_ascending, choose_format
+from compressors.wire.indices import choose_format
 from compressors.wire.values import ValueFormat, make_values
 
 
@@ -45,18 +28,22 @@ class SparsePayload(Payload):
     """A sparse payload holds a few elements, in a fixed number of slots.
 
     parts: indices (int32, ascending), then the coded values, `capacity` of them. On the wire the
-        values come first, then the indices in the smallest of their formats.
-    capacity: number of slots on the wire; there are at most as many indices, on a device exactly as
-        many: there slots that hold nothing come last, with index `numel` and value 0.
+        values come first, then the indices in the smallest of their formats. There are at most as
+        many indices as slots, on a device exactly as many: there slots that hold nothing come last,
+        with index `numel` and value 0.
     full: whether there are always as many indices as slots.
     exact: the values before coding, to compress them further; None after receiving.
     sent: the values after coding, if that loses something; None after receiving.
     """
 
-    capacity: int = 0
     full: bool = False
     exact: Tensor | None = None
     sent: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots on the wire."""
+        return kept(self.numel, self.cf)
 
     @property
     def nbytes(self) -> int:
@@ -78,28 +65,24 @@ class Sparsifier(Compressor):
 
     values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd"
         or a `ValueFormat`.
+
+    exact_count: exactly k elements are always kept, so that another count is a corrupt payload.
+    comparable: elements are chosen by magnitude alone, so that tensors can be compressed as one.
     """
 
     exact_count = False
-    """Whether exactly k elements are always kept, so that another count is a corrupt payload."""
-
     comparable = True
-    """Whether elements are chosen by magnitude alone, so that tensors can be joined and compressed
-    together."""
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
-        self._set_values(make_values(values))
+        self.values = make_values(values)
+        own = type(self).name
+        self.name = own if self.values.lossless else f"{own}+{self.values.name}"
 
     def coded(self, values: str | ValueFormat) -> Sparsifier:
         """A sparsifier that keeps the same elements, but writes their values as `values`."""
         other = copy(self)
-        other._set_values(make_values(values))
+        Sparsifier.__init__(other, values)
         return other
-
-    def _set_values(self, values: ValueFormat) -> None:
-        self.values = values
-        own = type(self).name
-        self.name = own if values.lossless else f"{own}+{values.name}"
 
     def momentum_lag(self, cf: float) -> float:
         """The larger the CF, the longer elements wait in the residual, and the less of the lag
@@ -117,54 +100,40 @@ class Sparsifier(Compressor):
         return self._compress(tensor, None, cf, key)
 
     def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_same_length(memory, tensor)
-        if tensor.dtype == memory.dtype and tensor.device == memory.device:
-            return self._compress(memory, tensor, cf, key)
-        memory.detach().add_(tensor)
-        return self._compress(memory, None, cf, key)
+        kernels.check_same_length(memory, tensor)
+        return self._compress(memory, tensor.detach().to(memory), cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """Keeps the largest of the elements in `payload`, whatever rule chose those."""
         assert isinstance(payload, SparsePayload)
-        cf = combined_cf(payload.cf, factor)
-        capacity = kept(payload.numel, cf)
+        cf = base.combined_cf(payload.cf, factor)
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        positions = kernels_for(values).largest(values, min(capacity, values.numel()))
-        chosen = Selected(
-            take(payload.parts[0], positions), take(values, positions), payload.scalars[0]
-        )
+        k = min(kept(payload.numel, cf), values.numel())
+        positions = kernels.kernels_for(values).largest(values, k)
+        indices, values = take(payload.parts[0], positions), take(values, positions)
+        chosen = Selected(indices, values, payload.scalars[0])
         return self._payload(chosen, payload.numel, cf, payload.key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        check_out(out, payload)
-        if payload.energies is not None and is_host(out.device):  # else `read` has checked them
-            check_ascending(payload.parts[0], payload.numel)
-        self._add(out, payload, scale)
-
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self._add(tensor, payload, -1.0)
-
-    def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
+        base.check_out(out, payload)
         indices, values = payload.parts[0], self._decoded(payload)
         if not is_host(out.device) and not self.exact_count:
-            indices = indices.clamp(max=payload.numel - 1)
+            indices = indices.clamp(max=payload.numel - 1)  # slots that hold nothing add 0 there
         add_at(out, indices, values, scale)
 
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        self.add_to(tensor, payload, -1.0)
+
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        k = kept(numel, cf)
-        coded = sum(count * part.itemsize for count, part in self.values.layout(k, dtype))
-        return coded + choose_format(numel, k).nbytes(numel, k)
+        return self.values.nbytes(kept(numel, cf), dtype) + self.index_nbytes(numel, cf)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        k = kept(numel, cf)
-        index_format = choose_format(numel, k)
-        layout = (*self.values.layout(k, dtype), (index_format.nbytes(numel, k), torch.uint8))
-        *coded, raw = split_bytes(data, *layout)
-        indices, corrupt = index_format.decode(raw, numel, k, self.exact_count)
-        parts = (indices, *coded)
-        return SparsePayload(
-            parts, numel, cf, key, dtype=dtype, corrupt=corrupt, capacity=k, full=self.exact_count
-        )
+        layout = self.values.layout(kept(numel, cf), dtype)
+        packed = (self.index_nbytes(numel, cf), torch.uint8)
+        *coded, raw = base.split_bytes(data, *layout, packed)
+        indices, corrupt = self._unpacked(raw, numel, cf)
+        full, parts = self.exact_count, (indices, *coded)
+        return SparsePayload(parts, numel, cf, key, dtype=dtype, corrupt=corrupt, full=full)
 
     def indices(self, payload: Payload) -> Tensor | None:
         """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
@@ -181,52 +150,44 @@ class Sparsifier(Compressor):
 
     def pack_indices(self, payload: Payload) -> Tensor:
         """The indices alone, packed (uint8, `index_nbytes` elements)."""
-        k = kept(payload.numel, payload.cf)
-        return choose_format(payload.numel, k).encode(
-            payload.parts[0], payload.numel, k, self.exact_count
-        )
+        numel, k = payload.numel, kept(payload.numel, payload.cf)
+        return choose_format(numel, k).encode(payload.parts[0], numel, k, self.exact_count)
 
     def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
         """The payload of flat `tensor` at the indices that another rank chose and packed."""
-        check_flat(tensor)
-        numel, k = tensor.numel(), kept(tensor.numel(), cf)
-        indices, corrupt = choose_format(numel, k).decode(packed, numel, k, self.exact_count)
+        base.check_flat(tensor)
+        indices, corrupt = self._unpacked(packed, tensor.numel(), cf)
         values = (take if is_host(tensor.device) else take_present)(tensor.detach(), indices)
-        payload = self._payload(Selected(indices, values, squared_norm(tensor)), numel, cf, key)
-        return replace(payload, corrupt=corrupt)
+        chosen = Selected(indices, values, kernels.squared_norm(tensor))
+        return replace(self._payload(chosen, tensor.numel(), cf, key), corrupt=corrupt)
+
+    def _unpacked(self, packed: Tensor, numel: int, cf: float) -> tuple[Tensor, Flag]:
+        """The indices that were packed, and whether nobody can have packed them."""
+        k = kept(numel, cf)
+        return choose_format(numel, k).decode(packed, numel, k, self.exact_count)
 
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
-        check_flat(tensor)
-        cf, numel = check_cf(cf), tensor.numel()
-        add = None if add is None else add.detach()
+        base.check_flat(tensor)
+        cf, numel = base.check_cf(cf), tensor.numel()
         chosen = self.select(tensor.detach(), kept(numel, cf), add, key)
-        if is_host(tensor.device) and not on_host(tensor):  # selected as on a device
+        if is_host(tensor.device) and not kernels.on_host(tensor):  # selected as on a device
             count = int((chosen.indices < numel).sum())
             chosen = Selected(chosen.indices[:count], chosen.values[:count], chosen.total)
         return self._payload(chosen, numel, cf, key)
 
     def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
         indices, values, total = chosen
-        capacity, count = kept(numel, cf), indices.numel()
-        coded, decoded = self.values.encode_and_decode(_padded(values, capacity), key)
+        count, missing = values.numel(), kept(numel, cf) - values.numel()
+        slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
+        coded, decoded = self.values.encode_and_decode(slots, key)
         sent = None if self.values.lossless else decoded[:count]
-        own = [values] if sent is None else [values, sent, values - sent]
-        norms = squared_norms(own)
+        norms = squared_norms([values] if sent is None else [values, sent, values - sent])
         inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
         energy, coding_error = rest or (inner, 0.0)
-        error = coding_error + (projection_error(total, inner) if count < numel else 0.0)
-        return SparsePayload(
-            (indices, *coded),
-            numel,
-            cf,
-            key,
-            energies(total, energy, error, indices),
-            values.dtype,
-            capacity=capacity,
-            full=self.exact_count,
-            exact=values,
-            sent=sent,
-        )
+        error = coding_error + (base.projection_error(total, inner) if count < numel else 0.0)
+        of, full = energies(total, energy, error, indices), self.exact_count
+        payload = SparsePayload((indices, *coded), numel, cf, key, of, values.dtype, full=full)
+        return replace(payload, exact=values, sent=sent)
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""
@@ -240,13 +201,23 @@ class Sparsifier(Compressor):
         return values.masked_fill(indices >= payload.numel, 0)
 
 
-def _padded(values: Tensor, capacity: int) -> Tensor:
-    """`values`, with zeros up to `capacity`."""
-    if values.numel() == capacity:
-        return values
-    padded = values.new_zeros(capacity)
-    padded[: values.numel()] = values
-    return padded
+class TopK(Sparsifier):
+    """Top-k keeps exactly the k = max(1, floor(numel / cf)) elements of largest magnitude.
+
+    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), with
+    exact selection; GraVAC's compressor. With error feedback C(a) is a contraction:
+    ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich et al., "Sparsified SGD with Memory", 2018).
+
+    On a CPU the lower index wins among equal magnitudes; on another device any may. How the
+    elements are found in little more time than it takes to read the tensor is told in
+    `compressors.kernels.host`.
+    """
+
+    name = "topk"
+    exact_count = True
+
+    def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
+        return kernels.kernels_for(tensor).select(tensor, k, add)
 
 
 def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:

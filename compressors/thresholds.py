@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.base import Key, Payload
-from compressors.kernels import Array, Scalar, Selected, check_same_length, kernels_for, on_host
+from compressors.base import Key
+from compressors.kernels import Array, Scalar, Selected, kernels_for, on_host
 from compressors.kernels.blocks import CACHE_BLOCK
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
@@ -454,10 +454,6 @@ class AdaComp(Sparsifier):
                 f"bin_size must be an integer from 1 to {largest} or None, got {bin_size!r}"
             )
         self.bin_size = bin_size
-
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_same_length(memory, tensor)
-        return super().compress_sum(memory, tensor.to(memory.device, memory.dtype), cf, key)
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
         numel = tensor.numel()
