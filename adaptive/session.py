@@ -30,7 +30,7 @@ from adaptive.hook import send_through
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameters
-from adaptive.reducer import Reducer
+from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes
 from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.statistics.on_request import RequestedStatistics
@@ -283,29 +283,27 @@ class Session:
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
         parameters = [self._parameters.find(p) for p in bucket.parameters()]
-        self._sizes.see(bucket.index(), parameters, self._reducer.joins(controller.step))
+        self._sizes.see(
+            bucket.index(), parameters, self._reducer.compresses_whole_buckets(controller.step)
+        )
         rung = self.settings.hooks.get(controller.plan.send)
         scale = loss_scale(self._scaler, buffer.device)
         work = buffer
         if scale is not None:  # in float32, where unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
-        plan, cfs, tally = controller.plan, controller.cfs, controller.tally
+        plan, cfs = controller.plan, controller.cfs
         on_mean = self._instruments.sums.add if plan.accumulate else None
-        if plan.send == DENSE or rung is not None:
-            send = (
-                None
-                if rung is None
-                else partial(send_through, rung, plan.send, bucket, scale, self.exchange)
-            )
-            done = self._reducer.dense(work, parameters, controller.step, cfs, tally, on_mean, send)
+        step = Step(controller.step, cfs, controller.tally, on_mean)
+        if rung is not None:
+            send = partial(send_through, rung, plan.send, bucket, scale, self.exchange)
+            done = self._reducer.dense(step, work, parameters, send)
+        elif plan.send == DENSE:
+            done = self._reducer.dense(step, work, parameters)
         else:
             done = self._reducer.compressed(
+                step,
                 work,
                 parameters,
-                controller.step,
-                cfs,
-                tally,
-                on_mean,
                 self._choice.pick(self._sizes.bucket_nbytes(cfs)),
                 controller.leader,
                 bucket.index(),
@@ -367,7 +365,7 @@ class Session:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
         self._gave_up_momentum = True
         self._memory.fall_back()
-        self._reducer.use(self._memory.now)
+        self._reducer.memory = self._memory.now
         self._instruments.begin(self._memory.now)
 
     def _warn_of(self, optimizer: Optimizer | None) -> None:

@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.exchange.collectives import drain
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
 
-Finish = Callable[[Received], Tensor]
+Decode = Callable[[Received], Tensor]
 """Turns what has arrived into the mean, on a thread of the process group."""
 
 
 @dataclass
-class _Waiting:
+class _Running:
+    """An exchange of which so many collectives are `left` to be issued, and the one before them."""
+
     rounds: Rounds
     left: int
-    issued: Future[Tensor]
+    decode: Decode
     done: Future[Tensor]
-    finish: Finish
+    issued: Future[Tensor]
 
 
 class Pipeline:
@@ -39,68 +42,61 @@ class Pipeline:
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp]) -> None:
-        self._waits: list[Span] = []
         self._timestamps = timestamps
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_Running] = deque()
+        self._waits: deque[Span] = deque()
         self._decoded: deque[Span] = deque()
 
     def run(
-        self, rounds: Rounds, collectives: int, finish: Finish, device: torch.device, last: bool
+        self, rounds: Rounds, collectives: int, decode: Decode, device: torch.device, last: bool
     ) -> Future[Tensor]:
-        """Start an exchange of so many `collectives`; a future of what `finish` returns.
+        """Start an exchange of so many `collectives`; a future of what `decode` returns.
 
         Then let the exchanges of earlier buckets take their next round; if this bucket is the
         `last`, all of them, and this one too."""
-        issued = next(rounds)
+        done: Future[Tensor] = Future(devices=[device]) if device.type == "cuda" else Future()
+        running = _Running(rounds, collectives - 1, decode, done, next(rounds))
         earlier = list(self._queue)
-        if collectives == 1:
-            done = issued.then(lambda future: self._finish(rounds, future.value(), finish))
-        else:
-            done = Future(devices=[device]) if device.type == "cuda" else Future()
-            self._queue.append(_Waiting(rounds, collectives - 1, issued, done, finish))
-        for waiting in earlier:
-            self._advance(waiting)
+        self._queue.append(running)
+        self._finish_after_last(running)
+        for each in earlier:
+            self._advance(each)
         while last and self._queue:
             self._advance(self._queue[0])
         return done
 
     def take_waits(self) -> list[Span]:
         """When hook calls have waited since the last time that was asked."""
-        waits, self._waits = self._waits, []
-        return waits
+        return drain(self._waits)
 
     def take_decoded(self) -> list[Span]:
-        """When exchanges were finished (decoded) since the last call; from any thread."""
-        taken = []
-        while True:
-            try:
-                taken.append(self._decoded.popleft())
-            except IndexError:
-                return taken
+        """When exchanges were decoded since the last call; from any thread."""
+        return drain(self._decoded)
 
-    def _advance(self, waiting: _Waiting) -> None:
+    def _advance(self, running: _Running) -> None:
         began = self._timestamps()
-        value = waiting.issued.wait()
+        value = running.issued.wait()
         self._waits.append((began, self._timestamps()))
-        waiting.issued = waiting.rounds.send(value)
-        waiting.left -= 1
-        if waiting.left == 0:
-            self._queue.remove(waiting)
-            waiting.issued.then(lambda future: self._complete(waiting, future))
+        running.issued = running.rounds.send(value)
+        running.left -= 1
+        self._finish_after_last(running)
 
-    def _finish(self, rounds: Rounds, value: Tensor, finish: Finish) -> Tensor:
-        began = self._timestamps()
+    def _finish_after_last(self, running: _Running) -> None:
+        """Decode what arrives, if all collectives are issued."""
+        if running.left == 0:
+            self._queue.remove(running)
+            running.issued.then(lambda future: self._finish(running, future))
+
+    def _finish(self, running: _Running, future: Future[Tensor]) -> None:
         try:
-            rounds.send(value)
-        except StopIteration as stop:
-            mean = finish(stop.value)
+            value, began = future.value(), self._timestamps()
+            try:
+                running.rounds.send(value)
+            except StopIteration as stop:
+                mean = running.decode(stop.value)
+            else:
+                raise RuntimeError("the exchange issued more collectives than it announced")
             self._decoded.append((began, self._timestamps()))
-            return mean
-        raise RuntimeError("the exchange issued more collectives than it announced")
-
-    def _complete(self, waiting: _Waiting, future: Future[Tensor]) -> None:
-        try:
-            value = future.value()
-            waiting.done.set_result(self._finish(waiting.rounds, value, waiting.finish))
+            running.done.set_result(mean)
         except Exception as error:  # whoever waits for the bucket must see it, whatever it is
-            waiting.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            running.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Bucket, Part, Unit, as_one
-from adaptive.exchange.strategies import Remainder
 from adaptive.memory.error_feedback import Addition, NoMemory
 from adaptive.parameters import ModelParameter, Scratch
 from compressors.base import Payload
@@ -126,15 +125,15 @@ class BucketMemory:
         for joined, _ in self._joined:
             self._memory.settle(joined)
 
-    def keep(self, remainder: Remainder) -> None:
-        """Add what a second compression has lost to what the memory holds."""
-        values, start = remainder.values, remainder.start
-        for unit in remainder.units:
-            for part, first, stop in unit.ranges:
+    def keep(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
+        """Add what a second compression has lost of units, so many times, to what the memory
+        holds."""
+        for unit, values in lost:
+            for part, start, stop in unit.ranges:
                 rest = self._memory.remainder(part.parameter)
                 if rest is not None:
-                    lost = values[part.start + first - start :][: stop - first]
-                    rest[first:stop].add_(lost, alpha=remainder.times)
+                    first = part.start + start - unit.start
+                    rest[start:stop].add_(values[first : first + stop - start], alpha=times)
 
     def _unmoved(self, part: Part) -> Flag:
         """The memory of a part must stay as it is, which on a device it finds out itself."""

@@ -23,7 +23,7 @@ from adaptive.exchange.strategies import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.parameters import ModelParameter
-from adaptive.reducer import Reducer
+from adaptive.reducer import Reducer, Step
 from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
 from adaptive.statistics.vector import Asked, Tally
@@ -135,12 +135,11 @@ class Hook:
         if peers is not None:
             peers.settle(tally)
         add = self.instruments.sums.add if self.accumulate else None
+        step = Step(self.step, cfs, tally, add)
         if not measured:
-            done = self.reducer.dense(buffer, self.parameters, self.step, cfs, tally, add)
+            done = self.reducer.dense(step, buffer, self.parameters)
         else:
-            done = self.reducer.compressed(
-                buffer, self.parameters, self.step, cfs, tally, add, self.strategy, 0, 0, True
-            )
+            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, 0, True)
         assert done.wait().shape == buffer.shape
         for corrupt in self.exchange.take_corrupt():
             tally.at("corrupt").add_(corrupt)
