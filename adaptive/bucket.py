@@ -24,6 +24,7 @@ from compressors import Compressor, NoCompression
 from compressors.base import Key
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, is_host
+from compressors.rounds import RoundsCompressor
 from policies import DENSE
 
 
@@ -87,8 +88,9 @@ class Range(NamedTuple):
 class Unit:
     """What one payload stands for: elements [start, stop) of the bucket.
 
-    compressor: by which it is compressed, at `cf`. base: by which it is measured, at `levels`, a
-    CF for each one that the step measures. ranges: the parts that it covers, in order.
+    compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
+    compressed. base: by which it is measured, at `levels`, a CF for each one that the step
+    measures. ranges: the parts that it covers, in order.
     """
 
     start: int
@@ -227,8 +229,10 @@ class Granularity:
             name = f"{key.name}[{first.start}:{first.start + stop - start}]"
             key = key._replace(name=name, shape=())
         layer = first.part.parameter.name
-        cf = cfs.sent(layer)
-        compressor = EXACT if cf == DENSE else base
+        cf, compressor = cfs.sent(layer), base
+        if base is EXACT or cf == DENSE:
+            cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)
+            compressor = self.compressor if in_rounds else EXACT
         return Unit(start, stop, key, compressor, base, cf, cfs.levels(layer), tuple(ranges))
 
 

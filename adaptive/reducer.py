@@ -265,14 +265,11 @@ def _record_made(
     sums: Sequence[Tensor],
     made: Sequence[Payload],
 ) -> None:
-    """Measure, beside the payloads that a strategy has `made` of its sums, the other CFs."""
-    payloads = iter(made)
-    for unit, a in zip(units, sums, strict=True):
-        if unit.compressor is not EXACT:
-            payload = next(payloads)
-            if not unit.skipped and bucket.poisoned is not True:
-                levels = levels_beside(unit, a, payload)
-                record_levels(unit, levels, strided_sample(_gradient(bucket, unit)), step.tally)
+    """Measure, beside the payloads that a strategy has `made` of the sums, the other CFs."""
+    for unit, a, payload in zip(units, sums, made, strict=True):
+        if unit.compressor is not EXACT and not unit.skipped and bucket.poisoned is not True:
+            levels = levels_beside(unit, a, payload)
+            record_levels(unit, levels, strided_sample(_gradient(bucket, unit)), step.tally)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:

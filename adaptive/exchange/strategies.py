@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Unit, shard_borders
+from adaptive.bucket import Unit, shard_borders
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost
 from compressors import Compressor
@@ -41,7 +41,6 @@ from compressors.base import Payload
 from compressors.grace import GraceCompressor
 from compressors.kernels import Flag, all_finite, fresh
 from compressors.kernels.blocks import fill_if
-from compressors.rounds import Rounds as CompressorRounds
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
@@ -63,11 +62,10 @@ class Outgoing:
     """What a rank has to send for one bucket.
 
     index: of the bucket, for messages. units: what is compressed as one, in order. payloads: one a
-    unit; a strategy that `takes_sums` gets the error-fed gradient itself (flat, the only part) of
-    each unit that it is to compress. numel, dtype, device: of the bucket's gradients. poisoned:
-    those of this rank are not finite; then so are its payloads, and error-fed gradients are zero.
-    leader: the rank that chooses for all, if one does. report: is told, still in the hook's body,
-    which payloads the strategy has made itself.
+    unit; for a strategy that `takes_sums` its only part is the error-fed gradient. numel, dtype,
+    device: of the bucket's gradients. poisoned: those of this rank are not finite; then so are its
+    payloads, but error-fed gradients are zero. leader: the rank that chooses for all, if one does.
+    report: is told, still in the hook's body, which payloads the strategy has made itself.
     """
 
     index: int
@@ -199,27 +197,28 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
     """Two collectives a bucket. Bytes a rank sends: (N-1)/N index lists, 2(N-1)/N value lists.
 
     1. The rank whose turn it is selects, and broadcasts its indices.
-    2. All-reduce the values that each rank has at those indices; NaN if its gradients are not
-       finite.
+    2. All-reduce the values that each rank has at those indices, and what is sent as it is; NaN if
+       its gradients are not finite.
 
     Each rank has sent exactly its own values at those indices.
     """
+    own = list(out.payloads)
     sparse = [
-        (unit, unit.compressor, payload.parts[0])
-        for unit, payload in zip(out.units, out.payloads, strict=True)
+        (i, unit, unit.compressor)
+        for i, unit in enumerate(out.units)
         if isinstance(unit.compressor, Sparsifier)
     ]
-    sizes = [compressor.index_nbytes(unit.numel, unit.cf) for unit, compressor, _ in sparse]
+    sizes = [compressor.index_nbytes(unit.numel, unit.cf) for _, unit, compressor in sparse]
     indices = torch.zeros(sum(sizes), dtype=torch.uint8, device=out.device)
     if exchange.rank == out.leader:
-        for (unit, compressor, a), room in zip(sparse, indices.split(sizes), strict=True):
-            room.copy_(compressor.pack_indices(compressor.compress(a, unit.cf, unit.key)))
+        for (i, unit, compressor), room in zip(sparse, indices.split(sizes), strict=True):
+            chosen = compressor.compress(own[i].parts[0], unit.cf, unit.key)
+            room.copy_(compressor.pack_indices(chosen))
     rows = yield exchange.broadcast(indices, out.leader, f"bucket {out.index}, indices")
 
-    each = zip(sparse, rows[0].split(sizes), strict=True)
-    chosen = [compressor.at(a, packed, unit.cf, unit.key) for (unit, compressor, a), packed in each]
-    out.report(chosen)
-    own = _merged(out.units, chosen, _uncompressed(out))
+    for (i, unit, compressor), packed in zip(sparse, rows[0].split(sizes), strict=True):
+        own[i] = compressor.at(own[i].parts[0], packed, unit.cf, unit.key)
+    out.report(own)
     values = torch.cat([payload.parts[-1] for payload in own])
     fill_if(out.poisoned, values, nan)
     total = yield exchange.all_reduce(values)
@@ -233,74 +232,35 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
 
 
 def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:
-    """As many all-reduces a bucket as the compressor has rounds.
-
-    1. What is sent uncompressed (`dense_below`, a layer at CF 1) travels with the first round.
-    2. All-reduce what the compressor hands out, give it the sum, and so on. A rank whose gradients
-       are not finite sends NaN.
-    """
-    plain = _uncompressed(out)
-    pairs = zip(out.units, out.payloads, strict=True)
-    to_compress = [
-        (unit, payload.parts[0]) for unit, payload in pairs if unit.compressor is not EXACT
-    ]
-    compressed: list[Payload] = []
+    """As many all-reduces a bucket as the compressor has rounds: of what it hands out, and then is
+    given the sum of. A rank whose gradients are not finite sends NaN."""
+    if not out.units:
+        for _ in range(compressor.rounds_count):
+            yield exchange.all_reduce(torch.empty(0, dtype=out.dtype, device=out.device))
+        return Received((), False)
+    own: list[Payload] = []
 
     def report(payloads: Sequence[Payload]) -> None:
-        compressed.extend(payloads)
+        own.extend(payloads)
         out.report(payloads)
 
-    if to_compress:
-        rounds = compressor.rounds(
-            [a for _, a in to_compress],
-            [unit.cf for unit, _ in to_compress],
-            [unit.key for unit, _ in to_compress],
-            exchange.world_size,
-            report,
-            skipped=[i for i, (unit, _) in enumerate(to_compress) if unit.skipped],
-        )
-    else:
-        rounds = _rounds_of_nothing(compressor.rounds_count, out)
-    share = next(rounds)
-    first = torch.cat([share, *(payload.parts[0] for payload in plain)]) if plain else share
-    fill_if(out.poisoned, first, nan)
-    total = yield exchange.all_reduce(first)
-    total, sums_of_plain = total[: share.numel()], total[share.numel() :]
-    poisoned = all_finite(sums_of_plain) ^ True
+    rounds = compressor.rounds(
+        [payload.parts[0] for payload in out.payloads],
+        [unit.cf for unit in out.units],
+        [unit.key for unit in out.units],
+        exchange.world_size,
+        report,
+        skipped=[i for i, unit in enumerate(out.units) if unit.skipped],
+    )
+    handed_out = next(rounds)
+    fill_if(out.poisoned, handed_out, nan)
     try:
         while True:
-            total = yield exchange.all_reduce(rounds.send(total))
+            total = yield exchange.all_reduce(handed_out)
+            handed_out = rounds.send(total)
     except StopIteration as stop:
         means: list[Payload] = stop.value
-    poisoned = poisoned | any_poisoned([unit for unit, _ in to_compress], means)
-    parts = sums_of_plain.split([payload.numel for payload in plain])
-    averages = [
-        payload.with_parts(part.div_(exchange.world_size))
-        for payload, part in zip(plain, parts, strict=True)
-    ]
-    received = [[mean] for mean in _merged(out.units, means, averages)]
-    return Received(received, poisoned, 1.0, _merged(out.units, compressed, plain))
-
-
-def _rounds_of_nothing(count: int, out: Outgoing) -> CompressorRounds:
-    """All of the bucket travels uncompressed; every rank must issue the collectives alike."""
-    for _ in range(count):
-        yield torch.empty(0, dtype=out.dtype, device=out.device)
-    return []
-
-
-def _uncompressed(out: Outgoing) -> list[Payload]:
-    """The payloads of units that are sent as they are, in order."""
-    pairs = zip(out.units, out.payloads, strict=True)
-    return [payload for unit, payload in pairs if unit.compressor is EXACT]
-
-
-def _merged(
-    units: Sequence[Unit], compressed: Iterable[Payload], plain: Iterable[Payload]
-) -> list[Payload]:
-    """A payload for each unit: the next of `plain` if it is sent as it is, else of `compressed`."""
-    compressed, plain = iter(compressed), iter(plain)
-    return [next(plain if unit.compressor is EXACT else compressed) for unit in units]
+    return Received([[mean] for mean in means], any_poisoned(out.units, means), 1.0, own)
 
 
 # -- one payload for all of a bucket ---------------------------------------------------------
