@@ -20,25 +20,18 @@ from compressors.kernels.blocks import (
     numbers_of_rows,
     reduce_rows,
     rows,
+    scratch,
     scratch_like,
     widened,
 )
 from compressors.kernels.host import block_norm
 from compressors.quantizers import Quantizer
 from compressors.wire.packing import (
-    bits_nbytes,
     codes_nbytes,
-    digits_nbytes,
+    pack_bits,
     pack_codes,
-    pack_digits,
-    pack_signs,
-    packed_codes,
-    packed_digits,
-    packed_signs,
-    scratch_codes,
+    unpack_bits,
     unpack_codes,
-    unpack_digits,
-    unpack_signs,
 )
 from compressors.wire.values import (
     STEP,
@@ -72,14 +65,13 @@ class ColumnMeans(BlockFormat):
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         columns = -(-count // self.column)
-        return ((2 * columns, widened(dtype)), (bits_nbytes(count), torch.uint8))
+        return ((2 * columns, widened(dtype)), (-(-count // 8), torch.uint8))
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         means, packed = parts
         x, column = block.x, self.column
         work = scratch_like("work", x)
-        pack_signs(x, packed, work)
-        positive = reduce_rows(work, column, _sum)
+        positive = reduce_rows(work.copy_(_pack_signs(x, packed)), column, _sum)
         negative = torch.full_like(positive, column)
         negative[-1] = x.numel() - (negative.numel() - 1) * column
         negative -= positive
@@ -107,11 +99,11 @@ class ColumnMeans(BlockFormat):
         low, high = _drop_tiny(means).unbind()
         kept = torch.where(is_positive, high[:, None], low[:, None]).view(-1)[:count]
         parts = torch.stack([low, high - low], dim=1).view(-1)
-        return (parts, packed_signs(is_positive.view(-1)[:count])), kept
+        return (parts, pack_bits(is_positive.view(-1)[:count])), kept
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         means, packed = parts
-        unpack_signs(packed, out)
+        unpack_bits(packed, out)
         pairs = numbers_of_rows(means, out, self.column)
         for values, pair in zip(rows(out, self.column), pairs, strict=True):
             values.mul_(pair[:, 1:]).add_(pair[:, :1])
@@ -119,6 +111,13 @@ class ColumnMeans(BlockFormat):
 
 def _sum(matrix: Tensor) -> Tensor:
     return matrix.sum(dim=1)
+
+
+def _pack_signs(x: Tensor, packed: Tensor) -> Tensor:
+    """Fill `packed` with the bits x >= 0 of a block on the host, and return them."""
+    positive = torch.ge(x, 0, out=scratch("positive", x.numel(), torch.bool, x.device))
+    packed.copy_(pack_bits(positive))
+    return positive
 
 
 def _drop_tiny(means: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ class ScaledSigns(BlockFormat):
         self.name = name
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((min(count, 1), widened(dtype)), (bits_nbytes(count), torch.uint8))
+        return ((min(count, 1), widened(dtype)), (-(-count // 8), torch.uint8))
 
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         count = blocks.x.numel()
@@ -168,18 +167,18 @@ class ScaledSigns(BlockFormat):
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
-        pack_signs(block.x, packed, scratch_like("work", block.x))
+        _pack_signs(block.x, packed)
         return block.x.numel() * float(scale) ** 2, 0.0
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
         mean = torch.linalg.vector_norm(x, 1, dtype=torch.float64) / x.numel()
         scale = _drop_tiny(mean.to(x.dtype)).view(1)
         is_positive = x >= 0
-        return (scale, packed_signs(is_positive)), torch.where(is_positive, scale, -scale)
+        return (scale, pack_bits(is_positive)), torch.where(is_positive, scale, -scale)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scale, packed = parts
-        unpack_signs(packed, out)
+        unpack_bits(packed, out)
         out.mul_(2 * scale).sub_(scale)
 
 
@@ -218,7 +217,7 @@ class TwoBitLevels(BlockFormat):
         self.name, self.threshold = name, threshold
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 2), torch.uint8))
+        return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 4), torch.uint8))
 
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         for _ in blocks:
@@ -234,11 +233,9 @@ class TwoBitLevels(BlockFormat):
         t, packed = parts
         steps = torch.div(block.x, t, out=scratch_like("work", block.x))
         q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
-        codes = scratch_codes(q)
-        own = codes[: q.numel()].view(torch.int8)
-        q.copy_(own.copy_(q))  # rounds towards 0; trunc_ is 20 times slower
-        own.add_(1)
-        pack_codes(codes, 2, packed)
+        truncated = scratch("truncated", q.numel(), torch.int8, q.device).copy_(q)
+        q.copy_(truncated)  # trunc_ is 20 times slower
+        pack_codes(truncated, 4, 1, packed)
         square = float(t) ** 2
         return square * block_norm(q), square * block_norm(steps.sub_(q))
 
@@ -246,11 +243,11 @@ class TwoBitLevels(BlockFormat):
         t = x.new_empty(1)
         self._fill(t, _root_mean_square(x))
         q = (x / t).clamp_(-1, 1).trunc_()
-        return (t, packed_codes(q + 1, 0, 2)), q.mul_(t)
+        return (t, pack_codes(q, 4, 1)), q.mul_(t)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         t, packed = parts
-        unpack_codes(packed, 2, 1, out)
+        unpack_codes(packed, 4, 1, out)
         out.mul_(t)
 
 
@@ -289,7 +286,7 @@ class TernaryLevels(BlockFormat):
         self.name, self.clip, self.seed = name, clip, seed
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((min(count, 1), widened(dtype)), (digits_nbytes(count), torch.uint8))
+        return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 3), torch.uint8))
 
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         (scale,) = shared
@@ -314,7 +311,7 @@ class TernaryLevels(BlockFormat):
         t.floor_()
         square, energy = float(scale) ** 2, block_norm(t)
         error = block_norm(steps.sub_(t))
-        pack_digits(t.add_(1), packed)
+        pack_codes(t, 3, 1, packed)
         return square * energy, square * error
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
@@ -326,12 +323,12 @@ class TernaryLevels(BlockFormat):
         if self.clip is not None:
             t.clamp_(-1, 1)
         t.add_(uniform(t, self.seed, key)).floor_()
-        return (scale, packed_digits(t + 1)), t.mul_(scale)
+        return (scale, pack_codes(t, 3, 1)), t.mul_(scale)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scale, packed = parts
-        steps = torch.arange(-1, 2, dtype=out.dtype, device=out.device)
-        unpack_digits(packed, steps * scale, out)
+        unpack_codes(packed, 3, 1, out)
+        out.mul_(scale)
 
 
 class TernGrad(Quantizer):

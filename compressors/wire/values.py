@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import partial
 from hashlib import blake2b
 from math import inf, nan
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from numpy.random import SFC64
 from torch import Tensor
 
 from compressors.base import Key, projection_error
-from compressors.kernels import on_host
+from compressors.kernels import on_host, squared_norms
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     block_bounds,
@@ -38,14 +37,7 @@ from compressors.kernels.blocks import (
     widened,
 )
 from compressors.kernels.host import block_norm, block_square, checked_norm
-from compressors.wire.packing import (
-    codes_nbytes,
-    pack_codes,
-    packed_codes,
-    padded,
-    scratch_codes,
-    unpack_codes,
-)
+from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
 
 STEP = 2.0**-16
 """Times this, the numbers of `fill_random16` are in [0, 1)."""
@@ -214,8 +206,7 @@ def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tu
     if not is_host(x.device):
         x = x.detach() if add is None else x.detach().add_(add.detach())
         parts, kept = _encode_on_device(form, x, key)
-        norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-        return parts, torch.stack([norm(x), norm(kept), norm(x - kept)]).square_()
+        return parts, squared_norms([x, kept, x - kept])
     parts = _empty(form, x)
     blocks = Blocks(x, add, key)
     energy = error = 0.0
@@ -321,7 +312,7 @@ class Levels(BlockFormat):
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        size = count if self.bits == 8 else codes_nbytes(count, self.bits)
+        size = count if self.bits == 8 else codes_nbytes(count, 1 << self.bits)
         return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
@@ -335,10 +326,10 @@ class Levels(BlockFormat):
         self._round(block, steps, q)
         squares = scales.double().square()
         energy = _weighted(squares, q, self.bucket)
-        codes = packed if self.bits == 8 else scratch_codes(q)
-        codes[: q.numel()].view(torch.int8).copy_(q)
-        if self.bits < 8:
-            pack_codes(codes.add_(self.levels), self.bits, packed)
+        if self.bits == 8:
+            packed.view(torch.int8).copy_(q)
+        else:
+            pack_codes(q, 1 << self.bits, self.levels, packed)
         return energy, _weighted(squares, steps.sub_(q), self.bucket)
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
@@ -351,11 +342,11 @@ class Levels(BlockFormat):
             q = (buckets / scale).round_()
         else:
             q = torch.addcdiv(uniform(buckets, self.seed, key), buckets, scale).floor_()
-        flat = q.view(-1)
+        flat = q.view(-1)[:count]
         if self.bits == 8:
-            packed = flat[:count].to(torch.int8).view(torch.uint8)
+            packed = flat.to(torch.int8).view(torch.uint8)
         else:
-            packed = packed_codes(flat[: padded(count)], self.levels, self.bits)
+            packed = pack_codes(flat, 1 << self.bits, self.levels)
         return (scale.view(-1), packed), q.mul_(scale).view(-1)[:count]
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
@@ -363,7 +354,7 @@ class Levels(BlockFormat):
         if self.bits == 8:
             out.copy_(packed.view(torch.int8))
         else:
-            unpack_codes(packed, self.bits, self.levels, out)
+            unpack_codes(packed, 1 << self.bits, self.levels, out)
         columns = numbers_of_rows(scales, out, self.bucket)
         for values, scale in zip(rows(out, self.bucket), columns, strict=True):
             values.mul_(scale)
