@@ -135,13 +135,13 @@ def _unfolded(folded: Numbers, base: int, use: str) -> Numbers:
     if isinstance(folded, Tensor):
         return (folded.unsqueeze(-2) // _powers(base, folded.device) % base).flatten(-2)
     digits = _spare(use, folded, runs * length)
-    for i in range(runs - 1):
+    for i in range(runs):
         digit = digits[..., i * length : (i + 1) * length]
-        above = folded // base  # much faster than a remainder
-        np.multiply(above, base, out=digit)
-        np.subtract(folded, digit, out=digit)
-        folded = above
-    digits[..., (runs - 1) * length :] = folded % 3 if base == 3 else folded
+        np.floor_divide(folded, base**i, out=digit)
+        if base == 3:
+            digit -= digit // 3 * 3  # much faster than a remainder
+        elif i < runs - 1:
+            digit &= base - 1
     return digits
 
 
