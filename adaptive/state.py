@@ -71,43 +71,48 @@ def check_state(
             told = f"state: {what} is {state[what]!r}, expected {ours!r}"
             raise ValueError(told + (hint if what == "world_size" else ""))
     _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
-    for part in ("memory", "sum", "shadow"):
-        unknown = sorted({*map(str, read(state, part, Mapping))} - {*by_name})
-        together(not unknown, f"the model has no parameters {', '.join(unknown)}")
-    for name in state["memory"]:
-        kept, parameter = read(state["memory"], name, Mapping), by_name[name]
-        flat = (parameter.tensor.numel(),)
-        tensors: dict[str, tuple[int, ...]] = dict.fromkeys(TENSORS[expected["memory_kind"]], flat)
-        plain = {"lag": float, "to_full_lag": float} if "velocity" in kept else {}
-        for key, kind in plain.items():
-            read(kept, key, kind)
-        unknown = sorted(map(str, kept.keys() - {*tensors, *plain, "stepped"}))
-        together(not unknown, f"the memory of {name!r} keeps no {', '.join(unknown)}")
-        together(
-            kept.get("stepped", True) is True, f"'stepped' of {name!r} must be True or missing"
-        )
-        _check_tensors(f"{name!r}", kept, tensors, parameter.dtype)
-    for name, total in state["sum"].items():
-        # Not finite for the rest of an interval in which a gradient was not.
-        shape = {"sum": (by_name[name].tensor.numel(),)}
-        _check_tensors(f"{name!r}", {"sum": total}, shape, by_name[name].dtype, finite=False)
-    together(ladder > 0 or not state["shadow"], "this policy does not ask for its shadow ladder")
-    for name in state["shadow"]:
-        kept = read(state["shadow"], name, Mapping)
+    flat = {
+        name: torch.empty(parameter.tensor.numel(), dtype=parameter.dtype, device="meta")
+        for name, parameter in by_name.items()
+    }
+    plain = {"lag": float, "to_full_lag": float, "stepped": bool}
+    tensors = TENSORS[expected["memory_kind"]]
+    memory = {name: {**dict.fromkeys(tensors, each), **plain} for name, each in flat.items()}
+    _check_like("memory", state["memory"], memory)
+    for name, kept in state["memory"].items():
+        whole = ("velocity" in kept) == ("lag" in kept) == ("to_full_lag" in kept)
+        together(whole, f"the memory of {name!r} has lost something")
+    _check_like("sum", state["sum"], flat, finite=False)
+    _check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
+    for name, kept in state["shadow"].items():
         size = -(-by_name[name].tensor.numel() // read(kept, "stride", int))
-        rows = {"residual": ladder, "velocity": ladder, "sent": 1 + ladder}
-        unknown = sorted(map(str, kept.keys() - {*rows, "stride"}))
-        together(not unknown, f"the shadow of {name!r} has no {', '.join(unknown)}")
-        dtype = getattr(read(kept, "residual", object), "dtype", None)
-        floating = dtype in (torch.float32, torch.float64)
-        together(floating, f"the shadow of {name!r} must be float32 or float64 tensors")
-        tensors = {what: (n, size) for what, n in rows.items()}
-        _check_tensors(f"the shadow of {name!r}", kept, tensors, dtype)
+        dtype = read(kept, "residual", Tensor).dtype
+        together(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
+        rows = torch.empty(1 + ladder, size, dtype=dtype, device="meta")
+        like = {"stride": int, "residual": rows[1:], "velocity": rows[1:], "sent": rows}
+        _check_like(f"shadow of {name!r}", kept, like)
     if read(state, "resharded_from", int | None) is None:
-        read(state, "link", tuple[float, object])  # its second number may be infinite
-        together(isinstance(state["link"][1], float), "'link' must be two numbers")
+        _, beta = read(state, "link", tuple[float, object])
+        together(isinstance(beta, float) and beta > 0, "'link' must be two numbers")
     else:
         together(state["link"] is None, "'link' must be None in a resharded state")
+
+
+def _check_like(what: str, value: Any, like: Any, finite: bool = True) -> None:
+    """ValueError unless `value` has no keys but those of the mapping `like`, and tensors of the
+    same shapes and dtypes or values of the types in it."""
+    if isinstance(like, Mapping):
+        known = isinstance(value, Mapping) and value.keys() <= like.keys()
+        together(known, f"{what} must have no keys but {', '.join(like)}, got {value!r:.80}")
+        for key in value:
+            _check_like(f"{what}: {key}", value[key], like[key], finite)
+    elif isinstance(like, Tensor):
+        fits = isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
+        fits = fits and (not finite or bool(value.isfinite().all()))
+        wanted = f"{'finite ' if finite else ''}{like.dtype} of shape {tuple(like.shape)}"
+        together(fits, f"{what} must be {wanted}, got {value!r:.80}")
+    else:
+        read({what: value}, what, like)
 
 
 def _check_parameters(state: State, ours: Mapping[str, list[int]]) -> None:
@@ -124,23 +129,6 @@ def _check_parameters(state: State, ours: Mapping[str, list[int]]) -> None:
     }
     listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in told.items() if names)
     together(not listed, f"of another model: {listed}")
-
-
-def _check_tensors(
-    of: str, kept: State, wanted: Mapping[str, tuple[int, ...]], dtype: Any, finite: bool = True
-) -> None:
-    """ValueError unless what is kept under the names `wanted` are tensors of these shapes."""
-    for what in kept.keys() & wanted.keys():
-        value, shape = kept[what], wanted[what]
-        if not isinstance(value, Tensor):
-            raise ValueError(f"state: {what} of {of} must be a tensor, got {value!r:.80}")
-        if value.shape != shape or value.dtype != dtype:
-            raise ValueError(
-                f"state: {what} of {of} must be {dtype} of shape {shape}, got {value.dtype} of "
-                f"shape {tuple(value.shape)}"
-            )
-        if finite and not bool(value.isfinite().all()):
-            raise ValueError(f"state: {what} of {of} is not finite")
 
 
 def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
@@ -195,16 +183,19 @@ def _by_rank(states: Sequence[State]) -> list[State]:
     whole = read(ordered[0], "world_size", int)
     if whole != len(ordered):
         raise ValueError(f"states: must be those of all {whole} ranks, got {len(ordered)}")
-    for rank, state in enumerate(ordered):
-        for what in (*ALIKE, "step"):
-            first, here = (
-                read(read(each, "controller", Mapping) if what == "step" else each, what, object)
-                for each in (ordered[0], state)
-            )
-            if here != first:
+    moments = [
+        {
+            **{what: read(state, what, object) for what in ALIKE},
+            "step": read(read(state, "controller", Mapping), "step", int),
+        }
+        for state in ordered
+    ]
+    for rank, moment in enumerate(moments):
+        for what, first in moments[0].items():
+            if moment[what] != first:
                 raise ValueError(
-                    f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}: "
-                    f"they are not of one run at one step"
+                    f"states: {what} is {first!r:.80} on rank 0 and {moment[what]!r:.80} on rank "
+                    f"{rank}: they are not of one run at one step"
                 )
     return ordered
 
@@ -271,8 +262,6 @@ def _mean(weights: Mapping[int, float], tensors: Sequence[Tensor | None]) -> Ten
     there = [(weight, t) for i, weight in weights.items() if (t := tensors[i]) is not None]
     if not there:
         return None
-    if len(there) == 1 and there[0][0] == 1:
-        return there[0][1]
     mean = torch.zeros_like(there[0][1])
     for weight, tensor in there:
         mean.add_(tensor, alpha=weight)

@@ -53,23 +53,14 @@ __all__ = [
     "register",
 ]
 
-_registry: dict[str, Callable[..., Policy]] = {
-    "accordion": Accordion,
-    "budget": Budget,
-    "fixed": Fixed,
-    "goodput": Goodput,
-    "gravac": GraVAC,
-    "layerwise": Layerwise,
-    "schedule": Schedule,
-    "warmup": Warmup,
-}
+_ours = (Accordion, Budget, Fixed, Goodput, GraVAC, Layerwise, Schedule, Warmup)
+_registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ours}
 
 
 def register(name: str, factory: Callable[..., Policy]) -> None:
-    """Make `name` usable wherever a policy is chosen by name.
+    """Make `name` usable wherever a policy is chosen by name. ValueError if it is already taken.
 
-    factory: called with the settings that were given, if any; e.g. the class. ValueError if the
-    name is already taken.
+    factory: called with the settings that were given, if any; e.g. the class.
     """
     if name in _registry:
         raise ValueError(f"name must not be registered yet, got {name!r}")
@@ -85,8 +76,7 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     """The policy called `policy` with these settings, or `policy` itself if it already is one.
 
     ValueError for an unknown name and whatever the policy says of its settings; TypeError for
-    anything but a name or a Policy object, for settings that this policy does not have or needs,
-    and for settings beside an object, which has its own.
+    anything but a name or a Policy object, and for settings that it does not accept.
     """
     if isinstance(policy, Policy):
         if settings:

@@ -28,51 +28,36 @@ the true gradient that gets through (policies/signal_gain.py)."""
 
 @dataclass(frozen=True)
 class Context:
-    """The facts of a run that a policy is told once, before its first plan.
+    """The facts of a run that a policy is told once, before its first plan. CFs are floats >= 1."""
 
-    cf_range: smallest and largest CF that may be sent besides dense; CFs are floats >= 1.
-    world_size: number of ranks.
-    supported: returns the nearest CF that the compressor can really do.
-    assumed: gains by CF for hooks of other libraries, whose gain cannot be measured; these CFs are
-        candidates as well.
-    unknown: CFs whose gain is not even assumed: they are sent only if the user names them.
-    wire_bytes: returns the bytes that a rank puts on the wire in a step at a CF; nan if not known.
-    layers: number of elements, by name, of each layer (parameter) that may have a CF of its own, in
-        the model's order; empty if the layers are not known or must all have the same CF.
-    layer_bytes: returns the payload bytes of a layer at a CF.
-    """
-
-    cf_range: tuple[float, float]
+    cf_range: tuple[float, float]  # smallest and largest CF that may be sent besides dense
     world_size: int
-    supported: Callable[[float], float] = float
+    supported: Callable[[float], float] = float  # the nearest CF that the compressor can really do
+    # For hooks of other libraries, whose gain cannot be measured: gains by CF, which are candidates
+    # as well, and CFs whose gain is not even assumed, which are sent only if the user names them.
     assumed: Mapping[float, float] = field(default_factory=dict)
     unknown: frozenset[float] = frozenset()
+    # Bytes that a rank puts on the wire in a step at a CF; nan if not known.
     wire_bytes: Callable[[float], float] = lambda cf: nan
+    # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
+    # (empty if the layers are not known or must all have the same), and a layer's payload bytes.
     layers: Mapping[str, int] = field(default_factory=dict)
     layer_bytes: Callable[[str, float], float] = lambda layer, cf: nan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy's order for the next step: what to send, to measure and to report.
+    """A policy's order for the next step: what to send, to measure and to report."""
 
-    send: CF to send; 1 is dense.
-    probe: CFs to measure without sending them, also while dense is sent.
-    reason: why this plan differs from the one before, in words and numbers; "" if it does not.
-    accumulate: keep the sum of the decoded mean gradients (one gradient-sized accumulator).
-    read_sum: put the norm of that sum into this step's report, and start a new sum.
-    layers: for `send` or a CF of `probe`, the CFs of single layers, by name; layers not named get
-        the CF itself. Only policies with `layerwise = True` may fill it.
-    read_layers: put a `LayerReport` of each layer into this step's report, and start new ones.
-    """
-
-    send: float
-    probe: tuple[float, ...] = ()
-    reason: str = ""
-    accumulate: bool = False
-    read_sum: bool = False
+    send: float  # the CF; 1 is dense
+    probe: tuple[float, ...] = ()  # CFs to measure without sending them, also while dense is sent
+    reason: str = ""  # why it differs from the plan before, in words and numbers; "" if it does not
+    accumulate: bool = False  # keep the sum of the decoded mean gradients (as large as the model)
+    read_sum: bool = False  # put the norm of that sum into this step's report, start a new sum
+    # For `send` or a CF of `probe`: the CFs of single layers, by name; layers not named get the CF
+    # itself. Only policies with `layerwise = True` may fill it.
     layers: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
-    read_layers: bool = False
+    read_layers: bool = False  # put a `LayerReport` of each layer into this step's report
 
 
 @dataclass(frozen=True)
@@ -80,20 +65,16 @@ class Measurement:
     """The energies that compression at one CF kept and lost in one step: squared norms, summed over
     tensors and ranks, the same on every rank; nan where they were not measured.
 
-    kept: ||c||^2, where c = C(a) is the compressed and a the error-fed gradient.
-    error: ||a - c||^2.
-    total: ||a||^2.
-    grad: ||g||^2 of the local gradients.
-    sample_error, sample_total: ||s - C(s)||^2 and ||s||^2, where s is a fixed strided sample of the
-        gradient before error feedback.
+    g is the local gradient, a the error-fed gradient, c = C(a) the compressed one, and s a fixed
+    strided sample of the gradient before error feedback.
     """
 
-    kept: float = nan
-    error: float = nan
-    total: float = nan
-    grad: float = nan
-    sample_error: float = nan
-    sample_total: float = nan
+    kept: float = nan  # ||c||^2
+    error: float = nan  # ||a - c||^2
+    total: float = nan  # ||a||^2
+    grad: float = nan  # ||g||^2
+    sample_error: float = nan  # ||s - C(s)||^2
+    sample_total: float = nan  # ||s||^2
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
         """Numerator and denominator of a gain, to be averaged separately (ratio of means); nan for
@@ -108,10 +89,13 @@ class Measurement:
 
     def gain(self, kind: GainKind) -> float:
         """This step's gain, in [0, 1]; nan if it was not measured or is not finite."""
-        top, bottom = self.terms(kind)
-        if not (isfinite(top) and isfinite(bottom)) or bottom <= 0:
-            return nan
-        return min(1.0, top / bottom)
+        return _ratio(*self.terms(kind))
+
+
+def _ratio(top: float, bottom: float) -> float:
+    """top / bottom, within [0, 1]; nan unless both are finite and bottom is positive."""
+    known = isfinite(top) and isfinite(bottom) and bottom > 0
+    return min(1.0, max(0.0, top / bottom)) if known else nan
 
 
 def _surviving(total: float, error: float) -> float:
@@ -121,85 +105,56 @@ def _surviving(total: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The statistics of one layer over the steps since its last report, the same on every rank.
+    """The statistics of one layer over the steps since its last report, the same on every rank."""
 
-    energy: ||g||^2 of the local gradients, summed over steps and ranks.
-    sum_norm: norm of the sum of the layer's mean gradients; nan unless the plan said `read_sum`.
-    steady: steady-state gain by CF, from the shadow ladder if there is one.
-    """
-
-    energy: float = nan
-    sum_norm: float = nan
-    steady: Mapping[float, float] = field(default_factory=dict)
+    energy: float = nan  # ||g||^2 of the local gradients, summed over steps and ranks
+    sum_norm: float = nan  # of the sum of the layer's mean gradients, if the plan said `read_sum`
+    steady: Mapping[float, float] = field(default_factory=dict)  # as in `StepReport`
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The statistics of one step, the same on every rank. Times are in seconds; nan: not known.
+    """The statistics of one step, the same on every rank. Times are in seconds; nan: not known."""
 
-    step: index of the step, from 0.
-    cf: CF that was sent in this step.
-    measurements: by CF, for the CF sent and those probed.
-    timed_cf: CF of the step that the times below belong to. That is the step before this one: the
-        duration of a step is known only when the next one begins.
-    seconds: wall time of the timed step, mean over ranks.
-    median_seconds: mean over ranks of each rank's median over the last steps sent at timed_cf.
-    compress_seconds: time of the timed step that went to compression, mean over ranks.
-    exchange_seconds: time that the timed step waited after backward, for the network and for slower
-        ranks, mean over ranks.
-    decode_seconds: time that went to decoding what was received, mean over ranks.
-    compute_seconds: forward and backward, mean over ranks; nan if the model is not known.
-    network_seconds: exchange_seconds of the rank that waited least. That rank was ready last and
-        waited for nobody, so this is the time of the network alone.
-    wire_bytes: bytes that a rank put on the wire in this step.
-    statistics_bytes: the part of wire_bytes that is statistics, independent of the model's size.
-    dense_wire_bytes: bytes that dense fp32 all-reduce would have put on the wire.
-    timed_bytes: wire bytes of the timed step.
-    grad_norm: root of the mean over ranks of ||g||^2.
-    sum_norm: norm of the sum of the mean gradients since the last reading; nan unless read.
-    lr: learning rate of the first parameter group; nan if no optimizer was handed over.
-    steady: steady-state gain by CF from the shadow ladder; only for a policy with `shadow = True`.
-    layers: by name, in the steps whose plan said `read_layers`.
-    signal: <c, g> by CF of the shadow ladder, for a policy with the gain "signal": c is what plain
-        error feedback would have sent in the step before this one, g is this step's gradient.
-    signal_total: <gradient of the step before, g>. Both are noisy and may be negative.
-    peers, peers_total: <c, g> and <g, g> of the step before, where c and g are of different ranks.
-        They are as noisy, but the expectation of <g, g> is never negative.
-    """
-
-    step: int
-    cf: float
-    measurements: Mapping[float, Measurement] = field(default_factory=dict)
+    step: int  # its index, from 0
+    cf: float  # that was sent in this step
+    measurements: Mapping[float, Measurement] = field(default_factory=dict)  # CF sent and probed
+    # The times are those of the step before this one: how long a step took is known only when the
+    # next one begins. timed_cf and timed_bytes: its CF and wire bytes.
     timed_cf: float = nan
-    seconds: float = nan
-    median_seconds: float = nan
-    compress_seconds: float = nan
-    exchange_seconds: float = nan
-    wire_bytes: float = nan
-    dense_wire_bytes: float = nan
+    seconds: float = nan  # wall time, mean over ranks
+    median_seconds: float = nan  # mean of the ranks' medians over the last steps at timed_cf
+    compress_seconds: float = nan  # that went to compression, mean over ranks
+    exchange_seconds: float = nan  # waited after backward, for network and slower ranks, mean
+    wire_bytes: float = nan  # that a rank put on the wire in this step
+    dense_wire_bytes: float = nan  # that dense fp32 all-reduce would have put there
     timed_bytes: float = nan
-    grad_norm: float = nan
-    sum_norm: float = nan
-    lr: float = nan
+    grad_norm: float = nan  # root of the mean over ranks of ||g||^2
+    sum_norm: float = nan  # of the sum of the mean gradients since the last reading, if it was read
+    lr: float = nan  # of the first parameter group, if an optimizer was handed over
+    # Steady-state gain by CF from the shadow ladder, for policies with `shadow = True`.
     steady: Mapping[float, float] = field(default_factory=dict)
-    layers: Mapping[str, LayerReport] = field(default_factory=dict)
-    decode_seconds: float = nan
-    compute_seconds: float = nan
+    layers: Mapping[str, LayerReport] = field(default_factory=dict)  # if the plan said read_layers
+    decode_seconds: float = nan  # that went to decoding what was received, mean over ranks
+    compute_seconds: float = nan  # forward and backward, mean over ranks; nan without a model
+    # For policies with the gain "signal", of the step before this one: <c, g> by CF of the shadow
+    # ladder, where c is what plain error feedback would have sent then and g this step's gradient,
+    # and <that step's gradient, g>. Both are noisy and may be negative. peers: <c, g> and <g, g> of
+    # different ranks in that step, as noisy, but the expectation of <g, g> is never negative.
     signal: Mapping[float, float] = field(default_factory=dict)
     signal_total: float = nan
     peers: Mapping[float, float] = field(default_factory=dict)
     peers_total: float = nan
-    statistics_bytes: float = 0.0
+    statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
+    # exchange_seconds of the rank that waited least. That rank was ready last and waited for
+    # nobody, so this is the time of the network alone.
     network_seconds: float = nan
 
     def gain(self, cf: float, kind: GainKind) -> float:
         """This step's gain of a CF, in [0, 1]; nan if it was not measured or is not defined."""
-        if kind != "signal":
-            measured = self.measurements.get(cf)
-            return nan if measured is None else measured.gain(kind)
-        top, bottom = self.peers.get(cf, nan), self.peers_total
-        known = isfinite(top) and isfinite(bottom) and bottom > 0
-        return min(1.0, max(0.0, top / bottom)) if known else nan
+        if kind == "signal":
+            return _ratio(self.peers.get(cf, nan), self.peers_total)
+        return self.measurements.get(cf, Measurement()).gain(kind)
 
     @property
     def coding_seconds(self) -> float:
@@ -231,17 +186,16 @@ class Policy(ABC):
     The controller calls, on every rank alike, `start(context)` once, then `plan()` before and
     `observe(report)` after each step. A user's own policy overrides at least `start`, `plan`,
     `state_dict` and `load_state_dict`.
+
+    gain: the definition that the policy decides on; the timeline's T_comp uses the same.
+    shadow: whether it needs the steady-state gains of its candidates, from a shadow ladder.
+    layerwise: whether its plans may give single layers CFs of their own, and read their reports.
     """
 
     name: str = ""
     gain: GainKind = "gradient"
-    """The definition of gain that the policy decides on; the timeline's T_comp uses the same."""
-
     shadow: bool = False
-    """Whether the policy needs the steady-state gains of its candidates, from a shadow ladder."""
-
     layerwise: bool = False
-    """Whether its plans may give single layers CFs of their own, and read reports of layers."""
 
     @abstractmethod
     def start(self, context: Context) -> None:
@@ -289,11 +243,10 @@ class Policy(ABC):
 
 
 class DeclaredPolicy(Stateful, Policy):
-    """A policy whose saved state is its settings and the fields declared in `_fields`.
+    """A policy whose saved state is its settings and the attributes declared in `_fields`.
 
     A state is refused if it was saved under other settings, because the run would then go on as
-    something else. Subclasses set `_started` at the end of start(), and list in `_saved_settings`
-    what a state has to agree with.
+    something else. Subclasses set `_started` at the end of start().
     """
 
     _started = False
@@ -312,8 +265,6 @@ class DeclaredPolicy(Stateful, Policy):
         return {"settings": self._saved_settings(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`, after start(). ValueError if the state is of other settings
-        or another cf_range, or damaged."""
         self._check_started("load_state_dict")
         checks.same(self.name, self._saved_settings(), read(state, "settings", Mapping))
         super().load_state_dict(state)
@@ -358,15 +309,10 @@ SCALINGS = ("exponential", "geometric")
 MAX_RUNGS = 1000
 """More rungs than this are a mistake in step_size, not a plan."""
 
-ALMOST = 1 - 1e-9
-"""A rung within rounding of the top is the top."""
-
 
 def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -> tuple[float, ...]:
-    """The rungs for a CF range, its smallest CF first and its largest last.
-
-    Raises ValueError where a step_size close to 1 would make more than MAX_RUNGS rungs.
-    """
+    """The rungs for a CF range, its smallest CF first and its largest last. ValueError where a
+    step_size close to 1 would make more than MAX_RUNGS rungs."""
     low, top = cf_range
     if log(top / low) > MAX_RUNGS * log(step_size):
         raise ValueError(
@@ -374,7 +320,7 @@ def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -
             f"{MAX_RUNGS} candidates; take a larger step"
         )
     rungs, factor, rung = [low], step_size, low * step_size
-    while rung < top * ALMOST:
+    while rung < top * (1 - 1e-9):  # a rung within rounding of the top is the top
         rungs.append(rung)
         factor *= factor  # squaring doubles the exponent
         rung = low * factor if scaling == "exponential" else rung * step_size

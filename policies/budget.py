@@ -7,7 +7,7 @@ measured of late asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import inf, isfinite, log, nan
+from math import isfinite, log, nan
 from typing import Any
 
 from policies import checks
@@ -68,15 +68,13 @@ class Budget(DeclaredPolicy):
         hysteresis: float = 0.25,
         step_size: float = 1.25,
     ) -> None:
-        if bytes_per_step is not None and share is not None:
-            raise ValueError(
-                f"share={share!r}: must not be given with bytes_per_step={bytes_per_step!r}"
-            )
-        self.bytes_per_step = (
-            None
-            if bytes_per_step is None
-            else checks.real("bytes_per_step", bytes_per_step, above=0)
-        )
+        if bytes_per_step is not None:
+            if share is not None:
+                raise ValueError(
+                    f"share={share!r}: must not be given with bytes_per_step={bytes_per_step!r}"
+                )
+            bytes_per_step = checks.real("bytes_per_step", bytes_per_step, above=0)
+        self.bytes_per_step = bytes_per_step
         self.share = checks.fraction("share", DEFAULT_SHARE if share is None else share)
         self.window = checks.whole("window", window, least=BRIEF)
         self.look_every = checks.whole("look_every", look_every, least=1)
@@ -87,10 +85,8 @@ class Budget(DeclaredPolicy):
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range is not a range or step_size makes too many CFs."""
-        cf_range = checks.cf_range(context.cf_range)
-        rungs = make_ladder(cf_range, "geometric", self.step_size)
-        known = (context.supported(cf) for cf in rungs)
-        self._cfs = tuple(sorted({DENSE, *known} - context.unknown))
+        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
+        self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)} - context.unknown))
         self._computed = context.wire_bytes
         self._send = DENSE if self.bytes_per_step is None else self._cfs[-1]
         self._reason = ""
@@ -133,16 +129,16 @@ class Budget(DeclaredPolicy):
         return next(fitting, self._cfs[-1])
 
     def _keep_to_bytes(self, limit: float) -> str:
-        """Send the smallest CF within the limit. This cannot flap: once a CF has exceeded it, its
-        bytes are known."""
+        """Send the smallest CF within the limit; returns why, "" if it stays. This cannot flap:
+        once a CF has exceeded the limit, its bytes are known."""
         before, self._send = self._send, self._within(limit)
         if self._send == before:
             return ""
-        had, has = self._wire.at(before), self._wire.at(self._send)
-        sizes = (
-            f"{had or nan:.4g} bytes a step at CF {before:g}, {has or nan:.4g} at {self._send:g}"
+        had, has = (self._wire.at(cf) or nan for cf in (before, self._send))
+        return (
+            f"{had:.4g} bytes a step at CF {before:g}, {has:.4g} at {self._send:g}, "
+            f"bytes_per_step {limit:g}"
         )
-        return f"{sizes}, bytes_per_step {limit:g}"
 
     # Share of the step time
 
@@ -153,12 +149,18 @@ class Budget(DeclaredPolicy):
         if self._since < (BRIEF if self._brief or self._look is not None else self.window):
             return ""
         looked, self._look, self._since = self._look is not None, None, 0
-        best = self._best()
-        if best != self._send:
-            return self._move(best)
+        before, best = self._send, self._best()
+        if best != before:
+            self._send = self._time.within_reach(best, before, self._cfs)
+            self._windows, self._brief = 0, self._send < before
+            on_the_way = f"on the way to {best:g}, " if self._send != best else ""
+            return (
+                f"{on_the_way}communication takes {self._described(before)}; "
+                f"predicted at CF {best:g}: {self._share(best):.3g}"
+            )
         self._brief = False
         if looked:
-            return f"after the look, communication takes {self._numbers(self._send)}"
+            return f"after the look, communication takes {self._described(before)}"
         self._windows += 1
         if self._windows < self.look_every or len(self._time.timed()) != 1:
             return ""
@@ -167,27 +169,17 @@ class Budget(DeclaredPolicy):
             return ""
         return f"looks at CF {self._look:g} for {BRIEF} steps, to tell latency from rate"
 
-    def _move(self, best: float) -> str:
-        """Go to the CF that fits, or towards it; returns why."""
-        before = self._send
-        self._send = self._time.within_reach(best, before, self._cfs)
-        self._windows, self._brief = 0, self._send < before
-        why = f"communication takes {self._numbers(before)}; predicted at CF {best:g}: "
-        on_the_way = f"on the way to {best:g}, " if self._send != best else ""
-        return f"{on_the_way}{why}{self._predicted(best):.3g}"
-
     def _best(self) -> float:
         """The CF to send by the step times known: the present one, unless it is clearly wrong, or
         has only just been moved to."""
         if not self._time.timed():
             return self._send
-        hysteresis = 0.0 if self._brief else self.hysteresis
-        safely = self.share / (1 + hysteresis)
-        smaller = any(cf < self._send and self._predicted(cf) <= safely for cf in self._cfs)
-        exceeds = self._predicted(self._send) > self.share * (1 + hysteresis)
-        if not (exceeds or smaller):
+        ratio = 1.0 if self._brief else 1 + self.hysteresis
+        exceeds = self._share(self._send) > self.share * ratio
+        smaller = (cf for cf in self._cfs if cf < self._send)
+        if not exceeds and not any(self._share(cf) <= self.share / ratio for cf in smaller):
             return self._send
-        fitting = (cf for cf in self._cfs if self._predicted(cf) <= self.share)
+        fitting = (cf for cf in self._cfs if self._share(cf) <= self.share)
         return next(fitting, self._cfs[-1])
 
     def _second(self) -> float | None:
@@ -204,13 +196,13 @@ class Budget(DeclaredPolicy):
         nbytes = self._wire.at(cf)
         return 1 / cf if nbytes is None else nbytes
 
-    def _predicted(self, cf: float) -> float:
-        """The part of a step at `cf` that goes to sending its bytes."""
+    def _share(self, cf: float) -> float:
+        """The part of a step at `cf` that goes to sending its bytes, as predicted."""
         seconds, sending = self._time.seconds(cf), self._time.sending(cf)
         return sending / seconds if seconds and isfinite(seconds) else float(sending > 0)
 
-    def _numbers(self, cf: float) -> str:
-        share = self._predicted(cf)
+    def _described(self, cf: float) -> str:
+        share = self._share(cf)
         sign = ">" if share > self.share else "<="
         return (
             f"{share:.3g} of a step at CF {cf:g}, {sign} share {self.share:g} "
@@ -230,7 +222,7 @@ class Budget(DeclaredPolicy):
         known = by_time and bool(self._time.timed())
         sending = self._time.sending(self._send) if known else 0.0
         return {
-            "share": self._predicted(self._send) if known else nan,
+            "share": self._share(self._send) if known else nan,
             "bandwidth": self._bytes(self._send) / sending if sending > 0 else nan,
             "exploring": float(by_time and (self._brief or self._look is not None)),
         }
@@ -241,10 +233,10 @@ class Budget(DeclaredPolicy):
         if not self._time.timed():
             return "it changes when it is known what the network costs"
         most, least = self.share * (1 + self.hysteresis), self.share / (1 + self.hysteresis)
-        now = f"now, as predicted, {self._predicted(self._send):.3g}"
         return (
-            f"it changes when communication takes more than {most:.3g} of a step ({now}), or a "
-            f"smaller CF would take less than {least:.3g}"
+            f"it changes when communication takes more than {most:.3g} of a step (now, as "
+            f"predicted, {self._share(self._send):.3g}), or a smaller CF would take less than "
+            f"{least:.3g}"
         )
 
     def rescale(self) -> None:
@@ -291,13 +283,11 @@ class WireBytes(Stateful):
         computed = self._computed(cf)
         if isfinite(computed) and computed >= 0:
             return computed
-        if self._dense is None:
-            return None
-        if cf == DENSE:
+        if self._dense is None or cf == DENSE:
             return self._dense
         sent = [other for other in self._measured if other != DENSE]
         if not sent:
             return self._dense / cf
         nearest = min(sent, key=lambda other: abs(log(other / cf)))
         guess = self._measured[nearest] * (nearest / cf)
-        return guess if guess < inf else None
+        return guess if isfinite(guess) else None

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from math import inf, isfinite, nan
-from statistics import fmean
+from statistics import fmean, median_low
 
 from policies.base import StepReport
-from policies.estimators import Backoff, median, relative_change
+from policies.estimators import Backoff, relative_change
 from policies.exploration import CandidateStatistics, SendRule
 from policies.state import CHILD, Stateful, declare
 
@@ -86,7 +86,7 @@ class ChangeTest(Stateful):
         """
         if not self._window:
             return ""
-        now, self._window = median(self._window), []
+        now, self._window = median_low(self._window), []
         first = self._first.setdefault(cf, [])
         before = fmean(first) if first else now
         distance = relative_change(now, before) if abs(now - before) >= least else 0.0

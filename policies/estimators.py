@@ -1,18 +1,13 @@
-"""Estimators: averages, medians and relative changes of noisy numbers of single steps, and waits
-that grow with failures (`Backoff`)."""
+"""Averages and relative changes of the noisy numbers of single steps, and waits that grow with
+failures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf, isfinite, nan
 from typing import Any
 
 from policies.state import Stateful, declare, read
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value; of an even number the lower of the two, so that it was really measured."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def relative_change(now: float, before: float) -> float:
@@ -25,19 +20,11 @@ def relative_change(now: float, before: float) -> float:
     return max(now / before, before / now) - 1
 
 
-def weight_for(world_size: int) -> float:
-    """GraVAC's weight of a new value in an average (section 3): workers / 100, at most 0.5, so that
-    the past counts too."""
-    return min(0.5, world_size / 100)
-
-
 class Average(Stateful):
     """An exponentially weighted ratio of means, E[top] / E[bottom]; a plain mean if bottom is 1.
 
     Both means start from zero and need the same bias correction, 1 / (1 - (1 - weight)^n), which
-    cancels in the ratio. So the first values count fully.
-
-    weight: of a new value, in (0, 1].
+    cancels in the ratio. So the first values count fully. weight: of a new value, in (0, 1].
     """
 
     _fields = declare(count=int, _top=float, _bottom=float)
@@ -45,8 +32,7 @@ class Average(Stateful):
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.count = 0
-        self._top = 0.0
-        self._bottom = 0.0
+        self._top = self._bottom = 0.0
 
     def add(self, top: float, bottom: float = 1.0) -> None:
         """Take in one step. A step that is not finite, or has bottom <= 0, is skipped."""
@@ -63,10 +49,7 @@ class Average(Stateful):
 
 
 class Averages(dict[float, Average]):
-    """Averages by CF, each of which begins with the first value that is added to it.
-
-    weight: of a new value in each of them, in (0, 1].
-    """
+    """Averages by CF, all with the same weight; each begins with the first value added to it."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -102,9 +85,6 @@ class Backoff(Stateful):
     steps: the first wait. max_doublings: the wait grows to 2^max_doublings times the first.
     """
 
-    SOON = 4
-    """What lasted no longer than so many waits has failed (see `judge`)."""
-
     _fields = declare(steps=int)
 
     def __init__(self, steps: int, max_doublings: int) -> None:
@@ -120,8 +100,8 @@ class Backoff(Stateful):
         self.steps = self._first
 
     def judge(self, lasted: int) -> None:
-        """A decision was undone after `lasted` steps: a failure if that was soon."""
-        if lasted <= self.SOON * self.steps:
+        """A decision was undone after `lasted` steps: a failure if that was within four waits."""
+        if lasted <= 4 * self.steps:
             self.fail()
         else:
             self.reset()

@@ -1,15 +1,13 @@
 """Goodput: go straight to the CF with the largest compression throughput, without trying others.
 
 The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for the whole
-ladder at any time: the gain from the shadow ladder (`adaptive.shadow`), as signal gain
-(policies/signal_gain.py) or as the error-fed gain in steady state; the step time from its model
-(policies/step_time.py). Nothing is sent only to be measured, and a changed network moves the CF as
-soon as it shows.
+ladder at any time: the gain from the shadow ladder, as signal gain (signal_gain.py) or as the
+error-fed gain in steady state; the step time from its model (step_time.py). Nothing is sent only to
+be measured, and a changed network moves the CF as soon as it shows.
 
-Signal gain s is the part of the gradient that gets through at once. The rest is late, not lost, and
-momentum correction makes up for some of the delay (`adaptive.momentum`). So progress falls more
-slowly than s, and s counts to the `power` of 0.5 (measured: docs/results.md). A larger power costs
-time and gives more quality in as many steps.
+Signal gain s is the part of the gradient that gets through at once. The rest is late, not lost, so
+progress falls more slowly than s, and s counts to the `power` of 0.5 (measured: docs/results.md). A
+larger power costs time and gives more quality in as many steps.
 
 A run begins at the smallest CF. Not dense: over a slow network a dense step can take as long as a
 hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if they wait in
@@ -37,9 +35,9 @@ from policies.base import (
     change,
     make_ladder,
 )
-from policies.estimators import Average, Averages
+from policies.estimators import Averages
 from policies.signal_gain import SignalGain
-from policies.state import CHILD, declare, together
+from policies.state import CHILD, declare
 from policies.step_time import STRIDE_STEPS, StepTime
 
 GAIN_WEIGHT = 0.1
@@ -117,7 +115,6 @@ class Goodput(DeclaredPolicy):
         self._bytes = context.wire_bytes
         self._time = StepTime(context.wire_bytes)
         self._gains = Averages(GAIN_WEIGHT)  # error-fed gains in steady state
-        self._gains.update({cf: Average(GAIN_WEIGHT) for cf in self._ladder if cf != DENSE})
         self._signal = SignalGain() if self.gain == "signal" else None
         self._send = self._ladder[0]
         self._since = 0  # steps at the present CF
@@ -133,8 +130,8 @@ class Goodput(DeclaredPolicy):
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
-        for cf, average in self._gains.items():
-            average.add(report.steady.get(cf, nan))
+        for cf, gain in report.steady.items():
+            self._gains.add(cf, gain)
         self._since += 1
         self._steps += 1
         self._reason = "" if self._signal is None else self._signal.observe(report)
@@ -142,14 +139,9 @@ class Goodput(DeclaredPolicy):
             self._consider()
 
     @property
-    def _is_opening(self) -> bool:
-        """Whether only the first CF has been sent yet."""
-        return self._since == self._steps
-
-    @property
     def _wait(self) -> int:
         """Steps at the present CF before another is considered."""
-        if self._is_opening:
+        if self._since == self._steps:  # only the first CF has been sent yet
             return self.opening
         return self.cooldown if self._came_from is None else min(STRIDE_STEPS, self.cooldown)
 
@@ -162,7 +154,7 @@ class Goodput(DeclaredPolicy):
         promised = {}
         power = 1.0 if self._signal is None else self.power
         largest = inf if self._signal is None else FILLED * self._steps
-        for cf in (DENSE, *self._gains):
+        for cf in sorted({DENSE, *self._ladder}):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
             if gain is None or not seconds or cf > largest:
                 continue
@@ -177,16 +169,19 @@ class Goodput(DeclaredPolicy):
         exploring: 1 until it first considers leaving the first CF, then 0. With signal gain also
         the numbers of `SignalGain.status`.
         """
-        seconds, promised = self._time.seconds(self._send), self.t_comp()
-        best = max(promised, key=lambda cf: (promised[cf], -cf)) if promised else nan
-        numbers = {
-            "candidate": best,
+        seconds, gain, promised = (
+            self._time.seconds(self._send),
+            self._gain(self._send),
+            self.t_comp(),
+        )
+        return {
+            "candidate": max(promised, key=lambda cf: (promised[cf], -cf), default=nan),
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
-            "gain": nan if (gain := self._gain(self._send)) is None else gain,
-            "exploring": float(self._is_opening and self._since < self._wait),
+            "gain": nan if gain is None else gain,
+            "exploring": float(self._since == self._steps < self.opening),
+            **({} if self._signal is None else self._signal.status()),
         }
-        return numbers if self._signal is None else {**numbers, **self._signal.status()}
 
     def verdict(self) -> str:
         sends_dense = self._send == DENSE and self._since >= self.cooldown
@@ -194,13 +189,13 @@ class Goodput(DeclaredPolicy):
 
     def next_move(self) -> str:
         promised = self.t_comp()
-        others = {cf: value for cf, value in promised.items() if cf != self._send}
-        if not others:
+        needed = {cf: self._needed(cf, promised) for cf in promised if cf != self._send}
+        if not needed:
             return "nothing is known of the other CFs yet"
-        first = max(others, key=lambda cf: (others[cf] - self._needed(cf, promised), -cf))
+        first = max(needed, key=lambda cf: (promised[cf] - needed[cf], -cf))
         return (
             f"it changes when a CF promises enough more T_comp: CF {first:g} is nearest to that, "
-            f"promises {others[first]:.4g} and needs more than {self._needed(first, promised):.4g}"
+            f"promises {promised[first]:.4g} and needs more than {needed[first]:.4g}"
         )
 
     def rescale(self) -> None:
@@ -212,9 +207,6 @@ class Goodput(DeclaredPolicy):
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**self._settings, "ladder": list(self._ladder)}
-
-    def _check_loaded(self) -> None:
-        together(set(self._gains) == {*self._ladder} - {DENSE}, "'gains' are of other CFs")
 
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:
@@ -240,7 +232,7 @@ class Goodput(DeclaredPolicy):
         if not better:
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
-        listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in sorted(promised.items()))
+        listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in promised.items())
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({listed})"
         goal = self._time.within_reach(best, self._send, (DENSE, *self._ladder))
         if goal != best:

@@ -28,7 +28,6 @@ from policies.base import (
     make_ladder,
 )
 from policies.drift import Drift, DriftMonitor
-from policies.estimators import weight_for
 from policies.exploration import CandidateStatistics, Level, SendRule
 from policies.state import CHILD, declare, together
 
@@ -136,7 +135,7 @@ class GraVAC(DeclaredPolicy):
         self._short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
         self._statistics = CandidateStatistics(
             self.gain,
-            weight_for(context.world_size),
+            min(0.5, context.world_size / 100),  # the paper's weight, which lets the past count too
             believed_after,
             context.wire_bytes,
             context.assumed,

@@ -27,9 +27,6 @@ from policies.base import DENSE, StepReport
 from policies.estimators import Averages
 from policies.state import CHILD, Stateful, declare
 
-HUGE = 1e150
-"""Gradient norms from here on cannot be squared."""
-
 WEIGHT = 0.02
 """Weight of a new step in a `MeanRatio`: about fifty steps count."""
 
@@ -110,7 +107,8 @@ class MeanRatio(Stateful):
         }
         self._weight = old * self._weight + new
         self._weight2 = old * old * self._weight2 + new * new
-        self.clear = self._is_clear()
+        least = (LOST if self.clear else CLEAR) * self.error
+        self.clear = self.count >= LEAST and self.mean(DENSE) > least
 
     def mean(self, cf: float) -> float:
         """Mean product of a CF, of the total for DENSE; nan if there is none."""
@@ -137,16 +135,21 @@ class MeanRatio(Stateful):
         return min(1.0, self._error(variance)) if isfinite(variance) else 1.0
 
     @property
+    def error(self) -> float:
+        """Standard error of the mean total; nan before there is one."""
+        mean = self.mean(DENSE)
+        return self._error(self._square(DENSE, DENSE) - mean * mean) if self.count else nan
+
+    @property
     def errors(self) -> float:
         """The mean total in its standard errors; nan before there is one."""
-        error = self._total_error()
-        return self.mean(DENSE) / error if error > 0 else nan
+        return self.mean(DENSE) / self.error if self.error > 0 else nan
 
     def described(self) -> str:
         """The mean total, its standard error, and how clear that is, in words."""
         return (
-            f"{self.mean(DENSE):.3g} +- {self._total_error():.2g}, {self.errors:.2g} standard "
-            f"errors (clear from {CLEAR:g}, lost below {LOST:g})"
+            f"{self.mean(DENSE):.3g} +- {self.error:.2g}, {self.errors:.2g} standard errors (clear "
+            f"from {CLEAR:g}, lost below {LOST:g})"
         )
 
     def _square(self, a: float, b: float) -> float:
@@ -156,17 +159,6 @@ class MeanRatio(Stateful):
     def _error(self, variance: float) -> float:
         """Standard error of a weighted mean, if the steps are independent."""
         return sqrt(max(0.0, variance) * self._weight2) / self._weight
-
-    def _total_error(self) -> float:
-        if not self.count:
-            return nan
-        mean = self.mean(DENSE)
-        return self._error(self._square(DENSE, DENSE) - mean * mean)
-
-    def _is_clear(self) -> bool:
-        if self.count < LEAST:
-            return False
-        return self.mean(DENSE) > (LOST if self.clear else CLEAR) * self._total_error()
 
 
 class SignalGain(Stateful):
@@ -194,11 +186,11 @@ class SignalGain(Stateful):
     def observe(self, report: StepReport) -> str:
         """Take in one step. Returns which estimate decides from now on if that has changed, in
         words; else ""."""
-        before = self.basis
-        last, now = self._norm, report.grad_norm if 0 < report.grad_norm < HUGE else 0.0
+        before, last = self.basis, self._norm
+        # Norms from 1e150 on cannot be squared.
+        self._norm = report.grad_norm if 0 < report.grad_norm < 1e150 else 0.0
         self.peers.add(report.peers, report.peers_total, last * last)  # both are the last step's
-        self.next.add(report.signal, report.signal_total, last * now)  # one of each step
-        self._norm = now
+        self.next.add(report.signal, report.signal_total, last * self._norm)  # one of each step
         for cf, steady in report.steady.items():
             self._steady.add(cf, steady)
         if self.clear:
@@ -240,11 +232,8 @@ class SignalGain(Stateful):
         return self._last_clear.doubt(a, b)
 
     def status(self) -> dict[str, float]:
-        """Numbers for the timeline.
-
-        signal: what decides (3: peers, 2: next step, 1: what was clear last, 0: root of the
-        error-fed gain). peers_errors, next_errors: the mean totals in their standard errors.
-        """
+        """Numbers for the timeline: the `Basis` (signal), and the mean totals in their standard
+        errors (peers_errors, next_errors)."""
         return {
             "signal": float(self.basis),
             "peers_errors": self.peers.errors,
@@ -258,11 +247,8 @@ class SignalGain(Stateful):
 
 
 def descending(values: Iterable[float]) -> list[float]:
-    """The sequence that never rises and is nearest by least squares.
-
-    Where values rise, they are replaced by their mean (pool adjacent violators: Ayer and others,
-    1955).
-    """
+    """The sequence that never rises and is nearest by least squares: where values rise, they are
+    replaced by their mean (pool adjacent violators: Ayer and others, 1955)."""
     pools: list[tuple[float, int]] = []  # mean, number of values
     for value in values:
         mean, size = value, 1

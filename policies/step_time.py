@@ -3,23 +3,21 @@
     seconds = work + compressing and decoding + exposed time
 
 Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF. The
-exposed time is what backward waits for the network, and grows with the bytes sent. A report gives
-all three, so one CF that was run is enough to predict the others. Reports without all of them are
-skipped.
+exposed time is what the rank that waits least waits for the network, and grows with the bytes sent.
+A report gives all three, so one CF that was run is enough to predict the others.
 
 Networks change. A change shows at the CF in use, and the exposed times of the other CFs are then
 those of another network, and are forgotten.
-
-Times are in seconds. The time of a step comes with the report of the next one, under `timed_cf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite, nan
+from statistics import median_low
 
 from policies.base import DENSE, StepReport
-from policies.estimators import Average, Averages, median
+from policies.estimators import Average, Averages
 from policies.state import CHILD, Stateful, declare, together
 
 LAST = 32
@@ -48,41 +46,44 @@ has changed. The time of a single step is noisy on a busy machine."""
 MANY, EXCEPTIONS = 20, 7
 """So many steps in a row show it, too, with so many exceptions among them."""
 
-SECOND, THIRD = 1, 2
-"""The time that only the network takes is that of the second fastest of up to RECENT steps, and of
-the third fastest of more: single steps may have waited for nothing."""
-
 CHANGED = 1.25
 """A network has changed if the exposed time is this many times as long as before, or as short."""
 
 
 class StepTime(Stateful):
-    """A model of the step time at any CF: work + compressing and decoding + exposed time.
-
-    The exposed time is that of the rank that waits least. What other ranks wait for a slower one is
-    there at any CF, and counts as work. Work and compression do not depend on the network.
-
-    nbytes: returns the bytes on the wire at a CF.
-    """
+    """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF."""
 
     _fields = declare(
         _work=CHILD,
         _compress=CHILD,
         _decode=CHILD,
-        _exposed=CHILD,
         _pauses=int,
+        _last=dict[float, float],
+        _typical=dict[float, float],
+        _network=dict[float, float],
+        _recent=list[float],
+        _same=int,
+        _doubted=bool,
+        _cf=float | None,
     )
 
     def __init__(self, nbytes: Callable[[float], float]) -> None:
         self._nbytes = nbytes
-        self._exposed = ExposedTime(nbytes)
         self._work = Average(WEIGHT)
         self._compress = Averages(WEIGHT)
         self._decode = Averages(WEIGHT)
         self._pauses = 0  # steps in a row that took far longer than their median
+        # Exposed times by CF, of the CFs that were run:
+        self._last: dict[float, float] = {}  # the median, on whatever network that was
+        self._typical: dict[float, float] = {}  # the median, on the network as it is now
+        self._network: dict[float, float] = {}  # what the network alone takes
+        self._recent: list[float] = []  # of the last steps, at the CF in use
+        self._same = 0  # steps at the CF in use on the network as it is now
+        self._doubted = False  # whether the other CFs were already forgotten on this network
+        self._cf: float | None = None  # in use
 
     def observe(self, report: StepReport) -> None:
-        """Take in the times of one step."""
+        """Take in the times of one step; a report without all of them is skipped."""
         cf, seconds, exposed = report.timed_cf, report.seconds, report.wait_seconds
         compress, coding = report.compress_seconds, report.coding_seconds
         if not all(map(isfinite, (cf, seconds, exposed, compress, coding))):
@@ -95,7 +96,7 @@ class StepTime(Stateful):
         self._work.add(max(0.0, seconds - exposed - coding))
         self._compress.add(cf, compress)
         self._decode.add(cf, coding - compress)
-        self._exposed.observe(cf, exposed, NOISE_SHARE * self._work.value)
+        self._observe_exposed(cf, exposed, NOISE_SHARE * self._work.value)
 
     def seconds(self, cf: float) -> float | None:
         """Seconds of a step at `cf`; None before the first step."""
@@ -106,13 +107,13 @@ class StepTime(Stateful):
     def measured(self, cf: float) -> float | None:
         """Seconds of a step at `cf` with the exposed time that it had when it was last run, on
         whatever network that was; None if it was never run."""
-        exposed = self._exposed.last.get(cf)
+        exposed = self._last.get(cf)
         return None if exposed is None else self._work.value + self.coding(cf) + exposed
 
     def without_compression(self) -> dict[float, float]:
         """Seconds of a step less compressing and decoding, by CF, of the CFs that were run (see
         `measured`)."""
-        return {cf: self._work.value + exposed for cf, exposed in self._exposed.last.items()}
+        return {cf: self._work.value + exposed for cf, exposed in self._last.items()}
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire, and with compression as fast as at
@@ -120,7 +121,7 @@ class StepTime(Stateful):
         if not self._work.count:
             return None
         fastest = min((self.coding(cf) for cf in self._compress if cf != DENSE), default=0.0)
-        return self._work.value + fastest + self._exposed.latency()
+        return self._work.value + fastest + self._latency()
 
     def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither.
@@ -135,26 +136,31 @@ class StepTime(Stateful):
         if cf in self._compress:
             return self._compress[cf].value + self._decode[cf].value
         wanted = self._nbytes(cf)
-        near = nearest(self._nbytes, (other for other in self._compress if other != DENSE), wanted)
+        near = self._nearest((other for other in self._compress if other != DENSE), wanted)
         if not near:
             return 0.0
         if len(near) > 1 and wanted < min(map(self._nbytes, near)):
-            return on_line([(self._nbytes(other), self.coding(other)) for other in near], wanted)
-        decode = in_proportion(self._nbytes(near[0]), self._decode[near[0]].value, wanted)
+            return self._predicted({other: self.coding(other) for other in near}, wanted)
+        decode = self._predicted({near[0]: self._decode[near[0]].value}, wanted)
         return self._compress[near[0]].value + decode
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network; 0 before the first step."""
-        return self._exposed.seconds(cf)
+        """Seconds that a step at `cf` waits for the network; 0 before the first step.
+
+        For a CF that was not run it is predicted by its bytes (latency and bandwidth). Delays of a
+        busy machine do not grow with the bytes, so that rests on what the network alone takes.
+        """
+        known = self._typical.get(cf)
+        return self._predicted(self._network, self._nbytes(cf)) if known is None else known
 
     def sending(self, cf: float) -> float:
         """The part of the exposed time that grows with the bytes. The rest is latency, as far as
         two CFs have shown it."""
-        return max(0.0, self.exposed(cf) - self._exposed.latency())
+        return max(0.0, self.exposed(cf) - self._latency())
 
     def timed(self) -> tuple[float, ...]:
         """The CFs that were run on the network as it is now."""
-        return self._exposed.timed()
+        return tuple(self._typical)
 
     def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
         """The CF to send next on the way from `here` to `goal`: of the ascending `cfs` the one with
@@ -163,55 +169,45 @@ class StepTime(Stateful):
         if not between:
             return goal
         most = min((here, *self.timed()))
-        return next((cf for cf in between if self._times(cf, most) <= STRIDE), between[-1])
 
-    def _times(self, cf: float, other: float) -> float:
-        """Bytes at a CF / bytes at another."""
-        times = self._nbytes(cf) / (self._nbytes(other) or nan)
-        return times if isfinite(times) else other / cf
+        def times(cf: float) -> float:
+            ratio = self._nbytes(cf) / (self._nbytes(most) or nan)
+            return ratio if isfinite(ratio) else most / cf
 
-    def _check_loaded(self) -> None:
-        both = self._compress.keys() == self._decode.keys()
-        together(both, "'compress' and 'decode' are of different CFs")
+        return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
 
+    def _latency(self) -> float:
+        """The exposed time of a step that sends nothing; 0 until two CFs show it."""
+        return self._predicted(self._network, 0.0) if len(self._network) > 1 else 0.0
 
-class ExposedTime(Stateful):
-    """The exposed time of a step at any CF, on the network as it is now: measured at the CFs that
-    were run, predicted for the others by the bytes that they send.
+    def _nearest(self, cfs: Iterable[float], wanted: float) -> list[float]:
+        """Up to two of the CFs, the ones whose bytes are nearest to `wanted`, nearest first."""
+        return sorted(cfs, key=lambda cf: (abs(self._nbytes(cf) - wanted), cf))[:2]
 
-    nbytes: returns the bytes on the wire at a CF.
+    def _predicted(self, known: Mapping[float, float], wanted: float) -> float:
+        """Seconds at `wanted` bytes, by the seconds at some CFs: on the line through the two with
+        the nearest bytes, which never falls, because more bytes do not take less time. With one CF
+        in proportion to its bytes, without any 0."""
+        points = [(self._nbytes(cf), known[cf]) for cf in self._nearest(known, wanted)]
+        if not points:
+            return 0.0
+        x, y = points[0]
+        if len(points) == 1:
+            times = wanted / (x or nan)
+            return y * times if isfinite(times) else y
+        other_x, other_y = points[1]
+        slope = max(0.0, (other_y - y) / (other_x - x)) if other_x != x else 0.0
+        predicted = y + slope * (wanted - x)
+        return max(0.0, predicted) if isfinite(predicted) else y
 
-    last: by CF, the median when it was last run, on whatever network that was.
-    """
-
-    _fields = declare(
-        last=dict[float, float],
-        _typical=dict[float, float],
-        _network=dict[float, float],
-        _recent=list[float],
-        _same=int,
-        _doubted=bool,
-        _cf=float | None,
-    )
-
-    def __init__(self, nbytes: Callable[[float], float]) -> None:
-        self._nbytes = nbytes
-        self.last: dict[float, float] = {}
-        self._typical: dict[float, float] = {}  # medians by CF, of the CFs that were run
-        self._network: dict[float, float] = {}  # by CF, what the network alone takes
-        self._recent: list[float] = []  # of the last steps, at the CF in use
-        self._same = 0  # steps at the CF in use on the network as it is now
-        self._doubted = False  # whether the other CFs were already forgotten on this network
-        self._cf: float | None = None  # in use
-
-    def observe(self, cf: float, seconds: float, least: float) -> None:
+    def _observe_exposed(self, cf: float, exposed: float, least: float) -> None:
         """Take in the exposed time of one step.
 
         least: this is added to times before they are compared, so that small ones do not count.
         """
         if cf != self._cf:
             self._cf, self._recent, self._same = cf, [], 0
-        self._recent = [*self._recent, seconds][-MANY:]
+        self._recent = [*self._recent, exposed][-MANY:]
         self._same += 1
         if self._has_changed(cf, least):
             # One or two of the last steps may still have been delayed by the network as it was.
@@ -220,62 +216,31 @@ class ExposedTime(Stateful):
         elif not self._doubted and self._is_doubtful(cf, least):
             self._typical, self._network = {}, {}
             self._doubted = True
-        if self._same <= MANY:
-            # After that they stay, so that a slow change shows as well.
-            times = sorted(self._settled())
-            self._typical[cf] = self.last[cf] = median(times)
-            place = SECOND if self._same <= RECENT else THIRD
-            self._network[cf] = times[min(place, len(times) - 1)]
-
-    def seconds(self, cf: float) -> float:
-        """The exposed time at any CF; 0 before the first step.
-
-        For a CF that was not run: on the line through the two CFs that were run and have the
-        nearest numbers of bytes (latency and bandwidth), or with one, in proportion to its bytes.
-        Delays of a busy machine do not grow with the bytes, so the line goes through what the
-        network alone takes.
-        """
-        known = self._typical.get(cf)
-        return self._predicted(self._nbytes(cf), self._network) if known is None else known
-
-    def latency(self) -> float:
-        """The exposed time of a step that sends nothing; 0 until two CFs show it."""
-        return self._predicted(0.0, self._network) if len(self._network) > 1 else 0.0
-
-    def timed(self) -> tuple[float, ...]:
-        """The CFs that were run on the network as it is now."""
-        return tuple(self._typical)
-
-    def _predicted(self, wanted: float, known: Mapping[float, float]) -> float:
-        """The exposed time of a step that sends `wanted` bytes, by the times of some CFs."""
-        points = [(self._nbytes(cf), known[cf]) for cf in nearest(self._nbytes, known, wanted)]
-        if len(points) > 1:
-            return on_line(points, wanted)
-        return in_proportion(*points[0], wanted) if points else 0.0
-
-    def _settled(self) -> list[float]:
-        """Times of the CF in use on the network as it is now. When there are more than RECENT, the
-        last ones do not count yet: they may turn out to be of another network."""
+        if self._same > MANY:
+            return  # the times stay what they are, so that a slow change shows as well
+        # Of more than RECENT times the last do not count yet: they may be of another network.
         times = self._recent[-self._same :]
-        return times[: max(RECENT, len(times) - RECENT)]
+        times = sorted(times[: max(RECENT, len(times) - RECENT)])
+        self._typical[cf] = self._last[cf] = median_low(times)
+        # Single steps may have waited for nothing: the second fastest of a few, the third of more.
+        self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
     def _has_changed(self, cf: float, least: float) -> bool:
-        """Whether the last steps at the CF in use show another network."""
+        """Whether the last steps at the CF in use show another network: at first than the other CFs
+        have shown (more bytes do not take less time), later than this CF itself."""
         if self._same < RECENT:
             return False
         if self._same == RECENT:
-            return self._are_beyond(RECENT, 0, *self._bounds(cf), least)
+            nbytes = self._nbytes(cf)
+            fewer = [t for other, t in self._typical.items() if self._nbytes(other) < nbytes]
+            more = [t for other, t in self._network.items() if self._nbytes(other) > nbytes]
+            return self._are_beyond(
+                RECENT, 0, max(fewer, default=0.0), min(more, default=inf), least
+            )
         old = self._typical[cf]
         return self._are_beyond(RECENT, 0, old, old, least) or (
             self._same >= MANY and self._are_beyond(MANY, EXCEPTIONS, old, old, least)
         )
-
-    def _bounds(self, cf: float) -> tuple[float, float]:
-        """Smallest and largest time that a CF can take, from the times of other CFs: more bytes do
-        not take less time."""
-        fewer = [t for other, t in self._typical.items() if self._nbytes(other) < self._nbytes(cf)]
-        more = [t for other, t in self._network.items() if self._nbytes(other) > self._nbytes(cf)]
-        return max(fewer, default=0.0), min(more, default=inf)
 
     def _is_doubtful(self, cf: float, least: float) -> bool:
         """Whether the CF in use waits less than the times of the other CFs predict. Backward may
@@ -283,7 +248,7 @@ class ExposedTime(Stateful):
         others = {other: time for other, time in self._network.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False
-        return self._are_beyond(RECENT, 0, self._predicted(self._nbytes(cf), others), inf, least)
+        return self._are_beyond(RECENT, 0, self._predicted(others, self._nbytes(cf)), inf, least)
 
     def _are_beyond(
         self, steps: int, exceptions: int, low: float, high: float, least: float
@@ -296,28 +261,7 @@ class ExposedTime(Stateful):
 
     def _check_loaded(self) -> None:
         alike = self._typical.keys() == self._network.keys()
-        together(alike, "'typical' and 'network' are of different CFs")
-        together(self._cf is None or self._cf in self._typical, "'cf' has no typical time")
+        alike = alike and self._compress.keys() == self._decode.keys()
+        in_use = self._cf is None or self._cf in self._typical
         enough = len(self._recent) >= min(self._same, MANY)
-        together(enough, "'recent' has lost some times")
-
-
-def nearest(nbytes: Callable[[float], float], cfs: Iterable[float], wanted: float) -> list[float]:
-    """Up to two of the CFs, the ones whose bytes are nearest to `wanted`, nearest first."""
-    return sorted(cfs, key=lambda cf: (abs(nbytes(cf) - wanted), cf))[:2]
-
-
-def on_line(points: Sequence[tuple[float, float]], wanted: float) -> float:
-    """Seconds at `wanted` bytes, on the line through two points (bytes, seconds), the nearer one
-    first. The line never falls: more bytes do not take less time."""
-    (x, y), (other_x, other_y) = points
-    slope = max(0.0, (other_y - y) / (other_x - x)) if other_x != x else 0.0
-    predicted = y + slope * (wanted - x)
-    return max(0.0, predicted) if isfinite(predicted) else y
-
-
-def in_proportion(nbytes: float, seconds: float, wanted: float) -> float:
-    """Seconds at `wanted` bytes, in proportion to those at `nbytes`; the same seconds where the
-    bytes have no ratio."""
-    times = wanted / (nbytes or nan)
-    return seconds * times if isfinite(times) else seconds
+        together(alike and in_use and enough, "the times of steps contradict each other")

@@ -1,4 +1,4 @@
-"""Averages, ratios of means with their doubt, medians, falling sequences and back-off."""
+"""Averages, ratios of means with their doubt, falling sequences and back-off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE
-from policies.estimators import Average, Averages, Backoff, median, relative_change, weight_for
+from policies.estimators import Average, Averages, Backoff, relative_change
 from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, MeanRatio, descending
 
 
@@ -22,10 +22,6 @@ from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, MeanRatio, descendi
 )
 def test_relative_changes(now, before, distance):
     assert relative_change(now, before) == pytest.approx(distance)
-
-
-def test_a_median_was_really_measured():
-    assert median([3.0, 1.0, 2.0, 9.0]) == 2.0
 
 
 def test_a_wait_doubles_with_failures_and_is_itself_again_after_a_success():
@@ -94,11 +90,6 @@ def test_an_average_is_saved():
     for one in (average, copy):
         one.add(7.0)
     assert (copy.value, copy.count) == (average.value, 4)
-
-
-@pytest.mark.parametrize(("ranks", "weight"), [(2, 0.02), (32, 0.32), (50, 0.5), (400, 0.5)])
-def test_weight_grows_with_the_ranks(ranks, weight):
-    assert weight_for(ranks) == weight
 
 
 # Falling sequences

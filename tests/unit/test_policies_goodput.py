@@ -267,7 +267,7 @@ class Misled(StepTime):
         super().__init__(nbytes)
 
     def timed(self):
-        cf = self._exposed._cf
+        cf = self._cf
         return () if cf is None else (cf,)
 
     def seconds(self, cf):
