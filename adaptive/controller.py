@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import StepCFs
-from adaptive.config import Settings, check_layerwise
+from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange, reduce_wire_bytes
 from adaptive.sizes import Sizes
 from adaptive.statistics.on_request import RequestedStatistics
@@ -56,7 +56,11 @@ class PolicyStart:
             )
         assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
         self._layers = sizes.layers()
-        check_layerwise(settings.policy, self._layers)
+        if settings.policy.layerwise and not self._layers:
+            raise ValueError(
+                f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
+                f"attach(model), and layers that are not below dense_below"
+            )
         self._cf_range = (min(low, *ends), max(high, *ends))
         settings.policy.start(
             Context(

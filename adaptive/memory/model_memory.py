@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from torch.optim import SGD, Optimizer
 
-from adaptive.config import MEMORIES, check_choice, check_masking, check_momentum, check_share
+from adaptive.config import MEMORIES, masking_cf, momentum_or_none
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import MomentumHandover, has_momentum
@@ -15,7 +15,7 @@ from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.parameters import ModelParameter, ModelParameters
 from compressors import Compressor
 from compressors.kernels import is_host
-from policies import DENSE
+from policies import DENSE, checks
 
 
 class MemoryChoice:
@@ -27,12 +27,12 @@ class MemoryChoice:
     def __init__(
         self, base: Compressor, memory: Any, momentum: Any, momentum_lag: Any, masking: Any
     ) -> None:
-        self.kind = check_choice("memory", memory, MEMORIES)
-        self._momentum = check_momentum(momentum)
+        self.kind = checks.one_of("memory", memory, MEMORIES)
+        self._momentum = momentum_or_none(momentum)
         self._own_lag = base.momentum_lag
-        self._lag = None if momentum_lag is None else check_share("momentum_lag", momentum_lag)
+        self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_at(2.0)  # a compressor of the user's own is found out here
-        self._masking = check_masking(masking, base.masking)
+        self._masking = masking_cf(masking, base.masking)
         self._feedback = base.error_feedback
         if self.kind in ("residual", "momentum") and not base.error_feedback:
             raise ValueError(
@@ -88,7 +88,7 @@ class MemoryChoice:
             return 1.0
         if self._lag is not None:
             return self._lag
-        return check_share(f"momentum_lag({cf:g}) of the compressor", self._own_lag(cf))
+        return checks.fraction(f"the compressor's momentum_lag({cf:g})", self._own_lag(cf))
 
     def __str__(self) -> str:
         return (

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive import AdaptiveCompressor
 from adaptive.exchange import collectives as checksum
 from compressors.base import CorruptPayload
 from compressors.kernels import blocks
@@ -46,11 +45,6 @@ def test_rows_are_checked_one_by_one() -> None:
         checksum.check(rows[1:2], "bucket 0", source=5)
     nothing = checksum.signed(torch.empty(0, dtype=torch.uint8))[None]
     assert checksum.check(nothing, "an empty shard")[0].shape == (1, 0)
-
-
-def test_the_option_is_a_flag() -> None:
-    with pytest.raises(ValueError, match="checksum must be True or False, got 'crc'"):
-        AdaptiveCompressor(checksum="crc")  # type: ignore[arg-type]
 
 
 def test_nothing_is_read_on_the_way_of_a_device() -> None:
