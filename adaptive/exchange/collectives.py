@@ -251,7 +251,7 @@ class Exchange:
 
     def _hold(self, work: dist.Work | Future[Tensor], wire: float) -> Future[Tensor]:
         """A future of the collective's tensor, once the link may have carried the `wire` bytes."""
-        if not isinstance(work, Future):
+        if not isinstance(work, torch._C.Future):  # the base of those that C++ makes
             work = work.get_future().then(lambda f: f.value()[0])
         return self._link.hold(work, wire) if self._link else work
 
