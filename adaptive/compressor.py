@@ -285,7 +285,7 @@ class AdaptiveCompressor:
         An injected clock must go on from where it stood; the real one does not, and the interval is
         not timed."""
         session = self._named("load_state_dict")
-        version = saved.whole(state, "version")
+        version = saved.read(state, "version", int)
         if version != _STATE_VERSION:
             raise ValueError(f"state: version is {version}, expected {_STATE_VERSION}")
         session.load_state_dict(state, same_clock=self._settings.clock is not time.perf_counter)
