@@ -18,8 +18,8 @@ On the host thresholds are floats, on a device 0-dim tensors: nobody waits for t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from math import ceil, expm1, inf, isfinite, lgamma, log, sqrt
+from math import ceil, inf, isfinite, log
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,20 +27,13 @@ from torch import Tensor
 
 from compressors.base import Key
 from compressors.kernels import Array, Scalar, Selected, kernels_for, on_host
-from compressors.kernels.blocks import CACHE_BLOCK
+from compressors.kernels.blocks import CACHE_BLOCK, is_host
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
 
-_SAMPLE = 1 << 16  # magnitudes from which a threshold is estimated: no more without need
-_SMALL_SAMPLE = 1 << 12  # and no fewer, if there are as many
-_SAMPLED_SHARE = 32  # one in so many elements: more cost more than they tell
-
 
 class ThresholdSparsifier(Sparsifier):
-    """This is the base of the sparsifiers that estimate their threshold beforehand.
-
-    Keeps the elements whose magnitude reaches the threshold, at most
-    k = max(1, floor(numel / cf)) of them; all of them at CF 1."""
+    """This is the base of the sparsifiers that estimate their threshold beforehand."""
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
         threshold = self.estimate(tensor, k, add, key) if k < tensor.numel() else 0.0
@@ -55,8 +48,7 @@ def sample_size(numel: int, k: int, rank: int) -> int:
     """How many of `numel` magnitudes to look at, to estimate a threshold that `k` of them reach.
 
     One in 32, but 4,096 to 65,536, and so many that about `rank` of the sample reach it."""
-    wanted = max(_SMALL_SAMPLE, min(_SAMPLE, numel // _SAMPLED_SHARE), ceil(rank * numel / k))
-    return min(numel, wanted)
+    return min(numel, max(4096, min(65_536, numel // 32), ceil(rank * numel / k)))
 
 
 def sample_magnitudes(tensor: Tensor, add: Tensor | None, size: int, start: int = 0) -> Tensor:
@@ -75,9 +67,6 @@ def sample_threshold(sample: Tensor, share: float) -> Scalar:
     return kernels_for(sample).kth_largest(sample, rank)
 
 
-# Deep Gradient Compression -----------------------------------------------------------------------
-
-
 class DGC(ThresholdSparsifier):
     """Deep Gradient Compression is top-k with a threshold that is estimated from a sample.
 
@@ -87,16 +76,12 @@ class DGC(ThresholdSparsifier):
     more among those. Momentum correction, momentum factor masking, clipping and warm-up are the
     business of the memory and the policy.
 
-    Keeps at most k = max(1, floor(numel / cf)) elements, and about k. The sample is evenly spread
-    and starts at another element in each step, as a function of the step number, where the paper
-    samples at random. If 1% of a tensor is too little to tell a threshold, more is sampled; a small
-    tensor is sampled whole, and then this is top-k."""
+    The sample is evenly spread and starts at another element in each step, as a function of the
+    step number, where the paper samples at random. If 1% of a tensor is too little to tell a
+    threshold, more is sampled; a small tensor is sampled whole, and then this is top-k."""
 
     name = "dgc"
     masking = 1.0
-
-    _SHARES = (0.001, 0.01)  # of the elements: what the paper samples
-    _RANK = 32  # elements of the sample, at least, that reach the threshold: 18% standard error
 
     def momentum_lag(self, cf: float) -> float:
         return 1.0
@@ -106,12 +91,9 @@ class DGC(ThresholdSparsifier):
         return sample_threshold(sample, k / tensor.numel())
 
     def sample_size(self, numel: int, k: int) -> int:
-        """How many of `numel` elements to look at, to find a threshold that `k` of them reach."""
-        least, most = (share * numel for share in self._SHARES)
-        return min(numel, int(max(least, min(most, _SAMPLE), self._RANK * numel / k)))
-
-
-# Hard threshold ----------------------------------------------------------------------------------
+        """0.1% to 1%, at most 65,536 without need, and so many that 32 of them reach the threshold
+        (18% standard error of the count)."""
+        return min(numel, int(max(0.001 * numel, min(0.01 * numel, 65_536), 32 * numel / k)))
 
 
 class Threshold(ThresholdSparsifier):
@@ -119,18 +101,15 @@ class Threshold(ThresholdSparsifier):
 
     Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
     2015), with a fixed threshold; Aji and Heafield, "Sparse Communication for Distributed Gradient
-    Descent" (EMNLP 2017), with one that is estimated from a sample. Keeps at most
-    k = max(1, floor(numel / cf)) elements, then the largest ones, and at least one.
+    Descent" (EMNLP 2017), with one that is estimated from a sample.
 
     threshold: a number > 0, the same for every tensor, in the unit of the gradients (at CF 1
         everything is kept all the same); None: in each step the magnitude that k elements of the
-        tensor reach, estimated from a sample: one in 32 elements, but 4,096 to 65,536, and so many
-        that 32 of them reach it (18% standard error of the count).
+        tensor reach, estimated from a sample of which 32 or more reach it (18% standard error of
+        the count).
     """
 
     name = "threshold"
-
-    _RANK = 32
 
     def __init__(self, threshold: float | None = None, values: str | ValueFormat = "fp32") -> None:
         super().__init__(values)
@@ -141,15 +120,16 @@ class Threshold(ThresholdSparsifier):
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         if self.threshold is not None:
             return self.threshold
-        numel = tensor.numel()
-        sample = sample_magnitudes(tensor, add, sample_size(numel, k, self._RANK))
-        return sample_threshold(sample, k / numel)
+        sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 32))
+        return sample_threshold(sample, k / tensor.numel())
 
 
 # SIDCo -------------------------------------------------------------------------------------------
 
-Fit = Callable[[Array, float], float]
-"""(magnitudes, share) -> the threshold that this share of the fitted distribution exceeds."""
+LATER = {"exponential": "exponential", "gamma": "pareto", "pareto": "pareto"}
+"""By name of the distribution that the first stage fits: the name of that which the others fit."""
+
+_FIRST_SHARE = log(0.25)  # the logarithm, as of all shares below
 
 
 class SIDCo(ThresholdSparsifier):
@@ -162,178 +142,96 @@ class SIDCo(ThresholdSparsifier):
         stage m: fit by how much the others exceed the last threshold; raise it
 
     The last of M stages ends at the share k / numel: stage 1 keeps 1/4, each other stage
-    (4 k / numel) ** (1 / (M - 1)), as in the authors' code. At most k = max(1, floor(numel / cf))
-    elements are kept, then the largest ones, and at least one.
+    (4 k / numel) ** (1 / (M - 1)), as in the authors' code. The paper moves M step by step, from
+    the counts that it saw. Here that one of M = 1 to 4 is taken which comes nearest to k in the
+    sample, so nothing is carried from step to step.
 
     distribution: "exponential" (the paper's choice for speed), "gamma" (then generalised Pareto) or
         "pareto" (generalised Pareto): SIDCo-E, SIDCo-GP and SIDCo-P.
-    stages: 1 or more; None: the number of stages, up to 4, that comes nearest to k. The paper
-        moves to it step by step, from the counts that it saw in the last steps. Here the counts
-        are looked at beforehand, in the sample, so nothing is carried from step to step.
 
-    The distribution is fitted to evenly spread magnitudes instead of all: one in 32, but 4,096 to
-    65,536 (1.6% to 0.4% error of their mean), and so many that 8 of them reach the threshold.
-    Zeros, which no continuous distribution has, are left out and allowed for in the share.
+    The distribution is fitted to a sample instead of all (4,096 to 65,536 magnitudes: 1.6% to 0.4%
+    error of their mean). Zeros, which no continuous distribution has, are left out and allowed for
+    in the share.
     """
 
     name = "sidco"
 
-    _MOST_STAGES = 4
-    _RANK = 8  # enough to tell how well a number of stages does
-
     def __init__(
-        self,
-        distribution: str = "exponential",
-        stages: int | None = None,
-        values: str | ValueFormat = "fp32",
+        self, distribution: str = "exponential", values: str | ValueFormat = "fp32"
     ) -> None:
         super().__init__(values)
-        if distribution not in FITS:
-            raise ValueError(f"distribution must be one of {', '.join(FITS)}; got {distribution!r}")
-        if stages is not None and (not isinstance(stages, int) or stages < 1):
-            raise ValueError(f"stages must be an integer >= 1 or None, got {stages!r}")
+        if distribution not in LATER:
+            raise ValueError(
+                f"distribution must be one of {', '.join(LATER)}; got {distribution!r}"
+            )
         self.distribution = distribution
-        self.stages = stages
 
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
-        size = sample_size(tensor.numel(), k, self._RANK)
-        magnitudes = sample_magnitudes(tensor, add, size).double()
-        wanted = k / tensor.numel() * magnitudes.numel()
-        if not on_host(tensor):
-            most = self.stages or self._MOST_STAGES
-            return fitted_on_device(magnitudes, wanted, self.stages or 1, most, self.distribution)
-        sample = magnitudes.numpy()
-        x = sample[(sample > 0) & np.isfinite(sample)]
-        if wanted >= x.size:
-            return 0.0
-        scale = float(x.max())  # so that squares neither vanish nor overflow
-        x /= scale
-        fits, share = FITS[self.distribution], wanted / x.size
-        if self.stages is not None:
-            return scale * staged_threshold(x, share, self.stages, fits)
-        best, distance = 1.0, inf
-        for stages in range(1, self._MOST_STAGES + 1):
-            threshold = staged_threshold(x, share, stages, fits)
-            count = int(np.count_nonzero(x >= threshold))
-            if count and abs(log(count / wanted)) < distance:
-                best, distance = threshold, abs(log(count / wanted))
-        return scale * best
+        sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 8)).double()
+        wanted = k / tensor.numel() * sample.numel()
+        if is_host(sample.device):
+            with np.errstate(all="ignore"):
+                return float(fitted_threshold(np, sample.numpy(), wanted, self.distribution))
+        found: Tensor = fitted_threshold(torch, sample, wanted, self.distribution)
+        return found
 
 
-def staged_threshold(x: Array, share: float, stages: int, fits: tuple[Fit, Fit]) -> float:
-    """The threshold that a `share` of the magnitudes `x` should exceed, found in `stages` stages.
-
-    fits: of the first stage, and of the others. There are fewer stages if the first one has nothing
-    to do, or if nothing is left to fit another stage to."""
-    first = 0.25
-    if stages == 1 or share >= first:
-        ratios = [share]
-    else:
-        ratios = [first] + [(share / first) ** (1 / (stages - 1))] * (stages - 1)
-    threshold = 0.0
-    for stage, ratio in enumerate(ratios):
-        step = fits[stage > 0](x, ratio)
-        threshold += step
-        x = x[x > step] - step
-        if not x.size or not isfinite(threshold):
-            break
-    return threshold
+# The following is the same in NumPy on the host and in torch on a device: `xp` is either module.
 
 
-# The fits are by moments, in closed form (section 2 of the paper): `x` are positive magnitudes of
-# any scale, as float64, and the result is what a `share` of the distribution exceeds.
+def fitted_threshold(xp: Any, x: Any, wanted: float, distribution: str) -> Any:
+    """The threshold that about `wanted` of the magnitudes `x` (float64) reach."""
+    x = xp.where(x < inf, x, 0.0)
+    count, scale = xp.count_nonzero(x), x.max()
+    x = x / scale  # so that squares neither vanish nor overflow
+    thresholds = staged_thresholds(xp, x, xp.log(wanted / count), distribution)
+    reached = xp.count_nonzero(x >= thresholds[:, None], 1).clip(max=count)
+    distance = abs(xp.log(reached / wanted))  # infinite if none is reached
+    thresholds = xp.where(xp.isinf(distance), 1.0, thresholds)
+    best = xp.take(thresholds, distance.argmin())
+    return xp.where(count <= wanted, 0.0, scale * best)
 
 
-def exponential_threshold(x: Array, share: float) -> float:
-    """Of the exponential distribution: -mean ln(share)."""
-    return -float(x.mean()) * log(share)
+def staged_thresholds(xp: Any, x: Any, log_share: Any, distribution: str) -> Any:
+    """The thresholds that this share of the magnitudes `x` should exceed, found in 1, 2, 3 and 4
+    stages. There is one stage if the first of several would have nothing to do."""
+    shares = xp.stack([log_share, xp.full_like(log_share, _FIRST_SHARE)])
+    alone, first = fitted_quantiles(xp, x[None], shares, distribution)
+    x = (x - first).clip(min=0.0)
+    rows = xp.stack([x[x > 0] if xp is np else x] * 3)  # a device has no sizes that depend on data
+    thresholds = xp.stack([first] * 3)
+    shares = xp.stack([(log_share - _FIRST_SHARE) / later for later in (1, 2, 3)])
+    for stage in range(3):
+        steps = fitted_quantiles(xp, rows, shares[stage:], LATER[distribution])
+        steps = xp.where(steps > 0, steps, 0.0)  # nan where nothing is left to fit to
+        thresholds[stage:] += steps
+        rows = (rows[1:] - steps[1:, None]).clip(min=0.0)
+    thresholds = xp.where(log_share < _FIRST_SHARE, thresholds, alone)
+    return xp.concatenate([alone[None], thresholds])
 
 
-def gamma_threshold(x: Array, share: float) -> float:
-    """Of the gamma distribution: -scale (ln(share) + ln Gamma(shape)), by Minka's estimate of both.
+def fitted_quantiles(xp: Any, x: Any, log_shares: Any, distribution: str) -> Any:
+    """What a share of a distribution exceeds that is fitted to what is not 0 in a row of `x`
+    (float64), by moments, in closed form (section 2 of the paper); nan if all is 0.
 
-    An approximation that is meant for shapes <= 1; 0 where it would be negative."""
-    mean = float(x.mean())
-    s = log(mean) - float(np.log(x).mean())
-    if s <= 0:  # all magnitudes are equal, but for rounding
-        return exponential_threshold(x, share)
-    shape = (3 - s + sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-    return max(0.0, -mean / shape * (log(share) + lgamma(shape)))
-
-
-def pareto_threshold(x: Array, share: float) -> float:
-    """Of the generalised Pareto distribution: scale (share**-shape - 1) / shape."""
-    mean, variance = float(x.mean()), float(x.var())
-    if variance == 0:
-        return exponential_threshold(x, share)
-    ratio = mean**2 / variance
-    shape, scale = 0.5 * (1 - ratio), 0.5 * mean * (1 + ratio)
-    if abs(shape) < 1e-9:  # the limit is the exponential distribution
-        return -scale * log(share)
-    return scale * expm1(min(-shape * log(share), 700.0)) / shape
-
-
-FITS: dict[str, tuple[Fit, Fit]] = {
-    "exponential": (exponential_threshold, exponential_threshold),
-    "gamma": (gamma_threshold, pareto_threshold),
-    "pareto": (pareto_threshold, pareto_threshold),
-}
-"""By name of the distribution: the fit of the first stage, and that of the others."""
-
-LATER = {"exponential": "exponential", "gamma": "pareto", "pareto": "pareto"}
-"""By name of the distribution: the name of that which the later stages fit."""
-
-
-def fitted_on_device(
-    sample: Tensor, wanted: float, fewest: int, most: int, distribution: str
-) -> Tensor:
-    """What `SIDCo.estimate` finds on the host, in tensor arithmetic: the threshold that about
-    `wanted` of the magnitudes `sample` (float64) reach.
-
-    There is a row for each number of stages from `fewest` to `most`, and what a stage leaves out is
-    0. Of several rows the one that comes nearest to `wanted` is taken."""
-    x = sample.nan_to_num(nan=0.0, posinf=0.0)
-    count, scale = x.count_nonzero().double(), x.amax()
-    whole = x = (x / scale).expand(most - fewest + 1, -1)
-    stages = torch.arange(fewest, most + 1, dtype=x.dtype, device=x.device)
-    share, first = wanted / count, 0.25
-    once = (stages == 1) | (share >= first)
-    later = (share / first) ** (1 / (stages - 1))
-    threshold, going = torch.zeros_like(later), torch.ones_like(once)
-    for stage in range(most):
-        ratio = later if stage else torch.where(once, share, first)
-        step = fit_on_device(x, ratio, distribution if stage == 0 else LATER[distribution])
-        threshold = torch.where(going, threshold + step, threshold)
-        x = (x - step[:, None]).clamp(min=0.0)
-        going = going & ~once & (stages > stage + 1) & x.any(1) & threshold.isfinite()
-    if fewest < most:
-        reached = ((whole >= threshold[:, None]) & (whole > 0)).sum(1).double()
-        distance = (reached / wanted).log().abs()  # infinite if none is reached
-        threshold = torch.where(distance.isinf(), 1.0, threshold).gather(
-            0, distance.argmin(0, True)
-        )
-    return (scale * threshold[0]).masked_fill(count <= wanted, 0.0)
-
-
-def fit_on_device(x: Tensor, share: Tensor, distribution: str) -> Tensor:
-    """For each row of `x` what a `share` of the distribution exceeds that is fitted to what is not
-    0 there: the three functions above, with the same formulas."""
-    present = x > 0
-    count = present.sum(1)
-    mean, log_share = x.sum(1) / count, share.log()
-    exponential = -mean * log_share
+    The gamma distribution's quantile is an approximation that is meant for shapes <= 1 (Minka's
+    estimate), the other one is of the generalised Pareto distribution."""
+    count = xp.count_nonzero(x, 1)
+    mean = x.sum(1) / count
+    exponential = -mean * log_shares
     if distribution == "gamma":
-        s = mean.log() - torch.where(present, x, 1.0).log().sum(1) / count
-        shape = (3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)
-        gamma = -mean / shape * (log_share + shape.lgamma())
-        return torch.where(s > 0, gamma.clamp(min=0.0), exponential)
+        s = xp.log(mean) - xp.log(xp.where(x > 0, x, 1.0)).sum(1) / count
+        shape = (3 - s + xp.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+        log_gamma = xp.asarray(torch.as_tensor(shape).lgamma())
+        gamma = -mean / shape * (log_shares + log_gamma)
+        return xp.where(s > 0, gamma.clip(min=0.0), exponential)
     if distribution == "pareto":
-        variance = ((x - mean[:, None]) * present).square().sum(1) / count
-        ratio = mean.square() / variance
+        variance = xp.square(xp.where(x > 0, x - mean[:, None], 0.0)).sum(1) / count
+        ratio = mean**2 / variance
         shape, scale = 0.5 * (1 - ratio), 0.5 * mean * (1 + ratio)
-        pareto = scale * (-shape * log_share).clamp(max=700.0).expm1() / shape
-        pareto = torch.where(shape.abs() < 1e-9, -scale * log_share, pareto)
-        return torch.where(variance > 0, pareto, exponential)
+        pareto = scale * xp.expm1((-shape * log_shares).clip(max=700.0)) / shape
+        pareto = xp.where(abs(shape) < 1e-9, -scale * log_shares, pareto)
+        return xp.where(variance > 0, pareto, exponential)
     return exponential
 
 
@@ -350,8 +248,7 @@ class RedSync(Sparsifier):
     Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep
     Learning Training System" (JPDC 2019; arXiv 1808.04357, 2018), its threshold binary search:
     threshold = mean + ratio (max - mean), the ratio bisected until the count of elements above
-    fits. The paper accepts k to 2k elements. What is sent here has k = max(1, floor(numel / cf))
-    slots, so 0.9k to k elements are accepted.
+    fits. The paper accepts k to 2k elements; what is sent here has k slots, so 0.9k to k are.
 
     If 30 bisections do not lead there (many equal magnitudes, or a maximum beyond all proportion),
     the count nearest below k that was seen is taken, or, if more than k elements equal the maximum,
@@ -362,12 +259,10 @@ class RedSync(Sparsifier):
     name = "redsync"
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        kernels = kernels_for(tensor)
+        kernels, search = kernels_for(tensor), bisect if on_host(tensor) else bisect_at_once
         if k == tensor.numel():
             return kernels.select_above(tensor, 0.0, k, add)
-        return kernels.select_by_count(
-            tensor, k, add, bisect if on_host(tensor) else bisect_at_once
-        )
+        return kernels.select_by_count(tensor, k, add, search)
 
 
 def bisect(magnitudes: Array, mean: float, k: int) -> float:
@@ -383,9 +278,7 @@ def bisect(magnitudes: Array, mean: float, k: int) -> float:
     if not isfinite(mean) or not isfinite(most):
         return 0.0
     mean = min(mean, most)  # which rounding may have changed
-    low, best = mean, most
-    if count(mean) <= k:
-        low, best = 0.0, mean
+    low, best = (0.0, mean) if count(mean) <= k else (mean, most)
     reached = count(best)
     for _ in range(_ROUNDS):
         if _ENOUGH * k <= reached <= k:
@@ -433,10 +326,10 @@ class AdaComp(Sparsifier):
         H = G + latest gradient          (the soft threshold: what G is about to become)
         an element is sent if |H| >= the maximum of |G| over its bin
 
-    Zeros are not sent; if the rule lets more than k = max(1, floor(numel / cf)) elements through,
-    the k with the largest |G| are sent, and at least one element always is. The latest gradient is
-    what `compress_sum` adds. `compress`, which knows of none, takes the tensor itself for it, so
-    the two do not keep the same elements.
+    Zeros are not sent; if the rule lets more than k elements through, the k with the largest |G|
+    are sent, and at least one element always is. The latest gradient is what `compress_sum` adds.
+    `compress`, which knows of none, takes the tensor itself for it, so the two do not keep the same
+    elements (and tensors cannot be joined).
 
     bin_size: elements a bin, up to 131,072 (the paper: 50 in convolutions, 500 elsewhere); None:
         numel / k, so that there are as many bins as slots.
@@ -444,7 +337,6 @@ class AdaComp(Sparsifier):
 
     name = "adacomp"
     comparable = False
-    """The latest gradient, which the rule needs, is not at hand where tensors are joined."""
 
     def __init__(self, bin_size: int | None = None, values: str | ValueFormat = "fp32") -> None:
         super().__init__(values)

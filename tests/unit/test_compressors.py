@@ -51,7 +51,6 @@ COMPRESSORS: dict[str, Compressor] = {
     "randomk unbiased bf16": RandomK(seed=3, unbiased=True, values="bf16"),
     "sidco gamma": SIDCo("gamma"),
     "sidco pareto": SIDCo("pareto"),
-    "sidco 2 stages": SIDCo(stages=2),
     "threshold 0.5": Threshold(0.5),
     "adacomp 50": AdaComp(bin_size=50),
     "qsgd l2": QSGD(norm="l2", bucket=64, seed=1),

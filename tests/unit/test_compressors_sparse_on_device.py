@@ -24,11 +24,11 @@ COMPRESSORS: dict[str, Sparsifier] = {
     "threshold 1.5": Threshold(1.5),
     "sidco": SIDCo(),
     "sidco gamma": SIDCo("gamma"),
-    "sidco pareto 2 stages": SIDCo("pareto", stages=2),
+    "sidco pareto": SIDCo("pareto"),
     "redsync": RedSync(),
     "adacomp": AdaComp(),
 }
-MOST = {"topk": 56, "topk+int4": 80, "sidco": 200, "sidco gamma": 299, "sidco pareto 2 stages": 193}
+MOST = {"topk": 56, "topk+int4": 80, "sidco": 200, "sidco gamma": 299, "sidco pareto": 299}
 ALL = {**COMPRESSORS, "topk+int4": TopK("int4")}
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
 
