@@ -1,11 +1,9 @@
 """Are the ranks alike? Asked before training starts, and with `debug=` while it runs.
 
 A difference would make ranks issue different collectives, which is a hang, or train different
-models. Every rank learns of every problem, so all of them raise.
-
-Every decision is taken on statistics that all ranks hold alike, so ranks that differ later are a
-mistake: of a policy that reads a clock or a random number of its own, of a script that changes one
-rank's model, or of ours. Left alone it shows as an error inside a collective, or not at all.
+models. Every rank learns of every problem, so all of them raise. Later differences are mistakes: of
+a policy that reads a clock or a random number of its own, of a script that changes one rank's
+model, or of ours.
 """
 
 from __future__ import annotations
@@ -23,17 +21,16 @@ from compressors import Compressor
 from compressors.base import Key
 from policies import Plan
 
-_TRIAL = 4096
+TRIAL = 4096
 """Largest tensor that is compressed on trial."""
 
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
-    """Run `prepare` on every rank and compare what it returns. A collective.
+    """Run `prepare` on every rank and compare what it returns: what must be alike on all ranks, in
+    readable lines. A collective.
 
-    prepare: describes what must be alike on all ranks, in readable lines; may raise. Its error is
-    raised on the rank that has it, and a RuntimeError that quotes it on the others; a RuntimeError
-    on all of them if the descriptions differ.
-    """
+    An error of `prepare` is raised on the rank that has it, and a RuntimeError that quotes it on
+    the others; a RuntimeError on all of them if the descriptions differ."""
     error: Exception | None = None
     description = problem = ""
     try:
@@ -64,7 +61,7 @@ def describe_sizes(compressor: Compressor, cfs: Sequence[float], sizes: Sequence
     generator = torch.Generator().manual_seed(0)
     lines = []
     for cf in cfs:
-        for numel in sorted({min(size, _TRIAL) for size in sizes}):
+        for numel in sorted({min(size, TRIAL) for size in sizes}):
             made = compressor.compress(torch.randn(numel, generator=generator), cf, Key("trial"))
             announced = compressor.payload_nbytes(numel, cf)
             if made.nbytes != announced:

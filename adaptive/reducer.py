@@ -126,17 +126,7 @@ class Reducer:
             else:
                 _record_made(step, bucket, units, sums, made)
 
-        outgoing = Outgoing(
-            index,
-            units,
-            payloads,
-            bucket.work.numel(),
-            bucket.work.dtype,
-            bucket.work.device,
-            bucket.poisoned,
-            leader,
-            report,
-        )
+        outgoing = Outgoing(index, bucket, units, payloads, leader, report)
 
         def finish(received: Received) -> Tensor:
             memory.undo(received.poisoned)  # 5, while the bucket still holds the gradients

@@ -4,10 +4,9 @@ Collectives are issued in the hook's body, in the order that DDP calls the hook;
 future's callback (callbacks run in an order that differs between ranks).
 
 With `AdaptiveCompressor(checksum=True)` a checksum follows each payload: bytes that were changed on
-their way decode into plausible garbage, by most compressors without an error, and perhaps on one
-rank only. On the CPU it is CRC-32. On other devices it is a sum of the bytes with odd weights by
-position, modulo 2^32: torch operations only, and it too finds any single byte that was changed,
-while more may cancel out, once in 2^32 times.
+their way decode into plausible garbage, mostly without an error, and perhaps on one rank only. On
+the CPU it is CRC-32. On other devices it is a sum of the bytes with odd weights by position, modulo
+2^32, which also finds any single byte that was changed; more may cancel out, once in 2^32 times.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import atexit
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -55,23 +54,21 @@ def signed(payload: Tensor) -> Tensor:
     return torch.cat((payload, checksum(payload)))
 
 
-def check(rows: Tensor, what: str, source: int | None = None) -> tuple[Tensor, Flag]:
-    """The payloads without their checksums. rows: uint8, (ranks, bytes), signed. source: of a
-    single row, the rank that it came from.
+def check(rows: Tensor, what: str, source: int = 0) -> tuple[Tensor, Flag]:
+    """The payloads without their checksums, and whether one has not its own. On the host that is a
+    CorruptPayload, which names `what` and the ranks they came from.
 
-    Also whether one has not its checksum. On the host that is a CorruptPayload, which names `what`
-    and the ranks they came from."""
+    rows: uint8, (ranks, bytes), signed. source: the rank that the first row came from."""
     payloads = rows[:, :-NBYTES]
     own = torch.stack([checksum(payload) for payload in payloads])
     same = (own == rows[:, -NBYTES:]).all(dim=1)
     if not is_host(rows.device):
         return payloads, same.all() ^ True
-    wrong = [rank if source is None else source for rank, fits in enumerate(same) if not fits]
+    wrong = [str(source + row) for row, fits in enumerate(same) if not fits]
     if wrong:
-        ranks = ", ".join(map(str, wrong))
         raise CorruptPayload(
-            f"{what}: the payload from rank {ranks} has not its checksum: its bytes were changed "
-            f"on the way"
+            f"{what}: the payload from rank {', '.join(wrong)} has not its checksum: its bytes "
+            f"were changed on the way"
         )
     return payloads, False
 
@@ -85,12 +82,8 @@ def _let_threads_finish() -> None:
 
 @dataclass
 class Traffic:
-    """Bytes that a rank has sent.
-
-    payload: bytes handed to collectives. wire: bytes a rank put on the wire (ring algorithms:
-    (N-1) x payload for an all-gather, 2(N-1)/N x payload for an all-reduce). statistics: of wire,
-    what is no gradient and so does not grow with the model.
-    """
+    """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
+    algorithms), and how many of these are statistics, which do not grow with the model."""
 
     payload: int = 0
     wire: float = 0.0
@@ -107,12 +100,6 @@ def reduce_wire_bytes(payload: float, world_size: int) -> float:
     return payload * 2 * (world_size - 1) / world_size
 
 
-def shard_wire_bytes(payload: float, world_size: int) -> float:
-    """Bytes a rank sends, on average over the ranks, when `payload` bytes are scattered from every
-    rank (all-to-all) or broadcast from one."""
-    return payload * (world_size - 1) / world_size
-
-
 @dataclass
 class PendingSum:
     """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
@@ -126,24 +113,22 @@ class PendingSum:
     _copy: Tensor | None = None
     _copied: torch.Event | None = None
 
-    def start(self) -> None:
+    def start(self) -> dist.Work:
         """Begin; every rank must do so at the same place among its collectives."""
         self.work = self.work or dist.all_reduce(self.tensor, group=self.group, async_op=True)
+        return self.work
 
     def wait(self) -> Tensor:
         """The sum over all ranks; on a device it is the stream that waits, not the host."""
-        self.start()
-        assert self.work is not None
-        self.work.wait()
+        self.start().wait()
         return self.tensor
 
     def fetch(self) -> None:
         """Let a device copy the sum to the host once it is there, while the host goes on."""
-        if self.tensor.device.type == "cpu" or self._copy is not None:
+        if self.tensor.device.type == "cpu" or self._copied is not None:
             return
-        self.wait()
         self._copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
-        self._copy.copy_(self.tensor, non_blocking=True)
+        self._copy.copy_(self.wait(), non_blocking=True)
         self._copied = torch.Event(self.tensor.device)
         self._copied.record()
 
@@ -159,9 +144,9 @@ class PendingSum:
 class Exchange:
     """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
 
-    traffic: since the last `take_traffic`. check_bytes: payloads that are gathered, scattered or
-    broadcast carry a checksum (`checksum`). Where it is not that of what has arrived,
-    the future raises CorruptPayload, which begins with the `what` of the call.
+    check_bytes: payloads that are gathered, scattered or broadcast carry a checksum. Where it is
+    not that of what has arrived, the future raises CorruptPayload, which begins with the `what` of
+    the call.
     """
 
     def __init__(
@@ -170,9 +155,9 @@ class Exchange:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.traffic = Traffic()
         self._link = link
         self._check_bytes = check_bytes
+        self._traffic = Traffic()
         self._corrupt: deque[Tensor] = deque()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
@@ -182,24 +167,28 @@ class Exchange:
             nothing.set_result(tensor)
             return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return self._hold(work, self._count(tensor.nbytes, reduce_wire_bytes))
+        wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
+        return self._hold(_future_of(work), tensor.nbytes, wire)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over the ranks, in place, to be started and, a step later,
         read. An emulated link does not hold it back."""
-        self.traffic.statistics += self._count(tensor.nbytes, reduce_wire_bytes)
+        wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
+        self._traffic.payload += tensor.nbytes
+        self._traffic.wire += wire
+        self._traffic.statistics += wire
         return PendingSum(tensor, self.group)
 
     def all_gather(self, payload: Tensor, what: str) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
         if self._check_bytes:
             payload = signed(payload)
-        out = fresh(self.world_size * payload.numel(), payload.dtype, payload.device)
+        n, size = self.world_size, payload.numel()
+        out = fresh(n * size, payload.dtype, payload.device)
         # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(out, payload, group=self.group, async_op=True)
-        done = self._hold(work, self._count(payload.nbytes, gather_wire_bytes))
-        return self._checked(done, out.view(self.world_size, payload.numel()), what)
+        return self._receive(work, size, gather_wire_bytes(size, n), out.view(n, size), what)
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
@@ -212,8 +201,8 @@ class Exchange:
         work = dist.all_to_all_single(
             out, payload, [size] * n, list(sizes), self.group, async_op=True
         )
-        done = self._hold(work, self._count(payload.nbytes, shard_wire_bytes))
-        return self._checked(done, out.view(n, size), what)
+        wire = payload.nbytes * (n - 1) / n  # on average over the ranks
+        return self._receive(work, payload.nbytes, wire, out.view(n, size), what)
 
     def broadcast(self, payload: Tensor, source: int, what: str) -> Future[Tensor]:
         """What `payload` (uint8, n elements) is on the rank `source` of the group: a tensor of
@@ -221,13 +210,14 @@ class Exchange:
         if self._check_bytes:
             payload = signed(payload)
         work = dist.broadcast(payload, group_src=source, group=self.group, async_op=True)
-        done = self._hold(work, self._count(payload.nbytes, shard_wire_bytes))
-        return self._checked(done, payload[None], what, source)
+        wire = payload.nbytes * (self.world_size - 1) / self.world_size
+        return self._receive(work, payload.nbytes, wire, payload[None], what, source)
 
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
         it back as the link would."""
-        return self._hold(done, self._count(round(4 * tensor.numel() / cf), reduce_wire_bytes))
+        nbytes = round(4 * tensor.numel() / cf)
+        return self._hold(done, nbytes, reduce_wire_bytes(nbytes, self.world_size))
 
     def count_corrupt(self, flag: Flag) -> None:
         """Something that has arrived on a device cannot have been sent (`take_corrupt`)."""
@@ -240,26 +230,20 @@ class Exchange:
 
     def take_traffic(self) -> Traffic:
         """The traffic counted so far; counting starts again from zero."""
-        taken, self.traffic = self.traffic, Traffic()
+        taken, self._traffic = self._traffic, Traffic()
         return taken
 
-    def _count(self, payload: int, wire_bytes: Callable[[float, int], float]) -> float:
-        wire = wire_bytes(payload, self.world_size)
-        self.traffic.payload += payload
-        self.traffic.wire += wire
-        return wire
+    def _hold(self, done: Future[Tensor], nbytes: int, wire: float) -> Future[Tensor]:
+        """Count what was sent; `done`, no sooner than an emulated link has carried it."""
+        self._traffic.payload += nbytes
+        self._traffic.wire += wire
+        return self._link.hold(done, wire) if self._link else done
 
-    def _hold(self, work: dist.Work | Future[Tensor], wire: float) -> Future[Tensor]:
-        """A future of the collective's tensor, once the link may have carried the `wire` bytes."""
-        if not isinstance(work, torch._C.Future):  # the base of those that C++ makes
-            work = work.get_future().then(lambda f: f.value()[0])
-        return self._link.hold(work, wire) if self._link else work
-
-    def _checked(
-        self, done: Future[Tensor], rows: Tensor, what: str, source: int | None = None
+    def _receive(
+        self, work: dist.Work, nbytes: int, wire: float, rows: Tensor, what: str, source: int = 0
     ) -> Future[Tensor]:
-        """A future of the `rows` that `done` fills; if `done` failed, so does it. A callback that
-        did not read the future would hand on a buffer that nothing was received in."""
+        """A future of the `rows` that a collective fills; if it failed, so does the future. A
+        callback that did not read it would hand on a buffer that nothing was received in."""
 
         def finish(future: Future[Tensor]) -> Tensor:
             future.value()  # raises what went wrong
@@ -269,7 +253,12 @@ class Exchange:
             self.count_corrupt(corrupt)
             return payloads
 
-        return done.then(finish)
+        return self._hold(_future_of(work), nbytes, wire).then(finish)
+
+
+def _future_of(work: dist.Work) -> Future[Tensor]:
+    """Of the collective's tensor."""
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def drain(queue: deque[T]) -> list[T]:

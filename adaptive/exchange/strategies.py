@@ -4,21 +4,16 @@
   that need what the others sent before they can finish (PowerSGD, sketches) have rounds of sums.
 - all_gather: every rank sends its payloads to every other.
 - sharded: every rank averages one shard and sends the compressed mean on. Tang and others,
-  "DoubleSqueeze" (ICML 2019), with the ranks themselves as the server: bytes a rank sends do not
-  grow with the number of ranks.
+  "DoubleSqueeze" (ICML 2019), with the ranks themselves as the server.
 - shared_indices: one rank chooses the indices for all, and the values at them are summed. Tyagi and
-  Swany's AR-Topk, whose bytes do not grow with the number of ranks either. The ranks take turns in
-  choosing, or the one with the largest error-fed gradient does.
+  Swany's AR-Topk. The ranks take turns, or the one with the largest error-fed gradient chooses.
+
+With the last two, bytes that a rank sends do not grow with the number of ranks.
 
 A strategy is handed what a rank has to send for one bucket (`Outgoing`) and hands back what has
 arrived (`Received`). It knows no memory and no statistics. It is a generator, since a collective
 may only be issued in the body of a hook call (`adaptive.exchange.pipeline`): it yields the future
 of each collective that it has issued, and is sent its value.
-
-`strategies` says which a compressor allows; `ExchangeChoice` takes the one that is fastest by the
-alpha-beta model (ring algorithms, N ranks, payload B bytes): an all-gather takes
-(N-1)(alpha + B/beta), the sharded exchange 2(N-1)(alpha + B/(N beta)). With few ranks or small
-payloads the first wins, with many ranks the second.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import Unit, shard_borders
+from adaptive.bucket import Bucket, Unit, shard_borders
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost
 from compressors import Compressor
@@ -44,15 +39,6 @@ from compressors.kernels.blocks import fill_if
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
-EXCHANGES = (
-    "auto",
-    "all_reduce",
-    "all_gather",
-    "sharded",
-    "shared_indices",
-    "shared_indices_by_energy",
-)
-
 WORTH = 0.9
 """Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
 
@@ -62,21 +48,22 @@ class Outgoing:
     """What a rank has to send for one bucket.
 
     index: of the bucket, for messages. units: what is compressed as one, in order. payloads: one a
-    unit; for a strategy that `takes_sums` its only part is the error-fed gradient. numel, dtype,
-    device: of the bucket's gradients. poisoned: those of this rank are not finite; then so are its
-    payloads, but error-fed gradients are zero. leader: the rank that chooses for all, if one does.
-    report: is told, still in the hook's body, which payloads the strategy has made itself.
+    unit; for a strategy that `takes_sums` its only part is the error-fed gradient. If the bucket is
+    poisoned so are payloads, but error-fed gradients are zero. leader: the rank that chooses for
+    all, if one does. report: is told, still in the hook's body, which payloads the strategy has
+    made itself.
     """
 
     index: int
+    bucket: Bucket
     units: list[Unit]
     payloads: Sequence[Payload]
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    poisoned: Flag
     leader: int
     report: Callable[[Sequence[Payload]], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.bucket.work.dtype
 
 
 @dataclass
@@ -103,21 +90,19 @@ Rounds = Generator[Future[Tensor], Tensor, Received]
 def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     """One all-gather a bucket. Bytes a rank sends: (N-1) payloads.
 
-    1. Pack all payloads of the bucket into one.
-    2. All-gather. What comes back holds our own payloads too, so they are not kept meanwhile.
-    """
-    units, dtype = out.units, out.dtype
-    wire = pack(out, units, out.payloads)
+    What comes back holds our own payloads too, so they are not kept meanwhile."""
+    wire = pack(out, out.units, out.payloads)
     out.payloads = ()
     rows = yield exchange.all_gather(wire, f"bucket {out.index}")
-    by_rank = [row.split(payload_sizes(units, dtype)) for row in rows]
+    sizes = payload_sizes(out.units, out.dtype)
+    by_unit = zip(*(row.split(sizes) for row in rows), strict=True)
     # One unit after the other, so that the decoded payloads of no more than one are in memory.
     received = (
-        [unit.compressor.read(data, unit.numel, unit.cf, dtype, unit.key) for data in by_unit]
-        for unit, by_unit in zip(units, zip(*by_rank, strict=True), strict=True)
+        [read(unit, data, out.dtype) for data in from_ranks]
+        for unit, from_ranks in zip(out.units, by_unit, strict=True)
     )
     first = next(received, [])  # a rank poisons all payloads of a bucket or none
-    poisoned = any_poisoned(units[:1] * len(first), first)
+    poisoned = any_poisoned(out.units[:1] * len(first), first)
     everything = chain([first] if first else [], received)
     return Received(everything, poisoned, 1 / exchange.world_size)
 
@@ -142,9 +127,10 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
     2. The owner decodes the mean of its shard, compresses it, and keeps what that loses.
     3. All-gather the compressed means.
     """
+    work = out.bucket.work
     shards = [
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
-        for start, stop in pairwise(shard_borders(out.numel, exchange.world_size))
+        for start, stop in pairwise(shard_borders(work.numel(), exchange.world_size))
     ]
     sizes = [sum(payload_sizes(units, out.dtype)) for units in shards]
     wire = pack(out, out.units, out.payloads)
@@ -152,31 +138,31 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row, out.dtype) for row in rows]
-    lost = [torch.zeros(unit.numel, dtype=out.dtype, device=out.device) for unit in mine]
+    means = [(unit, work.new_zeros(unit.numel)) for unit in mine]
     second: list[Payload] = []
     poisoned: Flag = False
-    for i, (unit, mean) in enumerate(zip(mine, lost, strict=True)):
-        payload, flag = _compress_mean(unit, mean, [payloads[i] for payloads in received])
+    for (unit, mean), payloads in zip(means, zip(*received, strict=True), strict=True):
+        payload, flag = _compress_mean(unit, mean, payloads)
         second.append(payload)
         poisoned = poisoned | flag
-    pairs = zip(mine, second, strict=True)
-    second = [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
-    packed = pack(out, mine, second)
-    wire = packed.new_zeros(max(sizes))  # the collective wants equal sizes
-    wire[: packed.numel()] = packed
-    for unit, mean, payload in zip(mine, lost, second, strict=True):
+    second = [
+        unit.compressor.poison(payload, poisoned)
+        for unit, payload in zip(mine, second, strict=True)
+    ]
+    wire = work.new_zeros(max(sizes), dtype=torch.uint8)  # the collective wants equal sizes
+    wire[: sizes[exchange.rank]] = pack(out, mine, second)
+    for (unit, mean), payload in zip(means, second, strict=True):
         unit.compressor.subtract_from(mean, payload)
     out.report(second)
     rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means")
 
-    means: list[Payload] = []
+    everyones: list[Payload] = []
     for units, row, size in zip(shards, rows, sizes, strict=True):
-        means += unpack(units, row[:size], out.dtype)
-    poisoned = any_poisoned(out.units, means)
-    for each in lost:
-        fill_if(poisoned, each, 0.0)
-    kept = list(zip(mine, lost, strict=True))
-    return Received([[mean] for mean in means], poisoned, 1.0, out.payloads, kept)
+        everyones += unpack(units, row[:size], out.dtype)
+    poisoned = any_poisoned(out.units, everyones)
+    for _, lost in means:
+        fill_if(poisoned, lost, 0.0)
+    return Received([[mean] for mean in everyones], poisoned, 1.0, out.payloads, means)
 
 
 def _compress_mean(unit: Unit, mean: Tensor, received: Sequence[Payload]) -> tuple[Payload, Flag]:
@@ -209,7 +195,7 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
         if isinstance(unit.compressor, Sparsifier)
     ]
     sizes = [compressor.index_nbytes(unit.numel, unit.cf) for _, unit, compressor in sparse]
-    indices = torch.zeros(sum(sizes), dtype=torch.uint8, device=out.device)
+    indices = out.bucket.work.new_zeros(sum(sizes), dtype=torch.uint8)
     if exchange.rank == out.leader:
         for (i, unit, compressor), room in zip(sparse, indices.split(sizes), strict=True):
             chosen = compressor.compress(own[i].parts[0], unit.cf, unit.key)
@@ -219,8 +205,8 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
     for (i, unit, compressor), packed in zip(sparse, rows[0].split(sizes), strict=True):
         own[i] = compressor.at(own[i].parts[0], packed, unit.cf, unit.key)
     out.report(own)
-    values = torch.cat([payload.parts[-1] for payload in own])
-    fill_if(out.poisoned, values, nan)
+    values = torch.cat([out.bucket.work[:0], *(payload.parts[-1] for payload in own)])
+    fill_if(out.bucket.poisoned, values, nan)
     total = yield exchange.all_reduce(values)
 
     means = total.split([payload.parts[-1].numel() for payload in own])
@@ -236,7 +222,7 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
     given the sum of. A rank whose gradients are not finite sends NaN."""
     if not out.units:
         for _ in range(compressor.rounds_count):
-            yield exchange.all_reduce(torch.empty(0, dtype=out.dtype, device=out.device))
+            yield exchange.all_reduce(out.bucket.work.new_empty(0))
         return Received((), False)
     own: list[Payload] = []
 
@@ -253,7 +239,7 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
         skipped=[i for i, unit in enumerate(out.units) if unit.skipped],
     )
     handed_out = next(rounds)
-    fill_if(out.poisoned, handed_out, nan)
+    fill_if(out.bucket.poisoned, handed_out, nan)
     try:
         while True:
             total = yield exchange.all_reduce(handed_out)
@@ -261,9 +247,6 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
     except StopIteration as stop:
         means: list[Payload] = stop.value
     return Received([[mean] for mean in means], any_poisoned(out.units, means), 1.0, own)
-
-
-# -- one payload for all of a bucket ---------------------------------------------------------
 
 
 def payload_sizes(units: Sequence[Unit], dtype: torch.dtype) -> list[int]:
@@ -275,18 +258,21 @@ def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> T
     """The payloads one after the other, in one contiguous uint8 tensor, so that one collective
     carries them. ValueError if one has not its announced size."""
     sizes = payload_sizes(units, out.dtype)
-    wire = fresh(sum(sizes), torch.uint8, out.device)
+    wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
     for payload, room in zip(payloads, wire.split(sizes), strict=True):
         payload.write(room)
     return wire
 
 
 def unpack(units: Sequence[Unit], wire: Tensor, dtype: torch.dtype) -> list[Payload]:
-    """The payloads that one rank packed. CorruptPayload if the bytes cannot be theirs."""
-    return [
-        unit.compressor.read(data, unit.numel, unit.cf, dtype, unit.key)
-        for unit, data in zip(units, wire.split(payload_sizes(units, dtype)), strict=True)
-    ]
+    """The payloads that one rank packed."""
+    parts = wire.split(payload_sizes(units, dtype))
+    return [read(unit, data, dtype) for unit, data in zip(units, parts, strict=True)]
+
+
+def read(unit: Unit, data: Tensor, dtype: torch.dtype) -> Payload:
+    """A payload of the unit. CorruptPayload if the bytes cannot be one."""
+    return unit.compressor.read(data, unit.numel, unit.cf, dtype, unit.key)
 
 
 def any_poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
@@ -297,17 +283,14 @@ def any_poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
     return flag
 
 
-# -- which strategies there are --------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Strategy:
     """A strategy is one way in which payloads become the mean.
 
-    name: one of EXCHANGES. start: begins the exchange of one bucket. collectives: that it issues a
-    bucket. takes_sums: it compresses the error-fed gradients itself. sharded: units must not cross
-    the borders of the ranks' shards. by_energy: the rank with the largest error-fed gradient
-    chooses for all, not one after the other.
+    start: begins the exchange of one bucket. collectives: that it issues a bucket. takes_sums: it
+    compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
+    shards. by_energy: the rank with the largest error-fed gradient chooses for all, not one after
+    the other.
     """
 
     name: str
@@ -323,6 +306,9 @@ SUMMED = Strategy("all_reduce", summed, 1)
 SHARDED = Strategy("sharded", sharded, 2, sharded=True)
 SHARED_INDICES = Strategy("shared_indices", shared_indices, 2, takes_sums=True)
 BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True, by_energy=True)
+
+ALL = (SUMMED, GATHERED, SHARDED, SHARED_INDICES, BY_ENERGY)
+EXCHANGES = ("auto", *(strategy.name for strategy in ALL))
 
 
 def strategies(base: Compressor) -> list[Strategy]:
@@ -351,7 +337,9 @@ def check_exchange(exchange: str, base: Compressor) -> str:
 
 
 class ExchangeChoice:
-    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`."""
+    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
+
+    With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange."""
 
     def __init__(self, base: Compressor, exchange: str, world_size: int) -> None:
         allowed = strategies(base)
