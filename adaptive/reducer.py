@@ -118,7 +118,7 @@ class Reducer:
         before = step.tally.copy_of_levels() if strategy.sharded else None
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
-        sums = [payload.parts[0] for payload in payloads]
+        sums = [payload.parts[0] for payload in payloads if strategy.takes_sums]
 
         def report(made: Sequence[Payload]) -> None:
             if added is not None:
