@@ -61,6 +61,7 @@ class PolicyStart:
                 f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
                 f"attach(model), and layers that are not below dense_below"
             )
+        numels = {name: shape.numel() for name, shape in self._layers.items()}
         self._cf_range = (min(low, *ends), max(high, *ends))
         settings.policy.start(
             Context(
@@ -70,7 +71,7 @@ class PolicyStart:
                 assumed,
                 frozenset(hooks.keys() - assumed.keys()),
                 sizes.wire_bytes,
-                self._layers,
+                numels,
                 sizes.layer_nbytes,
             )
         )
@@ -95,7 +96,7 @@ class PolicyStart:
             dense_bytes=dense_bytes,
             supported=supported,
             wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
-            layers=sizes.shapes(self._layers),
+            layers={name: tuple(shape) for name, shape in self._layers.items()},
         )
 
 

@@ -1,29 +1,18 @@
-"""The parameters that DDP reduces, and what is kept for each."""
+"""The parameters that DDP reduces, and what is kept for each, by name.
+
+What is kept for the parameters of a bucket can be laid out as the bucket is, in one flat buffer: it
+is then compressed as one without being copied together.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-
-
-class Scratch:
-    """Named buffers, each as large as the largest that was asked for under its name."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: object, numel: int, like: Tensor) -> Tensor:
-        """A flat buffer of `numel` elements with the dtype and device of `like`; contents are
-        whatever was left there."""
-        key = (name, like.dtype, like.device)
-        held = self._buffers.get(key)
-        if held is None or held.numel() < numel:
-            held = self._buffers[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return held[:numel]
 
 
 @dataclass(eq=False)
@@ -31,13 +20,11 @@ class ModelParameter:
     """What is kept for one parameter, flat. Half-precision parameters are kept in float32.
 
     residual: allocated at the first compressed step; meaningless unless `filled`.
-    velocity: with momentum correction only. started: the velocity has had its first step.
-    fresh: that first step was this one (SGD does not dampen it). Both are this rank's own: a rank
-    that has not used the parameter has no velocity. stepped: the optimizer has stepped with a mean
-    gradient of it, which is so on all ranks or on none. lag: the share of the momentum's lag that
-    the velocity moves with (`MomentumRule.with_lag`).
-    arrived: when its gradient was ready in the first backward, among all. places: where residual
-    and velocity go, if they are to lie next to others'.
+    velocity: with momentum correction only. started: it has had its first step, on this rank: one
+    that has not used the parameter has no velocity. lag: the share of the momentum's lag that it
+    moves with (`MomentumRule.with_lag`). stepped: the optimizer has stepped with a mean gradient of
+    the parameter, which is so on all ranks or on none.
+    before: what the memory needs to undo the step under way.
     """
 
     name: str
@@ -46,27 +33,21 @@ class ModelParameter:
     filled: bool = False
     velocity: Tensor | None = None
     started: bool = False
-    fresh: bool = False
-    stepped: bool = False
     lag: float = 1.0
-    arrived: float = inf
-    places: dict[str, Tensor] = field(default_factory=dict)
+    stepped: bool = False
+    before: Any = None
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
-    def zeros(self, what: str = "") -> Tensor:
-        """what: "residual" or "velocity", if it is to be that."""
-        place = self.places.get(what)
-        if place is not None:
-            return place.zero_()
+    def zeros(self) -> Tensor:
         return torch.zeros(self.tensor.numel(), dtype=self.dtype, device=self.tensor.device)
 
     def open_residual(self) -> Tensor:
         """The residual, zero if it was empty."""
         if self.residual is None:
-            self.residual = self.zeros("residual")
+            self.residual = self.zeros()
         elif not self.filled:
             self.residual.zero_()
         self.filled = True
@@ -89,21 +70,21 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     def find(self, param: Tensor) -> ModelParameter:
         """Of a parameter in a bucket. RuntimeError if the model has it not."""
-        parameter = self.get(param)
-        if parameter is None:
-            if self._model is not None:
-                names = {p: name for name, p in self._model.module.named_parameters()}
-                if param in names:
-                    raise RuntimeError(
-                        f"DDP still reduces {names[param]}, which was frozen when the compressor "
-                        f"was attached: freeze parameters before DDP(model)"
-                    )
+        if param in self:
+            return self[param]
+        if self._model is None:
+            self[param] = ModelParameter(f"parameter{len(self)}", param)
+            return self[param]
+        for name, p in self._model.module.named_parameters():
+            if p is param:
                 raise RuntimeError(
-                    "the bucket holds a parameter that the bound model has not: one compressor "
-                    "serves one model"
+                    f"DDP still reduces {name}, which was frozen when the compressor was "
+                    f"attached: freeze parameters before DDP(model)"
                 )
-            parameter = self[param] = ModelParameter(f"parameter{len(self)}", param)
-        return parameter
+        raise RuntimeError(
+            "the bucket holds a parameter that the bound model has not: one compressor serves one "
+            "model"
+        )
 
     def by_name(self) -> dict[str, ModelParameter]:
         return {parameter.name: parameter for parameter in self.values()}
@@ -120,3 +101,36 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self), torch.device("cpu"))
+
+
+def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:
+    """Let the named tensors of a bucket's parameters lie one after the other in memory, with zeros
+    where there were none. Returns a flat view of all, by name."""
+    return {name: _lay_out(parameters, name) for name in names}
+
+
+def _lay_out(parameters: Sequence[ModelParameter], name: str) -> Tensor:
+    first, sizes = parameters[0], [parameter.tensor.numel() for parameter in parameters]
+    held: list[Tensor | None] = [getattr(parameter, name) for parameter in parameters]
+    whole = None if held[0] is None else _as_one(held)
+    if whole is None:
+        # Zeros that nobody has written yet take no memory on a CPU.
+        whole = torch.zeros(sum(sizes), dtype=first.dtype, device=first.tensor.device)
+        for parameter, place, old in zip(parameters, whole.split(sizes), held, strict=True):
+            setattr(parameter, name, place if old is None else place.copy_(old))
+    return whole
+
+
+def _as_one(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """A flat view of all, if each begins in memory where the one before ends; else None."""
+    first = tensors[0]
+    assert first is not None
+    storage, start = first.untyped_storage().data_ptr(), first.data_ptr()
+    end = start
+    for tensor in tensors:
+        if tensor is None or tensor.data_ptr() != end:
+            return None
+        if tensor.untyped_storage().data_ptr() != storage:
+            return None
+        end += tensor.nbytes
+    return first.as_strided(((end - start) // first.element_size(),), (1,))

@@ -21,21 +21,21 @@ compressed: all that the memory holds is sent with the gradient, in one all-redu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import nan
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Bucket, Granularity, Part, StepCFs, Unit, lay_out
+from adaptive.bucket import EXACT, Bucket, Granularity, Part, StepCFs, Unit
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import GATHERED, Outgoing, Received, Strategy
+from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.multilevel import compress_levels, levels_beside, record_levels, strided_sample
-from adaptive.parameters import ModelParameter, Scratch
+from adaptive.multilevel import compress_levels, record_levels, strided_sample
+from adaptive.parameters import ModelParameter
 from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors import Compressor
@@ -77,7 +77,6 @@ class Reducer:
     requested: RequestedStatistics
     settling: int
     clip_norm: float | None = None
-    _scratch: Scratch = field(default_factory=Scratch)
     _backwards: int = 0
 
     def compresses_whole_buckets(self, step: int) -> bool:
@@ -108,13 +107,10 @@ class Reducer:
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
         bucket = self._open(step, buffer, parameters)  # 1
-        if self.granularity.joined and self.memory.keeps_residual:
-            lay_out(parameters, self.memory.keeps_velocity)
         shards = self.exchange.world_size if strategy.sharded else 1
         units = self.granularity.cut(bucket, step.cfs, shards)
-        # What is put together for an all-gather is not read again when the next bucket comes by.
-        room = ("error-fed gradients", 0 if strategy is GATHERED else index)
-        memory = BucketMemory(self.memory, bucket, units, self._scratch, room)
+        joined = self.compresses_whole_buckets(step.number)
+        memory = BucketMemory(self.memory, bucket, units, joined)
         before = step.tally.copy_of_levels() if strategy.sharded else None
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
@@ -174,9 +170,8 @@ class Reducer:
                 return mean
             poisoned = all_finite(mean) ^ True
             for part in sending:
-                flag = but_not(but_not(poisoned, not_finite), part.skipped)
-                memory.undo_fold(part.parameter, flag)
-                memory.end_dense(part.parameter, either(poisoned, part.skipped))
+                undo = but_not(but_not(poisoned, not_finite), part.skipped)
+                memory.end_dense(part.parameter, either(poisoned, part.skipped), undo)
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
             _tell_means(step, parameters, mean, poisoned)
@@ -234,18 +229,20 @@ def _payload(
     return compressor.poison(replace(sent, cf=unit.cf), poisoned)
 
 
-def _levels(unit: Unit, target: Tensor, addend: Tensor | None = None) -> list[Payload]:
-    """A payload of target + addend, added up in place, for each level of a unit."""
+def _levels(
+    unit: Unit, target: Tensor, addend: Tensor | None = None, sent: Payload | None = None
+) -> list[Payload]:
+    """A payload of target + addend, added up in place, for each level of a unit. sent: the one at
+    the unit's own CF, if there is one already."""
 
-    def again(compressor: Compressor, cf: float) -> Payload:
-        return compressor.compress(target, cf, unit.key)
-
-    def first(compressor: Compressor, cf: float) -> Payload:
+    def compress(compressor: Compressor, cf: float) -> Payload:
+        nonlocal addend
         if addend is None:
-            return again(compressor, cf)
-        return compressor.compress_sum(target, addend, cf, unit.key)
+            return compressor.compress(target, cf, unit.key)
+        to_add, addend = addend, None
+        return compressor.compress_sum(target, to_add, cf, unit.key)
 
-    return compress_levels(unit.base, first, again, unit.levels)
+    return compress_levels(unit, compress, sent)
 
 
 def _record_made(
@@ -258,7 +255,7 @@ def _record_made(
     """Measure, beside the payloads that a strategy has `made` of the sums, the other CFs."""
     for unit, a, payload in zip(units, sums, made, strict=True):
         if unit.compressor is not EXACT and not unit.skipped and bucket.poisoned is not True:
-            levels = levels_beside(unit, a, payload)
+            levels = _levels(unit, a, sent=payload)
             record_levels(unit, levels, strided_sample(_gradient(bucket, unit)), step.tally)
 
 
@@ -300,7 +297,6 @@ def decode(
         for payload in means:
             compressor.add_to(mean, payload, received.scale)
             corrupt = corrupt | payload.corrupt
-    memory.settle()
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     memory.keep(received.lost, exchange.world_size)
     return corrupt

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import agree, compare_replicas, describe_sizes
-from adaptive.bucket import GradientOrder, Granularity
+from adaptive.bucket import Granularity
 from adaptive.config import Settings, joins
 from adaptive.controller import Controller, PolicyStart
 from adaptive.exchange.collectives import Exchange
@@ -114,12 +114,11 @@ class Session:
             settings.hooks.keys(),
             self._choice,
             self.exchange.world_size,
-            named=model is not None,
         )
         try:
             agree(self._prepare, group)
         except Exception:
-            self._memory.unhook()
+            self._memory.release()
             self._watch.end()
             raise
         if self._choice.measures:
@@ -146,11 +145,6 @@ class Session:
             self._parameters.device,
         )
         self._watch_forward()
-        # With unused parameters buckets stay as they are from the first backward on.
-        fixed = model is None or (model.find_unused_parameters and not model.static_graph)
-        self._order = (
-            GradientOrder(self._parameters) if self._granularity.joined and not fixed else None
-        )
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -164,7 +158,7 @@ class Session:
             settings.shadow_sample,
         )
         self._choose_memory()
-        skips = parameters.maybe_unused() or self._memory.now.keeps_velocity
+        skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if self._granularity.joined and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
@@ -201,7 +195,7 @@ class Session:
         try:
             agree(choose, self.exchange.group)
         except Exception:
-            self._memory.unchoose()
+            self._memory.release()
             self._optimizer = None
             self._reduce_with(clip_norm=None)
             raise
@@ -215,7 +209,7 @@ class Session:
         if other._failed is not None:
             log.warning("what the compressor before holds is forgotten: its last exchange failed")
             return
-        theirs, ours = other._memory.now.keeps_residual, self._memory.now.keeps_residual
+        theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
         self.controller.owing = theirs and not ours
         self.controller.carrying = theirs
         self._memory.adopt(other._memory)
@@ -227,8 +221,6 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
-        if self._order is not None:
-            self._order.end()
         self._memory.release(self.exchange)
         self._watch.end()
         self._optimizer = None
@@ -312,10 +304,8 @@ class Session:
         if bucket.is_last():
             controller.end_step(self._watch.take_found())
             self._reducer.end_backward()
-            self._watch.backward_ends(scale, compare=self._memory.now.keeps_residual)
-            if self._order is not None:
-                self._order.end()
-            if self._watch.thrown_away and self._memory.now.holds(self._parameters.values()):
+            self._watch.backward_ends(scale, compare=bool(self._memory.now.keeps))
+            if self._watch.thrown_away and self._memory.holds_something():
                 self._watch.thrown_away = False
                 self._suspects.append((controller.step - 2, _THROWN_AWAY))
                 self._warn_of_suspects()
@@ -340,15 +330,16 @@ class Session:
         """What the training script has done since the last backward, and must not do with this
         memory. Falling back is decided on an agreed statistic, warnings are each rank's own."""
         controller, watch, memory = self.controller, self._watch, self._memory.now
-        if controller.changed and memory.keeps_velocity:
-            if not self._memory.may_fall_back:
+        sends_velocities = "velocity" in memory.keeps
+        if controller.changed and sends_velocities:
+            if not memory.may_fall_back:
                 raise RuntimeError(f"{_CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
             controller.note(f"{_CHANGED}; {_FALLEN_BACK}")
             self._fall_back()
         if controller.unscaled and self._scaler is None and _UNSCALED not in self._told:
             self._told.add(_UNSCALED)
             controller.note(_UNSCALED)
-        if watch.unstepped and memory.keeps_velocity:
+        if watch.unstepped and sends_velocities:
             self._suspects.append((controller.step - 1, _UNSTEPPED))
         self._warn_of_suspects()
 
@@ -364,7 +355,7 @@ class Session:
     def _fall_back(self) -> None:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
         self._gave_up_momentum = True
-        self._memory.fall_back()
+        self._memory.release()
         self._reducer.memory = self._memory.now
         self._instruments.begin(self._memory.now)
 
@@ -396,7 +387,7 @@ class Session:
         by_name, base = self._parameters.by_name(), self.settings.base
         controller, expected = self.controller, self._identity()
         # It was told in the run that the state is of, and need not be found out again.
-        has_fallen_back = state.get("memory_kind") == "residual" and self._memory.may_fall_back
+        has_fallen_back = state.get("memory_kind") == "residual" and self._memory.now.may_fall_back
         if has_fallen_back:
             expected["memory_kind"] = "residual"
         elif self._gave_up_momentum and state.get("memory_kind") == "momentum":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,99 +20,67 @@ BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
 
 
-_ONE = torch.Size([1])
-
-
-class _Unit(NamedTuple):
-    """A tensor at a CF. exact: it travels uncompressed in a step that compresses."""
-
-    shape: torch.Size
-    cf: float
-    exact: bool
-
-
+@dataclass
 class Sizes:
     """How many elements and bytes a step sends at each CF.
 
     parameters: may still be found one by one. joined: those of a bucket are compressed as one;
     policies are told the bytes of a model that is a single bucket, which is next to the same and
-    never changes. dense_below: elements. hooks: the CFs that foreign hooks send. named: all
-    parameters are known.
+    never changes. dense_below: elements. hooks: the CFs that foreign hooks send.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[Tensor, ModelParameter],
-        base: Compressor,
-        joined: bool,
-        dense_below: int,
-        hooks: Collection[float],
-        choice: ExchangeChoice,
-        world_size: int,
-        named: bool,
-    ) -> None:
-        self._parameters = parameters
-        self._base = base
-        self._joined = joined
-        self._buckets: dict[int, Sequence[ModelParameter]] = {}
-        self._dense_below = dense_below
-        self._hooks = hooks
-        self._choice = choice
-        self._world_size = world_size
-        self._named = named
-        self._payload_bytes: dict[float, float] = {}
-        self._by_name: dict[str, ModelParameter] = {}
+    parameters: Mapping[Tensor, ModelParameter]
+    base: Compressor
+    joined: bool
+    dense_below: int
+    hooks: Collection[float]
+    choice: ExchangeChoice
+    world_size: int
+    _buckets: dict[int, Sequence[ModelParameter]] = field(default_factory=dict)
+    _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
+    _by_name: dict[str, ModelParameter] = field(default_factory=dict)
 
     def see(self, index: int, parameters: Sequence[ModelParameter], joined: bool) -> None:
         """What a bucket of this step holds, and whether it is compressed as one."""
         if index == 0:
             self._buckets = {}
-        self._buckets.update({index: parameters} if joined else {})
+        if joined:
+            self._buckets[index] = parameters
 
     def numel(self) -> int:
         """Elements of all gradients."""
-        return sum(p.numel() for p in self._parameters)
+        return sum(p.numel() for p in self.parameters)
 
     def floats(self, cfs: StepCFs) -> float:
         """Elements that a step sends, indices not counted."""
         if self._elsewhere(cfs.send):
             return self.numel() / cfs.send
         return sum(
-            float(unit.shape.numel()) if unit.exact else self._base.floats_for(unit.shape, unit.cf)
-            for unit in self._units(cfs, self._buckets.values())
+            float(shape.numel()) if cf == DENSE else self.base.floats_for(shape, cf)
+            for shape, cf in self._tensors(cfs, self._buckets.values())
         )
 
-    def layers(self) -> dict[str, int]:
-        """Elements of each parameter that is compressed by itself, by name; empty if they are not
-        known."""
-        parameters = self._parameters.values() if self._named and not self._joined else ()
-        numels = {parameter.name: parameter.tensor.numel() for parameter in parameters}
-        return {name: numel for name, numel in numels.items() if numel >= max(1, self._dense_below)}
-
-    def shapes(self, layers: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """Of the parameters with these names."""
-        parameters = self._parameters.values()
-        return {
-            parameter.name: tuple(parameter.tensor.shape)
-            for parameter in parameters
-            if parameter.name in layers
-        }
+    def layers(self) -> dict[str, torch.Size]:
+        """Shape of each parameter that is compressed by itself, by name."""
+        parameters = () if self.joined else self.parameters.values()
+        shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
+        least = max(1, self.dense_below)
+        return {name: shape for name, shape in shapes.items() if shape.numel() >= least}
 
     def layer_nbytes(self, layer: str, cf: float) -> float:
         """Payload bytes of one parameter at `cf`."""
         if layer not in self._by_name:
-            self._by_name = {parameter.name: parameter for parameter in self._parameters.values()}
-        return self._nbytes(self._unit(self._by_name[layer], cf))
+            self._by_name = {parameter.name: parameter for parameter in self.parameters.values()}
+        return self._nbytes(*self._tensor(self._by_name[layer], cf))
 
     def payload_nbytes(self, cf: float) -> float:
         """Bytes handed to the collectives in a step that the base compresses by `cf`, all layers
         alike."""
-        nbytes = self._payload_bytes.get(cf)
-        if nbytes is None:
-            nbytes = sum(map(self._nbytes, self._units(StepCFs(cf), self._whole())))
-            if self._named:
-                self._payload_bytes[cf] = nbytes
-        return nbytes
+        key = (cf, len(self.parameters))
+        if key not in self._payload_nbytes:
+            tensors = self._tensors(StepCFs(cf), self._whole())
+            self._payload_nbytes[key] = sum(self._nbytes(*each) for each in tensors)
+        return self._payload_nbytes[key]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
         """Bytes of a bucket's payloads in a step, roughly."""
@@ -124,44 +92,43 @@ class Sizes:
     def wire_bytes(self, cf: float) -> float:
         """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
         if self._elsewhere(cf):
-            return reduce_wire_bytes(4 * self.numel() / cf, self._world_size)
-        gathered = self._choice.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
+            return reduce_wire_bytes(4 * self.numel() / cf, self.world_size)
+        gathered = self.choice.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
         on_wire = gather_wire_bytes if gathered else reduce_wire_bytes
-        return on_wire(self.payload_nbytes(cf), self._world_size)
+        return on_wire(self.payload_nbytes(cf), self.world_size)
 
     def supported(self, cf: float) -> float:
         """The nearest CF that the base or a hook can really do; the base on the largest that it
         compresses, where it matters most."""
         if self._elsewhere(cf):
             return cf
-        shapes = [unit.shape for unit in self._units(StepCFs(cf), self._whole()) if not unit.exact]
-        largest = max(shapes, key=lambda shape: shape.numel(), default=_ONE)
-        return self._base.supported_for(cf, largest)
+        tensors = self._tensors(StepCFs(cf), self._whole())
+        shapes = [shape for shape, own in tensors if own != DENSE]
+        largest = max(shapes, key=torch.Size.numel, default=torch.Size([1]))
+        return self.base.supported_for(cf, largest)
 
     def _elsewhere(self, cf: float) -> bool:
         """The base has no part in a step at `cf`."""
-        return cf == DENSE or cf in self._hooks
+        return cf == DENSE or cf in self.hooks
 
     def _whole(self) -> Sequence[Collection[ModelParameter]]:
-        return [self._parameters.values()] if self._joined else []
+        return [self.parameters.values()] if self.joined else []
 
-    def _units(
+    def _tensors(
         self, cfs: StepCFs, joined: Collection[Collection[ModelParameter]]
-    ) -> Iterator[_Unit]:
-        """What a step compresses or sends as it is, one by one. joined: what is compressed as one;
-        if nothing is, all parameters are by themselves."""
-        for parameters in joined or [[parameter] for parameter in self._parameters.values()]:
-            units = [self._unit(parameter, cfs.sent(parameter.name)) for parameter in parameters]
-            yield from (unit for unit in units if unit.exact or len(parameters) == 1)
-            together = sum(u.shape.numel() for u in units if not u.exact and len(parameters) > 1)
-            if together:
-                yield _Unit(torch.Size([together]), cfs.send, False)
+    ) -> Iterator[tuple[torch.Size, float]]:
+        """Shape and CF of what a step sends, one by one: CF 1 of what travels uncompressed.
+        joined: what is compressed as one; if nothing is, all parameters are by themselves."""
+        for parameters in joined or [[parameter] for parameter in self.parameters.values()]:
+            tensors = [self._tensor(each, cfs.sent(each.name)) for each in parameters]
+            yield from (each for each in tensors if each[1] == DENSE or len(tensors) == 1)
+            together = sum(shape.numel() for shape, cf in tensors if cf != DENSE)
+            if together and len(tensors) > 1:
+                yield torch.Size([together]), cfs.send
 
-    def _unit(self, parameter: ModelParameter, cf: float) -> _Unit:
-        exact = cf == DENSE or parameter.tensor.numel() < self._dense_below
-        return _Unit(parameter.tensor.shape, cf, exact)
+    def _tensor(self, parameter: ModelParameter, cf: float) -> tuple[torch.Size, float]:
+        shape = parameter.tensor.shape
+        return shape, DENSE if shape.numel() < self.dense_below else cf
 
-    def _nbytes(self, unit: _Unit) -> float:
-        if unit.exact:
-            return 4.0 * unit.shape.numel()
-        return self._base.payload_nbytes_for(unit.shape, unit.cf)
+    def _nbytes(self, shape: torch.Size, cf: float) -> float:
+        return 4.0 * shape.numel() if cf == DENSE else self.base.payload_nbytes_for(shape, cf)

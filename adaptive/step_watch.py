@@ -36,32 +36,28 @@ _TOLERANCE = 1e-5
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces.
+    parameters: those that DDP reduces. `end()` ends it. unstepped: the last synchronised backward
+    has not been followed by a step. thrown_away: gradients of such a backward were cleared before
+    the next.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
+        self.unstepped = self.thrown_away = False
         self._parameters = parameters
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
-        self._version = -1
-        self.unstepped = False
-        """The last synchronised backward has not been followed by a step."""
-        self.thrown_away = False
-        """Gradients of such a backward were cleared before the next."""
+        me = weakref.proxy(self)  # torch's hooks must not keep it alive
+        handles: list[Any] = [
+            register_optimizer_step_pre_hook(lambda *args: me._before_step(*args)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: me._after_step(optimizer)),
+        ]
         # The last parameter has its gradient among the first; one tells of all.
         self._witness = next(reversed(list(parameters)), None)
-        handles: list[Any] = [
-            register_optimizer_step_pre_hook(_weakly(self._before_step)),
-            register_optimizer_step_post_hook(_weakly(self._after_step)),
-        ]
+        self._version = -1
         if self._witness is not None:
-            handles.append(self._witness.register_hook(_weakly(self._arrives)))
-        self._end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
-
-    def end(self) -> None:
-        """Watch no longer."""
-        self._end()
+            handles.append(self._witness.register_hook(lambda _: me._gradient_arrives()))
+        self.end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def backward_ends(self, scale: Tensor | None, compare: bool) -> None:
         """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
@@ -71,31 +67,9 @@ class StepWatch:
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
         engine.queue_callback(lambda: engine.queue_callback(lambda: self._remember(compare)))
 
-    def _compare(self, optimizer: Optimizer) -> None:
-        """Before an optimizer reads its gradients: have they been changed since backward? Those of
-        other optimizers may yet be."""
-        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
-        now = _norms(own)
-        pairs = [(self._norms[p], norm) for p, norm in now.items()]
-        for p in own:
-            del self._norms[p]
-        if not pairs:
-            return
-        before, after = (torch.stack(each) for each in zip(*pairs, strict=True))
-        if before.device.type == "cpu" and torch.equal(before, after):
-            return  # as almost always; where looking would wait for a device, nobody looks
-        same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        if self._scale is not None:  # as the scaler is to do, before or in the step
-            unscaled = before / self._scale
-            same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
-        found = torch.stack([(~same).any(), halved]).to(torch.float64)
-        self._found = found if self._found is None else self._found + found
-
     def take_found(self) -> Tensor | None:
-        """How often gradients were changed since the last time that was asked, and how often as by
-        a loss scale that was not handed over: a tensor of two, where they are; None if nothing was
-        compared."""
+        """How often gradients were changed since the last call, and how often as by a loss scale
+        that was not handed over: a tensor of two, where they are; None if nothing was compared."""
         found, self._found = self._found, None
         return found
 
@@ -110,53 +84,52 @@ class StepWatch:
             self._version = self._witness._version
         self._norms = _norms(self._parameters) if compare else {}
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _compare(self, optimizer: Optimizer) -> None:
+        """Before an optimizer reads its gradients: have they been changed since backward? Those of
+        other optimizers may yet be."""
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
+        now = _norms(own)
+        remembered = {p: self._norms.pop(p) for p in own}
+        if not now:
+            return
+        before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
+        if before.device.type == "cpu" and torch.equal(before, after):
+            return  # as almost always; where looking would wait for a device, nobody looks
+        same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        if self._scale is not None:  # as the scaler is to do, before or in the step
+            unscaled = before / self._scale
+            same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
+        found = torch.stack([(~same).any(), halved]).to(torch.float64)
+        self._found = found if self._found is None else self._found + found
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """args: as torch hands them to step hooks, the optimizer first."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if len(args) == 1 and kwargs.get("closure") is None:  # one would run backward only now
             self._compare(optimizer)
-            return None
-        if not self._is_for_us(optimizer):
-            return None
 
-        def watched() -> Any:  # it runs backward, and may change the gradients then
-            loss = closure()
-            self._compare(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], watched, *args[2:]), kwargs
-        return args, {**kwargs, "closure": watched}
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_for_us(optimizer):
+    def _after_step(self, optimizer: Optimizer) -> None:
+        ours = self._parameters
+        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.unstepped = False
 
-    def _is_for_us(self, optimizer: Optimizer) -> bool:
-        ours = self._parameters
-        return any(p in ours for group in optimizer.param_groups for p in group["params"])
-
-    def _arrives(self, _: Tensor) -> None:
+    def _gradient_arrives(self) -> None:
         """The witness has a new gradient, which is yet to be added to `p.grad`."""
         p = self._witness
-        assert p is not None
         # An optimizer of the script's own writes to the parameters, too.
-        if self.unstepped and p._version == self._version and _cleared(p.grad):
+        if self.unstepped and p is not None and p._version == self._version and _cleared(p.grad):
             self.thrown_away = True
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
-    with torch.no_grad():
-        grads = {p: p.grad for p in parameters if p.grad is not None and p.grad.numel()}
-        samples = [
-            g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset())
-            for g in grads.values()
-        ]
-        if not samples:
-            return {}
-        norms = torch._foreach_norm(samples, 2, dtype=torch.float64)
-    return dict(zip(grads, norms, strict=True))
+    grads = {p: p.grad.detach() for p in parameters if p.grad is not None and p.grad.numel()}
+    samples = [
+        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset()) for g in grads.values()
+    ]
+    if not samples:
+        return {}
+    return dict(zip(grads, torch._foreach_norm(samples, 2, dtype=torch.float64), strict=True))
 
 
 def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
@@ -173,14 +146,3 @@ def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
 def _cleared(grad: Tensor | None) -> bool:
     """None, or on a CPU, where looking costs little, all zero."""
     return grad is None or (grad.device.type == "cpu" and not bool(grad.any()))
-
-
-def _weakly(method: Any) -> Any:
-    """A hook that does not keep the method's object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call

@@ -4,213 +4,177 @@ what was sent taken off them again."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from adaptive.bucket import Bucket, Part, Unit, as_one
-from adaptive.memory.error_feedback import Addition, NoMemory
-from adaptive.parameters import ModelParameter, Scratch
+from adaptive.bucket import Bucket, Part, Unit
+from adaptive.memory.error_feedback import NoMemory
+from adaptive.parameters import ModelParameter, lay_out
 from compressors.base import Payload
+from compressors.kernels import fresh
 from compressors.kernels.blocks import Flag, but_not, either, fill_if
+
+
+class Addition(NamedTuple):
+    """The error-fed gradient a = target + addend; whoever compresses adds it in place.
+
+    addend: None if `target` holds it all."""
+
+    target: Tensor
+    addend: Tensor | None
+
+
+@dataclass(eq=False)
+class _Run:
+    """Neighbouring parts of a bucket whose memory moves alike, as if they were one parameter.
+
+    kept: what is kept for all of them. grads: their gradients, from element `start` of the bucket
+    on. addend: what is to be added to the residual, once `opened`."""
+
+    kept: ModelParameter
+    parts: Sequence[Part]
+    start: int
+    grads: Tensor
+    opened: bool = False
+    addend: Tensor | None = None
+
+    @property
+    def skipped(self) -> Flag:
+        """Of a part by itself; those of several are not."""
+        return self.parts[0].skipped
+
+    def spread(self) -> None:
+        """What has happened to all has happened to each."""
+        for part in self.parts:
+            own = part.parameter
+            own.filled, own.started, own.lag = self.kept.filled, self.kept.started, self.kept.lag
 
 
 class BucketMemory:
     """What a memory does with one bucket in one step.
 
-    units: what is compressed as one, in order. room: name of the scratch in which to put
-    together what does not lie together in memory."""
+    units: what is compressed as one, in order. joined: what is kept for the bucket is to lie
+    together; if not, every unit is of a single part."""
 
     def __init__(
-        self,
-        memory: NoMemory,
-        bucket: Bucket,
-        units: Sequence[Unit],
-        scratch: Scratch,
-        room: object,
+        self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit], joined: bool
     ) -> None:
         self._memory = memory
         self._bucket = bucket
-        self._units = units
-        self._scratch = scratch
-        self._room = room
-        self._opened: dict[ModelParameter, Addition] = {}
-        self._joined: list[tuple[ModelParameter, Unit]] = []
+        parts = {part: u.cf for u in units if memory.keeps for part, *_ in u.ranges}
+        parameters = [part.parameter for part in parts]
+        self._flat = lay_out(parameters, memory.keeps) if joined and parts else {}
+        self._runs: dict[Part, _Run] = {}  # by each of their parts
+        for _, alike in groupby(parts, lambda part: self._moves(part, parts[part])):
+            run = self._run(list(alike))
+            self._runs.update(dict.fromkeys(run.parts, run))
+        self._fused = all(len({self._runs.get(part) for part, *_ in u.ranges}) == 1 for u in units)
 
     def open(self, unit: Unit) -> Addition:
         """The unit's error-fed gradient, to be added up by whoever compresses it. A skipped part is
         not opened, and counts as zero; neither is any of a bucket that is known to be poisoned,
         whose gradients are zero."""
-        if self._bucket.poisoned is True:
-            return Addition(self._bucket.work[unit.start : unit.stop], None)
-        if len(unit.ranges) > 1:
-            return self._together(unit) or Addition(self._copied(unit), None)
-        part, start, stop = unit.ranges[0]
-        if part.skipped is True:
-            return Addition(part.grad[start:stop], None)
-        if part.skipped is not False:
-            return Addition(self._copied(unit), None)
-        target, addend = self._addition(part, unit.waiting_cf)
-        return Addition(target[start:stop], None if addend is None else addend[start:stop])
+        grads = self._bucket.work[unit.start : unit.stop]
+        if self._bucket.poisoned is True or unit.skipped or not self._memory.keeps:
+            return Addition(grads, None)
+        for part, _, _ in unit.ranges:
+            self._open(self._runs[part], unit.cf)
+        residual, run = self._kept("residual", unit), self._runs[unit.ranges[0].part]
+        addend = run.addend
+        if addend is not None:
+            addend = addend[unit.start - run.start :][: unit.numel]
+        if all(piece.part.skipped is False for piece in unit.ranges):
+            return Addition(residual, addend)
+        if addend is not None:
+            residual.add_(addend)
+        a = fresh(unit.numel, residual.dtype, residual.device).copy_(residual)
+        return Addition(_fill_skipped(unit, a), None)
 
     def undo(self, poisoned: Flag) -> None:
         """The memory as it was, if some rank's gradients were not finite. While the bucket still
         holds this rank's."""
         flag = but_not(poisoned, self._bucket.poisoned)
-        if flag is False:
-            return
-        for part in self._bucket.parts:
-            if part.parameter in self._opened:
-                own = but_not(flag, part.skipped)
-                self._memory.undo_open(part.parameter, part.grad, own)
-        for joined, unit in self._joined:
-            grads = self._bucket.work[unit.start : unit.stop]
-            self._memory.undo_open(joined, grads, flag)
-            _spread(joined, unit)
+        for run in dict.fromkeys(self._runs.values()):
+            if run.opened and flag is not False:
+                self._memory.undo_open(run.kept, run.grads, but_not(flag, run.skipped))
+                run.spread()
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
-        """What this rank has sent for a unit goes off what the memory holds. Where that does not
-        lie together, by way of the bucket, whose gradients are no longer needed."""
-        kept = [
-            (rest[start:stop], part.grad[start:stop], part.skipped)
-            for part, start, stop in unit.ranges
-            if part.skipped is not True
-            and (rest := self._memory.remainder(part.parameter)) is not None
-        ]
-        if not kept:
+        """What this rank has sent for a unit goes off what the memory holds. Where some of it was
+        skipped, by way of the bucket, whose gradients are no longer needed."""
+        if not self._memory.keeps or unit.skipped:
             return
-        whole = len(kept) == len(unit.ranges) and all(skipped is False for *_, skipped in kept)
-        together = as_one([rest for rest, *_ in kept]) if whole else None
-        if together is not None:
-            unit.compressor.subtract_from(together, payload)
-            return
-        decoded = self._bucket.work[unit.start : unit.stop].zero_()
-        unit.compressor.add_to(decoded, payload)
-        for rest, sent, skipped in kept:
-            fill_if(skipped, sent, 0.0)
-            rest.sub_(sent)
+        residual = self._kept("residual", unit)
+        if all(piece.part.skipped is False for piece in unit.ranges):
+            unit.compressor.subtract_from(residual, payload)
+        else:
+            sent = self._bucket.work[unit.start : unit.stop].zero_()
+            unit.compressor.add_to(sent, payload)
+            residual.sub_(_fill_skipped(unit, sent))
 
     def clear_velocity(self, unit: Unit, payload: Payload, poisoned: Flag) -> None:
         """Momentum factor masking: the velocity of what this rank has sent for a unit becomes zero,
         where the memory wants that; not in a poisoned step."""
         indices = unit.compressor.indices(payload) if self._memory.masks(unit.cf) else None
-        if indices is None:
+        if indices is None or unit.ranges[0].part.parameter.velocity is None:
             return
         # An index past the end stands for an empty slot.
         sent = torch.zeros(unit.numel + 1, dtype=torch.bool, device=indices.device)
         sent.index_fill_(0, indices, True)
         fill_if(poisoned, sent, False)
-        pieces = [
-            part.parameter.velocity[start:stop]
-            for part, start, stop in unit.ranges
-            if part.parameter.velocity is not None and part.skipped is False
-        ]
-        together = as_one(pieces) if len(pieces) == len(unit.ranges) else None
-        if together is not None:
-            together.masked_fill_(sent[: unit.numel], 0.0)
-            return
-        for part, start, stop in unit.ranges:
-            velocity = part.parameter.velocity
-            if velocity is not None and part.skipped is not True:
-                first = part.start + start - unit.start
-                here = sent[first : first + stop - start]
-                fill_if(part.skipped, here, False)
-                velocity[start:stop].masked_fill_(here, 0.0)
-
-    def settle(self) -> None:
-        """All is taken off."""
-        for parameter in self._opened:
-            self._memory.settle(parameter)
-        for joined, _ in self._joined:
-            self._memory.settle(joined)
+        _fill_skipped(unit, sent)
+        self._kept("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
 
     def keep(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
         """Add what a second compression has lost of units, so many times, to what the memory
         holds."""
-        for unit, values in lost:
-            for part, start, stop in unit.ranges:
-                rest = self._memory.remainder(part.parameter)
-                if rest is not None:
-                    first = part.start + start - unit.start
-                    rest[start:stop].add_(values[first : first + stop - start], alpha=times)
+        for unit, values in lost if self._memory.keeps else ():
+            for part, _, _ in unit.ranges:
+                part.parameter.open_residual()
+            self._kept("residual", unit).add_(values, alpha=times)
 
-    def _unmoved(self, part: Part) -> Flag:
-        """The memory of a part must stay as it is, which on a device it finds out itself."""
-        return either(self._bucket.poisoned, part.skipped)
+    def _moves(self, part: Part, cf: float) -> object:
+        """Equal for parts that move alike; one that is skipped, or may be, moves by itself."""
+        if not self._flat or part.skipped is not False:
+            return part.start
+        return (cf, *self._memory.moves(part.parameter))
 
-    def _addition(self, part: Part, cf: float) -> Addition:
-        """What the memory makes of a part; asked once a step, however many units share it."""
-        opened = self._opened.get(part.parameter)
-        if opened is None:
-            flag = self._unmoved(part)
-            opened = self._memory.open(part.parameter, part.grad, cf, flag)
-            self._opened[part.parameter] = opened
-        return opened
+    def _run(self, parts: Sequence[Part]) -> _Run:
+        start, stop, kept = parts[0].start, parts[-1].stop, parts[0].parameter
+        if len(parts) > 1:
+            kept = copy(kept)
+            for name, flat in self._flat.items():
+                setattr(kept, name, flat[start:stop])
+        return _Run(kept, parts, start, self._bucket.work[start:stop])
 
-    def _together(self, unit: Unit) -> Addition | None:
-        """The parts' error-fed gradients, if they lie one after the other in memory."""
-        if any(piece.part.skipped is not False for piece in unit.ranges):
-            return None
-        joined = self._as_one_parameter(unit)
-        if joined is not None:
-            grads, poisoned = self._bucket.work[unit.start : unit.stop], self._bucket.poisoned
-            addition = self._memory.open(joined, grads, unit.waiting_cf, poisoned)
-            self._joined.append((joined, unit))
-            _spread(joined, unit)
-            return addition
-        opened = [(self._addition(part, unit.waiting_cf), a, b) for part, a, b in unit.ranges]
-        target = as_one([addition.target[a:b] for addition, a, b in opened])
-        addends = [each.addend[a:b] for each, a, b in opened if each.addend is not None]
-        if target is None:
-            return None
-        if not addends:
-            return Addition(target, None)
-        addend = as_one(addends) if len(addends) == len(opened) else None
-        return None if addend is None else Addition(target, addend)
+    def _open(self, run: _Run, cf: float) -> None:
+        """Once a step, however many units share it."""
+        if run.opened or run.skipped is True:
+            return
+        flag = either(self._bucket.poisoned, run.skipped)  # a device finds out itself
+        run.addend = self._memory.open(run.kept, run.grads, cf, flag)
+        run.opened = True
+        run.spread()
+        if not self._fused and run.addend is not None:
+            run.kept.open_residual().add_(run.addend)
+            run.addend = None
 
-    def _as_one_parameter(self, unit: Unit) -> ModelParameter | None:
-        """What is kept for the unit's parameters, as if they were one: with as many operations as
-        for one, if all of it lies together and moves alike."""
-        parameters = [piece.part.parameter for piece in unit.ranges]
-        if not all(piece.whole for piece in unit.ranges) or not self._memory.alike(parameters):
-            return None
-        first = parameters[0]
-        if first.residual is None or len({_moves(parameter) for parameter in parameters}) > 1:
-            return None
-        residual = as_one([p.residual for p in parameters if p.residual is not None])
-        velocities = [p.velocity for p in parameters if p.velocity is not None]
-        velocity = as_one(velocities) if velocities else None
-        if residual is None or (velocities and velocity is None):
-            return None
-        return replace(first, residual=residual, velocity=velocity)
-
-    def _copied(self, unit: Unit) -> Tensor:
-        """The same, wherever they lie."""
-        work = self._bucket.work
-        room = self._scratch.take(self._room, work.numel(), work)
-        for part, start, stop in unit.ranges:
-            place = room[part.start + start : part.start + stop]
-            if part.skipped is True:
-                place.zero_()
-            else:
-                target, addend = self._addition(part, unit.waiting_cf)
-                if addend is not None:
-                    target[start:stop].add_(addend[start:stop])
-                place.copy_(target[start:stop])
-                fill_if(part.skipped, place, 0.0)
-        return room[unit.start : unit.stop]
+    def _kept(self, name: str, unit: Unit) -> Tensor:
+        """What is kept of a unit's elements under this name."""
+        if self._flat:
+            return self._flat[name][unit.start : unit.stop]
+        part = unit.ranges[0].part
+        whole: Tensor = getattr(part.parameter, name)
+        return whole[unit.start - part.start : unit.stop - part.start]
 
 
-def _moves(parameter: ModelParameter) -> tuple[object, ...]:
-    """What the next step of a parameter's memory depends on."""
-    there = parameter.residual is not None, parameter.velocity is not None
-    return (*there, parameter.filled, parameter.started, parameter.stepped, parameter.lag)
-
-
-def _spread(joined: ModelParameter, unit: Unit) -> None:
-    """What has happened to all of a unit's parameters as one has happened to each."""
-    for piece in unit.ranges:
-        own = piece.part.parameter
-        own.filled, own.started = joined.filled, joined.started
-        own.fresh, own.lag = joined.fresh, joined.lag
+def _fill_skipped(unit: Unit, x: Tensor) -> Tensor:
+    """Zero the elements of skipped parts, in place."""
+    for part, start, stop in unit.ranges:
+        fill_if(part.skipped, x[start - unit.start : stop - unit.start], 0.0)
+    return x

@@ -2,9 +2,9 @@
 
 r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019).
 There is one memory, keyed by parameter. It changes in two stages. While the hook runs, the gradient
-is accumulated; once the payloads of all ranks are there and finite, what was sent is taken off
-(`settle`). If any rank's gradient was not finite, the accumulation is undone instead, so that the
-memory is as it was before the step.
+is accumulated (`open`; `fold` in a dense step). Once the payloads of all ranks are there and
+finite, what was sent is taken off; if any rank's gradient was not finite, the accumulation is
+undone instead, so that the memory is as it was before the step.
 
 On a device nobody waits to know whether a gradient was finite: what depends on it is a `Flag`, and
 undoing is done, or not, by the device itself. There a residual counts as filled until the ranks
@@ -13,8 +13,8 @@ have agreed that a dense step has emptied it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,51 +22,70 @@ from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
 
 if TYPE_CHECKING:
+    from adaptive.exchange.collectives import Exchange
     from adaptive.memory.momentum import MomentumRule
-
-
-class Addition(NamedTuple):
-    """The error-fed gradient a = target + addend; whoever compresses adds it in place.
-
-    addend: None if `target` holds it all."""
-
-    target: Tensor
-    addend: Tensor | None
 
 
 class NoMemory:
     """Nothing is remembered: what is not sent is lost (for unbiased compressors). A residual that
     another memory has left behind goes with the next dense step.
 
+    This is also what every memory can do. What is called a parameter here may stand for several
+    whose flat tensors lie together and which move alike. `poisoned` says of a gradient of zeros
+    that it was not finite, or is skipped: nothing must move, as a device finds out.
+
     maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
     """
 
     name = "none"
-    keeps_residual = False
-    keeps_velocity = False
+    keeps: tuple[str, ...] = ()
+    """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
+    may_fall_back = False
+    """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
-        self._maybe_unused = maybe_unused
-
-    def holds(self, parameters: Iterable[ModelParameter]) -> bool:
-        """Something is remembered of earlier steps."""
-        return any(parameter.filled or parameter.velocity is not None for parameter in parameters)
+        self.maybe_unused = maybe_unused
 
     def open(
         self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
-    ) -> Addition:
-        """What a step at `cf`, compressed, has to compress. poisoned: the bucket is, and `grad`
-        zero, which a device finds out as it goes: the memory must not move."""
-        return Addition(grad, None)
+    ) -> Tensor | None:
+        """Begin a step at `cf`, compressed. Returns what is yet to be added to the residual, to
+        make it the error-fed gradient: whoever compresses does so."""
+        return None
 
     def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
         """Take back what `open` and the addition did to the memory (to rounding), if the flag is
         set."""
 
-    def remainder(self, parameter: ModelParameter) -> Tensor | None:
-        """Where the error-fed gradient is (flat), for what is sent to be taken off; None if what
-        is not sent is lost."""
-        return None
+    def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
+        """Turn `grad`, in place, into all that a dense step has to send."""
+        if parameter.filled:
+            assert parameter.residual is not None
+            add_if(poisoned ^ True, grad, parameter.residual)
+
+    def end_dense(self, parameter: ModelParameter, poisoned: Flag, undo: Flag) -> None:
+        """What `fold` made was sent, and nothing remains, unless some rank's was poisoned. undo:
+        what `fold` did to the memory is to be taken back."""
+        if not isinstance(poisoned, Tensor):
+            parameter.filled = parameter.filled and poisoned
+        elif parameter.filled:
+            assert parameter.residual is not None
+            parameter.residual.masked_fill_(poisoned ^ True, 0.0)
+
+    def idle(self, parameter: ModelParameter) -> bool:
+        """A dense step has nothing to fold in, now and for this parameter."""
+        return not parameter.filled
+
+    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
+        """Whether this parameter sends nothing this step and keeps its memory to itself.
+
+        DDP throws away what arrives for a globally unused parameter, so where there may be such, a
+        slice that is exactly zero must not spend its residual."""
+        return grad_energy == 0.0 if self.maybe_unused() else False
+
+    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
+        """What the next step depends on: parameters for which it is equal move alike."""
+        return (parameter.filled,)
 
     def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
         """How the velocity moves in a compressed step at each of the CFs; none without one."""
@@ -80,41 +99,12 @@ class NoMemory:
         """The velocity of what is sent at this CF is cleared."""
         return False
 
-    def settle(self, parameter: ModelParameter) -> None:
-        """What was sent has been taken off the remainder."""
+    def take_over(self, parameter: ModelParameter) -> None:
+        """A residual of gradients is handed to this memory: make it one of what it sends."""
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
-        """Turn `grad`, in place, into all that a dense step has to send. poisoned: see `open`;
-        nothing of the memory is sent then."""
-        if parameter.filled:
-            assert parameter.residual is not None
-            add_if(poisoned ^ True, grad, parameter.residual)
-
-    def undo_fold(self, parameter: ModelParameter, flag: Flag) -> None:
-        """Take back what `fold` did to the memory, if the flag is set."""
-
-    def end_dense(self, parameter: ModelParameter, poisoned: Flag) -> None:
-        """What `fold` made was sent, and nothing remains; unless some rank's was not finite."""
-        if not isinstance(poisoned, Tensor):
-            parameter.filled = parameter.filled and poisoned
-        elif parameter.filled:
-            assert parameter.residual is not None
-            parameter.residual.masked_fill_(poisoned ^ True, 0.0)
-
-    def alike(self, parameters: Sequence[ModelParameter]) -> bool:
-        """`open` does the same for all of these, so that it can be asked once for all."""
-        return self.keeps_residual
-
-    def idle(self, parameter: ModelParameter) -> bool:
-        """True if a dense step has nothing to fold in, now and for this parameter."""
-        return not parameter.filled
-
-    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
-        """Whether this parameter sends nothing this step and keeps its memory to itself.
-
-        DDP throws away what arrives for a globally unused parameter, so where there may be such, a
-        slice that is exactly zero must not spend its residual."""
-        return grad_energy == 0.0 if self._maybe_unused() else False
+    def hand_back(self, exchange: Exchange | None) -> None:
+        """Make residuals ones of gradients, and let the optimizer do all its work itself again.
+        What velocities have yet to deliver goes to it (a collective), or to the residuals."""
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         return {}
@@ -127,19 +117,17 @@ class Residual(NoMemory):
     """Plain error feedback: one residual a parameter."""
 
     name = "residual"
-    keeps_residual = True
+    keeps: tuple[str, ...] = ("residual",)
 
     def open(
         self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
-    ) -> Addition:
-        return Addition(parameter.open_residual(), grad)
+    ) -> Tensor | None:
+        parameter.open_residual()
+        return grad
 
     def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
         assert parameter.residual is not None
         add_if(flag, parameter.residual, grad, -1.0)
-
-    def remainder(self, parameter: ModelParameter) -> Tensor | None:
-        return parameter.open_residual()
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         if not parameter.filled:

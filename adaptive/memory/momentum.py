@@ -14,13 +14,17 @@ deliver stays the same when the momentum changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
-from adaptive.memory.error_feedback import Addition, Residual
-from adaptive.parameters import ModelParameter
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.error_feedback import Residual
+from adaptive.memory.handover import Group, Handover
+from adaptive.parameters import ModelParameter, ModelParameters
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 
@@ -33,6 +37,7 @@ class MomentumRule(NamedTuple):
     nesterov: bool = False
     gain: float = 1.0
 
+    @lru_cache(maxsize=64)  # noqa: B019  # asked for every parameter in every step
     def with_lag(self, share: float) -> MomentumRule:
         """A momentum with this share of the lag m / (1 - m), the mean age in steps of what a
         velocity holds, by which every gradient still adds up to the same."""
@@ -50,124 +55,106 @@ class MomentumRule(NamedTuple):
         now, then = self.with_lag(share).momentum, self.with_lag(other).momentum
         return share / other * (now / then if self.nesterov else 1.0)
 
+    @property
+    def sent_share(self) -> float:
+        """Of the velocity; with Nesterov the direction is g + m u."""
+        return self.momentum if self.nesterov else 1.0
+
+
+class _Before(NamedTuple):
+    """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the parameter,
+    before. fresh: the velocity has begun in this step, which SGD does not dampen. grad: what the
+    collective overwrites."""
+
+    rule: MomentumRule
+    started: bool
+    lag: float
+    fresh: bool
+    grad: Tensor | None
+
 
 class MomentumMemory(Residual):
     """A velocity and its residual for each parameter.
 
-    rule: the momentum settings of a parameter, asked anew each step, so schedulers keep working.
-    has_buffer: True if the optimizer already holds a velocity for the parameter.
-    masking: smallest CF at which the velocity of what was sent is cleared; inf for never.
-    lag: share of the momentum's lag in a step at a CF, compressed, in (0, 1].
-    maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
+    own_rule: the momentum settings. masking: smallest CF at which the velocity of what was sent is
+    cleared; inf for never. lag: share of the momentum's lag in a step at a CF, compressed, in
+    (0, 1]. maybe_unused: a parameter may be unused on all ranks in a step.
     """
 
     name = "momentum"
-    keeps_velocity = True
+    keeps = ("residual", "velocity")
 
     def __init__(
         self,
-        rule: Callable[[ModelParameter], MomentumRule],
-        has_buffer: Callable[[ModelParameter], bool],
+        own_rule: MomentumRule,
         masking: float,
         lag: Callable[[float], float],
         maybe_unused: Callable[[], bool],
     ) -> None:
         super().__init__(maybe_unused)
-        self._rule = rule
-        self._has_buffer = has_buffer
+        self._own_rule = own_rule
         self._masking = masking
-        self._lag = lag
-        self._undo: dict[ModelParameter, _Before] = {}
-        self._asked: tuple[MomentumRule | None, Sequence[float], Sequence[MomentumRule]]
-        self._asked = None, (), ()  # what `rules` was asked last, and its answer
+        self._lag = cache(lag)
 
-    def alike(self, parameters: Sequence[ModelParameter]) -> bool:
-        if parameters[0].velocity is None:
-            return False
-        settings = {(self._rule(p), self._has_buffer(p)) for p in parameters}
-        return len(settings) == 1
+    def rule(self, parameter: ModelParameter) -> MomentumRule:
+        """Its momentum settings as they stand now; no momentum if it is not optimized."""
+        return self._own_rule
 
-    def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
-        rule = self._rule(parameter)
-        if (rule, cfs) != self._asked[:2]:  # most parameters have the same
-            rules = [rule.with_lag(self._lag(cf)) for cf in cfs] if rule.momentum else []
-            self._asked = rule, cfs, rules
-        return self._asked[2]
-
-    def entering(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[float]:
-        rule = self._rule(parameter)
-        return [rule.change_of_lag(parameter.lag, self._lag(cf)) for cf in cfs]
-
-    def masks(self, cf: float) -> bool:
-        return cf >= self._masking
+    def has_buffer(self, parameter: ModelParameter) -> bool:
+        """An optimizer has a velocity of its own for this parameter already."""
+        return False
 
     def open(
         self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
-    ) -> Addition:
-        rule = self._rule(parameter)
-        self._undo[parameter] = _Before(rule, parameter.started, parameter.lag)
-        if not rule.momentum:
+    ) -> Tensor | None:
+        velocity, rule = self._move(parameter, grad, self._lag(cf), poisoned)
+        if velocity is None:
             return super().open(parameter, grad, cf)
-        velocity = self._step(parameter, grad, rule, self._lag(cf), poisoned)
-        rule = rule.with_lag(parameter.lag)
         residual = parameter.open_residual()
-        if isinstance(poisoned, Tensor):
-            add_if(poisoned ^ True, residual, velocity, rule.momentum if rule.nesterov else 1.0)
-        if rule.nesterov:  # the direction is g + m u
-            if poisoned is False:
-                residual.add_(velocity, alpha=rule.momentum)
-            if rule.gain != 1:
-                residual.add_(grad, alpha=rule.gain - 1)
-            return Addition(residual, grad)
-        return Addition(residual, velocity if poisoned is False else None)
+        if rule.nesterov or poisoned is not False:
+            add_if(poisoned ^ True, residual, velocity, rule.sent_share)
+        if not rule.nesterov:
+            return velocity if poisoned is False else None
+        if rule.gain != 1:
+            residual.add_(grad, alpha=rule.gain - 1)
+        return grad
 
     def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        before = self._undo[parameter]
+        before: _Before = parameter.before
+        if not before.rule.momentum:
+            super().undo_open(parameter, grad, flag)
+            return
         rule = before.rule.with_lag(parameter.lag)
         assert parameter.residual is not None
-        if not rule.momentum or rule.nesterov:
+        assert parameter.velocity is not None
+        if rule.nesterov:
             add_if(flag, parameter.residual, grad, -rule.gain)
-        if rule.momentum:
-            assert parameter.velocity is not None
-            share = rule.momentum if rule.nesterov else 1.0
-            add_if(flag, parameter.residual, parameter.velocity, -share)
-            self._step_back(parameter, grad, before, flag)
-
-    def settle(self, parameter: ModelParameter) -> None:
-        self._undo.pop(parameter, None)
+        add_if(flag, parameter.residual, parameter.velocity, -rule.sent_share)
+        self._move_back(parameter, grad, flag)
 
     def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
-        rule = self._rule(parameter)
-        before = _Before(rule, parameter.started, parameter.lag)
-        if not rule.momentum:
-            self._undo[parameter] = before
-            super().fold(parameter, grad, poisoned)
-            return
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
         # room for it; only in the step that empties a residual does it cost an allocation.
-        if parameter.filled:
-            saved = grad.clone()
-        else:
-            parameter.residual = saved = parameter.open_residual().copy_(grad)
-            parameter.filled = False
-        self._undo[parameter] = before._replace(grad=saved)
-        velocity = self._step(parameter, grad, rule, 1.0, poisoned)
-        if rule.nesterov:
+        saved = None
+        if self.rule(parameter).momentum:
+            if parameter.filled:
+                saved = grad.clone()
+            else:
+                parameter.residual = saved = parameter.open_residual().copy_(grad)
+                parameter.filled = False
+        velocity, rule = self._move(parameter, grad, 1.0, poisoned, saved)
+        if velocity is not None and rule.nesterov:
             add_if(poisoned ^ True, grad, velocity, rule.momentum)
-        else:
+        elif velocity is not None:
             grad.copy_(velocity)
             fill_if(poisoned, grad, 0.0)
         super().fold(parameter, grad, poisoned)
 
-    def undo_fold(self, parameter: ModelParameter, flag: Flag) -> None:
-        before = self._undo[parameter]
-        if before.rule.momentum:
-            assert before.grad is not None
-            self._step_back(parameter, before.grad, before, flag)
-
-    def end_dense(self, parameter: ModelParameter, poisoned: Flag) -> None:
-        super().end_dense(parameter, poisoned)
-        self._undo.pop(parameter, None)
+    def end_dense(self, parameter: ModelParameter, poisoned: Flag, undo: Flag) -> None:
+        grad, parameter.before = parameter.before.grad, parameter.before._replace(grad=None)
+        if grad is not None:
+            self._move_back(parameter, grad, undo)
+        super().end_dense(parameter, poisoned, undo)
 
     def idle(self, parameter: ModelParameter) -> bool:
         return False
@@ -175,92 +162,85 @@ class MomentumMemory(Residual):
     def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
         # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
         # treat as unused keeps everything to itself. On the host one without a velocity needs none.
-        if (
-            not isinstance(grad_energy, Tensor)
-            and grad_energy == 0.0
-            and parameter.velocity is None
-        ):
+        known = not isinstance(grad_energy, Tensor)
+        if known and grad_energy == 0.0 and not parameter.started:
             return True
         return super().skips(parameter, grad_energy)
+
+    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
+        begun = (parameter.started, parameter.stepped, self.has_buffer(parameter))
+        return (*super().moves(parameter), *begun, parameter.lag, self.rule(parameter))
+
+    def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
+        rule = self.rule(parameter)
+        return [rule.with_lag(self._lag(cf)) for cf in cfs] if rule.momentum else ()
+
+    def entering(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[float]:
+        rule = self.rule(parameter)
+        return [rule.change_of_lag(parameter.lag, self._lag(cf)) for cf in cfs]
+
+    def masks(self, cf: float) -> bool:
+        return cf >= self._masking
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         state = super().state_dict(parameter)
         if parameter.started and parameter.velocity is not None:
-            full = self._rule(parameter).change_of_lag(
-                parameter.lag, 1.0
-            )  # for `adaptive.reshard_states`
-            state |= {
-                "velocity": parameter.velocity.clone(),
-                "lag": parameter.lag,
-                "to_full_lag": full,
-            }
+            full = self.rule(parameter).change_of_lag(parameter.lag, 1.0)
+            state |= {"velocity": parameter.velocity.clone(), "lag": parameter.lag}
+            state["to_full_lag"] = full  # for `adaptive.reshard_states`
         return {**state, "stepped": True} if parameter.stepped else state
 
     def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
         super().load_state_dict(parameter, state)
         saved = state.get("velocity")
-        parameter.fresh = False
         parameter.started = saved is not None
         parameter.stepped = bool(state.get("stepped", False))
         parameter.velocity, parameter.lag = None, state.get("lag", 1.0)
         if saved is not None:
-            parameter.velocity = parameter.zeros("velocity").copy_(saved)
+            parameter.velocity = parameter.zeros().copy_(saved)
 
-    def _step(
+    def _move(
         self,
         parameter: ModelParameter,
         grad: Tensor,
-        rule: MomentumRule,
         lag: float,
         poisoned: Flag,
-    ) -> Tensor:
-        if parameter.velocity is None:
-            parameter.velocity = parameter.zeros("velocity")
-        _change_lag(parameter, rule, lag)
-        rule = rule.with_lag(lag)
+        saved: Tensor | None = None,
+    ) -> tuple[Tensor | None, MomentumRule]:
+        """The velocity after a step, None without momentum, and the rule by which it has moved.
+        saved: the gradient, where undoing will not find it."""
+        full = self.rule(parameter)
         # Where another rank was the first to use the parameter, its first step is not this one. On
         # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
         began = parameter.started and not isinstance(poisoned, Tensor)
-        parameter.fresh = not (began or parameter.stepped or self._has_buffer(parameter))
-        if parameter.fresh and not parameter.started:
-            torch.mul(grad, rule.gain, out=parameter.velocity)
-        else:
-            scale_if(poisoned ^ True, parameter.velocity, rule.momentum)
-            parameter.velocity.add_(grad, alpha=_rate(parameter, rule))
+        fresh = not (began or parameter.stepped or self.has_buffer(parameter))
+        before = _Before(full, parameter.started, parameter.lag, fresh, saved)
+        parameter.before = before
+        if not full.momentum:
+            return None, full
+        if parameter.velocity is None:
+            parameter.velocity = parameter.zeros()
+        _change_lag(parameter, full, lag)
+        rule = full.with_lag(lag)
+        scale_if(poisoned ^ True, parameter.velocity, rule.momentum)
+        parameter.velocity.add_(grad, alpha=_rate(rule, fresh))
         parameter.started = True
-        return parameter.velocity
+        return parameter.velocity, rule
 
-    def _step_back(
-        self, parameter: ModelParameter, grad: Tensor, before: _Before, flag: Flag
-    ) -> None:
+    def _move_back(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
         assert parameter.velocity is not None
+        before: _Before = parameter.before
         rule = before.rule.with_lag(parameter.lag)
-        if isinstance(flag, Tensor) or not parameter.fresh:
-            add_if(flag, parameter.velocity, grad, -_rate(parameter, rule))
-            if isinstance(flag, Tensor):
-                scale_if(flag, parameter.velocity, 1 / rule.momentum)
-            elif flag:
-                parameter.velocity.div_(rule.momentum)
-        else:
-            fill_if(flag, parameter.velocity, 0.0)
+        add_if(flag, parameter.velocity, grad, -_rate(rule, before.fresh))
+        scale_if(flag, parameter.velocity, 1 / rule.momentum)
         if flag is True:
             _change_lag(parameter, before.rule, before.lag)
             parameter.started = before.started
 
 
-def _rate(parameter: ModelParameter, rule: MomentumRule) -> float:
+def _rate(rule: MomentumRule, fresh: bool) -> float:
     """What a gradient is multiplied by before it is added to the velocity."""
-    return rule.gain * (1.0 if parameter.fresh else 1 - rule.dampening)
-
-
-class _Before(NamedTuple):
-    """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the parameter,
-    before. grad: what the collective overwrites."""
-
-    rule: MomentumRule
-    started: bool
-    lag: float
-    grad: Tensor | None = None
+    return rule.gain * (1.0 if fresh else 1 - rule.dampening)
 
 
 def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> None:
@@ -269,3 +249,124 @@ def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> No
     if parameter.velocity is not None and factor != 1:
         parameter.velocity.mul_(factor)
     parameter.lag = lag
+
+
+class SGDMomentum(MomentumMemory):
+    """Momentum correction in the stead of an SGD optimizer, by the settings in its parameter
+    groups, which are asked anew in each step, so that schedulers keep working.
+
+    torch adds weight decay to the gradient before momentum. The decay term is the same on every
+    rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
+    Its velocity lives where SGD keeps its own, in `optimizer.state[p]["momentum_buffer"]`: since
+    all of this is linear, a buffer that was there before simply goes on decaying.
+
+    ValueError if a group with momentum holds parameters that the model does not have: their
+    momentum would be lost.
+    """
+
+    may_fall_back = True
+
+    def __init__(
+        self,
+        optimizer: SGD,
+        parameters: ModelParameters,
+        masking: float,
+        lag: Callable[[float], float],
+    ) -> None:
+        super().__init__(MomentumRule(0.0), masking, lag, parameters.maybe_unused)
+        self._optimizer = optimizer
+        self._parameters = parameters
+        own = parameters.own()
+        for index, group in enumerate(optimizer.param_groups):
+            if group["momentum"] and not all(p in own for p in group["params"]):
+                raise ValueError(
+                    f"optimizer: parameter group {index} has momentum and parameters that are not "
+                    f"in the model; give those a group or an optimizer of their own"
+                )
+        neutral = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+        self._handover = Handover(
+            optimizer, neutral, lambda group: group["momentum"] != 0, self._add_decay
+        )
+
+    def rule(self, parameter: ModelParameter) -> MomentumRule:
+        group = self._handover.settings(parameter.tensor)
+        if group is None:
+            return MomentumRule(0.0)
+        return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])
+
+    def has_buffer(self, parameter: ModelParameter) -> bool:
+        state = self._optimizer.state.get(parameter.tensor, {})
+        return state.get("momentum_buffer") is not None
+
+    def take_over(self, parameter: ModelParameter) -> None:
+        if parameter.filled and parameter.residual is not None:
+            parameter.residual.mul_(self._gradient_to_velocity(parameter))
+
+    def hand_back(self, exchange: Exchange | None) -> None:
+        for parameter in self._parameters.values():
+            if exchange is not None:
+                self._add_to_buffer(parameter, exchange)
+            elif parameter.started and parameter.velocity is not None:
+                rule = self.rule(parameter)
+                ahead = rule.momentum / (1 - rule.momentum) if rule.momentum < 1 else 0.0
+                ahead = ahead * rule.change_of_lag(parameter.lag, 1.0) * rule.sent_share
+                parameter.open_residual().add_(parameter.velocity, alpha=ahead)
+            if parameter.filled and parameter.residual is not None:
+                parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
+        self._handover.unhook()
+
+    def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
+        """What a gradient adds up to once momentum is through with it."""
+        rule = self.rule(parameter)
+        if rule.dampening == 1:
+            return 1.0
+        return (1 - rule.dampening) / (1 - rule.momentum) if rule.momentum else 1.0
+
+    def _add_to_buffer(self, parameter: ModelParameter, exchange: Exchange) -> None:
+        """Add the ranks' mean velocity to SGD's own. A collective."""
+        p, velocity = parameter.tensor, parameter.velocity
+        velocity = parameter.zeros() if velocity is None else velocity
+        share = self.rule(parameter).change_of_lag(parameter.lag, 1.0) / exchange.world_size
+        own = torch.cat([velocity * share, velocity.new_full((1,), float(parameter.started))])
+        mean, started = exchange.sum_later(own).wait().split([p.numel(), 1])
+        exchange.take_traffic()  # no step's
+        if not started and not parameter.stepped:
+            return
+        group, state = self._handover.settings(p), self._optimizer.state[p]
+        if group is not None and group["maximize"]:
+            mean = -mean
+        # DDP's buckets hold a parameter's elements in the order of memory.
+        shaped = mean.to(p.dtype, copy=True).as_strided(p.size(), p.stride())
+        buffer = state.get("momentum_buffer")
+        state["momentum_buffer"] = shaped if buffer is None else buffer.add_(shaped)
+
+    @torch.no_grad()
+    def _add_decay(self, group: Group) -> None:
+        """To the gradients of a group, before a step."""
+        decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
+        sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
+        # A fused SGD unscales gradients itself, and skips the step if they are not finite.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        skips = getattr(self._optimizer, "found_inf", None)
+        for p in group["params"]:
+            if p.grad is None or p not in self._parameters:
+                continue
+            parameter, state = self._parameters[p], self._optimizer.state[p]
+            fresh, parameter.stepped = not parameter.stepped, True
+            buffer = state.get("momentum_buffer")
+            if buffer is None and not decay:
+                continue
+            if buffer is None:
+                old = torch.zeros_like(p)
+                buffer = state["momentum_buffer"] = p * (decay if fresh else rate * decay)
+            else:
+                old = buffer if skips is None else buffer.clone()
+                buffer.mul_(momentum).add_(p, alpha=rate * decay)
+            if skips is not None:
+                buffer.lerp_(old, skips.to(buffer.dtype))
+            added = [(p, sign * decay), (buffer, sign * momentum)]
+            for tensor, factor in added if group["nesterov"] else [(buffer, sign)]:
+                if scale is None:
+                    p.grad.add_(tensor, alpha=factor)
+                else:
+                    p.grad.addcmul_(tensor, scale, value=factor)

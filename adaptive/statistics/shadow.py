@@ -323,7 +323,7 @@ class ShadowLadder:
         if not rules:
             return None
         first = parameter not in self._moving
-        if first and parameter.velocity is not None:
+        if first and parameter.started and parameter.velocity is not None:
             factors = torch.tensor(self._memory.entering(parameter, self.cfs), dtype=torch.float64)
             velocity = sampled([parameter.velocity], [self._strides[parameter]])
             velocities.copy_(factors.to(velocity.device)[:, None] * velocity)

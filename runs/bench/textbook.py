@@ -50,10 +50,7 @@ def with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) 
     levels, numel = (cf, candidate), grad.numel()
     unit = Unit(0, numel, KEY, compressor, compressor, cf, levels, ())
     payloads = compress_levels(
-        unit.base,
-        lambda how, lowest: how.compress_sum(residual, grad, lowest, KEY),
-        lambda how, other: how.compress(residual, other, KEY),
-        levels,
+        unit, lambda how, lowest: how.compress_sum(residual, grad, lowest, KEY)
     )
     record_levels(unit, payloads, strided_sample(grad), Tally(Asked(cfs=levels)))
     compressor.subtract_from(residual, payloads[0])

@@ -1,4 +1,4 @@
-"""Buckets compressed as one: what is kept of them lies together, and that is only speed."""
+"""Buckets compressed as one: what is kept of them lies together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, reducer
-from adaptive.bucket import as_one
+from adaptive import AdaptiveCompressor, Fixed
 from adaptive.memory import bucket_memory
+from adaptive.parameters import ModelParameter, lay_out
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
 
 CAP = 0.01
 """MiB of a bucket, of which the model then has several."""
+
+STEPS = 6
 
 
 def _net() -> nn.Module:
@@ -28,56 +30,73 @@ def _net() -> nn.Module:
     return nn.Sequential(*conv, *head).double()
 
 
-def _run(rank: int, memory: str, together: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _run(rank: int, memory: str, options: dict[str, Any]) -> dict[str, Any]:
+    """places: where what is kept for each bucket lies, by step. copies: of error-fed gradients."""
+    places: list[list[int]] = []
     copies = 0
-    original = bucket_memory.BucketMemory._copied
+    original, fresh = bucket_memory.lay_out, bucket_memory.fresh
+
+    def recorded(*args: Any) -> Any:
+        flat = original(*args)
+        places[-1].extend(tensor.data_ptr() for tensor in flat.values())
+        return flat
 
     def counted(*args: Any) -> Any:
         nonlocal copies
         copies += 1
-        return original(*args)
+        return fresh(*args)
 
-    bucket_memory.BucketMemory._copied = counted  # type: ignore[method-assign]
-    if not together:
-        reducer.lay_out = lambda parameters, velocities: None  # type: ignore[assignment]
+    bucket_memory.lay_out = recorded
+    bucket_memory.fresh = counted
     model = DDP(_net(), bucket_cap_mb=CAP, **options)
     momentum = 0.9 if memory == "momentum" else 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     compressor = AdaptiveCompressor("topk", (2, 100), policy=Fixed(cf=20), memory=memory)
     compressor.attach(model, optimizer=optimizer)
-    for step in range(6):
+    for step in range(STEPS):
+        places.append([])
         draw = torch.Generator().manual_seed(10 * step + rank)
         x = torch.randn(4, 3, 8, 8, generator=draw, dtype=torch.float64)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    return {"copies": copies, "parameters": flat_parameters(model)}
+    return {"copies": copies, "places": places, "parameters": flat_parameters(model)}
 
 
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("memory", ["residual", "momentum"])
-def test_it_lies_together_and_nothing_is_copied(memory: str) -> None:
-    everyone = run_ranks(2, _run, memory, True, {})
-    assert [one["copies"] for one in everyone] == [0, 0]
+def test_it_lies_together_and_nothing_is_copied(memory: str, options: dict[str, Any]) -> None:
+    everyone = run_ranks(2, _run, memory, options)
     assert same(everyone[0]["parameters"], everyone[1]["parameters"])
+    for one in everyone:
+        settled = one["places"][2:]
+        assert len(settled[0]) > 2 * (2 if memory == "momentum" else 1)
+        assert all(places == settled[0] for places in settled)
+        assert one["copies"] == 0 or options
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
-)
-@pytest.mark.parametrize("memory", ["residual", "momentum"])
-def test_where_it_lies_changes_nothing(memory: str, options: dict[str, Any]) -> None:
-    together, apart = (run_ranks(2, _run, memory, each, options)[0] for each in (True, False))
-    assert apart["copies"] > 0
-    torch.testing.assert_close(together["parameters"], apart["parameters"], rtol=0, atol=1e-12)
+def _parameters(sizes: tuple[int, ...]) -> list[ModelParameter]:
+    return [ModelParameter(f"p{i}", torch.empty(size)) for i, size in enumerate(sizes)]
 
 
-def test_tensors_are_one_only_in_order_and_without_gaps() -> None:
-    room = torch.arange(10.0)
-    a, b, c = room[:3], room[3:4], room[4:]
-    whole = as_one([a, b, c])
-    assert whole is not None
-    assert torch.equal(whole, room)
-    assert whole.data_ptr() == room.data_ptr()
-    assert as_one([b, a]) is None
-    assert as_one([a, c]) is None
-    assert as_one([a, room[3:4].clone()]) is None
+def test_what_is_kept_moves_to_where_it_lies_together() -> None:
+    parameters = _parameters((3, 1, 6))
+    parameters[1].open_residual().fill_(7.0)
+    flat = lay_out(parameters, ["residual"])["residual"]
+    assert flat.tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 0, 0]
+    assert [parameter.filled for parameter in parameters] == [False, True, False]
+    parameters[2].open_residual().fill_(1.0)
+    assert flat.tolist() == [0, 0, 0, 7, 1, 1, 1, 1, 1, 1]
+    assert lay_out(parameters, ["residual"])["residual"].data_ptr() == flat.data_ptr()
+
+
+def test_it_moves_again_if_the_order_changes_or_some_of_it_was_replaced() -> None:
+    parameters = _parameters((3, 1, 6))
+    for i, parameter in enumerate(parameters):
+        parameter.open_residual().fill_(float(i))
+    flat = lay_out(parameters, ["residual"])["residual"]
+    other = lay_out(parameters[::-1], ["residual"])["residual"]
+    assert other.data_ptr() != flat.data_ptr()
+    assert other.tolist() == [2.0] * 6 + [1.0] + [0.0] * 3
+    parameters[1].residual = torch.full((1,), 5.0)
+    assert lay_out(parameters[::-1], ["residual"])["residual"][6] == 5.0

@@ -73,9 +73,7 @@ def _memory(kind: str, unused: bool) -> NoMemory:
     rule = MomentumRule(0.9, dampening=0.1, nesterov=kind == "nesterov")
     if kind == "nesterov":
         rule = rule._replace(dampening=0.0)
-    return MomentumMemory(
-        lambda _: rule, lambda _: False, 10.0, lambda cf: 1.2 / cf ** (1 / 3), lambda: unused
-    )
+    return MomentumMemory(rule, 10.0, lambda cf: 1.2 / cf ** (1 / 3), lambda: unused)
 
 
 def _parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[ModelParameter]:

@@ -60,8 +60,7 @@ class Run:
         memory: NoMemory = Residual(lambda: False)
         if kind in ("momentum", "nesterov"):
             memory = MomentumMemory(
-                lambda _: self._rule,
-                lambda _: False,
+                self._rule,
                 masking=30.0,
                 lag=lambda cf: 0.5,
                 maybe_unused=lambda: False,
