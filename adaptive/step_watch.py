@@ -103,10 +103,19 @@ class StepWatch:
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """args: as torch hands them to step hooks, the optimizer first."""
-        if len(args) == 1 and kwargs.get("closure") is None:  # one would run backward only now
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
             self._compare(optimizer)
+            return None
+
+        def watched() -> Any:  # it runs backward, and may change the gradients then
+            loss = closure()
+            self._compare(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": watched}
 
     def _after_step(self, optimizer: Optimizer) -> None:
         ours = self._parameters
