@@ -30,10 +30,8 @@ ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "parameters")
 @contextmanager
 def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterator[None]:
     """If what is loaded in this context cannot be, whatever the reason, all is as it was before,
-    and the error is a ValueError.
-
-    stateful: go back by their own `state_dict`. plain: get their attributes back, so they must
-    not change in place what these hold."""
+    and the error is a ValueError. stateful: go back by their own `state_dict`. plain: get their
+    attributes back, so they must not change in place what these hold."""
     states = [each.state_dict() for each in stateful]
     attributes = [dict(vars(each)) for each in plain]
     try:
@@ -59,9 +57,8 @@ def check_state(
     state: State, expected: State, by_name: Mapping[str, ModelParameter], ladder: int
 ) -> None:
     """ValueError unless `state` is complete, equals `expected` where that says something, and its
-    tensors are whole and those of the parameters in `by_name`. ladder: CFs of the shadow ladder.
-
-    What the policy, the compressor and the controller load they check themselves."""
+    tensors fit the parameters in `by_name` and the `ladder` of so many CFs. What the policy, the
+    compressor and the controller load they check themselves."""
     missing = [key for key in (*expected, *CONTENTS) if key not in state]
     if missing:
         raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
@@ -134,20 +131,15 @@ def _check_parameters(state: State, ours: Mapping[str, list[int]]) -> None:
 def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     """The `AdaptiveCompressor.state_dict()` of all ranks, taken at one moment, made into states for
     `world_size` ranks: rank k loads the k-th. Pure, no collective; tensors may be shared with those
-    that came in. Each of them needs the states of all old ranks.
+    that came in. ValueError if the states are not those of all ranks of one run, or damaged.
 
     What is still to be sent stays right: a rank's payload enters the mean by 1 / world_size, so the
     sum over the new ranks of residuals, and of velocities, is new / old times what it was. Every
-    new rank gets a weighted mean of those of neighbouring old ranks (from 2 to 4 each is kept
-    twice, from 4 to 2 pairs are averaged), and not all the mean of all: ranks with one residual
-    would choose the same elements, and deliver them more slowly.
-
-    The policy keeps its place and the gains, and measures anew what depends on the number of ranks
-    (`Policy.rescale`), as are step times, the network's cost and sums of gradients. The run's
-    totals go on. The shadow ladder's residuals, which are only looked at, are copied: the mean of
-    two would have less energy than either, and gains would look better than they are.
-
-    ValueError if the states are not those of all ranks of one run at one step, or damaged.
+    new rank gets a weighted mean of those of neighbouring old ranks, and not all the mean of all:
+    ranks with one residual would choose the same elements, and deliver them more slowly. The shadow
+    ladder's residuals are copied: the mean of two would have less energy than either, and gains
+    would look better than they are. Step times, the network's cost and sums of gradients are
+    measured anew, as is what the policy knows of them (`Policy.rescale`).
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number >= 1, got {world_size!r}")
@@ -162,10 +154,8 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
 
 
 def shares(old: int, rank: int, new: int) -> dict[int, float]:
-    """The weight of each old rank in one new rank's memory, by rank, where it is not 0.
-
-    As if both cut one line into equal parts. Over the old ranks they add up to 1, over the new ones
-    to new / old."""
+    """The weight of each old rank in one new rank's memory, by rank, where it is not 0: as if both
+    cut one line into equal parts."""
     overlaps = {
         i: min((rank + 1) * old, (i + 1) * new) - max(rank * old, i * new) for i in range(old)
     }
@@ -174,28 +164,21 @@ def shares(old: int, rank: int, new: int) -> dict[int, float]:
 
 def _by_rank(states: Sequence[State]) -> list[State]:
     """In the order of ranks; ValueError unless they are of one run at one step, and complete."""
-    if not states:
-        raise ValueError("states: must be those of all ranks, got none")
     ordered = sorted(states, key=lambda state: read(state, "rank", int))
     ranks = [state["rank"] for state in ordered]
-    if ranks != list(range(len(states))):
-        raise ValueError(f"states: must be those of ranks 0 to {len(states) - 1}, got {ranks}")
-    whole = read(ordered[0], "world_size", int)
-    if whole != len(ordered):
-        raise ValueError(f"states: must be those of all {whole} ranks, got {len(ordered)}")
-    moments = [
-        {
-            **{what: read(state, what, object) for what in ALIKE},
-            "step": read(read(state, "controller", Mapping), "step", int),
-        }
-        for state in ordered
-    ]
-    for rank, moment in enumerate(moments):
-        for what, first in moments[0].items():
-            if moment[what] != first:
+    whole = read(ordered[0], "world_size", int) if ordered else 1
+    if ranks != list(range(whole)):
+        raise ValueError(f"states: must be those of all {whole} ranks, got those of {ranks}")
+    for rank, state in enumerate(ordered):
+        for what in (*ALIKE, "step"):
+            first, here = (
+                read(read(each, "controller", Mapping) if what == "step" else each, what, object)
+                for each in (ordered[0], state)
+            )
+            if here != first:
                 raise ValueError(
-                    f"states: {what} is {first!r:.80} on rank 0 and {moment[what]!r:.80} on rank "
-                    f"{rank}: they are not of one run at one step"
+                    f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}: "
+                    f"they are not of one run at one step"
                 )
     return ordered
 

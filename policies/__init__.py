@@ -1,11 +1,9 @@
 """Policies decide when to switch to another CF: pure state machines on statistics that all ranks
 share (no torch, no I/O, no clock).
 
-- base.py: the contract between a policy and the controller.
-- goodput.py, gravac.py (with exploration.py and drift.py), accordion.py, budget.py, layerwise.py,
-  baselines.py: the policies.
-- estimators.py, signal_gain.py, step_time.py: what they share.
-- checks.py, state.py: checks of settings, and saved states.
+base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
+(with exploration.py and drift.py), accordion.py, budget.py, layerwise.py, baselines.py. They share
+estimators.py, signal_gain.py, step_time.py, and checks of settings (checks.py) and states.
 """
 
 from __future__ import annotations
@@ -74,10 +72,8 @@ def policy_names() -> tuple[str, ...]:
 
 def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     """The policy called `policy` with these settings, or `policy` itself if it already is one.
-
-    ValueError for an unknown name and whatever the policy says of its settings; TypeError for
-    anything but a name or a Policy object, and for settings that it does not accept.
-    """
+    ValueError for an unknown name, TypeError for settings that are not accepted, and whatever the
+    policy says of them."""
     if isinstance(policy, Policy):
         if settings:
             raise TypeError(f"policy={policy!r} is an object already: {sorted(settings)} go to it")

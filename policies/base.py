@@ -163,8 +163,8 @@ class StepReport:
 
     @property
     def wait_seconds(self) -> float:
-        """Time that the timed step waited for the network; where that was not measured alone, the
-        time that it waited for the other ranks is included."""
+        """Time that the timed step waited for the network, and for the other ranks where the
+        network was not measured alone."""
         known = isfinite(self.network_seconds)
         return self.network_seconds if known else self.exchange_seconds
 
@@ -209,8 +209,7 @@ class Policy(ABC):
         """Take in the statistics of the step just planned."""
 
     def candidates(self) -> Sequence[float]:
-        """After start(): the CFs that it may send besides the ends of cf_range and dense. Payload
-        sizes are checked at these before training starts."""
+        """After start(): the CFs that it may send besides the ends of cf_range and dense."""
         return ()
 
     def status(self) -> Mapping[str, float]:
@@ -226,9 +225,8 @@ class Policy(ABC):
         return ""
 
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
-        """Forget what depends on the number of ranks, and keep the rest: the state that was loaded
-        was saved by another number of ranks. Step times, bytes on the wire, and norms of the mean
-        gradient and of sums of it depend on that number."""
+        """Another number of ranks has saved the state that was loaded: forget what depends on it
+        (step times, bytes on the wire, norms of the mean gradient and of sums of it)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -236,24 +234,23 @@ class Policy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` of a policy with the same settings.
-
-        ValueError if the state is of other settings or damaged; the policy may then be half loaded
-        (the controller puts back what it was)."""
+        """Go on from a `state_dict()` of a policy with the same settings. ValueError if it is of
+        others or damaged; the policy may be half loaded then (the controller puts it back)."""
 
 
 class DeclaredPolicy(Stateful, Policy):
-    """A policy whose saved state is its settings and the attributes declared in `_fields`.
+    """A policy whose saved state is its settings and the attributes declared in `_fields`. A state
+    of other settings is refused: the run would go on as something else.
 
-    A state is refused if it was saved under other settings, because the run would then go on as
-    something else. Subclasses set `_started` at the end of start().
+    Subclasses set `_settings` when they are made, and `_started` at the end of start().
     """
 
+    _settings: Mapping[str, Any]
     _started = False
 
     def _saved_settings(self) -> dict[str, Any]:
-        """The settings that a saved state must agree with, in JSON-like values."""
-        raise NotImplementedError
+        """What a saved state must agree with, in JSON-like values."""
+        return {**self._settings, "candidates": list(self.candidates())}
 
     def _check_started(self, method: str) -> None:
         """Raises RuntimeError if `method` was called before start()."""
@@ -270,15 +267,9 @@ class DeclaredPolicy(Stateful, Policy):
         super().load_state_dict(state)
 
 
-# What plans of several policies have in common.
-
-
 def layered_plan(cfs: Mapping[str, float], numels: Mapping[str, int]) -> Plan:
-    """A plan that sends each layer at its own CF.
-
-    cfs: CF by layer; at least one is above 1. numels: number of elements by layer. The plan's own
-    CF is that of all layers together: their elements / the elements kept.
-    """
+    """A plan that sends each layer at its own CF, by name, at least one of them above 1. Its own CF
+    is that of all layers together: their elements (`numels`) / the elements kept."""
     kept = sum(numels[name] / cf for name, cf in cfs.items())
     send = sum(numels[name] for name in cfs) / kept
     return Plan(send, layers={send: dict(cfs)})
@@ -299,8 +290,6 @@ def counted_steps(number: int) -> str:
     return f"{number} step{'' if number == 1 else 's'}"
 
 
-# The ladder: the ascending CFs that a policy chooses from.
-
 SCALINGS = ("exponential", "geometric")
 """GraVAC's scaling policies (section 3.2). From 10 to 1000 with step_size 2, "exponential" makes
 10, 20, 40, 160, 1000: the first CF x step_size^1, ^2, ^4, ^8, ...; "geometric" makes 10, 20, 40,
@@ -311,8 +300,8 @@ MAX_RUNGS = 1000
 
 
 def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -> tuple[float, ...]:
-    """The rungs for a CF range, its smallest CF first and its largest last. ValueError where a
-    step_size close to 1 would make more than MAX_RUNGS rungs."""
+    """The ladder of ascending CFs that a policy chooses from, its rungs: the ends of the range and
+    those between. ValueError where step_size would make more than MAX_RUNGS of them."""
     low, top = cf_range
     if log(top / low) > MAX_RUNGS * log(step_size):
         raise ValueError(

@@ -1,14 +1,12 @@
 """Budget: the largest gain that a budget of bytes or of time allows.
 
-The idea is Kimad's (Xin, Ilin, Zhang, Canini, Richtarik, 2023): compress as much as the bandwidth
-measured of late asks for.
+The idea is Kimad's (Xin and others, 2023): compress as much as the bandwidth of late asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import isfinite, log, nan
-from typing import Any
 
 from policies import checks
 from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, make_ladder
@@ -23,18 +21,15 @@ APART = 4
 """A look sends a CF with about so many times fewer bytes (or more, from the largest CF): the
 difference stands out from the noise, and the look is cheap."""
 
-DEFAULT_SHARE = 0.2
-
 
 class Budget(DeclaredPolicy):
     """A policy that sends the smallest CF, dense included, that keeps to a budget, or the largest
-    CF if none does.
+    CF if none does. ValueError or TypeError names a setting that is wrong.
 
     Give one of the first two:
 
-    bytes_per_step: wire bytes of a rank in a step, > 0. Sizes are computed where they can be.
-        Where they cannot, they are learned from the largest CF down, and only a size that was
-        guessed can exceed the budget, once.
+    bytes_per_step: wire bytes of a rank in a step, > 0. Sizes that cannot be computed are learned
+        from the largest CF down; only one that was guessed can exceed the budget, once.
     share: part of the step time, in (0, 1], that may go to sending bytes while backward does not
         hide it; 0.2 if neither is given. Latency, which is the same at any CF, does not count.
     window: steps at a CF before its share is judged, >= 5.
@@ -43,7 +38,6 @@ class Budget(DeclaredPolicy):
     hysteresis: relative to the share. A larger CF is taken if the share is exceeded by more than
         this ratio, a smaller one if it is predicted to stay below the share by this ratio.
     step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1.
-    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "budget"
@@ -75,7 +69,7 @@ class Budget(DeclaredPolicy):
                 )
             bytes_per_step = checks.real("bytes_per_step", bytes_per_step, above=0)
         self.bytes_per_step = bytes_per_step
-        self.share = checks.fraction("share", DEFAULT_SHARE if share is None else share)
+        self.share = checks.fraction("share", 0.2 if share is None else share)
         self.window = checks.whole("window", window, least=BRIEF)
         self.look_every = checks.whole("look_every", look_every, least=1)
         self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
@@ -143,8 +137,7 @@ class Budget(DeclaredPolicy):
     # Share of the step time
 
     def _keep_to_share(self) -> str:
-        """At the end of a window or look, move, or look at a second CF; returns why, "" if CF and
-        plan stay."""
+        """At the end of a window or look, move, or look at a second CF; returns why, if so."""
         self._since += 1
         if self._since < (BRIEF if self._brief or self._look is not None else self.window):
             return ""
@@ -170,8 +163,7 @@ class Budget(DeclaredPolicy):
         return f"looks at CF {self._look:g} for {BRIEF} steps, to tell latency from rate"
 
     def _best(self) -> float:
-        """The CF to send by the step times known: the present one, unless it is clearly wrong, or
-        has only just been moved to."""
+        """The CF to send: the present one, unless it is clearly wrong, or only just moved to."""
         if not self._time.timed():
             return self._send
         ratio = 1.0 if self._brief else 1 + self.hysteresis
@@ -213,11 +205,7 @@ class Budget(DeclaredPolicy):
         return self._cfs[1:]
 
     def status(self) -> Mapping[str, float]:
-        """Numbers for the timeline by name, nan where they are not known.
-
-        share: of the CF sent. bandwidth: bytes a second. exploring: 1 at the start and in a look,
-        else 0.
-        """
+        """share: of the CF sent. bandwidth: bytes a second. exploring: 1 at first and in a look."""
         by_time = self.bytes_per_step is None
         known = by_time and bool(self._time.timed())
         sending = self._time.sending(self._send) if known else 0.0
@@ -240,22 +228,17 @@ class Budget(DeclaredPolicy):
         )
 
     def rescale(self) -> None:
-        """It stays at its CF while it measures step times anew; bytes are kept to at once where
-        sizes can be computed."""
+        """It stays at its CF while it measures step times anew, but keeps to bytes at once."""
         before = self._now
         self._measure_anew()
         self._reason = change(before, self._now, "the number of ranks has changed")
-
-    def _saved_settings(self) -> dict[str, Any]:
-        return {**self._settings, "cfs": list(self._cfs)}
 
 
 class WireBytes(Stateful):
     """Bytes on the wire by CF: as measured where a CF was sent, else as computed, else guessed.
 
-    The guess is dense / CF, corrected by the nearest CF that was measured. Indices and headers, and
-    what an exchange multiplies by the number of ranks, make a compressed step larger than dense /
-    CF, by much the same factor at neighbouring CFs.
+    The guess is dense / CF, corrected by the nearest CF that was measured: indices and headers make
+    a compressed step larger than that by much the same factor at neighbouring CFs.
 
     computed: returns the bytes at a CF; nan where they are not known.
     """

@@ -49,7 +49,7 @@ class Average(Stateful):
 
 
 class Averages(dict[float, Average]):
-    """Averages by CF, all with the same weight; each begins with the first value added to it."""
+    """Averages by CF, all with one weight; each begins with the first value added to it."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()

@@ -11,17 +11,14 @@ larger power costs time and gives more quality in as many steps.
 
 A run begins at the smallest CF. Not dense: over a slow network a dense step can take as long as a
 hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if they wait in
-the residual until a later, smaller CF sends them all at once, training is set back. While there is
-no signal gain yet, the root of the steady-state error-fed gain takes its place, and CFs whose
-shadow residual is still filling are not considered. From a large CF it comes down in strides, and
-measures the network anew at each.
+the residual until a later, smaller CF sends them all at once, training is set back. From a large CF
+it comes down in strides, and measures the network anew at each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf, nan
-from typing import Any
 
 from policies import checks
 from policies.base import (
@@ -53,10 +50,9 @@ UP = 2.0
 
 class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
-    predicted compression throughput.
+    predicted compression throughput. ValueError or TypeError names a setting that is wrong.
 
-    scaling, step_size: of the ladder of candidates (`make_ladder`); "geometric" makes each
-        candidate step_size times the last.
+    scaling, step_size: of the ladder of candidates (see `SCALINGS`).
     opening: steps at the smallest CF before another is considered, >= 1.
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
         in addition to UP standard errors. A smaller CF need only promise more.
@@ -65,7 +61,6 @@ class Goodput(DeclaredPolicy):
     epsilon: smallest gain worth sending, in [0, 1).
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs.
-    ValueError or TypeError names the setting that is wrong.
     """
 
     name = "goodput"
@@ -163,12 +158,8 @@ class Goodput(DeclaredPolicy):
         return promised
 
     def status(self) -> Mapping[str, float]:
-        """Numbers for the timeline by name, nan where there is none.
-
-        candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s), gain: of the CF sent.
-        exploring: 1 until it first considers leaving the first CF, then 0. With signal gain also
-        the numbers of `SignalGain.status`.
-        """
+        """candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s), gain: of the CF sent.
+        exploring: 1 until it first considers leaving the first CF. And `SignalGain.status`."""
         seconds, gain, promised = (
             self._time.seconds(self._send),
             self._gain(self._send),
@@ -205,9 +196,6 @@ class Goodput(DeclaredPolicy):
         if self._signal is not None:
             self._signal.rescale()
 
-    def _saved_settings(self) -> dict[str, Any]:
-        return {**self._settings, "ladder": list(self._ladder)}
-
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:
             return 1.0
@@ -223,8 +211,7 @@ class Goodput(DeclaredPolicy):
         if not promised:
             return
         origin, self._came_from = self._came_from, None
-        # The CF that promises most may be too uncertain to move to. It does not stand in the way
-        # of another that promises enough.
+        # A CF that promises most and is too uncertain does not stand in the way of another.
         others = [cf for cf in promised if cf != self._send]
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
         if origin is not None and promised.get(origin, 0.0) > here:
@@ -242,12 +229,9 @@ class Goodput(DeclaredPolicy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed to be moved to.
-
-        A larger CF must be better by the margin and by what may be noise, because it may do harm. A
-        smaller one, or dense, loses nothing but time: it must be better than the one in use, and
-        than every larger CF, or it would be left again for that one.
-        """
+        """T_comp that another CF must exceed to be moved to. A larger CF may do harm: it must be
+        better by the margin and by what may be noise. A smaller one loses nothing but time: it must
+        be better than the one in use, and than every larger CF, or it would be left for that."""
         here = promised.get(self._send, 0.0)
         if cf < self._send:
             return max([here, *(n for other, n in promised.items() if other > self._send)])

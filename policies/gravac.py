@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf, nan
-from typing import Any, get_args
+from typing import get_args
 
 from policies import checks
 from policies.base import (
@@ -358,9 +358,6 @@ class GraVAC(DeclaredPolicy):
         if signal is None or signal.clear:
             return move
         return f"{move} (no signal gain now: {signal.described()})"
-
-    def _saved_settings(self) -> dict[str, Any]:
-        return {**self._settings, "ladder": list(self._ladder)}
 
     def _check_loaded(self) -> None:
         explores = self._judging <= len(self._ladder)

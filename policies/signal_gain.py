@@ -4,13 +4,12 @@ A step's gradient is signal and noise. What compression keeps of it is multiplie
 that has the same signal and other noise, so that the noise averages out.
 
 1. The other gradient is that of another rank in the same step ("peers").
-2. Where the products of ranks are not clear, it is the next step's. That one was taken at
-   parameters that have moved along this step's noise, and turns against it where steps overshoot.
-3. If neither ratio is clear, the gains stay what they were when one last was. Noise hides the
-   signal where it is most of the gradient, for instance after the learning rate has dropped, and
-   that is no reason to compress less.
-4. Before a ratio was ever clear, the root of the steady-state error-fed gain decides, which is
-   always defined: the amplitude that gets through, of the same order.
+2. Where these products are not clear, it is the next step's, which turns against this step's noise
+   where steps overshoot.
+3. If neither ratio is clear, the gains stay what they were when one last was: noise hides the
+   signal, for instance after the learning rate has dropped, and that is no reason to compress less.
+4. Before a ratio was ever clear, the root of the steady-state error-fed gain decides: the amplitude
+   that gets through, of the same order.
 
 Products are divided by the norms of the gradients in them. A larger CF lets no more through than a
 smaller one: where the ratios say so it is noise, and these CFs get their mean.
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from enum import IntEnum
+from enum import Enum
 from math import isfinite, nan, sqrt
 
 from policies.base import DENSE, StepReport
@@ -37,21 +36,13 @@ CLEAR, LOST = 3.0, 1.5
 """Standard errors by which the mean below must exceed 0 to become clear, and to remain clear."""
 
 
-class Basis(IntEnum):
-    """An estimate that the signal gain can rest on, the least preferred first."""
+class Basis(Enum):
+    """An estimate that the signal gain can rest on, in words; the least preferred first."""
 
-    ERROR_FED = 0
-    LAST_CLEAR = 1
-    NEXT = 2
-    PEERS = 3
-
-
-WORDS = {
-    Basis.ERROR_FED: "the root of the error-fed gain",
-    Basis.LAST_CLEAR: "what was clear last",
-    Basis.NEXT: "<g, g of the next step>",
-    Basis.PEERS: "<g, g of a peer>",
-}
+    ERROR_FED = "the root of the error-fed gain"
+    LAST_CLEAR = "what was clear last"
+    NEXT = "<g, g of the next step>"
+    PEERS = "<g, g of a peer>"
 
 
 class MeanRatio(Stateful):
@@ -82,12 +73,11 @@ class MeanRatio(Stateful):
         self._weight = self._weight2 = 0.0  # sums of the weights and of their squares
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
-        """Take in one step. It is skipped if a number is not finite or the total or the energy is
-        0. Products of other CFs than before begin new means.
+        """Take in one step, unless a number is not finite or the total or the energy is 0. Products
+        of other CFs than before begin new means.
 
-        energy: product of the norms of the two gradients that were multiplied. All products are
-        divided by it: the first gradients may be a hundred times as large as later ones, and would
-        hide these.
+        energy: product of the norms of the two gradients that were multiplied, by which products
+        are divided: the first gradients may be a hundred times as large, and would hide later ones.
         """
         if not energy > 0 or not isfinite(total):
             return
@@ -120,11 +110,8 @@ class MeanRatio(Stateful):
         return self.mean(cf) / total if total else nan
 
     def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' means, at most 1; 0 before the first.
-
-        Both means rise and fall together with the total, so this error is smaller than that of
-        either mean over the total.
-        """
+        """Relative standard error of the ratio of two CFs' means, at most 1; 0 before the first. It
+        is smaller than that of either mean: both rise and fall together with the total."""
         if not self.count:
             return 0.0
         x, y = self.mean(a), self.mean(b)
@@ -198,7 +185,7 @@ class SignalGain(Stateful):
             known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
             self._clear_gains.update(zip(known, descending(known.values()), strict=True))
             self._last_clear = copy(ratio)
-        return "" if self.basis == before else f"{WORDS[self.basis]} decides, {self.described()}"
+        return "" if self.basis == before else f"{self.basis.value} decides, {self.described()}"
 
     @property
     def basis(self) -> Basis:
@@ -217,7 +204,7 @@ class SignalGain(Stateful):
     def described(self) -> str:
         """How clear the two ratios are, in words."""
         peers, following = self.peers.described(), self.next.described()
-        return f"{WORDS[Basis.PEERS]} is {peers}, {WORDS[Basis.NEXT]} {following}"
+        return f"{Basis.PEERS.value} is {peers}, {Basis.NEXT.value} {following}"
 
     def gain(self, cf: float) -> float | None:
         """The gain of a CF, in [0, 1]; None if nothing is known of this CF."""
@@ -227,22 +214,22 @@ class SignalGain(Stateful):
         return None if steady is None else sqrt(min(1.0, max(0.0, steady)))
 
     def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' gains, by the ratio that is clear or was
-        last: gains that were kept are no more certain than they were. 0 before there was one."""
+        """Relative standard error of the ratio of two CFs' gains, by the ratio that was clear last:
+        gains that were kept are no more certain than they were. 0 before there was one."""
         return self._last_clear.doubt(a, b)
 
     def status(self) -> dict[str, float]:
-        """Numbers for the timeline: the `Basis` (signal), and the mean totals in their standard
-        errors (peers_errors, next_errors)."""
+        """signal: the number of the `Basis`, from 0. peers_errors, next_errors: the mean totals in
+        their standard errors."""
         return {
-            "signal": float(self.basis),
+            "signal": float(list(Basis).index(self.basis)),
             "peers_errors": self.peers.errors,
             "next_errors": self.next.errors,
         }
 
     def rescale(self) -> None:
-        """Another number of ranks: there are more or fewer pairs, and their products are more or
-        less noisy. The gains stay what they are until a ratio is clear again."""
+        """Another number of ranks has other pairs, with more or less noise. The gains stay what
+        they are until a ratio is clear again."""
         self.peers, self.next, self._norm = MeanRatio(), MeanRatio(), 0.0
 
 

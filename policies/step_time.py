@@ -111,8 +111,7 @@ class StepTime(Stateful):
         return None if exposed is None else self._work.value + self.coding(cf) + exposed
 
     def without_compression(self) -> dict[float, float]:
-        """Seconds of a step less compressing and decoding, by CF, of the CFs that were run (see
-        `measured`)."""
+        """Seconds of a step less compressing and decoding, by CF that was run, as `measured`."""
         return {cf: self._work.value + exposed for cf, exposed in self._last.items()}
 
     def bound(self) -> float | None:
@@ -126,10 +125,9 @@ class StepTime(Stateful):
     def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither.
 
-        For a CF that was not run: on the line through the two CFs with the nearest numbers of
-        bytes, if it sends fewer bytes than both. Otherwise that line says little: compression,
-        which mostly searches, takes as long as at the nearest CF, and decoding grows with the
-        bytes.
+        A CF that sends fewer bytes than the two nearest CFs that were run is on the line through
+        them. Otherwise that line says little: compression, which mostly searches, takes as long as
+        at the nearest CF, and decoding grows with the bytes.
         """
         if cf == DENSE:
             return 0.0
@@ -145,11 +143,9 @@ class StepTime(Stateful):
         return self._compress[near[0]].value + decode
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network; 0 before the first step.
-
-        For a CF that was not run it is predicted by its bytes (latency and bandwidth). Delays of a
-        busy machine do not grow with the bytes, so that rests on what the network alone takes.
-        """
+        """Seconds that a step at `cf` waits for the network; 0 before the first step. For a CF that
+        was not run that is predicted from what the network alone takes: delays of a busy machine do
+        not grow with the bytes."""
         known = self._typical.get(cf)
         return self._predicted(self._network, self._nbytes(cf)) if known is None else known
 
@@ -201,10 +197,8 @@ class StepTime(Stateful):
         return max(0.0, predicted) if isfinite(predicted) else y
 
     def _observe_exposed(self, cf: float, exposed: float, least: float) -> None:
-        """Take in the exposed time of one step.
-
-        least: this is added to times before they are compared, so that small ones do not count.
-        """
+        """Take in the exposed time of one step. least: it is added to times before they are
+        compared, so that small differences do not count."""
         if cf != self._cf:
             self._cf, self._recent, self._same = cf, [], 0
         self._recent = [*self._recent, exposed][-MANY:]

@@ -390,7 +390,7 @@ def test_a_state_is_of_one_set_of_settings():
     started().load_state_dict(state)
     with pytest.raises(ValueError, match=r"'gravac'.*window=\d+.*here it is 7"):
         started(window=7).load_state_dict(state)
-    with pytest.raises(ValueError, match="ladder"):
+    with pytest.raises(ValueError, match="candidates"):
         started(cf_range=(10.0, 999.0)).load_state_dict(state)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, GraVAC, Measurement, StepReport
-from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, WORDS, SignalGain
+from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, SignalGain
 
 SIGNAL = {10.0: 0.8, 100.0: 0.5, 1000.0: 0.2}
 STEADY = {10.0: 0.4, 100.0: 0.05, 1000.0: 0.01}
@@ -350,7 +350,7 @@ def test_it_goes_on_exactly_from_its_state(basis, changes):
     straight, again = SignalGain(), SignalGain()
     for step, each in enumerate(changes):
         straight.observe(report(1.0 + step % 2, **each))
-    assert WORDS[straight.basis] == basis
+    assert straight.basis.value == basis
     again.load_state_dict(json.loads(saved(straight)))
     assert saved(again) == saved(straight)
     said = set()
@@ -361,6 +361,6 @@ def test_it_goes_on_exactly_from_its_state(basis, changes):
         for cf in SIGNAL:
             assert again.gain(cf) == straight.gain(cf)
             assert again.doubt(cf, 1000.0) == straight.doubt(cf, 1000.0)
-        said.add(WORDS[straight.basis])
+        said.add(straight.basis.value)
     assert saved(again) == saved(straight)
     assert len(said) > 1  # what decides has changed on the way
