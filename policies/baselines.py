@@ -37,19 +37,14 @@ class Fixed(DeclaredPolicy):
     _fields = declare()
 
     def __init__(
-        self,
-        cf: float | None = None,
-        probe: Sequence[float] = (),
-        gain: GainKind = "gradient",
+        self, cf: float | None = None, probe: Sequence[float] = (), gain: GainKind = "gradient"
     ) -> None:
         self.cf = None if cf is None else checks.real("cf", cf, least=1)
         if isinstance(probe, str) or not isinstance(probe, Iterable):
-            kind = type(probe).__name__
-            raise TypeError(f"probe={probe!r}: must be a sequence of CFs > 1, got {kind}")
+            raise TypeError(f"probe={probe!r}: must be a sequence of CFs > 1")
         self.probe = tuple(sorted({checks.real("probe", other, above=1) for other in probe}))
         checks.one_of("gain", gain, get_args(GainKind))
-        self.gain = gain
-        self.shadow = self.shadow or gain == "signal"
+        self.gain, self.shadow = gain, gain == "signal"
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
@@ -85,65 +80,54 @@ class Schedule(DeclaredPolicy):
     """
 
     name = "schedule"
-    _fields = declare(_step=int)
+    _fields = declare(step=int)
 
     def __init__(self, pieces: Mapping[int, float], gain: GainKind = "gradient") -> None:
         checks.one_of("gain", gain, get_args(GainKind))
-        self.gain = gain
-        self.shadow = self.shadow or gain == "signal"
+        self.gain, self.shadow = gain, gain == "signal"
         if not isinstance(pieces, Mapping):
-            kind = type(pieces).__name__
-            raise TypeError(f"pieces={pieces!r}: must be a mapping {{step: CF}}, got {kind}")
+            raise TypeError(f"pieces={pieces!r}: must be a mapping {{step: CF}}")
         if not pieces:
             raise ValueError("pieces={}: must have at least one step: CF")
-        checked = {
-            checks.whole("pieces: step", step, least=0): checks.real(
-                f"pieces[{step!r}]", cf, least=1
-            )
-            for step, cf in pieces.items()
-        }
-        self.pieces = {0: DENSE, **checked}
-        self._starts = sorted(self.pieces)
-        self._cfs: dict[int, float] = {}
+        for step, cf in pieces.items():
+            checks.whole("pieces: step", step, least=0)
+            checks.real(f"pieces[{step!r}]", cf, least=1)
+        self.pieces = dict(sorted({0: DENSE, **pieces}.items()))
+        self._cfs: dict[int, float] = {}  # that the compressor can do
 
     def start(self, context: Context) -> None:
         """Raises ValueError if a CF is neither 1 nor inside cf_range."""
         allowed = checks.cf_range(context.cf_range)
         for step, cf in self.pieces.items():
             checks.cf_within(f"pieces[{step}]", cf, allowed)
-        self._cfs = {
-            step: DENSE if cf == DENSE else context.supported(cf)
-            for step, cf in self.pieces.items()
-        }
-        self._step = 0
+            self._cfs[step] = DENSE if cf == DENSE else context.supported(cf)
+        self.step = 0
         self._started = True
 
     def _at(self, step: int) -> float:
         """The CF of a step."""
-        begun = [start for start in self._starts if start <= step]
-        return self._cfs[begun[-1]] if begun else DENSE
+        return self._cfs[max(start for start in self._cfs if start <= step)]
 
     def plan(self) -> Plan:
         self._check_started("plan")
-        before, now = self._at(self._step - 1), self._at(self._step)
-        moved = self._step > 0 and now != before
-        why = f"the schedule has CF {now:g} from step {self._step}"
-        return Plan(now, reason=change(before, now, why) if moved else "")
+        before, now = self._at(max(0, self.step - 1)), self._at(self.step)
+        why = f"the schedule has CF {now:g} from step {self.step}"
+        return Plan(now, reason="" if now == before else change(before, now, why))
 
     def observe(self, report: StepReport) -> None:
-        self._step += 1
+        self.step += 1
 
     def candidates(self) -> tuple[float, ...]:
         return tuple(sorted(set(self._cfs.values())))
 
     def next_move(self) -> str:
-        later = [start for start in self._starts if start >= self._step and start > 0]
-        if not later:
-            return "the schedule has no later piece"
-        return f"the schedule has CF {self._cfs[later[0]]:g} from step {later[0]}"
+        for start, cf in self._cfs.items():
+            if start >= max(1, self.step):
+                return f"the schedule has CF {cf:g} from step {start}"
+        return "the schedule has no later piece"
 
     def _saved_settings(self) -> dict[str, Any]:
-        return {"cfs": [[step, self._cfs[step]] for step in self._starts]}
+        return {"cfs": [list(piece) for piece in self._cfs.items()]}
 
 
 class Warmup(DeclaredPolicy):
@@ -162,22 +146,17 @@ class Warmup(DeclaredPolicy):
     """
 
     name = "warmup"
-    _fields = declare(_step=int, _then=CHILD)
+    _fields = declare(_stages=CHILD, _then=CHILD)
 
     def __init__(
-        self,
-        then: Policy | None = None,
-        *,
-        steps: int = 100,
-        stages: int = 4,
-        factor: float = 4.0,
+        self, then: Policy | None = None, *, steps: int = 100, stages: int = 4, factor: float = 4.0
     ) -> None:
         if then is not None and not isinstance(then, Policy):
             raise TypeError(f"then must be a Policy object or None, got {then!r}")
         self.steps = checks.whole("steps", steps, least=1)
         self.stages = checks.whole("stages", stages, least=1)
         self.factor = checks.real("factor", factor, above=1)
-        self._settings = {"steps": self.steps, "stages": self.stages, "factor": self.factor}
+        self._settings = dict(vars(self))
         self._given = then
         self.shadow = then is not None and then.shadow
         self.layerwise = then is not None and then.layerwise
@@ -185,68 +164,57 @@ class Warmup(DeclaredPolicy):
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range does not suit `then`."""
         low, high = checks.cf_range(context.cf_range)
-        wanted = (min(high, max(low, self.factor**i)) for i in range(1, self.stages + 1))
-        self._cfs = tuple(context.supported(cf) for cf in wanted)
+        cfs = (min(high, max(low, self.factor**i)) for i in range(1, self.stages + 1))
+        self._stages = Schedule({stage * self.steps: cf for stage, cf in enumerate(cfs)})
         self._then = Fixed(high) if self._given is None else self._given
+        self._stages.start(context)
         self._then.start(context)
         self.gain = self._then.gain
-        self._step = 0
         self._started = True
+
+    @property
+    def _left(self) -> int:
+        """Steps of the warm-up that are left."""
+        return max(0, self.steps * self.stages - self._stages.step)
 
     def plan(self) -> Plan:
         self._check_started("plan")
-        stage, into = divmod(self._step, self.steps)
-        if stage >= self.stages:
-            plan = self._then.plan()
-            first = stage == self.stages and into == 0
-            if first:  # the other policy does not know which CF was sent before
-                plan = replace(plan, reason=change(self._cfs[-1], plan.send, "warm-up is over"))
+        if self._left:
+            return self._stages.plan()
+        plan = self._then.plan()
+        if self._stages.step > self.steps * self.stages:
             return plan
-        before = self._cfs[stage - 1] if stage else DENSE
-        why = f"warm-up, stage {stage + 1} of {self.stages}, {self.steps} steps each"
-        return Plan(self._cfs[stage], reason="" if into else change(before, self._cfs[stage], why))
-
-    @property
-    def _over(self) -> bool:
-        return self._step >= self.steps * self.stages
+        # The other policy does not know which CF was sent before.
+        return replace(plan, reason=change(self._stages.plan().send, plan.send, "warm-up is over"))
 
     def observe(self, report: StepReport) -> None:
-        if self._over:
+        if not self._left:
             self._then.observe(report)
-        self._step += 1
+        self._stages.observe(report)
 
     def candidates(self) -> tuple[float, ...]:
-        return (*self._cfs, *self._then.candidates(), self._then.plan().send)
+        return (*self._stages.candidates(), *self._then.candidates(), self._then.plan().send)
 
     def status(self) -> Mapping[str, float]:
         """The numbers of the other policy; none before, when it does not explore yet."""
-        return self._then.status() if self._over else {}
-
-    def next_move(self) -> str:
-        if self._over:
-            return self._then.next_move()
-        stage, into = divmod(self._step, self.steps)
-        left = self.steps - into
-        soon = f"in {counted_steps(left)}"
-        if stage + 1 < self.stages:
-            return f"the next stage begins {soon}, with CF {self._cfs[stage + 1]:g}"
-        return self._afterwards(soon)
-
-    def _afterwards(self, soon: str) -> str:
-        """What follows the last stage, in words."""
-        last, first = self._cfs[-1], self._then.plan().send
-        if self._given is not None:
-            return f"{self._then.name} takes over {soon}, with CF {first:g}"
-        if first == last:
-            return f"it stays at CF {last:g}, where warm-up ends {soon}"
-        return f"it goes to CF {first:g} {soon}, and stays there"
+        return {} if self._left else self._then.status()
 
     def verdict(self) -> str:
-        return self._then.verdict() if self._over else ""
+        return "" if self._left else self._then.verdict()
+
+    def next_move(self) -> str:
+        if not self._left:
+            return self._then.next_move()
+        follows = f"{self._then.name} takes over in {counted_steps(self._left)}"
+        return f"{self._stages.next_move()}; {follows}, with CF {self._then.plan().send:g}"
 
     def rescale(self) -> None:
-        if self._over:
+        if not self._left:
             self._then.rescale()
 
     def _saved_settings(self) -> dict[str, Any]:
-        return {**self._settings, "cfs": list(self._cfs), "then": self._then.name}
+        return {
+            **self._settings,
+            "cfs": list(self._stages.candidates()),
+            "then": self._then.name,
+        }

@@ -8,55 +8,49 @@ from numbers import Integral, Real
 from typing import Any
 
 
-def real(name: str, value: object, *, above: float = -inf, least: float = -inf) -> float:
+def _check(name: str, value: object, kind: type, fits: bool, wanted: str) -> None:
+    """TypeError if the value is not of this kind, ValueError if it does not fit."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name}={value!r}: must be {wanted}, got {type(value).__name__}")
+    if not fits:
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
+
+
+def real(name: str, value: Any, *, above: float = -inf, least: float = -inf) -> float:
     """`value` as a finite float > `above` and >= `least`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r}: must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not (isfinite(number) and number > above and number >= least):
-        bound = f" > {above:g}" if above > least else f" >= {least:g}"
-        raise ValueError(f"{name}={value!r}: must be a finite number{bound}")
-    return number
+    fits = isinstance(value, Real) and isfinite(value) and value > above and value >= least
+    bound = f" > {above:g}" if above > least else f" >= {least:g}"
+    _check(name, value, Real, fits, f"a finite number{bound}")
+    return float(value)
 
 
-def fraction(name: str, value: object) -> float:
+def fraction(name: str, value: Any) -> float:
     """`value` as a float in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r}: must be a number in (0, 1], got {type(value).__name__}")
-    number = float(value)
-    if not 0 < number <= 1:  # also turns NaN away
-        raise ValueError(f"{name}={value!r}: must be in (0, 1]")
-    return number
+    _check(name, value, Real, isinstance(value, Real) and 0 < value <= 1, "in (0, 1]")
+    return float(value)
 
 
-def whole(name: str, value: object, *, least: int) -> int:
+def whole(name: str, value: Any, *, least: int) -> int:
     """`value` as an int >= `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={value!r}: must be an int >= {least}, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}={value!r}: must be an int >= {least}")
+    fits = isinstance(value, Integral) and int(value) >= least
+    _check(name, value, Integral, fits, f"an int >= {least}")
     return int(value)
 
 
-def flag(name: str, value: object) -> bool:
+def flag(name: str, value: Any) -> bool:
     """`value` as a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: must be True or False, got {type(value).__name__}")
-    return value
+    _check(name, value, bool, True, "True or False")
+    return bool(value)
 
 
-def one_of(name: str, value: object, accepted: Iterable[str]) -> str:
+def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
     """`value` as one of the `accepted` names."""
     names = sorted(accepted)
-    listed = ", ".join(repr(option) for option in names)
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: must be one of {listed}, got {type(value).__name__}")
-    if value not in names:
-        raise ValueError(f"{name}={value!r}: must be one of {listed}")
-    return value
+    _check(name, value, str, value in names, f"one of {', '.join(map(repr, names))}")
+    return str(value)
 
 
-def cf_range(value: object) -> tuple[float, float]:
+def cf_range(value: Any) -> tuple[float, float]:
     """`value` as (smallest, largest) CF, 1 <= smallest <= largest."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(f"cf_range={value!r}: must be a pair (smallest CF, largest CF)")

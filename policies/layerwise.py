@@ -35,7 +35,7 @@ from policies.base import (
     make_ladder,
 )
 from policies.gravac import GraVAC
-from policies.state import CHILD, declare
+from policies.state import CHILD, declare, together
 
 FREE = 1e-9
 """Relative difference of bytes or energies that is only rounding."""
@@ -61,12 +61,7 @@ class Layerwise(DeclaredPolicy):
     name = "layerwise"
     shadow = True
     layerwise = True
-    _fields = declare(
-        _step=int,
-        _known=dict[str, tuple[float, dict[float, float]]],
-        _told=str,
-        _then=CHILD,
-    )
+    _fields = declare(_step=int, _unsent=dict[str, dict[float, float]], _told=str, _then=CHILD)
 
     def __init__(
         self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
@@ -79,7 +74,6 @@ class Layerwise(DeclaredPolicy):
         self.window = checks.whole("window", window, least=1)
         self.step_size = checks.real("step_size", step_size, above=1)
         self.gain = self._then.gain
-        self._settings = {"window": self.window, "step_size": self.step_size}
         self._cfs: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
@@ -92,8 +86,8 @@ class Layerwise(DeclaredPolicy):
         self._layers = tuple(context.layers)
         self._nbytes = context.layer_bytes
         self._step = 0
-        self._known: dict[str, tuple[float, dict[float, float]]] = {}  # see `_usable`
-        self._solved: dict[float, Allocation | None] = {}
+        self._unsent: dict[str, dict[float, float]] = {}  # energy in residuals, by layer and CF
+        self._solved: dict[float, dict[str, float]] = {}
         self._told = ""
         self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)}))
         self._started = True
@@ -101,91 +95,59 @@ class Layerwise(DeclaredPolicy):
     def plan(self) -> Plan:
         self._check_started("plan")
         plan = self._then.plan()
-        solutions = {cf: self._solve(cf) for cf in (plan.send, *plan.probe) if cf != DENSE}
+        layers = {cf: self._solve(cf) for cf in (plan.send, *plan.probe)}
         return replace(
             plan,
             reason="; ".join(filter(None, (plan.reason, self._told))),
-            layers={cf: found.cfs for cf, found in solutions.items() if found is not None},
+            layers={cf: of_layers for cf, of_layers in layers.items() if of_layers},
             read_layers=self._step % self.window == self.window - 1,
         )
 
     def observe(self, report: StepReport) -> None:
-        before = self._next_cfs()
+        before = self._solve(self._then.plan().send)
         self._then.observe(report)
         self._step += 1
         if report.layers:
-            self._known = _usable(report.layers)
+            self._unsent = {name: waiting(layer) for name, layer in report.layers.items()}
             self._solved = {}
         # The reason is about the CF of the next step, which `then` may just have changed.
-        moved = self._next_cfs() != before
-        self._told = self._described(anew=bool(report.layers)) if moved else ""
+        cf = self._then.plan().send
+        now = self._solve(cf)
+        self._told = ""
+        if now != before and cf != DENSE:
+            what = "layer CFs solved anew" if report.layers else "layer CFs"
+            least, most = min(now.values(), default=cf), max(now.values(), default=cf)
+            self._told = f"{what}: {least:g} to {most:g} for the bytes of CF {cf:g}"
 
-    def _next_cfs(self) -> Mapping[str, float]:
-        """The layers' CFs in the next step; empty if all have the same."""
-        found = self._solve(self._then.plan().send)
-        return {} if found is None else found.cfs
-
-    def _solve(self, cf: float) -> Allocation | None:
-        """Each layer's CF, for as many bytes as all layers have at `cf`; None if all had best have
+    def _solve(self, cf: float) -> dict[str, float]:
+        """Each layer's CF, for as many bytes as all layers have at `cf`; empty if all had best have
         that CF."""
-        if not self._known or cf == DENSE:
-            return None
+        if cf == DENSE or not self._unsent:
+            return {}
         if cf not in self._solved:
-            self._solved[cf] = self._solve_anew(cf)
+            options = {name: self._options(name, cf) for name in self._layers}
+            alike = [of_layer[0] for of_layer in options.values()]
+            budget = sum(option.nbytes for option in alike) * (1 + FREE)
+            unsent = -sum(option.worth for option in alike) * (1 - FREE)
+            found = allocate(options, budget)
+            fits = sum(option.nbytes for option in found.values()) <= budget
+            better = fits and -sum(option.worth for option in found.values()) < unsent
+            self._solved[cf] = {name: each.cf for name, each in found.items()} if better else {}
         return self._solved[cf]
 
-    def _solve_anew(self, cf: float) -> Allocation | None:
-        alike = {name: self._option(name, cf) for name in self._layers}
-        budget = sum(option.nbytes for option in alike.values()) * (1 + FREE)
-        # A layer that nothing is known of keeps the CF of the whole model.
-        options = {}
-        for name, here in alike.items():
-            cfs = self._cfs if name in self._known else ()
-            known = [cf for cf in cfs if self._gain(name, cf) is not None]
-            options[name] = [here, *(self._option(name, cf) for cf in known)]
-        found = allocate(options, budget)
-        unsent = -sum(option.worth for option in alike.values())
-        return found if -found.worth < unsent * (1 - FREE) and found.nbytes <= budget else None
-
-    def _option(self, name: str, cf: float) -> Option:
-        gain = max(LEAST, self._gain(name, cf) or 0.0)
-        unsent = self._energy(name) * (1 / gain - 1)
-        return Option(cf, self._nbytes(name, cf), -unsent)
-
-    def _energy(self, name: str) -> float:
-        """Energy of a layer's gradient; 0 if it is not known."""
-        known = self._known.get(name)
-        return 0.0 if known is None else known[0]
-
-    def _gain(self, name: str, cf: float) -> float | None:
-        """Gain of a layer in steady state, at a CF of the ladder or the next larger one."""
-        if cf == DENSE:
-            return 1.0
-        known = self._known.get(name)
-        if known is None:
-            return None
-        _, steady = known
-        above = [rung for rung in steady if rung >= cf]
-        gain = steady[min(above)] if above else None
-        return None if gain is None else min(1.0, max(0.0, gain))
-
-    def _described(self, anew: bool) -> str:
-        """The layers' CFs in the next step, in words; "" for dense."""
-        cf = self._then.plan().send
-        found = self._solve(cf)
-        what = "layer CFs solved anew:" if anew else "layer CFs"
-        if found is None:
-            return "" if cf == DENSE else f"{what} all alike, CF {cf:g}"
-        return f"{what} {self._numbers(cf, found)}"
-
-    def _numbers(self, cf: float, found: Allocation) -> str:
-        energy = sum(self._energy(name) for name in self._layers)
-        unsent = -sum(self._option(name, cf).worth for name in self._layers)
-        low, high = min(found.cfs.values()), max(found.cfs.values())
-        return (
-            f"{low:g} to {high:g} for the bytes of CF {cf:g}, leave {-found.worth / energy:.3g} of "
-            f"a gradient's energy waiting, all alike {unsent / energy:.3g}"
-        )
+    def _options(self, name: str, cf: float) -> list[Option]:
+        """The CFs that a layer may have, first that of the whole model; no other if nothing is
+        known of the layer at that. Where a CF was not measured, the next larger one stands for it.
+        """
+        unsent = self._unsent.get(name, {})
+        if not any(known >= cf for known in unsent):
+            return [Option(cf, self._nbytes(name, cf), 0.0)]
+        options = []
+        for each in (cf, *self._cfs):
+            above = [known for known in unsent if known >= each]
+            if above:
+                options.append(Option(each, self._nbytes(name, each), -unsent[min(above)]))
+        return options
 
     def candidates(self) -> tuple[float, ...]:
         theirs = (*self._then.candidates(), self._then.plan().send)
@@ -207,23 +169,27 @@ class Layerwise(DeclaredPolicy):
         self._then.rescale()
 
     def _saved_settings(self) -> dict[str, Any]:
-        ours = {**self._settings, "cfs": list(self._cfs), "layers": list(self._layers)}
-        return {**ours, "then": self._then.name}
+        return {
+            "window": self.window,
+            "step_size": self.step_size,
+            "cfs": list(self._cfs),
+            "layers": list(self._layers),
+            "then": self._then.name,
+        }
 
     def _check_loaded(self) -> None:
         self._solved = {}
-        for layer in self._known:
-            if layer not in self._layers:
-                raise ValueError(f"state: 'known' has {layer!r:.80}, which is no layer")
+        together(self._unsent.keys() <= set(self._layers), "'unsent' is of other layers")
 
 
-def _usable(layers: Mapping[str, LayerReport]) -> dict[str, tuple[float, dict[float, float]]]:
-    """Energy and finite gains by CF of the layers with a finite energy, by name."""
-    return {
-        name: (layer.energy, {cf: gain for cf, gain in layer.steady.items() if isfinite(gain)})
-        for name, layer in layers.items()
-        if isfinite(layer.energy) and layer.energy >= 0
-    }
+def waiting(layer: LayerReport) -> dict[float, float]:
+    """The energy in a layer's residual in steady state, by CF; empty if its gradient's energy is
+    not known."""
+    if not isfinite(layer.energy / LEAST) or layer.energy < 0:
+        return {}
+    gains = {cf: min(1.0, gain) for cf, gain in layer.steady.items() if isfinite(gain)}
+    unsent = {cf: layer.energy * (1 / max(LEAST, gain) - 1) for cf, gain in gains.items()}
+    return {DENSE: 0.0, **unsent}
 
 
 class Option(NamedTuple):
@@ -234,23 +200,15 @@ class Option(NamedTuple):
     worth: float
 
 
-class Allocation(NamedTuple):
-    """A choice of one CF for every layer, with the sums of their bytes and worth."""
-
-    cfs: dict[str, float]
-    nbytes: float
-    worth: float
-
-
-def allocate(options: Mapping[str, Sequence[Option]], budget: float) -> Allocation:
-    """Choose one option for each layer, worth most together for at most `budget` bytes.
+def allocate(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, Option]:
+    """One option for each layer, worth most together for at most `budget` bytes.
 
     If not even the cheapest options fit, these are chosen. Each layer has at least one option, and
     all numbers are finite.
     """
     hulls = {name: hull(of_layer) for name, of_layer in options.items()}
-    taken = {name: points[0] for name, points in hulls.items()}
-    left = budget - sum(option.nbytes for option in taken.values())
+    chosen = {name: points[0] for name, points in hulls.items()}
+    left = budget - sum(option.nbytes for option in chosen.values())
     steps = [
         ((after.worth - before.worth) / (after.nbytes - before.nbytes), name, place)
         for name, points in hulls.items()
@@ -258,15 +216,10 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: float) -> Allocati
     ]
     for _, name, place in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         before, after = hulls[name][place : place + 2]
-        if taken[name] is before and after.nbytes - before.nbytes <= left:
+        if chosen[name] is before and after.nbytes - before.nbytes <= left:
             left -= after.nbytes - before.nbytes
-            taken[name] = after
-    chosen = taken.values()
-    return Allocation(
-        {name: option.cf for name, option in taken.items()},
-        sum(option.nbytes for option in chosen),
-        sum(option.worth for option in chosen),
-    )
+            chosen[name] = after
+    return chosen
 
 
 def hull(options: Sequence[Option]) -> list[Option]:

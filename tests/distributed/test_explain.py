@@ -30,8 +30,8 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
     ("policy", "wanted"),
     [
         (Fixed(cf=10), ["CF 10 since step 0", "nothing would change it"]),
-        (Warmup(steps=3), ["CF 16 since step 3: ", "the next stage begins in "]),
-        (Accordion(interval=4), ["since step", "accumulated gradient has then changed by"]),
+        (Warmup(steps=3), ["CF 16 since step 3: ", "takes over in "]),
+        (Accordion(interval=4), ["since step", "accumulated gradient has changed by"]),
         (GraVAC(window=4, dense_window=2), ["since step", "gain"]),
         (Goodput(opening=2), ["since step", "T_comp"]),
     ],

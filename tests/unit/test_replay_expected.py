@@ -130,11 +130,11 @@ def test_settings_that_the_library_has_changed_are_named(tmp_path: Path) -> None
     source = _at_another_cf(_source(tmp_path), 7)
     header = source.recorded.header
     assert header is not None
-    settings = {**header.settings, "lr_drop": 0.25, "gone": 3}
+    settings = {**header.settings, "eta": 0.25, "gone": 3}
     header = replace(header, settings=settings)
     source = replace(source, recorded=replace(source.recorded, header=header))
     [note] = _notes(source, _config(tmp_path))
-    assert "lr_drop 0.25 and 0.5" in note
+    assert "eta 0.25 and 0.5" in note
     assert "gone 3 and none" in note
     assert _notes(replace(source, config=None), _config(tmp_path)) == []  # nothing says so
 
