@@ -134,7 +134,7 @@ def test_settings_that_the_library_has_changed_are_named(tmp_path: Path) -> None
     header = replace(header, settings=settings)
     source = replace(source, recorded=replace(source.recorded, header=header))
     [note] = _notes(source, _config(tmp_path))
-    assert "eta 0.25 and 0.5" in note
+    assert "eta 0.25 and 0.3" in note
     assert "gone 3 and none" in note
     assert _notes(replace(source, config=None), _config(tmp_path)) == []  # nothing says so
 
