@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,16 +18,18 @@ def _check(name: str, value: object, kind: type, fits: bool, wanted: str) -> Non
 
 def real(name: str, value: Any, *, above: float = -inf, least: float = -inf) -> float:
     """`value` as a finite float > `above` and >= `least`."""
-    fits = isinstance(value, Real) and isfinite(value) and value > above and value >= least
+    number = float(value) if isinstance(value, Real) else nan
+    fits = isfinite(number) and number > above and number >= least
     bound = f" > {above:g}" if above > least else f" >= {least:g}"
     _check(name, value, Real, fits, f"a finite number{bound}")
-    return float(value)
+    return number
 
 
 def fraction(name: str, value: Any) -> float:
     """`value` as a float in (0, 1]."""
-    _check(name, value, Real, isinstance(value, Real) and 0 < value <= 1, "in (0, 1]")
-    return float(value)
+    number = float(value) if isinstance(value, Real) else nan
+    _check(name, value, Real, 0 < number <= 1, "in (0, 1]")
+    return number
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
