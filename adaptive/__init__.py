@@ -3,65 +3,33 @@
 compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_model)
 """
 
-from adaptive.compressor import AdaptiveCompressor
-from adaptive.exchange.link import LinkSpec
-from adaptive.hook import HookRung, adaptive_hook
-from adaptive.state import reshard_states
-from adaptive.statistics.timing import ModelledClock
-from adaptive.summary import Summary
-from adaptive.timeline.records import (
-    Event,
-    Header,
-    JSONLTimeline,
-    MemoryTimeline,
-    StepRecord,
-    Timeline,
-)
-from adaptive.timeline.tensorboard import TensorBoardTimeline
-from compressors import Compressor, GraceCompressor, NoCompression, RandomK, TopK
-from policies import (
-    Accordion,
-    Budget,
-    Fixed,
-    Goodput,
-    GraVAC,
-    Layerwise,
-    Plan,
-    Policy,
-    Schedule,
-    StepReport,
-    Warmup,
-)
-
-__all__ = [
-    "Accordion",
-    "AdaptiveCompressor",
-    "Budget",
-    "Compressor",
-    "Event",
-    "Fixed",
-    "Goodput",
-    "GraVAC",
-    "GraceCompressor",
-    "Header",
-    "HookRung",
-    "JSONLTimeline",
-    "Layerwise",
-    "LinkSpec",
-    "MemoryTimeline",
-    "ModelledClock",
-    "NoCompression",
-    "Plan",
-    "Policy",
-    "RandomK",
-    "Schedule",
-    "StepRecord",
-    "StepReport",
-    "Summary",
-    "TensorBoardTimeline",
-    "Timeline",
-    "TopK",
-    "Warmup",
-    "adaptive_hook",
-    "reshard_states",
-]
+from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
+from adaptive.exchange.link import LinkSpec as LinkSpec
+from adaptive.hook import HookRung as HookRung
+from adaptive.hook import adaptive_hook as adaptive_hook
+from adaptive.state import reshard_states as reshard_states
+from adaptive.statistics.timing import ModelledClock as ModelledClock
+from adaptive.summary import Summary as Summary
+from adaptive.timeline.records import Event as Event
+from adaptive.timeline.records import Header as Header
+from adaptive.timeline.records import JSONLTimeline as JSONLTimeline
+from adaptive.timeline.records import MemoryTimeline as MemoryTimeline
+from adaptive.timeline.records import StepRecord as StepRecord
+from adaptive.timeline.records import Timeline as Timeline
+from adaptive.timeline.tensorboard import TensorBoardTimeline as TensorBoardTimeline
+from compressors import Compressor as Compressor
+from compressors import GraceCompressor as GraceCompressor
+from compressors import NoCompression as NoCompression
+from compressors import RandomK as RandomK
+from compressors import TopK as TopK
+from policies import Accordion as Accordion
+from policies import Budget as Budget
+from policies import Fixed as Fixed
+from policies import Goodput as Goodput
+from policies import GraVAC as GraVAC
+from policies import Layerwise as Layerwise
+from policies import Plan as Plan
+from policies import Policy as Policy
+from policies import Schedule as Schedule
+from policies import StepReport as StepReport
+from policies import Warmup as Warmup

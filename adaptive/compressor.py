@@ -46,10 +46,9 @@ class AdaptiveCompressor:
     All ranks must make it alike. Only `base` and `cf_range` are positional. README.md says when to
     touch an argument.
 
-    base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. One that cannot
-        compress ("none") sends dense, whatever the policy. A sparsifier's name may say how the kept
-        values travel ("topk+fp32" as they are); if it does not, and errors are fed back, they are
-        rounded to 4 bits ("topk+int4").
+    base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. A sparsifier's name
+        may say how the kept values travel ("topk+fp32" as they are); if it does not, and errors are
+        fed back, they are rounded to 4 bits ("topk+int4"). "none" sends dense.
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
@@ -58,13 +57,12 @@ class AdaptiveCompressor:
         DDP bucket as one, once DDP has cut its buckets for good. "auto": "bucket" for a base that
         keeps the largest elements, unless the policy gives layers CFs of their own.
     dense_below: tensors of fewer elements than this are sent uncompressed.
-    exchange: how the ranks' payloads become the mean. "all_reduce" (compressors whose payloads
-        can be summed), "all_gather", "sharded" (compressed twice; bytes do not grow with the
-        number of ranks), "shared_indices" (sparsifiers: one rank chooses for all). "auto": the
-        fastest by a cost model of the network, which is measured when there is a choice.
-    hooks: existing DDP communication hooks (or a `HookRung`: hook, state, gain), by the CF at
-        which the policy finds them; bytes are counted as dense / CF. There is no error feedback
-        while one is in use: the residual is sent before, by a dense step.
+    exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
+        "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
+        "shared_indices" (sparsifiers: one rank chooses for all). "auto": the fastest by a cost
+        model of the network, which is measured when there is a choice.
+    hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
+        them. While one is in use there is no error feedback; a dense step sends the residual first.
     memory: "residual" feeds back errors. "momentum": momentum correction (DGC, section 3), for SGD
         with momentum. "none": what is not sent is lost. "auto": "momentum" if `attach` is handed an
         SGD optimizer with momentum, else "residual", or "none" for an unbiased compressor.
@@ -74,7 +72,7 @@ class AdaptiveCompressor:
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others).
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
-        accumulated (DGC, section 3.2, per parameter, since buckets leave before the last is there).
+        accumulated (DGC, section 3.2, but per parameter: buckets leave before the last is there).
     shadow_sample: share of the elements, in (0, 1], from which the shadow ladder tells gains; at
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
@@ -83,12 +81,11 @@ class AdaptiveCompressor:
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`; None: the
         default group.
-    debug: compare the ranks' plans in every step, their parameters in every so many (True: 100):
-        RuntimeError on all ranks names the first parameter and rank that differ. Costs a small
-        blocking collective a step. None: as the environment variable ADAPTIVE_DEBUG says.
-    checksum: send a checksum of 4 bytes behind each payload that is gathered, scattered or
-        broadcast: bytes that were changed on the way raise CorruptPayload, a RuntimeError, out of
-        backward of whoever receives them (docs/reliability.md).
+    debug: compare the ranks' plans in every step (a small blocking collective), their parameters
+        in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
+        that differ. None: as the environment variable ADAPTIVE_DEBUG says.
+    checksum: send 4 bytes behind each payload that is gathered, scattered or broadcast, so that
+        bytes changed on the way raise CorruptPayload out of backward (docs/reliability.md).
 
     ValueError or TypeError names the argument, its value and what is accepted.
     """
@@ -274,7 +271,7 @@ class AdaptiveCompressor:
         which changes the order of summation, and what is compressed as one: for bit-identical
         resumption run as many throwaway backwards before `load_state_dict` (as `runs train
         --resume` does)."""
-        return {"version": _STATE_VERSION, **self._named("state_dict").state_dict()}
+        return {"version": _STATE_VERSION, **self._running(named=True).state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's `state_dict()`; same model, settings, number of ranks
@@ -284,21 +281,14 @@ class AdaptiveCompressor:
         parameter is missing or unknown, a value has another type or shape, a number is not finite.
         An injected clock must go on from where it stood; the real one does not, and the interval is
         not timed."""
-        session = self._named("load_state_dict")
+        session = self._running(named=True)
         version = saved.read(state, "version", int)
         if version != _STATE_VERSION:
             raise ValueError(f"state: version is {version}, expected {_STATE_VERSION}")
         session.load_state_dict(state, same_clock=self._settings.clock is not time.perf_counter)
 
-    def _named(self, what: str) -> Session:
-        if self._session is None or self._session.model is None:
-            raise RuntimeError(
-                f"{what} keys its contents by parameter name, which needs the model: "
-                f"attach(model) or bind(model) first"
-            )
-        return self._session
-
-    def _running(self) -> Session:
-        if self._session is None:
-            raise RuntimeError("the compressor is not attached to a model: attach(model) first")
+    def _running(self, named: bool = False) -> Session:
+        """The session. named: it must know the model, and so the parameters' names."""
+        if self._session is None or (named and self._session.model is None):
+            raise RuntimeError("the compressor knows no model: attach(model) or bind(model) first")
         return self._session

@@ -91,22 +91,19 @@ class Event:
 
 
 class Timeline:
-    """A sink for records and events; a subclass overrides what it wants to see."""
+    """A sink for records and events; a subclass overrides what it wants to see. `start` comes once
+    a run, before everything else; nothing comes after `close`."""
 
-    def start(self, header: Header) -> None:
-        """Called once a run, before everything else."""
+    def start(self, header: Header) -> None: ...
 
-    def step(self, record: StepRecord) -> None:
-        """Called once a step, in order."""
+    def step(self, record: StepRecord) -> None: ...
 
-    def event(self, event: Event) -> None:
-        """Called at each switch."""
+    def event(self, event: Event) -> None: ...
 
     def flush(self) -> None:
         """Hand over to the operating system what was recorded so far."""
 
-    def close(self) -> None:
-        """Flush and release; nothing comes after."""
+    def close(self) -> None: ...
 
 
 class SafeTimeline(Timeline):

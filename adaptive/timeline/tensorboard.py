@@ -68,10 +68,10 @@ _DECADES = 0.04
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """The values that are known, by tag, in the units of `StepRecord`."""
+    """The values of a step by tag, in the units of `StepRecord`."""
     report = record.report
     parts = ("compress", "exchange", "network", "decode", "compute", "rest")
-    values = {
+    return {
         "cf/sent": report.cf,
         "throughput/t_sys": record.t_sys,
         "throughput/t_comp": record.t_comp,
@@ -84,7 +84,6 @@ def scalars(record: StepRecord) -> dict[str, float]:
         **{f"gain/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
         **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
     }
-    return {tag: value for tag, value in values.items() if isfinite(value)}
 
 
 def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
@@ -123,8 +122,7 @@ def end_session(
     completed: as it should."""
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    if metrics:
-        _write_scalars(writer, metrics, step)
+    _write_scalars(writer, metrics, step)
     status = api_pb2.STATUS_SUCCESS if completed else api_pb2.STATUS_FAILURE
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
     _write_hparams(writer, metadata.SESSION_END_INFO_TAG, session_end_info=end)
@@ -220,53 +218,53 @@ class TensorBoardTimeline(Timeline):
         self._opened()._get_file_writer().add_summary(Summary(value=values), event.step)
 
     def close(self) -> None:
-        self._finish(figure=True)
-
-    def _finish(self, figure: bool) -> None:
         if self._writer is None:
             return
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.close)
         self._write_skipped()
-        self._write_histogram()
-        if figure:
-            self._write_figure()
-        step = 0 if self._last is None else self._last.report.step
-        end_session(self._writer, step, self._metrics(), self.completed)
+        step, metrics = 0, {}
+        if self._last is not None:
+            step = self._last.report.step
+            self._write_histogram(step)
+            self._write_figure(step)
+            metrics["final/bytes_sent"] = self._last.sent
+            if self._last.sent > 0:
+                metrics["final/wire_factor"] = self._last.dense / self._last.sent
+            if self._seconds > 0:
+                metrics["final/steps_per_second"] = self._timed_steps / self._seconds
+        end_session(self._writer, step, metrics, self.completed)
         self._writer.flush()
         if self._own:
             self._writer.close()
         self._writer = None
-
-    def _at_exit(self) -> None:
-        self._finish(figure=False)  # an exiting interpreter may not import matplotlib any more
 
     def _opened(self) -> Any:
         """The writer. Opened at the first record, so on the writing rank only: TensorBoard follows
         the latest file of a folder, and one that another rank opened would stay empty."""
         if self._writer is None:
             self._writer = self._open()
-            atexit.register(self._at_exit)
+            atexit.register(self.close)
             charts = {title: ["Multiline", [f"^{tags}$"]] for title, tags in _CHARTS.items()}
             self._writer.add_custom_scalars({"CF timeline": charts})
             if self._hparams:
                 start_session(self._writer, self._hparams)
         return self._writer
 
-    def _write_skipped(self) -> None:
-        if self._skipped is not None:
-            self._write(*self._skipped, {})
-
     def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:
         self._skipped, self._due = None, at + SHORTEST
         values = {**scalars(record), **layers}
         _write_scalars(self._opened(), values, record.report.step, at)
+
+    def _write_skipped(self) -> None:
+        if self._skipped is not None:
+            self._write(*self._skipped, {})
 
     def _count(self, record: StepRecord) -> None:
         """Take a step into the histogram, the figure and the final metrics."""
         self._last, cf = record, record.report.cf
         self._recent_cfs.append(cf)
         if len(self._recent_cfs) == _HISTOGRAM_STEPS:
-            self._write_histogram()
+            self._write_histogram(record.report.step)
         if isfinite(record.t_comp):
             total, steps = self._t_comp.get(cf, (0.0, 0))
             self._t_comp[cf] = (total + record.t_comp, steps + 1)
@@ -274,22 +272,23 @@ class TensorBoardTimeline(Timeline):
             self._seconds += record.report.median_seconds
             self._timed_steps += 1
 
-    def _write_histogram(self) -> None:
+    def _write_histogram(self, step: int) -> None:
         """Which CFs the steps since the last histogram had, on a logarithmic axis."""
-        if self._recent_cfs and self._last is not None:
+        if self._recent_cfs:
             decades = np.log10(self._recent_cfs)
             bins = np.arange(-_DECADES / 2, decades.max() + _DECADES, _DECADES)
-            step = self._last.report.step
             self._opened().add_histogram("cf/log10_used", decades, step, bins=bins)
             self._recent_cfs.clear()
 
-    def _write_figure(self) -> None:
-        """Mean T_comp against CF, if it is known and matplotlib is there."""
+    def _write_figure(self, step: int) -> None:
+        """Mean T_comp against CF, if it is known and matplotlib can be imported: an exiting
+        interpreter may refuse to."""
         try:
+            from matplotlib import pyplot  # noqa: F401
             from matplotlib.figure import Figure
-        except ImportError:
+        except (ImportError, RuntimeError):
             return
-        if not self._t_comp or self._last is None:
+        if not self._t_comp:
             return
         means = {cf: total / steps for cf, (total, steps) in sorted(self._t_comp.items())}
         figure = Figure(figsize=(6, 3.6), dpi=110, layout="constrained")
@@ -302,20 +301,9 @@ class TensorBoardTimeline(Timeline):
         axes.set_xticks(list(means), [f"{cf:g}" for cf in means])
         axes.set_xticks([], minor=True)
         axes.margins(x=0.08)
-        axes.set_ylim(0, 1.15 * max(means.values()))
+        axes.set_ylim(0, 1.15 * max(means.values()) or 1)
         axes.set(xlabel="CF (1: dense)", ylabel="mean T_comp")
-        self._writer.add_figure("throughput/t_comp_by_cf", figure, self._last.report.step)
-
-    def _metrics(self) -> dict[str, float]:
-        """What the run comes to, by tag; bytes of one rank."""
-        values = {}
-        if self._last is not None:
-            values["final/bytes_sent"] = self._last.sent
-            if self._last.sent > 0:
-                values["final/wire_factor"] = self._last.dense / self._last.sent
-        if self._seconds > 0:
-            values["final/steps_per_second"] = self._timed_steps / self._seconds
-        return {tag: value for tag, value in values.items() if isfinite(value)}
+        self._writer.add_figure("throughput/t_comp_by_cf", figure, step)
 
 
 def string_value(tag: str, plugin: str, content: bytes) -> Any:
@@ -333,11 +321,12 @@ def string_value(tag: str, plugin: str, content: bytes) -> Any:
 def _write_scalars(
     writer: Any, values: Mapping[str, float], step: int, at: float | None = None
 ) -> None:
-    """at: seconds since the epoch; None: now."""
+    """Write those of the values that are finite. at: seconds since the epoch; None: now."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    summary = Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
-    writer._get_file_writer().add_summary(summary, step, at)
+    known = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if isfinite(v)]
+    if known:
+        writer._get_file_writer().add_summary(Summary(value=known), step, at)
 
 
 def _write_hparams(writer: Any, tag: str, **data: Any) -> None:
