@@ -18,8 +18,8 @@ P and Q are stored transposed (r x n, r x m): products then run at the speed of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from math import floor, isqrt, nan, prod
@@ -28,15 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressors.base import (
-    Key,
-    Payload,
-    check_cf,
-    check_out,
-    combined_cf,
-    projection_error,
-    split_bytes,
-)
+from compressors import base
+from compressors.base import Key, Payload, check_cf
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, is_host
 from compressors.rounds import (
@@ -48,175 +41,6 @@ from compressors.rounds import (
     projection_energies,
     zeros_if,
 )
-
-
-class PowerSGD(RoundsCompressor):
-    """PowerSGD sends P and Q of rank floor(n m / (cf (n + m))) in two all-reduces for a bucket.
-
-    The first all-reduce carries the P of all tensors and what travels uncompressed (see `layout`),
-    the second one all Q. Each parameter's Q of the last step is where the next step starts.
-
-    seed: the same on all ranks; of the random columns that Q begins with.
-
-    parts: P^T (r x n, orthonormal rows), Q^T (r x m), uncompressed elements; all flat.
-    """
-
-    name = "powersgd"
-    keeps_zeros = False
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-        self._warm = WarmStart(seed)
-
-    def rounds(
-        self,
-        tensors: Sequence[Tensor],
-        cfs: Sequence[float],
-        keys: Sequence[Key],
-        world_size: int,
-        report: Report,
-        *,
-        skipped: Collection[int] = (),
-    ) -> Rounds:
-        check_bucket(tensors, cfs, keys)
-        parts = [
-            self._part(tensor, cf, key, i in skipped)
-            for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
-        ]
-        totals = squared_norms([part.flat[:0] if part.skipped else part.flat for part in parts])
-        like = tensors[0]
-        first = like.new_empty(sum(part.plan.p_size + part.plan.rest for part in parts))
-        second = like.new_empty(sum(part.plan.q_size for part in parts))
-        for part, p, rest, _ in _views(parts, first, second):
-            part.find_p(p, rest)
-        fill_if(not_finite(totals), first, nan)  # products may hide it
-        first = yield first
-
-        bad = not_finite(first)
-        fill_if(bad, first, 0.0)  # so that all that is computed from it is finite
-        for part, p, _, q in _views(parts, first, second):
-            part.find_q(p, q)
-        report(_own(parts, totals, bad))
-        second = yield second
-
-        bad = bad | not_finite(second)
-        for summed in (first, second):
-            fill_if(bad, summed, nan)
-            summed.div_(world_size)
-        means = []
-        for part, _, rest, q in _views(parts, first, second):
-            if part.plan.rank:
-                self._warm.keep(part.key.name, part.start, q.view_as(part.start), bad)
-            means.append(part.payload(q, rest))
-        return means
-
-    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        """Starts from the Q of the last step, which stays as it is.
-
-        If that Q has too few columns, one more step of iteration is done, as a random start would
-        show far less than what PowerSGD keeps once it has run for a few steps."""
-        part = self._part(tensor, cf, key, False)
-        plan = part.plan
-        if plan.rank:
-            cold = self._warm.known(key.name, plan.cols) < plan.rank
-            part.q, matrix = part.start, plan.matrix(part.flat)
-            for step in range(1 + cold):
-                start = orthonormal_rows(part.q) if step else part.q
-                part.p = orthonormal_rows(start @ matrix.t())
-                part.q = part.p @ matrix
-        return _own([part], squared_norms([part.flat]), False)[0]
-
-    def recompress(self, payload: Payload, factor: float) -> Payload:
-        """P and Q truncated to their first columns: what the same rounds would have given at that
-        rank. A tensor that went uncompressed, but would not at the larger CF, is compressed here.
-        """
-        cf = combined_cf(payload.cf, factor)
-        then = layout(payload.cf, payload.numel, payload.key.shape)
-        now = layout(cf, payload.numel, payload.key.shape)
-        p, q, rest = payload.parts
-        if now.rank == then.rank:
-            return replace(payload, cf=cf)
-        if not then.rank:
-            return self.compress(rest, cf, payload.key)
-        parts = (p[: now.p_size], q[: now.q_size], rest)
-        fewer, all_columns, beside = squared_norms([parts[1], q, rest]).unbind()
-        energy = fewer + beside
-        total, _, error = payload.scalars
-        error = error + projection_error(all_columns + beside, energy)
-        return replace(payload, parts=parts, cf=cf, energies=energies(total, energy, error, q))
-
-    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        check_out(out, payload)
-        out = out.detach()
-        plan = layout(payload.cf, payload.numel, payload.key.shape)
-        p, q, rest = unpacked(payload, plan, out.dtype)
-        if plan.rank:
-            plan.matrix(out).addmm_(p.t(), q, alpha=scale)
-        if plan.rest:
-            plan.tail(out).add_(rest, alpha=scale)
-
-    def write_to(self, out: Tensor, payload: Payload) -> None:
-        check_out(out, payload)
-        out = out.detach()
-        plan = layout(payload.cf, payload.numel, payload.key.shape)
-        if plan.rank > 1:  # adding to zeros is faster then
-            super().write_to(out, payload)
-            return
-        p, q, rest = unpacked(payload, plan, out.dtype)
-        if plan.rank:
-            torch.mul(p.t(), q, out=plan.matrix(out))
-        if plan.rest:
-            plan.tail(out).copy_(rest)
-
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
-
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        plan = layout(cf, numel, key.shape)
-        sizes = (plan.p_size, plan.q_size, plan.rest)
-        parts = split_bytes(data, *((size, dtype) for size in sizes))
-        return Payload(parts, numel, cf, key, dtype=dtype)
-
-    def rank(self, cf: float, shape: tuple[int, ...]) -> int:
-        """The rank for a parameter of this shape at `cf`; 0 if it travels uncompressed."""
-        return layout(cf, prod(shape), shape).rank
-
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        """Of a tensor of unknown shape, which is seen as nearly square."""
-        return layout(cf, numel).floats * dtype.itemsize
-
-    def payload_nbytes_for(
-        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
-    ) -> int:
-        return layout(cf, prod(shape), shape).floats * dtype.itemsize
-
-    def floats(self, numel: int, cf: float) -> float:
-        return float(layout(cf, numel).floats)
-
-    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
-        return float(layout(cf, prod(shape), shape).floats)
-
-    def supported(self, cf: float, numel: int) -> float:
-        return layout(cf, numel).cf
-
-    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        return layout(cf, prod(shape), shape).cf
-
-    def state_dict(self) -> dict[str, Any]:
-        """q: the transposed mean Q (rank x columns) by parameter name."""
-        return {"q": self._warm.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state.get("q"), Mapping):
-            raise ValueError(f"state must have matrices by name under 'q', got {sorted(state)}")
-        self._warm.load_state_dict(state["q"])
-
-    def _part(self, tensor: Tensor, cf: float, key: Key, skipped: bool) -> Part:
-        flat = tensor.detach()
-        plan = layout(cf, flat.numel(), key.shape)
-        empty = flat.new_empty(0)
-        start = self._warm.start(key.name, plan.rank, plan.cols, flat) if plan.rank else empty
-        return Part(key, cf, plan, flat, skipped, start, p=empty, q=empty)
 
 
 class Layout(NamedTuple):
@@ -231,28 +55,18 @@ class Layout(NamedTuple):
     rest: int
 
     @property
-    def p_size(self) -> int:
-        """Elements of P."""
-        return self.rows * self.rank
-
-    @property
-    def q_size(self) -> int:
-        """Elements of Q."""
-        return self.cols * self.rank
-
-    @property
-    def floats(self) -> int:
-        """Elements sent: P, Q and the rest."""
-        return self.p_size + self.q_size + self.rest
+    def sizes(self) -> tuple[int, int, int]:
+        """Elements of P, of Q, and those that travel as they are."""
+        return self.rows * self.rank, self.cols * self.rank, self.rest
 
     @property
     def cf(self) -> float:
         """The compression factor that this really is."""
-        return (self.rows * self.cols + self.rest) / self.floats if self.floats else 1.0
+        return max(1.0, (self.rows * self.cols + self.rest) / max(1, sum(self.sizes)))
 
     def matrix(self, flat: Tensor) -> Tensor:
         """The matrix, as a view of `flat`."""
-        return (flat[: self.rows * self.cols] if self.rest else flat).view(self.rows, self.cols)
+        return flat[: self.rows * self.cols].view(self.rows, self.cols)
 
     def tail(self, flat: Tensor) -> Tensor:
         """What travels as it is, as a view of `flat`."""
@@ -282,118 +96,222 @@ def layout(cf: float, numel: int, shape: tuple[int, ...] = ()) -> Layout:
     return Layout(rows, cols, rank, numel - size)
 
 
-@dataclass
-class Part:
-    """A part is one tensor of a bucket, on its way through the rounds.
+def layout_of(payload: Payload) -> Layout:
+    """How the tensor that became `payload` was sent."""
+    return layout(payload.cf, payload.numel, payload.key.shape)
 
-    skipped: whether this rank contributes nothing. start: Q^T to begin with (rank x columns).
-    p, q: P^T and this rank's own Q^T, once they are known.
-    """
+
+class _Part(NamedTuple):
+    """This is one tensor of a bucket: flat, with Q^T to begin with (rank x columns)."""
 
     key: Key
     cf: float
-    plan: Layout
     flat: Tensor
-    skipped: bool
+    plan: Layout
     start: Tensor
-    p: Tensor
-    q: Tensor
 
-    def find_p(self, p: Tensor, rest: Tensor) -> None:
-        """Fill in what this rank adds to the first sum: p = Q^T M^T and the rest, both flat."""
-        plan = self.plan
-        if self.skipped:
-            p.zero_()
-            rest.zero_()
-            return
-        if plan.rank:
-            torch.mm(self.start, plan.matrix(self.flat).t(), out=p.view(plan.rank, plan.rows))
-        if plan.rest:
-            rest.copy_(plan.tail(self.flat))
+    @property
+    def matrix(self) -> Tensor:
+        return self.plan.matrix(self.flat)
 
-    def find_q(self, p: Tensor, q: Tensor) -> None:
-        """Fill in what this rank adds to the second sum: q = P^T M, flat.
+    @property
+    def rest(self) -> Tensor:
+        return self.plan.tail(self.flat)
 
-        p: the first sum of P^T, flat, not orthonormal yet."""
-        plan, self.p, self.q = self.plan, p, q
-        if plan.rank:
-            self.p = orthonormal_rows(p.view(plan.rank, plan.rows))
-        if self.skipped:
-            q.zero_()
-        elif plan.rank:
-            torch.mm(self.p, plan.matrix(self.flat), out=q.view(plan.rank, plan.cols))
-
-    def own_rest(self, bad: Flag) -> Tensor:
-        """What travels uncompressed of this rank's own tensor; zeros if it is not to be kept."""
-        rest = self.plan.tail(self.flat)
-        return zeros_if(self.skipped or bad, rest) if self.plan.rest else rest
-
-    def payload(self, q: Tensor, rest: Tensor, energies: Tensor | None = None) -> Payload:
-        parts, flat = (self.p.view(-1), q, rest), self.flat
-        return Payload(parts, flat.numel(), self.cf, self.key, energies, flat.dtype)
+    def payload(
+        self, p: Tensor, q: Tensor, rest: Tensor, energies: Tensor | None = None
+    ) -> Payload:
+        parts = (p.view(-1), q.reshape(-1), rest)
+        numel, dtype = self.flat.numel(), self.flat.dtype
+        return Payload(parts, numel, self.cf, self.key, energies, dtype)
 
 
-def _views(
-    parts: Sequence[Part], first: Tensor, second: Tensor
-) -> Iterator[tuple[Part, Tensor, Tensor, Tensor]]:
-    """Each part with its P and uncompressed elements, which are views of the first sum, and its Q,
-    which is one of the second. All are flat."""
-    views = first.split([size for part in parts for size in (part.plan.p_size, part.plan.rest)])
-    qs = second.split([part.plan.q_size for part in parts])
-    return zip(parts, views[::2], views[1::2], qs, strict=True)
+class PowerSGD(RoundsCompressor):
+    """PowerSGD sends P and Q of rank floor(n m / (cf (n + m))) in two all-reduces for a bucket.
 
+    The first all-reduce carries the P of all tensors and what travels uncompressed (see `layout`),
+    the second one all Q. Each parameter's Q of the last step is where the next step starts ("warm
+    start", Vogels and others 2019, section 4.2). It comes out of a sum over the ranks, so it is the
+    same on all of them. A lower rank uses its first columns, and the others are kept for later;
+    beyond the highest rank so far, random columns are added.
 
-def _own(parts: Sequence[Part], totals: Tensor, bad: Flag) -> list[Payload]:
-    """The payloads of what is kept of this rank's own tensors: P P^T M, and the rest.
+    seed: the same on all ranks; of the random columns.
 
-    totals: ||a||^2 of each. bad: some rank's tensors are not finite, so nothing is kept."""
-    qs = [part.q.reshape(-1) for part in parts]
-    rests = [part.own_rest(bad) for part in parts]
-    beside = [r if part.plan.rank else r[:0] for part, r in zip(parts, rests, strict=True)]
-    kept = squared_norms([*qs, *beside]).view(2, -1).sum(0)
-    of = projection_energies(totals, kept, [not part.plan.rank for part in parts], bad)
-    qs = [q.clone() if bad is False else zeros_if(bad, q) for q in qs]
-    return [part.payload(*each) for part, *each in zip(parts, qs, rests, of, strict=True)]
-
-
-def unpacked(payload: Payload, plan: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """P^T and Q^T as matrices, and the rest."""
-    p, q, rest = payload.parts
-    if rest.dtype != dtype:
-        p, q, rest = p.to(dtype), q.to(dtype), rest.to(dtype)
-    return p.view(plan.rank, plan.rows), q.view(plan.rank, plan.cols), rest
-
-
-class WarmStart:
-    """This is the memory of PowerSGD: it holds Q^T (rank x columns) of the last step by parameter.
-
-    Where the next step starts from ("warm start", Vogels and others 2019, section 4.2). It comes
-    out of a sum over the ranks, so it is the same on all ranks. A lower rank uses the first rows,
-    and the others are kept for later; beyond the highest rank so far, random rows are added.
-
-    seed: of the random rows; the same on all ranks.
+    parts: P^T (r x n, orthonormal rows), Q^T (r x m), uncompressed elements; all flat.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._rows: dict[str, Tensor] = {}
+    name = "powersgd"
+    keeps_zeros = False
 
-    def known(self, name: str, cols: int) -> int:
-        """How many rows of this length are kept."""
-        rows = self._rows.get(name)
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._last: dict[str, Tensor] = {}  # Q^T of the last step by parameter
+
+    def rounds(
+        self,
+        tensors: Sequence[Tensor],
+        cfs: Sequence[float],
+        keys: Sequence[Key],
+        world_size: int,
+        report: Report,
+        *,
+        skipped: Collection[int] = (),
+    ) -> Rounds:
+        check_bucket(tensors, cfs, keys)
+        flats = [torch.zeros_like(t) if i in skipped else t for i, t in enumerate(tensors)]
+        parts = [self._part(*each) for each in zip(flats, cfs, keys, strict=True)]
+        totals = squared_norms(flats)
+        ps = [part.start @ part.matrix.t() for part in parts]
+        mixed = zip(ps, parts, strict=True)
+        first = torch.cat([each for p, part in mixed for each in (p.view(-1), part.rest)])
+        fill_if(not_finite(totals), first, nan)  # products may hide it
+        first = yield first
+
+        bad = not_finite(first)
+        fill_if(bad, first, 0.0)  # so that all that is computed from it is finite
+        sizes = [part.plan.sizes for part in parts]
+        sums = first.split([size for p, _, rest in sizes for size in (p, rest)])
+        each = zip(sums[::2], ps, strict=True)
+        ps = [orthonormal_rows(summed.view_as(p)) for summed, p in each]
+        qs = [p @ part.matrix for p, part in zip(ps, parts, strict=True)]
+        second = torch.cat([q.view(-1) for q in qs])
+        report(_own(parts, ps, qs, totals, bad))
+        second = yield second
+
+        bad = bad | not_finite(second)
+        for summed in (first, second):
+            fill_if(bad, summed, nan)
+            summed.div_(world_size)
+        means = second.split([q for _, q, _ in sizes])
+        for part, q in zip(parts, means, strict=True):
+            if part.plan.rank:
+                self._keep(part.key.name, part.start, q.view_as(part.start), bad)
+        each = zip(parts, ps, means, sums[1::2], strict=True)
+        return [part.payload(p, q, rest) for part, p, q, rest in each]
+
+    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        """Starts from the Q of the last step, which stays as it is.
+
+        If that Q has too few columns, one more step of iteration is done, as a random start would
+        show far less than what PowerSGD keeps once it has run for a few steps."""
+        part = self._part(tensor, cf, key)
+        p = orthonormal_rows(part.start @ part.matrix.t())
+        q = p @ part.matrix
+        if self._known(key.name, part.plan.cols) < part.plan.rank:
+            p = orthonormal_rows(orthonormal_rows(q) @ part.matrix.t())
+            q = p @ part.matrix
+        return _own([part], [p], [q], squared_norms([part.flat]), False)[0]
+
+    def recompress(self, payload: Payload, factor: float) -> Payload:
+        """P and Q truncated to their first columns: what the same rounds would have given at that
+        rank. A tensor that went uncompressed, but would not at the larger CF, is compressed here.
+        """
+        cf = base.combined_cf(payload.cf, factor)
+        then, now = layout_of(payload), layout(cf, payload.numel, payload.key.shape)
+        p, q, rest = payload.parts
+        if now.rank == then.rank:
+            return replace(payload, cf=cf)
+        if not then.rank:
+            return self.compress(rest, cf, payload.key)
+        p_size, q_size, _ = now.sizes
+        parts = (p[:p_size], q[:q_size], rest)
+        fewer, all_columns, beside = squared_norms([parts[1], q, rest]).unbind()
+        energy = fewer + beside
+        total, _, error = payload.scalars
+        error = error + base.projection_error(all_columns + beside, energy)
+        return replace(payload, parts=parts, cf=cf, energies=energies(total, energy, error, q))
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        base.check_out(out, payload)
+        out, plan = out.detach(), layout_of(payload)
+        p, q, rest = (part.to(out.dtype) for part in payload.parts)
+        p, q = p.view(plan.rank, plan.rows), q.view(plan.rank, plan.cols)
+        plan.matrix(out).addmm_(p.t(), q, alpha=scale)
+        plan.tail(out).add_(rest, alpha=scale)
+
+    def write_to(self, out: Tensor, payload: Payload) -> None:
+        base.check_out(out, payload)
+        plan = layout_of(payload)
+        if plan.rank != 1 or plan.rest:
+            super().write_to(out, payload)
+        else:  # one pass over the memory instead of two
+            p, q, _ = (part.to(out.dtype) for part in payload.parts)
+            torch.mul(p[:, None], q, out=plan.matrix(out.detach()))
+
+    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
+        self.add_to(tensor, payload, -1.0)
+
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        sizes = layout(cf, numel, key.shape).sizes
+        parts = base.split_bytes(data, *((size, dtype) for size in sizes))
+        return Payload(parts, numel, cf, key, dtype=dtype)
+
+    def rank(self, cf: float, shape: tuple[int, ...]) -> int:
+        """The rank for a parameter of this shape at `cf`; 0 if it travels uncompressed."""
+        return layout(cf, prod(shape), shape).rank
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        """Of a tensor of unknown shape, which is seen as nearly square."""
+        return sum(layout(cf, numel).sizes) * dtype.itemsize
+
+    def payload_nbytes_for(
+        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
+    ) -> int:
+        return sum(layout(cf, prod(shape), shape).sizes) * dtype.itemsize
+
+    def floats(self, numel: int, cf: float) -> float:
+        return float(sum(layout(cf, numel).sizes))
+
+    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
+        return float(sum(layout(cf, prod(shape), shape).sizes))
+
+    def supported(self, cf: float, numel: int) -> float:
+        return layout(cf, numel).cf
+
+    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
+        return layout(cf, prod(shape), shape).cf
+
+    def state_dict(self) -> dict[str, Any]:
+        """q: the transposed mean Q (rank x columns) by parameter name."""
+        return {"q": {name: rows.clone() for name, rows in self._last.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        last = state.get("q")
+        if not isinstance(last, Mapping):
+            raise ValueError(f"state must have matrices by name under 'q', got {sorted(state)}")
+        for name, rows in last.items():
+            whole = isinstance(rows, Tensor) and rows.dim() == 2 and rows.is_floating_point()
+            if not whole or not bool(rows.isfinite().all()):
+                raise ValueError(f"state of {name!r} must be a finite matrix (rank x columns)")
+        self._last = {name: rows.clone() for name, rows in last.items()}
+
+    def _part(self, tensor: Tensor, cf: float, key: Key) -> _Part:
+        flat = tensor.detach()
+        plan = layout(cf, flat.numel(), key.shape)
+        return _Part(key, cf, flat, plan, self._start(key.name, plan.rank, plan.cols, flat))
+
+    def _known(self, name: str, cols: int) -> int:
+        """How many rows of this length are known of the last step."""
+        rows = self._last.get(name)
         return 0 if rows is None or rows.shape[1] != cols else len(rows)
 
-    def start(self, name: str, rank: int, cols: int, like: Tensor) -> Tensor:
-        """`rank` orthonormal rows, of the dtype and on the device of `like`."""
-        known = min(self.known(name, cols), rank)
-        rows = self._rows[name][:known].to(like) if known else like.new_empty(0, cols)
-        if known < rank:
-            fresh = [self._random(name, row, cols) for row in range(known, rank)]
+    def _start(self, name: str, rank: int, cols: int, like: Tensor) -> Tensor:
+        """`rank` orthonormal rows, of the dtype and on the device of `like`.
+
+        A random row is a function of (seed, name, row, cols) alone."""
+        known = min(self._known(name, cols), rank)
+        rows = self._last[name][:known].to(like) if known else like.new_empty(0, cols)
+        fresh = []
+        for row in range(known, rank):
+            digest = blake2b(repr((self.seed, name, row)).encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            fresh.append(torch.randn(cols, generator=generator, dtype=torch.float64))
+        if fresh:
             new = torch.stack(fresh).to(like.device, like.dtype, non_blocking=True)
             rows = torch.cat([orthonormal_rows(rows), new])
         return orthonormal_rows(rows)
 
-    def keep(self, name: str, start: Tensor, rows: Tensor, bad: Flag) -> None:
+    def _keep(self, name: str, start: Tensor, rows: Tensor, bad: Flag) -> None:
         """Start from `rows` the next time. If they are `bad`, nothing changes, except that on a
         device those rows of `start` are kept that were not known before.
 
@@ -401,31 +319,28 @@ class WarmStart:
         from which they were computed."""
         if bad is True:
             return
-        rank, known = len(rows), self.known(name, rows.shape[1])
+        rank, known = len(rows), self._known(name, rows.shape[1])
         new = torch.where((rows == 0).all(1, keepdim=True), start, rows)
-        old = self._rows[name].to(new) if known else start[:0]
+        old = self._last[name].to(new) if known else start[:0]
         if known < rank:
             old = torch.cat([old, start[known:]])
         if known > rank:
             new = torch.cat([new, old[rank:]])
-        self._rows[name] = torch.where(bad, old, new) if isinstance(bad, Tensor) else new
+        self._last[name] = torch.where(bad, old, new) if isinstance(bad, Tensor) else new
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: rows.clone() for name, rows in self._rows.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, and change nothing, unless all are finite matrices."""
-        for name, rows in state.items():
-            whole = isinstance(rows, Tensor) and rows.dim() == 2 and rows.is_floating_point()
-            if not whole or not bool(rows.isfinite().all()):
-                raise ValueError(f"state of {name!r} must be a finite matrix (rank x columns)")
-        self._rows = {name: rows.clone() for name, rows in state.items()}
+def _own(
+    parts: Sequence[_Part], ps: Sequence[Tensor], qs: Sequence[Tensor], totals: Tensor, bad: Flag
+) -> list[Payload]:
+    """The payloads of what is kept of this rank's own tensors: P P^T M, and the rest.
 
-    def _random(self, name: str, row: int, cols: int) -> Tensor:
-        """A random row: a function of (seed, name, row, cols) alone."""
-        digest = blake2b(repr((self.seed, name, row)).encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.randn(cols, generator=generator, dtype=torch.float64)
+    totals: ||a||^2 of each. bad: some rank's tensors are not finite, so nothing is kept."""
+    rests = [zeros_if(bad, part.rest) for part in parts]
+    beside = [r if part.plan.rank else r[:0] for part, r in zip(parts, rests, strict=True)]
+    kept = squared_norms([*(q.view(-1) for q in qs), *beside]).view(2, -1).sum(0)
+    of = projection_energies(totals, kept, [not part.plan.rank for part in parts], bad)
+    qs = [zeros_if(bad, q) for q in qs]
+    return [part.payload(*each) for part, *each in zip(parts, ps, qs, rests, of, strict=True)]
 
 
 _WIDE = 8  # rows up to which the host works in double; beyond, that would cost too much
@@ -439,12 +354,12 @@ def orthonormal_rows(rows: Tensor) -> Tensor:
     reflections do neither.
 
     rows: (r, n) with r <= n. A row that is zero, or depends on the ones before it, becomes some
-    unit vector orthogonal to the others (always the same for the same `rows`), so the result
-    always is a basis of r dimensions. NaN only if `rows` is not finite.
-
-    Vectors are rows, not columns, because that is how they lie in memory."""
+    unit vector orthogonal to the others (always the same for the same `rows`). NaN only if `rows`
+    is not finite."""
+    if not rows.numel():
+        return rows
     wide = rows.double() if len(rows) <= _WIDE or not is_host(rows.device) else rows
-    if wide.dtype == rows.dtype and rows.numel():  # then squares could overflow or vanish
+    if wide.dtype == rows.dtype:  # then squares could overflow or vanish
         largest = wide.abs().amax(1, keepdim=True)
         wide = wide / torch.where(largest > 0, largest, 1.0)
     columns = torch.linalg.qr(wide.t()).Q

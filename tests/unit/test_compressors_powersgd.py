@@ -213,12 +213,12 @@ def test_a_higher_rank_starts_from_the_columns_there_are():
     rank = PowerSGD(seed=9)
     exchange([rank], [[low_rank(6, 1)]], 24.0, [MATRIX])
     (first,) = rank.state_dict()["q"]["w"]
-    start = rank._warm.start("w", 3, 60, first)
+    start = rank._start("w", 3, 60, first)
     torch.testing.assert_close(start @ start.t(), torch.eye(3, dtype=torch.float64))
     assert float((start[0] @ first).abs() / first.norm()) == pytest.approx(1)
-    again = PowerSGD(seed=9)._warm.start("w", 3, 60, first)
-    other = PowerSGD(seed=8)._warm.start("w", 3, 60, first)
-    assert torch.equal(again, PowerSGD(seed=9)._warm.start("w", 3, 60, first))
+    again = PowerSGD(seed=9)._start("w", 3, 60, first)
+    other = PowerSGD(seed=8)._start("w", 3, 60, first)
+    assert torch.equal(again, PowerSGD(seed=9)._start("w", 3, 60, first))
     assert not torch.allclose(again, other)
 
 
@@ -495,11 +495,11 @@ def test_zero_gradients_send_zero_and_keep_q(dtype):
         assert mean.count_nonzero() == 0
     for _ in range(5):
         one(ranks, [matrix, zero], 12.0)  # one rank has nothing
-    before = ranks[0]._warm.start("w", 2, 60, matrix)
+    before = ranks[0]._start("w", 2, 60, matrix)
     own, mean = one(ranks, [zero, zero], 12.0)
     assert mean.count_nonzero() == 0
     assert (float(own[0].energy), float(own[0].error), float(own[0].total)) == (0, 0, 0)
-    after = ranks[0]._warm.start("w", 2, 60, matrix)
+    after = ranks[0]._start("w", 2, 60, matrix)
     torch.testing.assert_close(before.abs(), after.abs())
     own, mean = one(ranks, [matrix, zero], 12.0)
     torch.testing.assert_close(mean, matrix / 2, rtol=1e-4, atol=1e-4)
