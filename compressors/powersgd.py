@@ -171,8 +171,7 @@ class PowerSGD(RoundsCompressor):
         fill_if(bad, first, 0.0)  # so that all that is computed from it is finite
         sizes = [part.plan.sizes for part in parts]
         sums = first.split([size for p, _, rest in sizes for size in (p, rest)])
-        each = zip(sums[::2], ps, strict=True)
-        ps = [orthonormal_rows(summed.view_as(p)) for summed, p in each]
+        ps = [orthonormal_rows(s.view_as(p)) for s, p in zip(sums[::2], ps, strict=True)]
         qs = [p @ part.matrix for p, part in zip(ps, parts, strict=True)]
         second = torch.cat([q.view(-1) for q in qs])
         report(_own(parts, ps, qs, totals, bad))
@@ -186,8 +185,8 @@ class PowerSGD(RoundsCompressor):
         for part, q in zip(parts, means, strict=True):
             if part.plan.rank:
                 self._keep(part.key.name, part.start, q.view_as(part.start), bad)
-        each = zip(parts, ps, means, sums[1::2], strict=True)
-        return [part.payload(p, q, rest) for part, p, q, rest in each]
+        decoded = zip(parts, ps, means, sums[1::2], strict=True)
+        return [part.payload(p, q, rest) for part, p, q, rest in decoded]
 
     def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         """Starts from the Q of the last step, which stays as it is.

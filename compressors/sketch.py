@@ -31,25 +31,13 @@ from hashlib import blake2b
 from math import nan
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.base import (
-    CorruptPayload,
-    Key,
-    Payload,
-    check_cf,
-    check_out,
-    combined_cf,
-    kept,
-    projection_error,
-    split_bytes,
-)
-from compressors.kernels import Array, squared_norm, squared_norms
-from compressors.kernels.blocks import CACHE_BLOCK, Flag, energies, fill_if, is_host, on_host
-from compressors.kernels.host import largest_positions
+from compressors import base
+from compressors.base import CorruptPayload, Key, Payload, kept
+from compressors.kernels import kernels_for, squared_norm, squared_norms
+from compressors.kernels.blocks import block_bounds, energies, fill_if, is_host
 from compressors.rounds import (
     Report,
     Rounds,
@@ -75,16 +63,17 @@ class Budget(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part is one tensor of a bucket, on its way through the rounds.
-
-    skipped: whether this rank contributes nothing.
-    """
+    """This is one tensor of a bucket, flat."""
 
     key: Key
     cf: float
-    budget: Budget
     flat: Tensor
-    skipped: bool
+    budget: Budget
+    hashes: CountSketch
+
+    def payload(self, indices: Tensor, values: Tensor, of: Tensor | None = None) -> Payload:
+        numel, dtype = self.flat.numel(), values.dtype
+        return Payload((indices, values), numel, self.cf, self.key, of, dtype)
 
 
 class Sketch(RoundsCompressor):
@@ -117,7 +106,7 @@ class Sketch(RoundsCompressor):
 
     def budget(self, numel: int, cf: float) -> Budget:
         """The numbers that are sent for `numel` elements at `cf`."""
-        floats = kept(numel, check_cf(cf))
+        floats = kept(numel, base.check_cf(cf))
         k = max(1, int(floats * self.share))
         columns = max(1, (floats - k) // self.rows)
         if cf == 1 or k + self.rows * columns >= numel:
@@ -135,26 +124,32 @@ class Sketch(RoundsCompressor):
         skipped: Collection[int] = (),
     ) -> Rounds:
         check_bucket(tensors, cfs, keys)
-        parts = [
-            _Part(key, cf, self.budget(tensor.numel(), cf), tensor.detach(), i in skipped)
-            for i, (tensor, cf, key) in enumerate(zip(tensors, cfs, keys, strict=True))
-        ]
-        totals = squared_norms([part.flat[:0] if part.skipped else part.flat for part in parts])
-        first = torch.cat([self._sketched(part) for part in parts])
+        flats = [torch.zeros_like(t) if i in skipped else t for i, t in enumerate(tensors)]
+        parts = [self._part(*each) for each in zip(flats, cfs, keys, strict=True)]
+        totals = squared_norms(flats)
+        # Of each its table, or all its values.
+        tables = [p.hashes.table(p.flat).view(-1) if p.budget.k else p.flat for p in parts]
+        first = torch.cat(tables)
         fill_if(not_finite(totals), first, nan)
         first = yield first
 
         bad = not_finite(first)
         fill_if(bad, first, 0.0)  # so that there are estimates
-        sums = first.split([self.rows * part.budget.columns + part.budget.dense for part in parts])
-        found = [self._found(*each) for each in zip(parts, sums, strict=True)]
-        own = [self._own_values(*each) for each in zip(parts, found, strict=True)]
+        sums = first.split([table.numel() for table in tables])
+        found = [
+            part.hashes.heaviest(summed.view(self.rows, -1), part.budget.k, part.flat.numel())
+            if part.budget.k
+            else torch.empty(0, dtype=torch.int32, device=summed.device)
+            for part, summed in zip(parts, sums, strict=True)
+        ]
+        pairs = zip(parts, found, strict=True)
+        own = [take(part.flat, at) if part.budget.k else part.flat for part, at in pairs]
         sent = [values[: part.budget.k] for part, values in zip(parts, own, strict=True)]
         second = torch.cat(sent)
         whole = [not part.budget.k for part in parts]
         of = projection_energies(totals, squared_norms(sent), whole, bad)
         own = [zeros_if(bad, values) for values in own]
-        report([_payload(*each) for each in zip(parts, found, own, of, strict=True)])
+        report([part.payload(*each) for part, *each in zip(parts, found, own, of, strict=True)])
         second = yield second
 
         bad = bad | not_finite(second)
@@ -163,12 +158,17 @@ class Sketch(RoundsCompressor):
             summed.div_(world_size)
         means = second.split([part.budget.k for part in parts])
         return [
-            _payload(part, indices, mean if part.budget.k else dense)
+            part.payload(indices, mean if part.budget.k else dense)
             for part, indices, mean, dense in zip(parts, found, means, sums, strict=True)
         ]
 
+    def _part(self, tensor: Tensor, cf: float, key: Key) -> _Part:
+        budget = self.budget(tensor.numel(), cf)
+        hashes = CountSketch(self.rows, budget.columns, (self.seed, key.name, key.step))
+        return _Part(key, cf, tensor.detach(), budget, hashes)
+
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        cf = combined_cf(payload.cf, factor)
+        cf = base.combined_cf(payload.cf, factor)
         indices, values = payload.parts
         k = self.budget(payload.numel, cf).k
         if k == indices.numel():
@@ -177,34 +177,28 @@ class Sketch(RoundsCompressor):
             return self.compress(values, cf, payload.key)
         energy = squared_norm(values[:k])
         total, _, error = payload.scalars
-        error = error + projection_error(squared_norm(values), energy)
+        error = error + base.projection_error(squared_norm(values), energy)
         of = energies(total, energy, error, values)
         return replace(payload, parts=(indices[:k], values[:k]), cf=cf, energies=of)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        check_out(out, payload)
+        base.check_out(out, payload)
         indices, values = payload.parts
-        if not indices.numel():
+        if indices.numel():
+            add_at(out, indices, values, scale)
+        else:
             out.detach().add_(values, alpha=scale)
-            return
-        if is_host(indices.device):
-            low, high = (int(end) for end in indices.aminmax())
-            if low < 0 or high >= payload.numel:
-                raise CorruptPayload(
-                    f"indices must be within [0, {payload.numel}), got {low} ... {high}"
-                )
-        add_at(out, indices, values, scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
         self.add_to(tensor, payload, -1.0)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k, _, dense = self.budget(numel, cf)
-        indices, values = split_bytes(data, (k, torch.int32), (k + dense, dtype))
-        corrupt: Flag = False
-        if k and not is_host(data.device):
-            received, indices = indices, indices.clamp(0, numel - 1)
-            corrupt = (received != indices).any()
+        sent, values = base.split_bytes(data, (k, torch.int32), (k + dense, dtype))
+        indices = sent.clamp(0, max(numel - 1, 0))
+        corrupt = (indices != sent).any()
+        if is_host(data.device) and corrupt:
+            raise CorruptPayload(f"indices must be within [0, {numel})")
         return Payload((indices, values), numel, cf, key, dtype=dtype, corrupt=corrupt)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -228,148 +222,63 @@ class Sketch(RoundsCompressor):
     def supported(self, cf: float, numel: int) -> float:
         return max(1.0, numel / max(1.0, self.floats(numel, cf)))
 
-    def _hashes(self, part: _Part) -> CountSketch:
-        numel, columns = part.flat.numel(), part.budget.columns
-        return CountSketch(numel, self.rows, columns, (self.seed, part.key.name, part.key.step))
-
-    def _sketched(self, part: _Part) -> Tensor:
-        """What this rank adds to the first sum: its table, or all its values."""
-        if part.skipped:
-            return part.flat.new_zeros(self.rows * part.budget.columns + part.budget.dense)
-        return self._hashes(part).table(part.flat).view(-1) if part.budget.k else part.flat
-
-    def _found(self, part: _Part, summed: Tensor) -> Tensor:
-        """The indices (int32) that every rank reads off the summed table."""
-        if not part.budget.k:
-            return torch.empty(0, dtype=torch.int32, device=summed.device)
-        return self._hashes(part).heaviest(summed.view(self.rows, -1), part.budget.k)
-
-    @staticmethod
-    def _own_values(part: _Part, indices: Tensor) -> Tensor:
-        """This rank's values at `indices`, or all of them if the tensor travels uncompressed."""
-        if part.skipped:
-            return part.flat.new_zeros(part.budget.k + part.budget.dense)
-        return take(part.flat, indices) if part.budget.k else part.flat
-
-
-def _payload(
-    part: _Part, indices: Tensor, values: Tensor, energies: Tensor | None = None
-) -> Payload:
-    parts, numel = (indices, values), part.flat.numel()
-    return Payload(parts, numel, part.cf, part.key, energies, values.dtype)
-
-
-_HALF = np.uint64(32)
-
 
 class CountSketch:
-    """A count sketch hashes `numel` elements into a table of `rows` x `columns` sums.
+    """A count sketch hashes elements into a table of `rows` x `columns` sums.
 
     Element i goes to h = a i + b mod 2^64, of which the upper half picks one of 2 x columns:
     pairwise independent for i < 2^32 (Dietzfelbinger 1996). The second half of those counts
-    negative, so neither direction ever computes a sign. On the host all is done in blocks that fit
-    the cache.
+    negative, so neither direction ever computes a sign.
 
     rows: an odd number. identity: seeds the hashes; the same on every rank."""
 
-    def __init__(self, numel: int, rows: int, columns: int, identity: object) -> None:
-        self.numel = numel
-        self.rows = rows
+    def __init__(self, rows: int, columns: int, identity: object) -> None:
         self.columns = columns
-        self._hashes = [self._hash(identity, row) for row in range(rows)]
+        self.hashes = [self._hash(identity, row) for row in range(rows)]
 
     def table(self, x: Tensor) -> Tensor:
         """The sketch (rows x columns) of flat `x`."""
-        if on_host(x):
-            return torch.from_numpy(self._table_on_host(x.numpy()))
-        sums = x.new_zeros(self.rows, 2 * self.columns)
-        for row, slots in zip(sums, self._slots(x.device), strict=True):
-            row.index_add_(0, slots, x)
-        return sums[:, : self.columns] - sums[:, self.columns :]
+        dtype = torch.float64 if is_host(x.device) else x.dtype
+        sums = x.new_zeros(len(self.hashes), 2 * self.columns, dtype=dtype)
+        for start, stop in block_bounds(x):
+            block = x[start:stop].to(dtype)
+            for row, slots in zip(sums, self._slots(start, stop, x.device), strict=True):
+                row.index_add_(0, slots, block)
+        return (sums[:, : self.columns] - sums[:, self.columns :]).to(x.dtype)
 
-    def heaviest(self, table: Tensor, k: int) -> Tensor:
-        """Positions (int32) of the `k` largest estimates, the largest first; 0 < k <= numel.
-        `table` must be finite. Among equals the lower one comes first, so all ranks find the same,
-        in the same order, whatever their devices."""
-        if on_host(table):
-            return torch.from_numpy(self._heaviest_on_host(table.numpy(), k))
+    def heaviest(self, table: Tensor, k: int, numel: int) -> Tensor:
+        """Positions (int32) of the `k` largest estimates of `numel`, the largest first. `table`
+        must be finite. Among equals the lower one comes first, so all ranks find the same, in the
+        same order, whatever their devices."""
         signed = torch.cat([table, -table], 1)
-        slots = self._slots(table.device)
-        estimates = [row.index_select(0, at) for row, at in zip(signed, slots, strict=True)]
-        estimate = _median_on_device(estimates).abs_()
-        return estimate.sort(descending=True, stable=True).indices[:k].int()
+        estimate = table.new_empty(numel)
+        for start, stop in block_bounds(estimate):
+            rows = zip(signed, self._slots(start, stop, table.device), strict=True)
+            found = [row.index_select(0, slots) for row, slots in rows]
+            torch.abs(_median(found), out=estimate[start:stop])
+        if not is_host(table.device):
+            return estimate.sort(descending=True, stable=True).indices[:k].int()
+        at = kernels_for(estimate).largest(estimate, k)
+        return at[take(estimate, at).argsort(descending=True, stable=True)]
 
-    def _slots(self, device: torch.device) -> Iterator[Tensor]:
-        """For each row the columns that the elements go to, by arithmetic on signed integers of 64
-        bits: products and sums wrap around as those of unsigned ones do."""
-        positions = torch.arange(self.numel, device=device)
-        for a, b in self._hashes:
-            factor, offset = int(a.view(np.int64)), int(b.view(np.int64))
+    def _slots(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
+        """For each row the columns that the elements from `start` to `stop` go to, by arithmetic on
+        signed integers of 64 bits: products and sums wrap around as those of unsigned ones do."""
+        positions = torch.arange(start, stop, device=device)
+        for factor, offset in self.hashes:
             hashed = torch.rsub(positions, offset, alpha=-factor)  # factor x position + offset
             upper = hashed.bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
             yield upper.mul_(self.columns).bitwise_right_shift_(31)  # no product reaches 2^63
 
-    def _table_on_host(self, x: Array) -> Array:
-        sums = np.zeros((self.rows, 2 * self.columns))
-        with np.errstate(invalid="ignore"):
-            for start, slots in self._blocks():
-                block = x[start : start + CACHE_BLOCK]
-                for row, slot in enumerate(slots):
-                    sums[row] += np.bincount(slot, block, 2 * self.columns)
-            return (sums[:, : self.columns] - sums[:, self.columns :]).astype(x.dtype)
-
-    def _heaviest_on_host(self, table: Array, k: int) -> NDArray[np.int32]:
-        signed = np.concatenate([table, -table], axis=1)
-        found = np.empty(0, np.int32)
-        values = np.empty(0, table.dtype)
-        threshold = -1.0  # until k are held, all are worth holding
-        for start, slots in self._blocks():
-            estimate = _median([signed[row].take(slot) for row, slot in enumerate(slots)])
-            above = np.flatnonzero(np.abs(estimate) > threshold)
-            if not above.size:
-                continue
-            found = np.concatenate([found, (above + start).astype(np.int32)])
-            values = np.concatenate([values, estimate.take(above)])
-            if found.size > k:
-                keep = largest_positions(values, k)
-                found, values = found.take(keep), values.take(keep)
-                threshold = float(np.abs(values).min())
-        return found.take(np.argsort(-np.abs(values), kind="stable"))
-
-    def _blocks(self) -> Iterator[tuple[int, list[NDArray[np.int64]]]]:
-        """(first position, for each row the columns that the elements go to) of each block."""
-        size = min(CACHE_BLOCK, self.numel)
-        steps = [a * np.arange(size, dtype=np.uint64) for a, _ in self._hashes]
-        scratch = [np.empty(size, np.uint64) for _ in self._hashes]
-        for start in range(0, self.numel, CACHE_BLOCK):
-            count = min(CACHE_BLOCK, self.numel - start)
-            slots = []
-            for (a, b), step, full in zip(self._hashes, steps, scratch, strict=True):
-                offset = np.uint64((int(a) * start + int(b)) % 2**64)
-                slot = np.add(step[:count], offset, out=full[:count])
-                slot >>= _HALF
-                slot *= np.uint64(2 * self.columns)
-                slot >>= _HALF
-                slots.append(slot.view(np.int64))
-            yield start, slots
-
     @staticmethod
-    def _hash(identity: object, row: int) -> tuple[np.uint64, np.uint64]:
+    def _hash(identity: object, row: int) -> tuple[int, int]:
+        """Factor (odd) and offset, as signed integers."""
         digest = blake2b(repr((identity, row)).encode(), digest_size=16).digest()
-        factor = int.from_bytes(digest[:8], "little") | 1
-        return np.uint64(factor), np.uint64(int.from_bytes(digest[8:], "little"))
+        factor = int.from_bytes(digest[:8], "little", signed=True) | 1
+        return factor, int.from_bytes(digest[8:], "little", signed=True)
 
 
-def _median(estimates: list[Array]) -> Array:
-    if len(estimates) == 1:
-        return estimates[0]
-    if len(estimates) == 3:
-        a, b, c = estimates
-        return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
-    return np.sort(np.stack(estimates), axis=0)[len(estimates) // 2]
-
-
-def _median_on_device(estimates: list[Tensor]) -> Tensor:
+def _median(estimates: list[Tensor]) -> Tensor:
     if len(estimates) == 1:
         return estimates[0]
     if len(estimates) == 3:
