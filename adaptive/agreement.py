@@ -55,9 +55,8 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
 
 
 def describe_sizes(compressor: Compressor, cfs: Sequence[float], sizes: Sequence[int]) -> str:
-    """The payload sizes of tensors of `sizes` elements at each CF, a line for each.
-
-    Small tensors are compressed for real: ValueError if a payload has not the size announced."""
+    """The payload sizes of tensors of `sizes` elements, a line for each CF. Small tensors are
+    compressed for real: ValueError if a payload has not the size announced."""
     generator = torch.Generator().manual_seed(0)
     lines = []
     for cf in cfs:

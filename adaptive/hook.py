@@ -36,12 +36,12 @@ def adaptive_hook(
     return state.reduce(bucket)
 
 
+@dataclass(eq=False)
 class Attachment:
     """The hook's state on one model. Copies and pickles of the model leave the compressor
     behind."""
 
-    def __init__(self, compressor: "AdaptiveCompressor | None" = None) -> None:
-        self.compressor = compressor
+    compressor: "AdaptiveCompressor | None" = None
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if self.compressor is None:
@@ -112,7 +112,7 @@ def send_through(
     work: Tensor,
 ) -> Future[Tensor]:
     """What a foreign hook at `cf` makes of `work`, the bucket's gradients or a wider copy of them.
-    It gets them times the loss `scale`, as DDP would hand them over, so that none underflows."""
+    It gets them times the loss `scale`, as from DDP, so that none underflows."""
     buffer = bucket.buffer()
     if scale is not None:
         work.mul_(scale)

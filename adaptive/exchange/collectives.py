@@ -39,7 +39,7 @@ _MULTIPLIER = 2654435761
 
 
 def checksum(payload: Tensor) -> Tensor:
-    """Of a contiguous, flat uint8 tensor: NBYTES bytes, where that is."""
+    """NBYTES bytes of a contiguous, flat uint8 tensor, where that is."""
     if is_host(payload.device):
         total = torch.tensor([zlib.crc32(payload.numpy().data)])
     else:
@@ -55,10 +55,8 @@ def signed(payload: Tensor) -> Tensor:
 
 
 def check(rows: Tensor, what: str, source: int = 0) -> tuple[Tensor, Flag]:
-    """The payloads without their checksums, and whether one has not its own. On the host that is a
-    CorruptPayload, which names `what` and the ranks they came from.
-
-    rows: uint8, (ranks, bytes), signed. source: the rank that the first row came from."""
+    """The payloads (ranks, bytes) without their checksums, and whether one has not its own. On the
+    host that is a CorruptPayload, which names `what` and the ranks from `source` on."""
     payloads = rows[:, :-NBYTES]
     own = torch.stack([checksum(payload) for payload in payloads])
     same = (own == rows[:, -NBYTES:]).all(dim=1)
@@ -144,9 +142,8 @@ class PendingSum:
 class Exchange:
     """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
 
-    check_bytes: payloads that are gathered, scattered or broadcast carry a checksum. Where it is
-    not that of what has arrived, the future raises CorruptPayload, which begins with the `what` of
-    the call.
+    check_bytes: all but what is summed carries a checksum; where it is not that of what has
+    arrived, the future raises CorruptPayload, which begins with the `what` of the call.
     """
 
     def __init__(
@@ -242,8 +239,8 @@ class Exchange:
     def _receive(
         self, work: dist.Work, nbytes: int, wire: float, rows: Tensor, what: str, source: int = 0
     ) -> Future[Tensor]:
-        """A future of the `rows` that a collective fills; if it failed, so does the future. A
-        callback that did not read it would hand on a buffer that nothing was received in."""
+        """A future of the `rows` that a collective fills; fails if that has failed, instead of
+        handing on a buffer that nothing was received in."""
 
         def finish(future: Future[Tensor]) -> Tensor:
             future.value()  # raises what went wrong

@@ -1,8 +1,5 @@
-"""The network between the ranks: what a message costs on it, and an emulated slow one.
-
-The emulated link is for demonstrations and experiments on one machine, whose loopback is faster
-than any network.
-"""
+"""The network between the ranks: what a message costs on it, and an emulated slow one for
+experiments on one machine, whose loopback is faster than any network."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ _LINK = re.compile(
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a message costs by the alpha-beta model, agreed by all ranks.
-
-    alpha: seconds a message. beta: bytes a second that a rank sends.
-    """
+    """What sending costs by the alpha-beta model, agreed by all ranks: `alpha` seconds a message,
+    and a second for `beta` bytes."""
 
     alpha: float = 0.0
     beta: float = inf
@@ -79,10 +74,8 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """How fast an emulated link is.
-
-    bits_per_second: rate of a rank's link in each direction. latency: seconds a collective.
-    """
+    """How fast an emulated link is: the rate of a rank's link in each direction, and the latency
+    in seconds a collective."""
 
     bits_per_second: float
     latency: float = 0.0
@@ -122,9 +115,8 @@ class LinkSpec:
 class EmulatedLink:
     """Holds back finished collectives until a link of `spec` could have carried their bytes.
 
-    Transfers queue behind one another as on a real link; waiting is done by a thread of its own,
-    so that backward goes on meanwhile. With nothing to hold for IDLE seconds the thread ends, so
-    that none is left behind by a compressor that was detached, closed or thrown away.
+    Transfers queue behind one another, and a thread waits for them, so that backward goes on. With
+    nothing to hold for IDLE seconds it ends: a compressor that is thrown away leaves none behind.
     """
 
     def __init__(self, spec: LinkSpec) -> None:

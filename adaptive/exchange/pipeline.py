@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,19 +19,16 @@ from adaptive.exchange.collectives import drain
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
 
-Decode = Callable[[Received], Tensor]
-"""Turns what has arrived into the mean, on a thread of the process group."""
 
-
-@dataclass
+@dataclass(eq=False)
 class _Running:
-    """An exchange of which so many collectives are `left` to be issued, and the one before them."""
+    """An exchange of which so many collectives are `left` to be issued, after the one `issued`."""
 
     rounds: Rounds
     left: int
-    decode: Decode
+    decode: Callable[[Received], Tensor]
     done: Future[Tensor]
-    issued: Future[Tensor]
+    issued: Future[Tensor] = field(init=False)
 
 
 class Pipeline:
@@ -48,41 +45,47 @@ class Pipeline:
         self._decoded: deque[Span] = deque()
 
     def run(
-        self, rounds: Rounds, collectives: int, decode: Decode, device: torch.device, last: bool
+        self,
+        rounds: Rounds,
+        collectives: int,
+        decode: Callable[[Received], Tensor],
+        device: torch.device,
+        last: bool,
     ) -> Future[Tensor]:
-        """Start an exchange of so many `collectives`; a future of what `decode` returns.
+        """Start an exchange of so many `collectives`; a future of what `decode`, on a thread of the
+        process group, makes of what has arrived.
 
         Then let the exchanges of earlier buckets take their next round; if this bucket is the
         `last`, all of them, and this one too."""
         done: Future[Tensor] = Future(devices=[device]) if device.type == "cuda" else Future()
-        running = _Running(rounds, collectives - 1, decode, done, next(rounds))
         earlier = list(self._queue)
-        self._queue.append(running)
-        self._finish_after_last(running)
-        for each in earlier:
-            self._advance(each)
+        self._queue.append(_Running(rounds, collectives, decode, done))
+        self._issue(self._queue[-1], None)
+        for running in earlier:
+            self._advance(running)
         while last and self._queue:
             self._advance(self._queue[0])
         return done
 
     def take_waits(self) -> list[Span]:
-        """When hook calls have waited since the last time that was asked."""
+        """When hook calls have waited, since this was asked last."""
         return drain(self._waits)
 
     def take_decoded(self) -> list[Span]:
-        """When exchanges were decoded since the last call; from any thread."""
+        """When exchanges were decoded, since this was asked last; from any thread."""
         return drain(self._decoded)
 
     def _advance(self, running: _Running) -> None:
         began = self._timestamps()
         value = running.issued.wait()
         self._waits.append((began, self._timestamps()))
-        running.issued = running.rounds.send(value)
-        running.left -= 1
-        self._finish_after_last(running)
+        self._issue(running, value)
 
-    def _finish_after_last(self, running: _Running) -> None:
-        """Decode what arrives, if all collectives are issued."""
+    def _issue(self, running: _Running, before: Tensor | None) -> None:
+        """Issue the next collective, given what the one `before` has brought; decode what the last
+        one brings."""
+        running.issued = running.rounds.send(before)
+        running.left -= 1
         if running.left == 0:
             self._queue.remove(running)
             running.issued.then(lambda future: self._finish(running, future))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +71,9 @@ class Outgoing:
 class Received:
     """What has arrived for one bucket. The mean of a unit is `scale` times the sum of its payloads.
 
-    payloads: for each unit. poisoned: some rank's gradients were not finite, so that the payloads
-    mean nothing. own: what this rank has sent, a payload for each unit; None: it is among the
-    payloads, at this rank's place. lost: of units of which this rank has compressed the mean, what
-    that has lost of it (flat).
+    payloads: for each unit. poisoned: some rank's gradients were not finite, so they mean nothing.
+    own: what this rank has sent of each unit; None: it is among the payloads, at this rank's place.
+    lost: of units of which this rank has compressed the mean, what that has lost of it (flat).
     """
 
     payloads: Iterable[Sequence[Payload]]
@@ -83,7 +83,7 @@ class Received:
     lost: Sequence[tuple[Unit, Tensor]] = ()
 
 
-Rounds = Generator[Future[Tensor], Tensor, Received]
+Rounds = Generator[Future[Tensor], Any, Received]
 """An exchange under way. After its last collective it runs on a thread of the process group."""
 
 
@@ -123,10 +123,8 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
 def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
     """Two collectives a bucket. Bytes a rank sends: 2(N-1)/N payloads.
 
-    1. Send each shard's payloads to its owner (all-to-all).
-    2. The owner decodes the mean of its shard, compresses it, and keeps what that loses.
-    3. All-gather the compressed means.
-    """
+    Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what that
+    loses, and sends it to all (all-gather)."""
     work = out.bucket.work
     shards = [
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
@@ -166,8 +164,8 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
 
 
 def _compress_mean(unit: Unit, mean: Tensor, received: Sequence[Payload]) -> tuple[Payload, Flag]:
-    """Add the mean of the ranks' payloads to `mean`, and compress it. Also whether one of them is
-    poisoned, or the mean is not finite."""
+    """Add the ranks' mean to `mean`, and compress it. Also whether it is not finite, or a payload
+    poisoned."""
     compressor = unit.compressor
     poisoned: Flag = False
     for payload in received:
@@ -182,12 +180,8 @@ def _compress_mean(unit: Unit, mean: Tensor, received: Sequence[Payload]) -> tup
 def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
     """Two collectives a bucket. Bytes a rank sends: (N-1)/N index lists, 2(N-1)/N value lists.
 
-    1. The rank whose turn it is selects, and broadcasts its indices.
-    2. All-reduce the values that each rank has at those indices, and what is sent as it is; NaN if
-       its gradients are not finite.
-
-    Each rank has sent exactly its own values at those indices.
-    """
+    The leader's indices are broadcast, and the values that each rank has there summed, with what is
+    sent as it is; NaN if its gradients are not finite. So each rank has sent its own values."""
     own = list(out.payloads)
     sparse = [
         (i, unit, unit.compressor)
@@ -255,8 +249,8 @@ def payload_sizes(units: Sequence[Unit], dtype: torch.dtype) -> list[int]:
 
 
 def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> Tensor:
-    """The payloads one after the other, in one contiguous uint8 tensor, so that one collective
-    carries them. ValueError if one has not its announced size."""
+    """The payloads one after the other in one uint8 tensor, so that one collective carries them.
+    ValueError if one has not its announced size."""
     sizes = payload_sizes(units, out.dtype)
     wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
     for payload, room in zip(payloads, wire.split(sizes), strict=True):
