@@ -7,14 +7,14 @@ of large ones enough is taken that a candidate keeps some elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from adaptive.bucket import EXACT, Unit
 from adaptive.statistics.vector import Tally
-from compressors import Compressor
 from compressors.base import Payload
 from policies import DENSE
 
@@ -33,21 +33,25 @@ def strided_sample(grad: Tensor) -> Tensor:
 
 
 def compress_levels(
-    unit: Unit, compress: Callable[[Compressor, float], Payload], sent: Payload | None = None
+    unit: Unit, target: Tensor, addend: Tensor | None = None, sent: Payload | None = None
 ) -> list[Payload]:
-    """A payload for each of the unit's levels: the smallest CF's from the full tensor by
-    `compress`, each larger one's from the payload before it, if the compressor compresses in
-    levels. CF 1 is the tensor itself, whatever the compressor. sent: the payload at the unit's own
-    CF, if there is one already."""
+    """A payload of target + addend, added up in place, for each of the unit's levels: the smallest
+    CF's from the full tensor, each larger one's from the payload before it, if the compressor
+    compresses in levels. CF 1 is the tensor itself, whatever the compressor. sent: the payload at
+    the unit's own CF, if there is one already."""
     base, before = unit.base, None
     payloads = {} if sent is None else {unit.cf: sent}
     for cf in sorted(set(unit.levels)):
+        how = EXACT if cf == DENSE else base
         if cf in payloads:
             pass
         elif base.multilevel and before is not None:
             payloads[cf] = base.recompress(before, max(1.0, cf / before.cf))
+        elif addend is not None:
+            payloads[cf] = how.compress_sum(target, addend, cf, unit.key)
+            addend = None
         else:
-            payloads[cf] = compress(EXACT if cf == DENSE else base, cf)
+            payloads[cf] = how.compress(target, cf, unit.key)
         if cf != DENSE:
             before = payloads[cf]
     return [payloads[cf] for cf in unit.levels]
@@ -59,8 +63,7 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
     Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
     sampled = levels
     if unit.base.sampled:
-        key = unit.key._replace(shape=())
-        sampled = compress_levels(unit, lambda how, cf: how.compress(sample, cf, key))
+        sampled = compress_levels(replace(unit, key=unit.key._replace(shape=())), sample)
     tally.add_levels(_energies(levels), _energies(sampled))
 
 

@@ -38,7 +38,6 @@ from adaptive.multilevel import compress_levels, record_levels, strided_sample
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.vector import Tally
-from compressors import Compressor
 from compressors.base import Key, Payload
 from compressors.kernels import Flag, Scalar, all_finite
 from compressors.kernels.blocks import but_not, either, fill_if
@@ -119,16 +118,21 @@ class Reducer:
         def report(made: Sequence[Payload]) -> None:
             if added is not None:
                 step.tally.lose(added, _lost_share(made))
-            else:
-                _record_made(step, bucket, units, sums, made)
+                return
+            for unit, a, payload in zip(units, sums, made, strict=True):
+                if (
+                    unit.compressor is not EXACT
+                    and not unit.skipped
+                    and bucket.poisoned is not True
+                ):
+                    _record(step, bucket, unit, compress_levels(unit, a, sent=payload))
 
         outgoing = Outgoing(index, bucket, units, payloads, leader, report)
 
         def finish(received: Received) -> Tensor:
             memory.undo(received.poisoned)  # 5, while the bucket still holds the gradients
             if received.poisoned is not True:
-                corrupt = decode(bucket, units, received, memory, self.exchange)  # 6
-                self.exchange.count_corrupt(corrupt)
+                _decode(bucket, units, received, memory, self.exchange)  # 6
                 _tell_means(step, parameters, bucket.work, received.poisoned)
             fill_if(received.poisoned, bucket.work, nan)
             return _written_back(bucket, buffer)
@@ -203,8 +207,8 @@ class Reducer:
             self.memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
-                a = _gradient(bucket, unit)
-                record_levels(unit, _levels(unit, a), sample, step.tally)
+                levels = compress_levels(unit, _gradient(bucket, unit))
+                record_levels(unit, levels, sample, step.tally)
 
 
 def _payload(
@@ -220,43 +224,17 @@ def _payload(
         a = target if addend is None else target.add_(addend)
         return Payload((a,), unit.numel, 1.0, unit.key, dtype=a.dtype)
     if unit.skipped or poisoned is True:
-        payload = compressor.compress(target, unit.cf, unit.key)
-        return compressor.poison(payload, poisoned)
-    sample = strided_sample(_gradient(bucket, unit))
-    levels = _levels(unit, target, addend)
-    record_levels(unit, levels, sample, step.tally)
-    sent = levels[step.cfs.measured.index(step.cfs.send)]
-    return compressor.poison(replace(sent, cf=unit.cf), poisoned)
+        sent = compressor.compress(target, unit.cf, unit.key)
+    else:
+        levels = compress_levels(unit, target, addend)
+        _record(step, bucket, unit, levels)
+        sent = replace(levels[step.cfs.measured.index(step.cfs.send)], cf=unit.cf)
+    return compressor.poison(sent, poisoned)
 
 
-def _levels(
-    unit: Unit, target: Tensor, addend: Tensor | None = None, sent: Payload | None = None
-) -> list[Payload]:
-    """A payload of target + addend, added up in place, for each level of a unit. sent: the one at
-    the unit's own CF, if there is one already."""
-
-    def compress(compressor: Compressor, cf: float) -> Payload:
-        nonlocal addend
-        if addend is None:
-            return compressor.compress(target, cf, unit.key)
-        to_add, addend = addend, None
-        return compressor.compress_sum(target, to_add, cf, unit.key)
-
-    return compress_levels(unit, compress, sent)
-
-
-def _record_made(
-    step: Step,
-    bucket: Bucket,
-    units: Sequence[Unit],
-    sums: Sequence[Tensor],
-    made: Sequence[Payload],
-) -> None:
-    """Measure, beside the payloads that a strategy has `made` of the sums, the other CFs."""
-    for unit, a, payload in zip(units, sums, made, strict=True):
-        if unit.compressor is not EXACT and not unit.skipped and bucket.poisoned is not True:
-            levels = _levels(unit, a, sent=payload)
-            record_levels(unit, levels, strided_sample(_gradient(bucket, unit)), step.tally)
+def _record(step: Step, bucket: Bucket, unit: Unit, levels: Sequence[Payload]) -> None:
+    """Add what the levels of a unit keep to the statistics, and what they would of its gradient."""
+    record_levels(unit, levels, strided_sample(_gradient(bucket, unit)), step.tally)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:
@@ -268,25 +246,23 @@ def _lost_share(payloads: Sequence[Payload]) -> Scalar:
     return torch.where(total > 0, lost / total, 0.0)
 
 
-def decode(
+def _decode(
     bucket: Bucket,
     units: Sequence[Unit],
     received: Received,
     memory: BucketMemory,
     exchange: Exchange,
-) -> Flag:
+) -> None:
     """Take what this rank has sent off the memory, and write the mean into the bucket: one unit
     after the other, so that the decoded payloads of no more than one are in memory. Nothing comes
-    of a poisoned step, as a device finds out. Returns whether a payload is corrupt."""
+    of a poisoned step, as a device finds out."""
     poisoned = received.poisoned
     corrupt: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
         compressor = unit.compressor
         means = [compressor.void(payload, poisoned) for payload in payloads]
-        if received.own is None:
-            own = means[exchange.rank]
-        else:
-            own = compressor.void(received.own[i], poisoned)
+        sent = received.own
+        own = means[exchange.rank] if sent is None else compressor.void(sent[i], poisoned)
         memory.take_off(unit, own)
         memory.clear_velocity(unit, own, poisoned)
         mean = _gradient(bucket, unit)
@@ -297,9 +273,9 @@ def decode(
         for payload in means:
             compressor.add_to(mean, payload, received.scale)
             corrupt = corrupt | payload.corrupt
+    exchange.count_corrupt(corrupt)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     memory.keep(received.lost, exchange.world_size)
-    return corrupt
 
 
 def _gradient(bucket: Bucket, unit: Unit) -> Tensor:

@@ -49,9 +49,7 @@ def with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) 
     compressor = TopK()
     levels, numel = (cf, candidate), grad.numel()
     unit = Unit(0, numel, KEY, compressor, compressor, cf, levels, ())
-    payloads = compress_levels(
-        unit, lambda how, lowest: how.compress_sum(residual, grad, lowest, KEY)
-    )
+    payloads = compress_levels(unit, residual, grad)
     record_levels(unit, payloads, strided_sample(grad), Tally(Asked(cfs=levels)))
     compressor.subtract_from(residual, payloads[0])
 
