@@ -108,11 +108,10 @@ class RandomK(Compressor):
             values = values * (scale / scaled)
         energy = scale**2 * inner
         error = base.projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
-        parts = self.values.encode(values, key)
+        parts, sent = self.values.encode(values, key)
         payload = RandomPayload(parts, numel, cf, key, dtype=values.dtype, exact=values)
         if not self.values.lossless:
             # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale
-            sent = self._decoded(payload)
             rounded = values - sent
             across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
             error = base.projection_error(error + 2 * across + squared_norm(rounded), 0.0)

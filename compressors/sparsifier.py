@@ -179,7 +179,7 @@ class Sparsifier(Compressor):
         indices, values, total = chosen
         count, missing = values.numel(), kept(numel, cf) - values.numel()
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
-        coded, decoded = self.values.encode_and_decode(slots, key)
+        coded, decoded = self.values.encode(slots, key)
         sent = None if self.values.lossless else decoded[:count]
         norms = squared_norms([values] if sent is None else [values, sent, values - sent])
         inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()

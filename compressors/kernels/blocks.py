@@ -1,11 +1,7 @@
 """What the kernels for the host and for a device share: numbers, blocks, working memory, results.
 
-Everything here works on flat tensors of any device. Two block sizes matter: selection reads
-`CACHE_BLOCK` elements at a time, coding works on `CODE_BLOCK` elements at a time.
-
 A number made from data is a `Scalar` and a truth about data a `Flag`: on the host Python's own, on
-a device a tensor of no dimensions, so that nobody waits for the device to know them. Sums and
-products of both are written alike; what depends on a flag is done by `fill_if` and its kin.
+a device a tensor of no dimensions, so that nobody waits for the device to know them.
 """
 
 from __future__ import annotations
@@ -38,14 +34,13 @@ ThresholdSearch = Callable[[Any, Any, int], Any]
 On the host the magnitudes are an array with the k + 1 largest among them, and the others numbers;
 on a device a tensor of the k + 1 largest, descending, and 0-dim tensors."""
 
-# Elements that fit the second-level cache together with some scratch.
 CACHE_BLOCK = 1 << 17
+"""Elements that selection reads at a time: they fit the second-level cache, with some scratch."""
 
-# Elements that quantizers work on at once on a CPU: 2 MB of float32, so that a block and its
-# scratch stay in the last-level cache, and starting some 20 operations for it costs little beside
-# doing them (measured: a quarter of this takes 1.3 to 1.8 times as long). The bytes on the wire are
-# laid out by these blocks, so the number is part of the wire format.
 CODE_BLOCK = 1 << 19
+"""Elements that quantizers work on at a time on the host: 2 MB of float32, so that a block and its
+scratch stay in the last-level cache, and starting some 20 operations for it costs little beside
+doing them (measured: a quarter of this takes 1.3 to 1.8 times as long). Part of the wire format."""
 
 _local = threading.local()
 
@@ -76,7 +71,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
-    """The three squared norms of a compression as one float64 tensor (3,) where `like` is."""
+    """`Payload.energies` of these three squared norms, where `like` is."""
     numbers = (total, kept, lost)
     if is_host(like.device):
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
@@ -135,16 +130,14 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def scratch(use: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Working memory of `count` elements with arbitrary contents, reused from call to call.
-
-    The next call of the same thread with the same `use` (a name) and dtype returns the same memory.
-    On devices other than the CPU the memory is new: their allocators keep what was freed."""
+    """Working memory of `count` elements with arbitrary contents. On the host the next call of the
+    same thread with the same `use` (a name) and dtype returns the same memory."""
     if not is_host(device):
         return torch.empty(count, dtype=dtype, device=device)
     buffers: dict[tuple[str, torch.dtype], Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((use, dtype))
     if buffer is None or buffer.numel() < count:
-        # Somewhat more than a block, because packing pads it.
+        # Somewhat more than a block, because packing fills it up.
         buffer = buffers[use, dtype] = torch.empty(max(count, CODE_BLOCK + 64), dtype=dtype)
     return buffer[:count]
 
@@ -165,10 +158,8 @@ def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def block_bounds(x: Tensor) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each block of `CODE_BLOCK` elements of flat `x`.
-
-    On a device other than the CPU the whole tensor is one block: starting an operation is what
-    costs there."""
+    """(start, stop) of each block of `CODE_BLOCK` elements of flat `x`; on a device, where starting
+    operations is what costs, the whole tensor is one block."""
     size = CODE_BLOCK if is_host(x.device) else max(x.numel(), 1)
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -180,33 +171,22 @@ def fill_up(x: Tensor, size: int) -> Tensor:
 
 
 def rows(x: Tensor, width: int) -> list[Tensor]:
-    """Flat `x` as a matrix of `width` columns, followed by a matrix of one row for the elements
-    that do not fill a row. Only the matrices that have elements are in the list."""
+    """Flat `x` as a matrix of `width` columns, then one of a single row for the rest; only those
+    that have elements."""
     whole = x.numel() // width * width
-    if whole and whole == x.numel():
-        return [x.view(-1, width)]
-    parts = []
-    if whole:
-        parts.append(x[:whole].view(-1, width))
-    if whole < x.numel():
-        parts.append(x[whole:].view(1, -1))
-    return parts
+    if whole == x.numel():
+        return [x.view(-1, width)] if whole else []
+    rest = x[whole:].view(1, -1)
+    return [x[:whole].view(-1, width), rest] if whole else [rest]
 
 
 def numbers_of_rows(numbers: Tensor, x: Tensor, width: int) -> list[Tensor]:
-    """`numbers` holds equally many numbers for each row of `x`; split it as `rows(x, width)` is
-    split: for each of those matrices one that has as many rows."""
-    whole = x.numel() // width
-    if whole * width == x.numel():
-        return [numbers.view(whole, -1)] if whole else []
-    each = numbers.numel() // (whole + 1)
-    parts = [numbers[whole * each :].view(1, -1)]
-    return [numbers[: whole * each].view(whole, -1), *parts] if whole else parts
+    """`numbers`, equally many for each row of `x` (not empty), as a matrix beside each of
+    `rows(x, width)`, with as many rows."""
+    table = numbers.view(-(-x.numel() // width), -1)
+    return list(table.split([len(matrix) for matrix in rows(x, width)]))
 
 
 def reduce_rows(x: Tensor, width: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One number for each row of flat `x` (see `rows`), the last of which may be shorter.
-
-    reduce: takes a matrix and gives one number for each of its rows."""
-    parts = [reduce(matrix) for matrix in rows(x, width)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """One number for each row of flat `x`, as `reduce` gives them for a matrix."""
+    return torch.cat([reduce(matrix) for matrix in rows(x, width)])

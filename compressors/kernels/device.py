@@ -1,9 +1,9 @@
 """The kernels as torch operations on whole tensors, for every device and dtype.
 
-The functions are those of `compressors.kernels.Kernels`. None of them reads a value, and the number
-of operations does not depend on the number of elements. Results have as many places as were asked
-for, whatever the data (see `Selected`). Among equal magnitudes any may be chosen. What is not a
-number counts as larger than every threshold, so that it is not hidden.
+The functions are those that `compressors.kernels.host` describes. None of them reads a value, and
+the number of operations does not depend on the number of elements. Results have as many places as
+were asked for, whatever the data (see `Selected`). Among equal magnitudes any may be chosen. NaN
+counts as larger than every threshold, so that it is not hidden.
 """
 
 from __future__ import annotations

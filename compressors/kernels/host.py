@@ -1,24 +1,21 @@
 """The kernels in NumPy, on the memory of CPU tensors (float32 or float64), block by block.
 
-The functions are those of `compressors.kernels.Kernels`. Where magnitudes are equal, the element
-with the lower index is chosen, so every selection is a function of the values alone.
+All tensors are flat. `add`, where it is not None, has the dtype and length of `x` and is added to
+it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0. Where magnitudes
+are equal, the element with the lower index is chosen, so every selection is a function of the
+values alone.
 
 Exact selection costs little more than reading the tensor, where `torch.topk` on a whole gradient
-costs some 60 copies of it. One pass over blocks that fit the cache does all that touches every
-element: it adds the new gradient, sums the squared norm, and collects the elements at or above a
-threshold that is guessed from a strided sample. The guess is meant to be a little too low; the k
-largest elements are then found among the few collected.
-
-The result never depends on the guess. If it was too high, fewer than k elements are collected, and
-a lower guess is tried. If it was too low, it is raised on the way: once more than twice k elements
-are held, all but the k largest of them are dropped, and from then on only what exceeds the smallest
-of those can matter.
+costs some 60 copies of it. One pass over blocks that fit the cache adds the new gradient, sums the
+squared norm, and collects the elements at or above a threshold that is guessed from a strided
+sample. The guess is meant to be a little too low; the k largest elements are then found among the
+few collected. The result never depends on the guess: if it was too high, so that fewer than k
+elements are collected, a lower one is tried; if it was too low, it is raised on the way, by
+dropping all but the k largest once more than twice k elements are held.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from math import inf
 
 import numpy as np
@@ -26,7 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected, ThresholdSearch
+from compressors.kernels.blocks import (
+    CACHE_BLOCK,
+    Array,
+    Scalar,
+    Selected,
+    ThresholdSearch,
+    scratch,
+)
 
 _ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
 _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
@@ -45,17 +49,20 @@ _SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column
 
 _BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cache
 
-_local = threading.local()
-
-Observer = Callable[[Array], object]
-"""Is shown the magnitudes of all elements once, in order, block by block."""
+_CPU = torch.device("cpu")
 
 
 # Norms -------------------------------------------------------------------------------------------
 
 
 def squared_norm(x: Tensor) -> float:
-    return array_norm(x.detach().numpy())
+    """||x||^2, accumulated in double precision."""
+    return _norm(x.detach().numpy(), None)
+
+
+def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
+    """memory += tensor in place; returns ||memory||^2."""
+    return _norm(memory.detach().numpy(), tensor.detach().numpy())
 
 
 def block_norm(x: Tensor) -> float:
@@ -64,23 +71,14 @@ def block_norm(x: Tensor) -> float:
     return checked_norm(block_square(block), block)
 
 
-def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
-    x, y = memory.detach().numpy(), tensor.detach().numpy()
+def _norm(x: Array, add: Array | None) -> float:
     total = 0.0
     with np.errstate(all="ignore"):
         for start in range(0, x.size, CACHE_BLOCK):
             block = x[start : start + CACHE_BLOCK]
-            block += y[start : start + CACHE_BLOCK]
+            if add is not None:
+                block += add[start : start + CACHE_BLOCK]
             total += block_square(block)
-    return checked_norm(total, x)
-
-
-def array_norm(x: Array) -> float:
-    """||x||^2 of a flat float32 or float64 array."""
-    with np.errstate(all="ignore"):
-        total = 0.0
-        for start in range(0, x.size, CACHE_BLOCK):
-            total += block_square(x[start : start + CACHE_BLOCK])
     return checked_norm(total, x)
 
 
@@ -110,10 +108,12 @@ def checked_norm(total: float, x: Array) -> float:
 
 
 def largest(x: Tensor, k: int) -> Tensor:
+    """Ascending positions (int32) of the `k` elements of largest magnitude."""
     return torch.from_numpy(largest_positions(x.detach().numpy(), k).astype(np.int32))
 
 
 def kth_largest(x: Tensor, k: int) -> float:
+    """The k-th largest element of `x`; NaN counts as the largest."""
     return float(_partitioned(x.numpy(), k))
 
 
@@ -122,7 +122,7 @@ def largest_positions(x: Array, k: int) -> NDArray[np.intp]:
     if k >= x.size:
         return np.arange(x.size)
     magnitude = np.abs(x)
-    smallest = rank_value(magnitude, k)
+    smallest = _rank_value(magnitude, k)
     keep = np.flatnonzero(magnitude >= smallest)
     if keep.size == k:
         return keep
@@ -134,17 +134,14 @@ def largest_positions(x: Array, k: int) -> NDArray[np.intp]:
     return keep[above]
 
 
-def rank_value(x: Array, k: int) -> float:
-    """The `k`-th largest element of `x`, 1 <= k <= x.size, faster than by partitioning.
-
-    1. Bracket it between two elements of a strided sample.
-    2. Count the elements above the bracket, partition those inside it.
-    3. If the sample misled, so that the k-th largest is not inside, partition all.
-    """
+def _rank_value(x: Array, k: int) -> float:
+    """The `k`-th largest element of `x`, 1 <= k <= x.size, faster than by partitioning: two
+    elements of a strided sample bracket it, and what is inside the bracket is partitioned. If the
+    sample misled, so that the k-th largest is not inside, all is partitioned."""
     if x.size < _PARTITION_BELOW:
         return _partitioned(x, k)
     sample = x[:: max(x.size // _RANK_SAMPLE | 1, _RANK_STRIDE)]
-    above, below = rank_bounds(sample.size, k / x.size)
+    above, below = _rank_bounds(sample.size, k / x.size)
     top = _partitioned(sample, above) if above >= 1 else inf
     bottom = _partitioned(sample, below) if below <= sample.size else -inf
     inside = x.take(np.flatnonzero((x >= bottom) & (x <= top)))
@@ -154,10 +151,9 @@ def rank_value(x: Array, k: int) -> float:
     return _partitioned(x, k)
 
 
-def rank_bounds(sample: int, share: float) -> tuple[int, int]:
-    """Ranks (low, high) in a sample of that many elements. They lie 4 standard deviations on either
-    side of the element with `share` of the whole array at or above it, so either may be out of the
-    sample."""
+def _rank_bounds(sample: int, share: float) -> tuple[int, int]:
+    """Ranks (low, high) in a sample of that many elements, 4 standard deviations on either side of
+    the element with `share` of the whole array at or above it; either may be out of the sample."""
     wanted = sample * share
     margin = 4.0 * (wanted * (1.0 - share)) ** 0.5 + 4.0
     return int(wanted - margin), int(wanted + margin) + 1
@@ -177,6 +173,7 @@ class Candidates:
     threshold: magnitude below which an element is of no interest. It only ever rises.
     compare: how a magnitude must compare to the threshold: numpy's >= or >.
     indices, values: runs of elements in the order of their indices; `count` in all.
+    total, magnitudes: the sums of squares and of magnitudes of all elements seen.
     """
 
     def __init__(self, k: int, threshold: float) -> None:
@@ -186,17 +183,22 @@ class Candidates:
         self.count = 0
         self.indices: list[NDArray[np.int32]] = []
         self.values: list[Array] = []
+        self.total = self.magnitudes = 0.0
 
     def extend(self, indices: NDArray[np.int32], values: Array) -> None:
-        """Append a run; drop all but the k largest where too many are held."""
+        """Append a run. Where too many are held, keep the k largest so far: later elements must
+        exceed the smallest of them, as an equal one has a higher index."""
         self.indices.append(indices)
         self.values.append(values)
         self.count += indices.size
         if self.count > 2 * self.k + CACHE_BLOCK:
-            self._prune()
+            indices, values = self.largest()
+            self.indices, self.values, self.count = [indices], [values], self.k
+            self.threshold = np.abs(values).min()
+            self.compare = np.greater
 
     def all(self) -> tuple[NDArray[np.int32], Array]:
-        """(indices, values) of all elements held, of which there must be at least one."""
+        """(indices, values) of all elements held, of which there must be at least one run."""
         return np.concatenate(self.indices), np.concatenate(self.values)
 
     def largest(self) -> tuple[NDArray[np.int32], Array]:
@@ -205,114 +207,86 @@ class Candidates:
         keep = largest_positions(values, self.k)
         return indices.take(keep), values.take(keep)
 
-    def _prune(self) -> None:
-        """Keep the k largest so far. Later elements must exceed the smallest of them, as an equal
-        one has a higher index."""
-        indices, values = self.largest()
-        self.indices, self.values, self.count = [indices], [values], self.k
-        self.threshold = np.abs(values).min()
-        self.compare = np.greater
+    def selected(self) -> Selected:
+        return _selected(*self.largest(), self.total)
 
 
 def select(x: Tensor, k: int, add: Tensor | None) -> Selected:
+    """The `k` elements of largest magnitude."""
     with np.errstate(all="ignore"):
-        return _select(x.numpy(), k, _array(add))
+        return _gather(x.numpy(), k, _array(add)).selected()
 
 
 def select_above(x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
+    """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).
+
+    If there are more than `k` of them, the `k` largest; if there are none, the largest of all
+    elements."""
     array = x.numpy()
     with np.errstate(all="ignore"):
-        candidates, total = _collect(array, k, array.dtype.type(threshold), _array(add))
+        candidates = _collect(array, k, array.dtype.type(threshold), _array(add))
         if not candidates.count:
-            return _select(array, min(k, 1), None)
-        return _selected(candidates.largest(), checked_norm(total, array))
+            candidates = _gather(array, min(k, 1), None)
+        return candidates.selected()
 
 
 def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch) -> Selected:
-    """The search counts among the k + 1 largest elements or somewhat more, which the one pass over
-    the tensor has gathered: among those every count up to k is that of the whole tensor."""
-    array, total = x.numpy(), _Sum()
+    """As `select_above`, with the threshold that `search` finds by counting; k < numel.
+
+    It counts among the k + 1 largest elements or somewhat more, which the one pass over the tensor
+    has gathered: among those every count up to k is that of the whole tensor."""
+    array = x.numpy()
     with np.errstate(all="ignore"):
-        indices, values, norm = superset(array, k + 1, _array(add), total.add)
+        candidates = _gather(array, k + 1, _array(add), sum_magnitudes=True)
+        indices, values = candidates.all()
         magnitude = np.abs(values)
-        threshold = search(magnitude, total.value / array.size, k)
+        threshold = search(magnitude, candidates.magnitudes / array.size, k)
         at = np.flatnonzero(magnitude >= array.dtype.type(threshold))
     if at.size > k or not at.size:
         at = largest_positions(values, k)
-    return _selected((indices.take(at), values.take(at)), norm)
+    return _selected(indices.take(at), values.take(at), candidates.total)
 
 
-def superset(
-    x: Array, k: int, add: Array | None, observe: Observer
-) -> tuple[NDArray[np.int32], Array, float]:
-    """(indices, values, ||x||^2): elements of `x` with the `k` largest among them.
+def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
+    """The elements x_i != 0 with |x_i + latest_i| at or above the maximum of |x| over their bin of
+    `bin_size` neighbours (1 to CACHE_BLOCK); latest is `add`, or `x` if that is None.
 
-    How many elements of `x` reach a threshold can be counted among them, unless `k` or more do.
-    The results may be views of `x`."""
+    If there are more than `k` of them, the `k` largest; if there are none, the largest of all
+    elements. The rule usually lets far more than k elements through: so that not all of them are
+    gathered first, a few bins tell a magnitude that somewhat more than k elements will reach. If
+    they mislead, a second pass gathers all."""
+    array, latest = x.numpy(), _array(add)
+    with np.errstate(all="ignore"):
+        guess = _guess_in_bins(array, bin_size, k, latest)
+        bins = bin_size, array if latest is None else latest
+        candidates = _collect(array, k, guess, latest, False, bins)
+        if guess and candidates.count < k:
+            candidates = _collect(array, k, 0.0, None, False, bins)
+        if not candidates.count:
+            candidates = _gather(array, min(k, 1), None)
+        return candidates.selected()
+
+
+def _gather(x: Array, k: int, add: Array | None, sum_magnitudes: bool = False) -> Candidates:
+    """Candidates with at least the `k` largest among them; all elements of short tensors, for a
+    large share, and where fewer than `k` compare at all because the others are NaN."""
     if x.size >= _PLAIN_BELOW and _PLAIN_CF * k <= x.size:
-        candidates, total = _gather(x, k, add, observe)
-        if candidates is not None:
-            return *candidates.all(), checked_norm(total, x)
-    else:
-        _, total = _collect(x, x.size, inf, add, observe)
-    return np.arange(x.size, dtype=np.int32), x, checked_norm(total, x)
-
-
-class _Sum:
-    """This adds up all the blocks that it is shown, in double precision."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def add(self, block: Array) -> None:
-        rows = block.size // _ROW
-        head, tail = block[: rows * _ROW].reshape(rows, 1, _ROW), block[rows * _ROW :]
-        ones = np.ones((_ROW, 1), block.dtype)  # a product with ones is the fastest sum
-        self.value += float(tail.sum(dtype=np.float64))
-        self.value += float(np.matmul(head, ones).sum(dtype=np.float64))
-
-
-def _array(add: Tensor | None) -> Array | None:
-    return None if add is None else add.numpy()
-
-
-def _selected(found: tuple[NDArray[np.int32], Array], total: float) -> Selected:
-    indices, values = found
-    return Selected(torch.from_numpy(indices), torch.from_numpy(values), total)
-
-
-def _select(x: Array, k: int, add: Array | None) -> Selected:
-    if x.size < _PLAIN_BELOW or _PLAIN_CF * k > x.size:
-        if add is not None:
-            x += add
-        return _select_plain(x, k)
-    candidates, total = _gather(x, k, add)
-    if candidates is None:
-        return _select_plain(x, k)
-    return _selected(candidates.largest(), checked_norm(total, x))
-
-
-def _select_plain(x: Array, k: int) -> Selected:
-    keep = largest_positions(x, k)
-    return _selected((keep.astype(np.int32), x.take(keep)), array_norm(x))
-
-
-def _gather(
-    x: Array, k: int, add: Array | None, observe: Observer | None = None
-) -> tuple[Candidates | None, float]:
-    """Candidates with at least the `k` largest among them, and ||x||^2.
-
-    None instead of candidates if fewer than k elements compare at all, because the others are NaN.
-    """
-    sample = _sample(x, add)
-    rank = rank_bounds(sample.size, k / x.size)[1]
-    candidates, total = _collect(x, k, _guess(sample, rank), add, observe)
-    while candidates.count < k:
-        if rank > sample.size:
-            return None, total
-        rank *= 4
-        candidates, total = _collect(x, k, _guess(sample, rank), None)
-    return candidates, total
+        sample = _sample(x, add)
+        rank = _rank_bounds(sample.size, k / x.size)[1]
+        candidates = _collect(x, k, _guess(sample, rank), add, sum_magnitudes)
+        while candidates.count < k and rank <= sample.size:
+            rank *= 4
+            candidates = _collect(x, k, _guess(sample, rank), None, sum_magnitudes)
+        if candidates.count >= k:
+            return candidates
+        add = None
+    candidates = Candidates(k, 0.0)
+    candidates.total = _norm(x, add)
+    if sum_magnitudes:
+        blocks = (x[start : start + CACHE_BLOCK] for start in range(0, x.size, CACHE_BLOCK))
+        candidates.magnitudes = sum(_block_sum(np.abs(block)) for block in blocks)
+    candidates.indices, candidates.values = [np.arange(x.size, dtype=np.int32)], [x]
+    return candidates
 
 
 def _sample(x: Array, add: Array | None) -> Array:
@@ -325,56 +299,7 @@ def _sample(x: Array, add: Array | None) -> Array:
 
 def _guess(sample: Array, rank: int) -> float:
     """The magnitude of that rank in the sample, counted from the largest; 0 past its end."""
-    return _partitioned(sample, rank) if rank <= sample.size else 0.0
-
-
-def _collect(
-    x: Array, k: int, threshold: float, add: Array | None, observe: Observer | None = None
-) -> tuple[Candidates, float]:
-    """One pass over `x`: the elements that reach the threshold, and ||x||^2."""
-    candidates = Candidates(k, threshold)
-    scratch, mask = _buffers(x.dtype)
-    total = 0.0
-    for start in range(0, x.size, CACHE_BLOCK):
-        block = x[start : start + CACHE_BLOCK]
-        if add is not None:
-            np.add(block, add[start : start + CACHE_BLOCK], out=block)
-        total += block_square(block)
-        magnitude = np.abs(block, out=scratch[: block.size])
-        if observe is not None:
-            observe(magnitude)
-        above = candidates.compare(magnitude, candidates.threshold, out=mask[: block.size])
-        found = np.flatnonzero(above)
-        if found.size:
-            candidates.extend((found + start).astype(np.int32), block.take(found))
-    return candidates, total
-
-
-def _buffers(dtype: np.dtype) -> tuple[Array, NDArray[np.bool_]]:
-    """This thread's working memory for one block: magnitudes and a mask."""
-    buffers: dict[str, Array] = _local.__dict__
-    if dtype.char not in buffers:
-        buffers[dtype.char] = np.empty(CACHE_BLOCK, dtype)
-        buffers["mask"] = np.empty(CACHE_BLOCK, np.bool_)
-    return buffers[dtype.char], buffers["mask"]
-
-
-# Selection in bins -------------------------------------------------------------------------------
-
-
-def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
-    """The rule usually lets far more than k elements through. So that not all of them are gathered
-    first, a few bins tell a magnitude that somewhat more than k elements will reach. If they
-    mislead, a second pass gathers all: the result never depends on the guess."""
-    array, latest = x.numpy(), _array(add)
-    with np.errstate(all="ignore"):
-        guess = _guess_in_bins(array, bin_size, k, latest)
-        candidates, total = _collect_bins(array, bin_size, k, guess, latest, latest)
-        if guess and candidates.count < k:
-            candidates, total = _collect_bins(array, bin_size, k, 0.0, latest, None)
-        if not candidates.count:
-            return _select(array, min(k, 1), None)
-        return _selected(candidates.largest(), checked_norm(total, array))
+    return float(_partitioned(sample, rank)) if rank <= sample.size else 0.0
 
 
 def _guess_in_bins(x: Array, bin_size: int, k: int, add: Array | None) -> float:
@@ -384,47 +309,68 @@ def _guess_in_bins(x: Array, bin_size: int, k: int, add: Array | None) -> float:
     if x.size < _GUESS_BINS_FROM or bins == 0:
         return 0.0
     some = slice(None, None, max(_STRIDE, x.size // _SAMPLE | 1))
-    rows = x[: bins * bin_size].reshape(bins, bin_size)[some]
-    latest = rows
+    rows = latest = x[: bins * bin_size].reshape(bins, bin_size)[some]
     if add is not None:
         latest = add[: bins * bin_size].reshape(bins, bin_size)[some]
         rows = rows + latest
     magnitude = np.abs(rows)
     sent = magnitude[np.abs(rows + latest) >= magnitude.max(axis=1, keepdims=True)]
-    rank = rank_bounds(rows.size, k / x.size)[1]
-    return float(_partitioned(sent, rank)) if rank <= sent.size else 0.0
+    return _guess(sent, _rank_bounds(rows.size, k / x.size)[1])
 
 
-def _collect_bins(
-    x: Array, bin_size: int, k: int, threshold: float, latest: Array | None, add: Array | None
-) -> tuple[Candidates, float]:
-    """One pass: the elements that the rule lets through and that reach `threshold`, and ||x||^2."""
-    candidates = Candidates(k, x.dtype.type(threshold))
-    if not threshold:
+def _collect(
+    x: Array,
+    k: int,
+    threshold: float,
+    add: Array | None,
+    sum_magnitudes: bool = False,
+    bins: tuple[int, Array] | None = None,
+) -> Candidates:
+    """One pass over `x`: the elements that reach the threshold, and the sums.
+
+    bins: (bin size, latest): of those elements only the ones that `select_bins` lets through."""
+    candidates = Candidates(k, threshold)
+    size, latest = bins or (1, x)
+    if bins and not threshold:
         candidates.compare = np.greater  # no zeros
-    step = CACHE_BLOCK // bin_size * bin_size
-    scratch, mask = np.empty(step, x.dtype), np.empty(step, np.bool_)
-    total = 0.0
+    step = CACHE_BLOCK // size * size
+    dtype = torch.float32 if x.dtype == np.float32 else torch.float64
+    magnitudes = scratch("magnitudes", step, dtype, _CPU).numpy()
+    mask = scratch("mask", step, torch.bool, _CPU).numpy()
     for start in range(0, x.size, step):
         block = x[start : start + step]
-        now = block if latest is None else latest[start : start + step]
         if add is not None:
-            np.add(block, now, out=block)
-        total += block_square(block)
-        magnitude = np.abs(block, out=scratch[: block.size])
+            np.add(block, add[start : start + step], out=block)
+        candidates.total += block_square(block)
+        magnitude = np.abs(block, out=magnitudes[: block.size])
+        if sum_magnitudes:
+            candidates.magnitudes += _block_sum(magnitude)
         above = candidates.compare(magnitude, candidates.threshold, out=mask[: block.size])
-        peaks = _peaks(magnitude, bin_size)
-        if candidates.threshold:  # few elements are left to look at
-            found = np.flatnonzero(above)
-            predicted = np.abs(block.take(found) + now.take(found))
-            found = found[predicted >= peaks.take(found // bin_size)]
-        else:
-            predicted = np.abs(np.add(block, now, out=magnitude), out=magnitude)
-            sent = np.greater_equal(predicted, np.repeat(peaks, bin_size)[: block.size])
-            found = np.flatnonzero(np.logical_and(sent, above, out=above))
+        found = np.flatnonzero(above)
+        if bins:
+            coming = np.abs(block.take(found) + latest[start : start + step].take(found))
+            found = found[coming >= _peaks(magnitude, size).take(found // size)]
         if found.size:
             candidates.extend((found + start).astype(np.int32), block.take(found))
-    return candidates, total
+    candidates.total = checked_norm(candidates.total, x)
+    return candidates
+
+
+def _block_sum(block: Array) -> float:
+    """The sum of a block, in double precision beyond a row."""
+    rows = block.size // _ROW
+    head, tail = block[: rows * _ROW].reshape(rows, 1, _ROW), block[rows * _ROW :]
+    ones = np.ones((_ROW, 1), block.dtype)  # a product with ones is the fastest sum
+    whole = np.matmul(head, ones).sum(dtype=np.float64)
+    return float(tail.sum(dtype=np.float64)) + float(whole)
+
+
+def _array(add: Tensor | None) -> Array | None:
+    return None if add is None else add.numpy()
+
+
+def _selected(indices: NDArray[np.int32], values: Array, total: float) -> Selected:
+    return Selected(torch.from_numpy(indices), torch.from_numpy(values), total)
 
 
 def _peaks(magnitude: Array, bin_size: int) -> Array:
@@ -444,6 +390,10 @@ def _peaks(magnitude: Array, bin_size: int) -> Array:
 
 
 def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
+    """Make `out` (uint8) a bit map, the first bit in a byte's lowest, with those set that are at
+    `positions` (ascending).
+
+    present: of which positions that is so (bool); None: of all. On the host always None."""
     at, packed = positions.numpy(), out.numpy()
     nbits = 8 * packed.size
     flags = np.empty(min(_BITS_BLOCK, nbits), np.bool_)
@@ -458,6 +408,10 @@ def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
 
 
 def find_bits(data: Tensor, count: int) -> Tensor:
+    """Ascending positions of the first `count` bits that are set in `data` (uint8).
+
+    If fewer are set, there are as many positions as those, on a device followed by 8 * len(data) up
+    to `count`. On the host int32 if that can hold them, else int64."""
     packed = data.numpy()
     dtype = np.int32 if 8 * packed.size <= 1 << 31 else np.int64
     parts = [np.empty(0, dtype)]

@@ -1,10 +1,10 @@
 """How values travel: in full, in half precision, or as levels with a shared scale.
 
-A `ValueFormat` turns the values of a flat tensor into the parts of a payload: of the values that a
-sparsifier keeps (`TopK(values="bf16")`), or of all values of a tensor (`compressors.quantizers`).
-A `BlockFormat` does so on the host for one block that fits the cache at a time, so that adding the
-new gradient, rounding, packing and summing squared norms read the tensor from memory once; and on a
-device for the whole tensor, by few operations. The bytes on the wire are the same.
+A `ValueFormat` turns the values that a sparsifier keeps (`TopK(values="bf16")`), or all values of a
+tensor (`compressors.quantizers`), into the parts of a payload. A `BlockFormat` does so on the host
+for one block that fits the cache at a time, so that adding the new gradient, rounding, packing and
+summing squared norms read the tensor from memory once; and on a device for the whole tensor, by few
+operations. The bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from hashlib import blake2b
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +44,6 @@ STEP = 2.0**-16
 
 WIDER = 1 + 2.0**-20
 """Scales are larger by this factor: rounding errors must not put a value past the last level."""
-
-NORMS = ("max", "l2")
 
 _BUCKETS = [8 << i for i in range(CODE_BLOCK.bit_length() - 3)]
 _ODD = np.uint16(40503)  # 2**16 over the golden ratio
@@ -79,17 +77,13 @@ class ValueFormat(ABC):
         """(elements, dtype) of each part for `count` values of a tensor of `dtype`."""
 
     @abstractmethod
-    def encode(self, values: Tensor, key: Key) -> Parts:
-        """The parts, contiguous, as `layout` says. `values` (flat) are left as they are."""
+    def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        """The parts, contiguous, as `layout` says, and what they decode to. `values` (flat) are
+        left as they are."""
 
     @abstractmethod
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         """The values that `parts` stand for: bit by bit the same wherever it is called."""
-
-    def encode_and_decode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        """The parts, and what they decode to."""
-        parts = self.encode(values, key)
-        return parts, self.decode(parts, values.numel(), values.dtype)
 
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of all the parts together."""
@@ -109,9 +103,9 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """This iterates over the blocks of `x` on the host, from first to last, as often as needed.
+    """This iterates over the blocks of `x` on the host, as often as needed.
 
-    The first time round, each block has `add` added to it in place before it is handed out.
+    The first time round, `add` is added to each block in place before it is handed out.
 
     total: ||x||^2, known once all blocks have been handed out.
     """
@@ -119,22 +113,20 @@ class Blocks:
     def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
         self.x, self.key = x.detach(), key
         self._add = None if add is None else add.detach()
-        self._first_time = True
         self.total = nan
 
     def __iter__(self) -> Iterator[Block]:
-        total, add = 0.0, self._add
+        total, add, self._add = 0.0, self._add, None
         for start, stop in block_bounds(self.x):
             x = self.x[start:stop]
             if add is not None:
                 x.add_(add[start:stop])
-            wide = x if x.dtype == widened(x.dtype) else x.to(widened(x.dtype))
-            if self._first_time:
-                total += block_square(wide.numpy())
-            yield Block(wide, start, self.key)
-        if self._first_time:
+            x = x.to(widened(x.dtype))
+            if isnan(self.total):
+                total += block_square(x.numpy())
+            yield Block(x, start, self.key)
+        if isnan(self.total):
             self.total = checked_norm(total, self.x.numpy()) if on_host(self.x) else total
-        self._first_time, self._add = False, None
 
 
 class BlockFormat(ValueFormat):
@@ -171,14 +163,10 @@ class BlockFormat(ValueFormat):
         """Decode a block, on a device the whole tensor, into `out` (float32 or float64) from its
         slices of the parts."""
 
-    def encode(self, values: Tensor, key: Key) -> Parts:
+    def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
         if is_host(values.device):
-            return encode_sum(self, values, None, key)[0]
-        return _encode_on_device(self, values.detach(), key)[0]
-
-    def encode_and_decode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        if is_host(values.device):
-            return super().encode_and_decode(values, key)
+            parts, _ = encode_sum(self, values, None, key)
+            return parts, self.decode(parts, values.numel(), values.dtype)
         parts, decoded = _encode_on_device(self, values.detach(), key)
         return parts, decoded.to(values.dtype)
 
@@ -190,13 +178,9 @@ class BlockFormat(ValueFormat):
 
     def slices(self, parts: Parts, start: int, count: int, dtype: torch.dtype) -> Parts:
         """The slices of `parts` for `count` elements from `start` (a multiple of CODE_BLOCK) on."""
-        before = self.layout(start, dtype)[self.shared :]
-        here = self.layout(count, dtype)[self.shared :]
-        own = (
-            part[a : a + b]
-            for part, (a, _), (b, _) in zip(parts[self.shared :], before, here, strict=True)
-        )
-        return (*parts[: self.shared], *own)
+        ends = zip(parts, self.layout(start, dtype), self.layout(count, dtype), strict=True)
+        own = [part[first : first + size] for part, (first, _), (size, _) in ends]
+        return (*parts[: self.shared], *own[self.shared :])
 
 
 def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tuple[Parts, Tensor]:
@@ -239,8 +223,9 @@ class Full(ValueFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, dtype),)
 
-    def encode(self, values: Tensor, key: Key) -> Parts:
-        return (values.detach().contiguous(),)
+    def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
+        values = values.detach().contiguous()
+        return (values,), values
 
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         return parts[0]
@@ -305,8 +290,8 @@ class Levels(BlockFormat):
         if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
             raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
         check_bucket(bucket)
-        if norm not in NORMS:
-            raise ValueError(f"norm must be one of {', '.join(NORMS)}; got {norm!r}")
+        if norm not in ("max", "l2"):
+            raise ValueError(f"norm must be one of max, l2; got {norm!r}")
         self.name, self.bits, self.bucket, self.norm, self.seed = name, bits, bucket, norm, seed
         self.levels = 2 ** (bits - 1) - 1
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
@@ -320,10 +305,14 @@ class Levels(BlockFormat):
         steps, q = scratch_like("work", block.x), scratch_like("levels", block.x)
         columns = numbers_of_rows(scales, block.x, self.bucket)
         matrices = rows(block.x, self.bucket), columns, rows(steps, self.bucket)
-        for x, scale, row in zip(*matrices, strict=True):
-            self._scale(x, scale, row)
-            torch.div(x, scale, out=row)
-        self._round(block, steps, q)
+        for x, scale, work in zip(*matrices, strict=True):
+            self._scale(x, scale, work)
+            torch.div(x, scale, out=work)
+        if self.seed is None:
+            torch.round(steps, out=q)
+        else:
+            fill_random16(q, self.seed, block.key, block.start)
+            torch.add(steps, q, alpha=STEP, out=q).floor_()
         squares = scales.double().square()
         energy = _weighted(squares, q, self.bucket)
         if self.bits == 8:
@@ -368,13 +357,6 @@ class Levels(BlockFormat):
             scale.mul_(work.square_().sum(dim=1, keepdim=True).sqrt_())
         scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
 
-    def _round(self, block: Block, steps: Tensor, q: Tensor) -> None:
-        if self.seed is None:
-            torch.round(steps, out=q)
-            return
-        fill_random16(q, self.seed, block.key, block.start)
-        torch.add(steps, q, alpha=STEP, out=q).floor_()
-
 
 def check_bucket(bucket: int) -> None:
     """Raise ValueError unless so many values can share a scale."""
@@ -393,30 +375,24 @@ def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
 
 
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
-    """Fill a block on the host (any dtype that holds them) with whole numbers, uniform from 0 to
-    65535.
+    """Fill a block on the host with whole numbers, uniform from 0 to 65535: a function of `seed`,
+    the tensor, step and rank in `key`, and the block's start. No global random state is touched.
 
-    The numbers are a function of `seed`, the tensor, step and rank in `key`, and the block's start.
-    No global random state is read or changed. Sixteen bits bias stochastic rounding by less than
-    2**-16 of a step.
-
-    Drawing is the slowest part of stochastic rounding, so each random word serves four elements, a
-    quarter of the length of `out` apart: as it is, and times powers of an odd number. Multiplying
-    by an odd number permutes the words, so every element is uniform.
+    Sixteen bits bias stochastic rounding by less than 2**-16 of a step. Drawing is its slowest
+    part, so each random word serves four elements, a quarter of the length of `out` apart: as it
+    is, and times powers of an odd number, which permute the words.
     """
     each = -(-out.numel() // _USES)
-    digest = _digest(seed, key, start)
-    words = np.asarray(_seeded(digest).random_raw(-(-each // 4))).view(np.uint16)[:each]
-    array = out.numpy()
-    for start in range(0, array.size, each or 1):
-        piece = array[start : start + each]
+    drawn = np.asarray(_seeded(_digest(seed, key, start)).random_raw(-(-each // 4)))
+    words, array = drawn.view(np.uint16)[:each], out.numpy()
+    for at in range(0, array.size, each or 1):
+        piece = array[at : at + each]
         np.copyto(piece, words[: piece.size])
         np.multiply(words, _ODD, out=words)
 
 
 def generator(device: torch.device, seed: int, key: Key) -> torch.Generator | None:
-    """A random number generator on a device, with the same seeds as `fill_random16`; None for meta
-    tensors, which have no values."""
+    """A generator on a device with the seeds of `fill_random16`; None for meta tensors."""
     if device.type == "meta":
         return None
     bits = int.from_bytes(_digest(seed, key, 0)[:8], "little", signed=True)
@@ -430,23 +406,19 @@ def uniform(like: Tensor, seed: int, key: Key) -> Tensor:
 
 
 def _digest(seed: int, key: Key, start: int) -> bytes:
-    """24 bytes that depend on all of what random numbers should depend on."""
     of = (seed, key.name, key.step, key.rank, start)
     return blake2b(repr(of).encode(), digest_size=24).digest()
 
 
 def _seeded(digest: bytes) -> SFC64:
     """This thread's generator, set to the state `digest`. (A new one takes as long as drawing.)"""
-    if "bits" not in _local.__dict__:
+    if not hasattr(_local, "bits"):
         _local.bits = SFC64(0)
     bits: SFC64 = _local.bits
     words = np.append(np.frombuffer(digest, np.uint64), np.uint64(1))  # the last one is a counter
     bits.state = {
-        "bit_generator": "SFC64",
-        "state": {"state": words},
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
+        "bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0,
+    }  # fmt: skip
     return bits
 
 

@@ -29,7 +29,7 @@ def test_layout_encode_decode(name, dtype, count):
     form = make_values(name)
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = values.clone()
-    parts = form.encode(values, KEY)
+    parts, sent = form.encode(values, KEY)
     assert torch.equal(values, before)
     layout = form.layout(count, dtype)
     assert tuple((p.numel(), p.dtype) for p in parts) == layout
@@ -37,6 +37,7 @@ def test_layout_encode_decode(name, dtype, count):
     assert count == 0 or any(p.is_floating_point() and p.numel() for p in parts)
     decoded = form.decode(parts, count, dtype)
     assert (decoded.shape, decoded.dtype) == (values.shape, dtype)
+    assert torch.equal(sent, decoded)
     tolerances = {"fp32": 0, "bf16": 0.004, "fp16": 0.001, "int8": 0.02, "int4": 0.1, "qsgd": 0.8}
     tolerance = tolerances[name]
     assert (decoded.double() - values.double()).abs().max().item() <= tolerance * 5 if count else 1
@@ -53,15 +54,15 @@ def test_layout_encode_decode(name, dtype, count):
 def test_a_device_sends_the_same_bytes(name, dtype, count):
     form = make_values(name)
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
-    parts = form.encode(values, KEY)
-    decoded = form.decode(parts, count, dtype)
+    parts, decoded = form.encode(values, KEY)
     with device_path():
-        again = form.encode(values, KEY)
+        again, sent = form.encode(values, KEY)
         assert torch.equal(form.decode(parts, count, dtype), decoded)
     assert tuple((p.numel(), p.dtype) for p in again) == form.layout(count, dtype)
     if name != "qsgd":  # other numbers are drawn there
         assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
-    of_meta = form.encode(meta(count, dtype), KEY)
+        assert torch.equal(sent, decoded)
+    of_meta, _ = form.encode(meta(count, dtype), KEY)
     assert form.decode(of_meta, count, dtype).shape == (count,)
 
 
@@ -72,16 +73,16 @@ def test_extremes_decode_to_something_finite(name):
         tiny = torch.finfo(dtype).smallest_normal / 1000
         for value in (0.0, tiny, huge, -huge, 1.0):
             values = torch.full((300,), value, dtype=dtype)
-            decoded = form.decode(form.encode(values, KEY), 300, dtype)
+            decoded = form.decode(form.encode(values, KEY)[0], 300, dtype)
             assert decoded.isfinite().all()
             assert (decoded - values).abs().max() <= values.abs().max()
     nan = torch.tensor([1.0, float("nan")])
-    assert form.decode(form.encode(nan, KEY), 2, torch.float32)[1].isnan()
+    assert form.decode(form.encode(nan, KEY)[0], 2, torch.float32)[1].isnan()
 
 
 def test_full_does_not_copy():
     values = torch.ones(5)
-    (part,) = Full().encode(values, KEY)
+    (part,), _ = Full().encode(values, KEY)
     assert part.data_ptr() == values.data_ptr()
 
 
