@@ -1,8 +1,4 @@
-"""The contract of a gradient compressor: one flat tensor and a CF become a payload, and back.
-
-`Compressor` is what every compressor implements, `Payload` is what it makes, and `NoCompression`
-is the simplest that there is: the dense gradient.
-"""
+"""The contract of a gradient compressor: one flat tensor and a CF become a payload, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressors.kernels import add_and_norm, squared_norm
+from compressors.kernels import add_and_norm, check_same_length, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, energies, is_host
 
 MAX_NUMEL = 2**31 - 1
@@ -50,7 +46,7 @@ class Payload:
     key: the tensor and step it belongs to.
     energies: ||a||^2, ||c||^2 and ||a - c||^2, the squared norms of what was compressed, of what is
         kept and of what is lost (float64, (3,), where the data is); None if unknown, as after
-        receiving. For a projection the first is the sum of the others.
+        receiving.
     dtype: of the tensor that was compressed.
     corrupt: on a device, whether what was received cannot have been sent by any compressor; there
         it is decoded all the same, within bounds. On the host such bytes raise CorruptPayload.
@@ -67,17 +63,17 @@ class Payload:
     @property
     def total(self) -> Tensor:
         """||a||^2 (0-dim)."""
-        return self._energy(0)
+        return torch.tensor(nan) if self.energies is None else self.energies[0]
 
     @property
     def energy(self) -> Tensor:
         """||c||^2 (0-dim)."""
-        return self._energy(1)
+        return torch.tensor(nan) if self.energies is None else self.energies[1]
 
     @property
     def error(self) -> Tensor:
         """||a - c||^2 (0-dim)."""
-        return self._energy(2)
+        return torch.tensor(nan) if self.energies is None else self.energies[2]
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
@@ -86,9 +82,6 @@ class Payload:
             return nan, nan, nan
         here = self.energies
         return tuple(here.tolist() if is_host(here.device) else here.unbind())
-
-    def _energy(self, which: int) -> Tensor:
-        return torch.tensor(nan) if self.energies is None else self.energies[which]
 
     @property
     def nbytes(self) -> int:
@@ -103,10 +96,8 @@ class Payload:
             )
         start = 0
         for part in self.parts:
-            flat = part.contiguous().as_strided(
-                (part.numel(),), (1,)
-            )  # a stride of 1 also if empty
-            raw = flat.view(torch.uint8)
+            # as_strided: a stride of 1 also if it is empty
+            raw = part.contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
             out[start : start + raw.numel()].copy_(raw)
             start += raw.numel()
 
@@ -139,15 +130,14 @@ def combined_cf(cf: float, factor: float) -> float:
 class Compressor(ABC):
     """A compressor maps one flat tensor and a compression factor (CF) to a `Payload`, and back.
 
-    It knows nothing of processes, and carries nothing from call to call unless `state_dict` says
-    otherwise. Tensors are flat (1-d), contiguous, float32 or float64; half-precision gradients are
-    widened before.
+    It carries nothing from call to call unless `state_dict` says otherwise. Tensors are flat (1-d),
+    contiguous, float32 or float64; half-precision gradients are widened before.
 
     name: the registered name, used in messages.
-    linear: payloads of several ranks may be summed element by element (all-reduce);
-        otherwise they are gathered. All parts of a linear payload are of one dtype.
-    error_feedback: C is a contraction, so feeding its error back converges. False for
-        unbiased compressors whose values are scaled up.
+    linear: payloads of several ranks may be summed element by element (all-reduce); otherwise they
+        are gathered. All parts of a linear payload are of one dtype.
+    error_feedback: C is a contraction, so feeding its error back converges. False for unbiased
+        compressors whose values are scaled up.
     multilevel: `recompress` works: what is kept at a larger CF is found in what is kept at a
         smaller one. Otherwise candidates are compressed from the full tensor.
     sampled: a strided sample of a tensor shows how well the tensor itself is compressed.
@@ -175,22 +165,20 @@ class Compressor(ABC):
 
     def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
         """memory += tensor in place, then compress `memory`. Override to do it in one pass."""
-        memory.add_(tensor)
+        check_same_length(memory, tensor)
+        memory.detach().add_(tensor)
         return self.compress(memory, cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        """Compress what `payload` keeps by a further `factor` >= 1 (multi-level compression,
-        GraVAC section III): the result is at CF payload.cf * factor, and its `error` is against
-        the tensor that was compressed first. Never touches that tensor again.
-
-        NotImplementedError unless `multilevel`."""
+        """Compress what `payload` keeps by a further `factor` >= 1 (GraVAC section III): the result
+        is at CF payload.cf * factor, its `error` against the tensor that was compressed first,
+        which is not touched again. NotImplementedError unless `multilevel`."""
         raise NotImplementedError(f"compressor {self.name!r} does not compress in levels")
 
     @abstractmethod
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        """out += scale * decompress(payload), in place; `out` is flat with payload.numel elements.
-
-        Raises CorruptPayload, and writes nothing, if the payload points outside `out`."""
+        """out += scale * decompress(payload), in place. Raises CorruptPayload, and writes nothing,
+        if the payload points outside flat `out`."""
 
     @abstractmethod
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
@@ -202,18 +190,13 @@ class Compressor(ABC):
 
     @abstractmethod
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        """The payload whose bytes are `data` (uint8, flat). Inverse of `Payload.write`.
-
-        Raises CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
+        """The payload whose bytes are `data` (uint8, flat), the inverse of `Payload.write`.
+        CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
     def poison(self, payload: Payload, flag: Flag = True) -> Payload:
-        """`payload` with every floating-point value NaN, if `flag` is set.
-
-        This is how a rank tells the others that its gradient was not finite, without a collective
-        of its own.
-
-        A payload without floating-point parts has no room for a NaN: override this, `is_poisoned`
-        and `void` (NotImplementedError otherwise)."""
+        """`payload` with every floating-point value NaN, if `flag` is set: this is how a rank tells
+        the others that its gradient was not finite, without a collective of its own. To be
+        overridden, with `is_poisoned` and `void`, where no part is floating-point."""
         if not any(p.is_floating_point() for p in payload.parts):
             raise NotImplementedError(f"{type(self).__name__} must override poison and is_poisoned")
         return _filled(payload, flag, nan)
@@ -254,15 +237,13 @@ class Compressor(ABC):
     def payload_nbytes_for(
         self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
     ) -> int:
-        """`payload_nbytes` of a parameter of this shape, where the shape matters."""
+        """`payload_nbytes` of a parameter: this and the next two are for where a shape matters."""
         return self.payload_nbytes(prod(shape), cf, dtype)
 
     def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
-        """`floats` of a parameter of this shape, where the shape matters."""
         return self.floats(prod(shape), cf)
 
     def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        """`supported` for a parameter of this shape, where the shape matters."""
         return self.supported(cf, prod(shape))
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -324,7 +305,7 @@ class NoCompression(Compressor):
 
 def _filled(payload: Payload, flag: Flag, value: float) -> Payload:
     """`payload` with every floating-point value replaced, if `flag` is set."""
-    if not isinstance(flag, Tensor) and not flag:
+    if flag is False:
         return payload
     parts = []
     for part in payload.parts:
@@ -352,11 +333,9 @@ def check_out(out: Tensor, payload: Payload) -> None:
 
 def split_bytes(data: Tensor, *parts: tuple[int, torch.dtype]) -> tuple[Tensor, ...]:
     """Cut flat uint8 `data` into tensors of (elements, dtype) each, one after the other: the
-    inverse of `Payload.write`.
+    inverse of `Payload.write`. A part is a view of `data` where its alignment allows, else a copy.
 
-    A part is a view of `data` where its alignment allows, else a copy.
-    Raises CorruptPayload unless `data` is exactly as long as the parts together.
-    """
+    Raises CorruptPayload unless `data` is exactly as long as the parts together."""
     wanted = sum(count * dtype.itemsize for count, dtype in parts)
     if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != wanted:
         raise CorruptPayload(
@@ -365,17 +344,13 @@ def split_bytes(data: Tensor, *parts: tuple[int, torch.dtype]) -> tuple[Tensor, 
         )
     tensors, start = [], 0
     for count, dtype in parts:
-        raw = data[start : start + count * dtype.itemsize]
-        tensors.append(_typed(raw, dtype))
+        size = dtype.itemsize
+        raw = data[start : start + count * size]
         start += raw.numel()
+        if raw.stride(0) != 1 or raw.storage_offset() % size or raw.data_ptr() % size:
+            raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
+        tensors.append(raw.view(dtype))
     return tuple(tensors)
-
-
-def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    size = dtype.itemsize
-    if raw.stride(0) != 1 or raw.storage_offset() % size or raw.data_ptr() % size:
-        raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
-    return raw.view(dtype)
 
 
 def projection_error(total: Scalar, energy: Scalar) -> Scalar:

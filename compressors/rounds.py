@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Key, Payload, check_cf, check_flat
-from compressors.kernels import check_same_length
 from compressors.kernels.blocks import Flag, fill_if, is_host
 
 Rounds = Generator[Tensor, Tensor, list[Payload]]
@@ -21,7 +20,7 @@ Report = Callable[[list[Payload]], None]
 
 
 class RoundsCompressor(Compressor):
-    """This base compresses the tensors of one bucket together, in rounds of all-reduces.
+    """A rounds compressor compresses the tensors of one bucket together, in rounds of all-reduces.
 
     `compress` does the same in a world of one rank: it measures what a CF would keep, changes no
     state and takes no part in any exchange.
@@ -46,27 +45,23 @@ class RoundsCompressor(Compressor):
         """Compress and average one bucket.
 
         tensors: this rank's error-fed gradients a, flat, all of one dtype (float32 or float64) and
-            device, left as they are and not changed by the caller until the last round is over.
+            device; neither this nor the caller changes them until the last round is over.
         cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
             order, on every rank.
         skipped: positions of the tensors to which this rank contributes nothing in this step.
 
-        Each `yield` hands out ONE flat tensor to be summed over all ranks (perhaps empty: then
-        there is nothing to exchange) and is sent the sum, which it may overwrite (it may be the
-        same tensor, summed in place). There are exactly `rounds_count` of them, and their sizes
-        are a function of (shapes, cfs) alone.
+        Each of the `rounds_count` yields hands out one flat tensor to be summed over all ranks
+        (perhaps empty) and is sent the sum, which it may overwrite; their sizes are a function of
+        (shapes, cfs) alone. `report` is called once, between the first sum and the second yield,
+        with one payload for each tensor: the part of *this rank's* a that is kept, zero for a
+        skipped tensor. Its energies are known, `recompress` gives those of larger CFs, and the mean
+        of these payloads over the ranks is what every rank decodes: subtracting it from a leaves
+        this rank's residual. It is valid until the generator ends.
 
-        `report` is called once, between the first sum and the second yield, with one payload for
-        each tensor: the part of *this rank's* a that is kept. Its energy, error and total are
-        known, `recompress` gives those of larger CFs, and the mean of these payloads over the ranks
-        is what every rank decodes. Subtracting it from a (`subtract_from`) leaves this rank's
-        residual; for a skipped tensor it is zero. It is valid until the generator ends.
-
-        Returns one payload a tensor: the mean that every rank decodes, the same on all ranks.
-
-        If any rank's tensors are not finite, all the payloads of the bucket are NaN
-        (`is_poisoned`) on every rank, what is reported decodes to finite numbers (its energy and
-        error are NaN), and no state has changed."""
+        Returns one payload a tensor: the mean that every rank decodes. If any rank's tensors are
+        not finite, all the payloads of the bucket are NaN (`is_poisoned`) on every rank, what is
+        reported decodes to finite numbers (its energy and error are NaN), and no state has changed.
+        """
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         check_flat(tensor)
@@ -80,11 +75,6 @@ class RoundsCompressor(Compressor):
         reported: list[Payload] = []
         lockstep([self.rounds([tensor], [cf], [key], 1, reported.extend)])
         return reported[0]
-
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_same_length(memory, tensor)
-        memory.detach().add_(tensor)
-        return self.compress(memory, cf, key)
 
     def write_to(self, out: Tensor, payload: Payload) -> None:
         """out = decompress(payload), in place; `out` is flat with payload.numel elements."""
@@ -138,21 +128,15 @@ def projection_energies(
 def lockstep(ranks: Sequence[Rounds]) -> list[list[Payload]]:
     """Run the rounds of several ranks in one process: what an exchange does, without one.
 
-    Returns what each rank's generator returned. ValueError if the ranks differ in number or size
-    of their rounds."""
+    Returns what each rank's generator returned, after as many rounds on all of them."""
     handed = [next(rank) for rank in ranks]
-    while True:
-        if len({tensor.shape for tensor in handed}) != 1:
-            raise ValueError(f"ranks must yield equal sizes, got {[t.shape for t in handed]}")
+    results: list[list[Payload]] = []
+    while not results:
         total = torch.stack(handed).sum(0)
-        results: list[list[Payload]] = []
         handed = []
         for rank in ranks:
             try:
                 handed.append(rank.send(total.clone()))
             except StopIteration as stop:
                 results.append(stop.value)
-        if results and handed:
-            raise ValueError(f"{len(results)} ranks ended while {len(handed)} had rounds left")
-        if results:
-            return results
+    return results
