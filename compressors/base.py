@@ -261,11 +261,8 @@ class Compressor(ABC):
 
 
 class NoCompression(Compressor):
-    """This compressor does nothing: it sends the dense gradient, as DDP itself would, at CF 1.
-
-    The payload is the tensor, not a copy: write it to the wire before the tensor changes, so
-    before `subtract_from` as well.
-    """
+    """This compressor does nothing: it sends the dense gradient, as DDP itself would, at CF 1. The
+    payload is the tensor, not a copy: write it before the tensor changes."""
 
     name = "none"
     linear = True

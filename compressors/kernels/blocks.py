@@ -48,11 +48,10 @@ _local = threading.local()
 class Selected(NamedTuple):
     """This is the result of a selection: the elements that are kept of a flat tensor x.
 
-    indices: their positions (int32, ascending). values: the elements at those positions.
-    total: ||x||^2 over all elements of x.
+    indices: their positions (int32, ascending). values: the elements there. total: ||x||^2.
 
-    On a device there are as many as were asked for at most, whatever the data. Places for which no
-    element was found come last: their index is the number of elements of x, their value 0.
+    On a device there are as many as were asked for at most. Places for which no element was found
+    come last: their index is the number of elements of x, their value 0.
     """
 
     indices: Tensor
@@ -80,10 +79,10 @@ def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
 
 
 def either(a: Flag, b: Flag) -> Flag:
-    """Whether `a` or `b` is set; nothing to be done on a device where the host knows one."""
-    if a is False or b is False:
-        return b if a is False else a
-    return a | b
+    """Whether `a` or `b` is set; no operation on a device where the host knows one."""
+    if a is False:
+        return b
+    return a if b is False else a | b
 
 
 def but_not(a: Flag, b: Flag) -> Flag:
@@ -143,15 +142,13 @@ def scratch(use: str, count: int, dtype: torch.dtype, device: torch.device) -> T
 
 
 def scratch_like(use: str, tensor: Tensor) -> Tensor:
-    """Scratch memory with the length, dtype and device of a flat `tensor`."""
+    """Working memory like flat `tensor`."""
     return scratch(use, tensor.numel(), tensor.dtype, tensor.device)
 
 
 def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new tensor of `count` elements with arbitrary contents.
-
-    NumPy asks Linux for large pages, which `torch.empty` does not: to write 50 MB for the first
-    time then takes 8 ms instead of 24 (the copy of a gradient of 100 MB: 7)."""
+    """A new tensor of `count` elements with arbitrary contents. NumPy asks Linux for large pages:
+    to write 50 MB for the first time then takes 8 ms, after `torch.empty` 24."""
     if not is_host(device) or count == 0:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)

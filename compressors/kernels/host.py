@@ -35,20 +35,14 @@ from compressors.kernels.blocks import (
 _ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
 _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
 
-_RANK_SAMPLE = 1 << 13  # elements, at most, from which the k-th largest is bracketed
-_RANK_STRIDE = 17  # at least; a larger sample costs more than it saves
+# Measured: a larger sample, or a guess for fewer elements, costs more than it saves.
+_RANK_SAMPLE, _RANK_STRIDE = 1 << 13, 17  # elements, at most, that bracket the k-th largest
 _PARTITION_BELOW = 1 << 11  # elements; under this a plain partition is as fast
-
-_SAMPLE = 1 << 16  # elements looked at, at most, to guess a threshold
-_STRIDE = 33  # at least; a larger sample costs more than it saves
-_PLAIN_BELOW = 1 << 13  # elements; under this the guess costs more than it saves
-_PLAIN_CF = 4  # keeping more than a quarter, collecting costs more than it saves
-
-_GUESS_BINS_FROM = 1 << 14  # elements; under this a guess of the bins' threshold costs too much
+_SAMPLE, _STRIDE = 1 << 16, 33  # elements looked at, at most, to guess a threshold
+_PLAIN_BELOW, _PLAIN_CF = 1 << 13, 4  # for fewer elements, or more of them kept, nothing is guessed
+_GUESS_BINS_FROM = 1 << 14  # elements, for bins
 _SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column by column
-
 _BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cache
-
 _CPU = torch.device("cpu")
 
 

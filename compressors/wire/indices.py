@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lgamma, log
 
 import numpy as np
 import torch
@@ -33,9 +32,8 @@ Decoded = tuple[Tensor, Flag]
 class IndexFormat:
     """An index format writes at most `capacity` of the positions in range(numel) as bytes.
 
-    The number of bytes depends on (numel, capacity) alone; how many positions there are is told by
-    the bytes themselves. Needs 0 <= capacity <= numel < 2**31. On a device there are always
-    `capacity` indices: places that hold nothing come last, as `numel`.
+    How many positions there are is told by the bytes themselves. 0 <= capacity <= numel < 2**31. On
+    a device there are always `capacity` indices: places that hold nothing come last, as `numel`.
 
     low: None for a bit map, which has a bit for every element of the tensor, set if it is kept: the
         smallest format where about a fourth of the elements or more are kept. A number for the
@@ -43,8 +41,7 @@ class IndexFormat:
         that is possible: the `low` lowest bits (0 to 30) of an index are written as they are, the
         others (its high part) in unary. High parts never fall, so in a map of (capacity + number of
         high parts) bits, bit (high part + rank) is set for each index: no two meet, and the rank is
-        the number of bits set below. The map comes first, then the low bits, with a slot for each
-        of `capacity` indices.
+        the number of bits set below. The low bits follow, with a slot for each of `capacity`.
     """
 
     low: int | None
@@ -165,13 +162,6 @@ def choose_format(numel: int, capacity: int) -> IndexFormat:
 
     Among equally small ones the first of `FORMATS`. A pure function, the same on all ranks."""
     return min(FORMATS, key=lambda form: form.nbytes(numel, capacity))
-
-
-def bound_nbytes(numel: int, k: int) -> float:
-    """Bytes that no format can beat on average: log2 of the number of subsets of `k` of `numel`
-    elements, divided by 8."""
-    subsets = lgamma(numel + 1) - lgamma(k + 1) - lgamma(numel - k + 1)
-    return subsets / log(2) / 8
 
 
 def check_ascending(indices: Tensor, numel: int) -> None:

@@ -61,9 +61,9 @@ Parts = tuple[Tensor, ...]
 class ValueFormat(ABC):
     """A value format writes the values of a flat tensor as the parts of a payload.
 
-    It carries nothing from call to call, and any pattern of bytes decodes to something. At least
-    one part holds floating-point numbers (values or scales) and is not empty if there is a value:
-    if all numbers of such a part are NaN, all values decode to NaN, and if all are 0, to 0.
+    Any pattern of bytes decodes to something. At least one part holds floating-point numbers
+    (values or scales) and is not empty if there is a value: if all numbers of such a part are NaN,
+    all values decode to NaN, and if all are 0, to 0.
 
     name: the registered name, or that of the compressor.
     lossless: decodes to exactly what was encoded.
@@ -91,11 +91,8 @@ class ValueFormat(ABC):
 
 
 class Block(NamedTuple):
-    """A block is a run of neighbouring elements that is encoded at once.
-
-    x: the elements, float32 or float64. start: position of the first of them in the tensor.
-    key: of the tensor.
-    """
+    """A block is a run of neighbouring elements `x` (float32 or float64) from position `start` of
+    the tensor `key` on."""
 
     x: Tensor
     start: int
@@ -103,12 +100,8 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """This iterates over the blocks of `x` on the host, as often as needed.
-
-    The first time round, `add` is added to each block in place before it is handed out.
-
-    total: ||x||^2, known once all blocks have been handed out.
-    """
+    """This iterates over the blocks of `x` on the host, as often as needed. The first time round,
+    `add` is added to each block in place before it is handed out, which makes `total` ||x||^2."""
 
     def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
         self.x, self.key = x.detach(), key
@@ -234,17 +227,13 @@ class Full(ValueFormat):
 class Half(BlockFormat):
     """This value format rounds each value to the nearest number of 16 bits.
 
-    Values beyond the largest such number are cut to it; what is cut off is part of the error, and
-    is fed back with it.
-
-    headroom: how many values must be able to be summed: they are cut to the largest number divided
-        by this.
+    headroom: how many values must be able to be summed: they are cut to the largest such number
+        divided by this. What is cut off is part of the error, and fed back with it.
     parts: values (float16 or bfloat16).
     """
 
     def __init__(self, name: str, half: torch.dtype, headroom: float = 1.0) -> None:
-        self.name = name
-        self.half = half
+        self.name, self.half = name, half
         self.limit = torch.finfo(half).max / headroom
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:

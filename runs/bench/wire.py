@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import lgamma, log
+
 from compressors import kept, make_compressor
-from compressors.wire.indices import bound_nbytes, choose_format
+from compressors.wire.indices import choose_format
 from runs.bench.timing import Row
 
 VALUES = {
@@ -28,3 +30,10 @@ def bench_wire(numel: int) -> list[Row]:
                 detail = f"bound {bound:.2f}, indices as {choose_format(size, k).name}"
                 rows.append(Row(what, ours, goal, detail))
     return rows
+
+
+def bound_nbytes(numel: int, k: int) -> float:
+    """Bytes that no format can beat on average: log2 of the number of subsets of `k` of `numel`
+    elements, divided by 8."""
+    subsets = lgamma(numel + 1) - lgamma(k + 1) - lgamma(numel - k + 1)
+    return subsets / log(2) / 8

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressors import CorruptPayload
-from compressors.wire.indices import FORMATS, IndexFormat, bound_nbytes, choose_format
+from compressors.wire.indices import FORMATS, IndexFormat, choose_format
+from runs.bench.wire import bound_nbytes
 from tests.unit.device_path import device_path
 
 every_format = pytest.mark.parametrize("form", [*FORMATS, IndexFormat(0)], ids=lambda f: f.name)
