@@ -29,7 +29,7 @@ from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
-from adaptive.timeline.records import Timeline, make_timeline
+from adaptive.timeline.records import SafeTimeline, Timeline
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
 from policies import state as saved
@@ -131,7 +131,7 @@ class AdaptiveCompressor:
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),
-            timeline=make_timeline(timeline),
+            timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,
             debug=debug_interval(debug),

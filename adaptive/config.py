@@ -55,7 +55,7 @@ def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -
     return "goodput" if ShadowLadder.suits(base) and not hooks else "gravac"
 
 
-def joins(granularity: str, base: Compressor, policy: Policy) -> bool:
+def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     """Whether the tensors of a bucket are compressed as one. "auto": where the largest elements of
     all can be told, since each layer then gets its share of them: at CF 20 and 100 that saves most
     of what compression costs an image model (docs/results.md)."""

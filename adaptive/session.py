@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from adaptive.agreement import agree, compare_replicas, describe_sizes
 from adaptive.bucket import Granularity
-from adaptive.config import Settings, joins
+from adaptive.config import Settings, whole_buckets
 from adaptive.controller import Controller, PolicyStart
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
@@ -104,7 +104,7 @@ class Session:
         timestamps = make_timestamps(settings.clock, self._parameters.device)
         self._pipeline = Pipeline(timestamps)
         self._choice = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
-        joined = joins(settings.granularity, settings.base, settings.policy)
+        joined = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, joined, settings.dense_below)
         self._sizes = Sizes(
             self._parameters,

@@ -62,7 +62,7 @@ class Logbook(Timeline):
         self._pace = _Pace()
         self._first = self._done = first_step
         self._board: TensorBoardTimeline | None = None
-        self._sinks = SafeTimeline([])
+        self._sinks = SafeTimeline()
         self._dropped: set[str] = set()
         self._handler = _Handler(self)
         logging.getLogger("adaptive").addHandler(self._handler)
@@ -124,7 +124,7 @@ class Logbook(Timeline):
             self._board.completed = completed
         self.flush()
         self._sinks.close()
-        self._sinks = SafeTimeline([])
+        self._sinks = SafeTimeline()
         if self._metrics is not None:
             with suppress(OSError):  # what it still holds cannot be written, which was said
                 self._metrics.close()

@@ -26,7 +26,7 @@ log = logging.getLogger("adaptive")
 class Header:
     """The facts of a run that a policy needs to be replayed from the run's records.
 
-    policy, settings: its name, and what it was made with. cf_range, world_size: as it was told.
+    policy, settings: its name, and what it was made with. cf_range, world_size: of the run.
     base, memory: names of the compressor, and of the memory of what is not sent. numel: elements of
     all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
@@ -109,10 +109,17 @@ class Timeline:
 class SafeTimeline(Timeline):
     """A sink that passes everything on to several sinks, to each until it fails, which is logged
     once: a full disk must neither take one rank out of the collectives that the others wait in, nor
-    silence the other sinks."""
+    silence the other sinks. TypeError unless it is made from a `Timeline`, several or None."""
 
-    def __init__(self, sinks: Sequence[Timeline]) -> None:
-        self.sinks = list(sinks)
+    def __init__(self, timeline: Timeline | Sequence[Timeline] | None = None) -> None:
+        self.sinks: list[Any] = [] if timeline is None else [timeline]
+        if isinstance(timeline, (list, tuple)):
+            self.sinks = list(timeline)
+        if not all(isinstance(sink, Timeline) for sink in self.sinks):
+            raise TypeError(
+                f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline),"
+                f" a list of them or None, got {timeline!r}"
+            )
 
     def start(self, header: Header) -> None:
         self._each("start", header)
@@ -213,20 +220,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-def make_timeline(timeline: Timeline | Sequence[Timeline] | None) -> SafeTimeline:
-    """One sink that never fails, from what the user gave. TypeError unless that is a `Timeline`,
-    several or None."""
-    if timeline is None:
-        return SafeTimeline([])
-    sinks: list[Any] = list(timeline) if isinstance(timeline, (list, tuple)) else [timeline]
-    if not all(isinstance(sink, Timeline) for sink in sinks):
-        raise TypeError(
-            f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline), a "
-            f"list of them or None, got {timeline!r}"
-        )
-    return SafeTimeline(sinks)
 
 
 class Recorder(Stateful):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.bucket import Granularity, StepCFs
-from adaptive.config import joins
+from adaptive.config import whole_buckets
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Strategy, strategies
@@ -103,7 +103,7 @@ class Hook:
         self.strategy = strategy or strategies(base)[0]
         self.parameters = _parameters(sizes, dtype)
         self.exchange = MetaExchange()
-        joined = joins("auto", base, policy) and not (unused and not base.keeps_zeros)
+        joined = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
         instruments = RequestedStatistics(
             policy, self.parameters, LADDER if ladder else (), joined, 1 / 64
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport, Summary
-from adaptive.timeline.records import make_timeline
+from adaptive.timeline.records import SafeTimeline
 from policies import Measurement
 from runs.records import keep_before, read_records
 
@@ -70,7 +70,7 @@ def test_the_header_is_the_first_line_and_read_back(tmp_path: Path) -> None:
         wire_bytes={10.0: 400.5},
     )
     memory, path = MemoryTimeline(), tmp_path / "timeline.jsonl"
-    timeline = make_timeline([memory, JSONLTimeline(path)])
+    timeline = SafeTimeline([memory, JSONLTimeline(path)])
     timeline.start(header)
     timeline.step(_record(0))
     timeline.event(Event(1, 10.0, 20.0, "scale up"))
@@ -88,7 +88,7 @@ def test_the_header_is_the_first_line_and_read_back(tmp_path: Path) -> None:
 
 def test_several_sinks_see_the_same() -> None:
     sinks = [MemoryTimeline(), MemoryTimeline()]
-    several = make_timeline(sinks)
+    several = SafeTimeline(sinks)
     several.step(_record(0))
     several.event(Event(0, 1.0, 10.0, "why"))
     assert sinks[0].steps[0] is sinks[1].steps[0]
@@ -111,7 +111,7 @@ def test_a_sink_that_fails_is_dropped_with_one_warning_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing, others = _Failing(), [MemoryTimeline(), MemoryTimeline()]
-    timeline = make_timeline([others[0], failing, others[1]])
+    timeline = SafeTimeline([others[0], failing, others[1]])
     for step in range(4):
         timeline.step(_record(step))
     timeline.flush()
