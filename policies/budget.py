@@ -13,6 +13,9 @@ from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, chan
 from policies.state import CHILD, Stateful, declare
 from policies.step_time import StepTime
 
+STEP_SIZE = 1.25
+"""The candidates are a geometric ladder in cf_range, this factor apart."""
+
 BRIEF = 5
 """Steps before the first decision, after a move to a smaller CF, whose time may have been predicted
 too short, and of a look: a second CF is sent, to tell the network's latency from its rate."""
@@ -37,7 +40,6 @@ class Budget(DeclaredPolicy):
         no other CF has been sent on the network as it is.
     hysteresis: relative to the share. A larger CF is taken if the share is exceeded by more than
         this ratio, a smaller one if it is predicted to stay below the share by this ratio.
-    step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1.
     """
 
     name = "budget"
@@ -60,7 +62,6 @@ class Budget(DeclaredPolicy):
         window: int = 20,
         look_every: int = 10,
         hysteresis: float = 0.25,
-        step_size: float = 1.25,
     ) -> None:
         if bytes_per_step is not None:
             if share is not None:
@@ -73,13 +74,12 @@ class Budget(DeclaredPolicy):
         self.window = checks.whole("window", window, least=BRIEF)
         self.look_every = checks.whole("look_every", look_every, least=1)
         self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
-        self.step_size = checks.real("step_size", step_size, above=1)
         self._settings = dict(vars(self))
         self._cfs: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
-        """Raises ValueError if cf_range is not a range or step_size makes too many CFs."""
-        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
+        """Raises ValueError if cf_range is not a range or makes too many CFs."""
+        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", STEP_SIZE)
         self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)} - context.unknown))
         self._computed = context.wire_bytes
         self._send = DENSE if self.bytes_per_step is None else self._cfs[-1]

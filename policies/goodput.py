@@ -23,7 +23,6 @@ from math import inf, nan
 from policies import checks
 from policies.base import (
     DENSE,
-    SCALINGS,
     Context,
     DeclaredPolicy,
     GainKind,
@@ -52,13 +51,12 @@ class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
     predicted compression throughput. ValueError or TypeError names a setting that is wrong.
 
-    scaling, step_size: of the ladder of candidates (see `SCALINGS`).
+    step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1.
     opening: steps at the smallest CF before another is considered, >= 1.
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
         in addition to UP standard errors. A smaller CF need only promise more.
     cooldown: steps between two switches, >= 1 (STRIDE_STEPS on the way to a CF that sends many more
         bytes).
-    epsilon: smallest gain worth sending, in [0, 1).
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs.
     """
@@ -80,23 +78,17 @@ class Goodput(DeclaredPolicy):
     def __init__(
         self,
         *,
-        scaling: str = "geometric",
         step_size: float = 2.0,
         opening: int = 5,
         margin: float = 0.05,
         cooldown: int = 10,
-        epsilon: float = 0.0,
         gain: GainKind = "signal",
         power: float = 0.5,
     ) -> None:
-        self.scaling = checks.one_of("scaling", scaling, SCALINGS)
         self.step_size = checks.real("step_size", step_size, above=1)
         self.opening = checks.whole("opening", opening, least=1)
         self.margin = checks.fraction("margin", margin)
         self.cooldown = checks.whole("cooldown", cooldown, least=1)
-        self.epsilon = checks.real("epsilon", epsilon, least=0)
-        if self.epsilon >= 1:
-            raise ValueError(f"epsilon={epsilon!r}: must be in [0, 1)")
         checks.one_of("gain", gain, ("error_fed", "signal"))
         self.gain = gain
         self.power = checks.real("power", power, above=0)
@@ -105,7 +97,7 @@ class Goodput(DeclaredPolicy):
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
-        rungs = make_ladder(checks.cf_range(context.cf_range), self.scaling, self.step_size)
+        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
         self._bytes = context.wire_bytes
         self._time = StepTime(context.wire_bytes)
@@ -151,9 +143,7 @@ class Goodput(DeclaredPolicy):
         largest = inf if self._signal is None else FILLED * self._steps
         for cf in sorted({DENSE, *self._ladder}):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
-            if gain is None or not seconds or cf > largest:
-                continue
-            if cf == DENSE or gain > self.epsilon:
+            if gain and seconds and cf <= largest:
                 promised[cf] = gain**power / seconds
         return promised
 

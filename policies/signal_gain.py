@@ -24,7 +24,7 @@ from math import isfinite, nan, sqrt
 
 from policies.base import DENSE, StepReport
 from policies.estimators import Averages
-from policies.state import CHILD, Stateful, declare
+from policies.state import CHILD, Stateful, declare, together
 
 WEIGHT = 0.02
 """Weight of a new step in a `MeanRatio`: about fifty steps count."""
@@ -58,7 +58,7 @@ class MeanRatio(Stateful):
         clear=bool,
         count=int,
         _means=dict[float, float],
-        _squares=dict[tuple[float, float], float],
+        _squares=list[list[float]],
         _weight=float,
         _weight2=float,
     )
@@ -66,10 +66,11 @@ class MeanRatio(Stateful):
     def __init__(self) -> None:
         self.clear = False
         self.count = 0
-        # Weighted sums of the products by CF, and of the products of two of them. The total has the
-        # CF DENSE. They lack the bias correction: they are divided by `_weight` when read.
+        # Weighted sums of the products by CF, and of the products of two of them, in rows of the
+        # same order. The total has the CF DENSE. They lack the bias correction: they are divided by
+        # `_weight` when read.
         self._means: dict[float, float] = {}
-        self._squares: dict[tuple[float, float], float] = {}
+        self._squares: list[list[float]] = []
         self._weight = self._weight2 = 0.0  # sums of the weights and of their squares
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
@@ -81,20 +82,22 @@ class MeanRatio(Stateful):
         """
         if not energy > 0 or not isfinite(total):
             return
-        values = {cf: product / energy for cf, product in {**products, DENSE: total}.items()}
+        by_cf = {**products, DENSE: total}
+        values = {cf: by_cf[cf] / energy for cf in sorted(by_cf)}
         if total == 0 or not all(isfinite(x * x) for x in values.values()):
             return
         if values.keys() != self._means.keys():
             self.clear, self.count, self._weight, self._weight2 = False, 0, 0.0, 0.0
-            self._means, self._squares = {}, {}
+            self._means = dict.fromkeys(values, 0.0)
+            self._squares = [[0.0] * len(values) for _ in values]
         old, new = 1 - WEIGHT, WEIGHT
         self.count += 1
-        self._means = {cf: old * self._means.get(cf, 0.0) + new * x for cf, x in values.items()}
-        self._squares = {
-            (a, b): old * self._squares.get((a, b), 0.0) + new * x * y
-            for a, x in values.items()
-            for b, y in values.items()
-        }
+        self._means = {cf: old * self._means[cf] + new * x for cf, x in values.items()}
+        numbers = values.values()
+        self._squares = [
+            [old * square + new * x * y for square, y in zip(row, numbers, strict=True)]
+            for row, x in zip(self._squares, numbers, strict=True)
+        ]
         self._weight = old * self._weight + new
         self._weight2 = old * old * self._weight2 + new * new
         least = (LOST if self.clear else CLEAR) * self.error
@@ -141,11 +144,17 @@ class MeanRatio(Stateful):
 
     def _square(self, a: float, b: float) -> float:
         """Mean of the product of the products of two CFs."""
-        return self._squares.get((a, b), nan) / self._weight
+        cfs = list(self._means)
+        return self._squares[cfs.index(a)][cfs.index(b)] / self._weight
 
     def _error(self, variance: float) -> float:
         """Standard error of a weighted mean, if the steps are independent."""
         return sqrt(max(0.0, variance) * self._weight2) / self._weight
+
+    def _check_loaded(self) -> None:
+        size = len(self._means)
+        whole = [len(row) for row in self._squares] == [size] * size
+        together(whole, "'squares' and 'means' of signal gain are of different CFs")
 
 
 class SignalGain(Stateful):

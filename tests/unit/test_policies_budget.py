@@ -286,7 +286,6 @@ def test_refuses_the_state_of_other_settings():
         ({"window": 4}, ValueError, "window=4: must be an int >= 5"),
         ({"look_every": 0}, ValueError, "look_every=0"),
         ({"hysteresis": -1}, ValueError, "hysteresis=-1"),
-        ({"step_size": 1}, ValueError, "step_size=1"),
     ],
 )
 def test_settings_are_checked(settings, error, message):

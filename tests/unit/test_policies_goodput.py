@@ -165,11 +165,6 @@ def test_a_pause_between_two_steps_does_not_count():
     assert policy.t_comp() == pytest.approx(before, rel=1e-6)
 
 
-def test_epsilon_keeps_small_gains_out():
-    sent = run(started(epsilon=0.45), [1e4] * 40)
-    assert set(sent[5:]) == {10.0}
-
-
 @pytest.mark.parametrize("stop", [0, 5, 10, 11, 40, 70])
 def test_goes_on_from_its_state(stop):
     rates = [1e7] * 40 + [3e5] * 60
@@ -328,9 +323,7 @@ def test_signal_gain_counts_to_a_power(power):
     [
         ({"margin": 0}, "margin=0"),
         ({"cooldown": 0}, "cooldown=0"),
-        ({"epsilon": 1.0}, "epsilon=1.0"),
         ({"step_size": 1}, "step_size=1"),
-        ({"scaling": "x"}, "scaling='x'"),
         ({"opening": 0}, "opening=0"),
         ({"power": 0}, "power=0"),
     ],

@@ -74,7 +74,6 @@ budgets = st.one_of(
             "window": st.integers(5, 8),
             "look_every": st.integers(1, 3),
             "hysteresis": st.sampled_from([0.0, 0.25]),
-            "step_size": st.sampled_from([1.25, 3]),
         }
     ),
 )
@@ -83,7 +82,6 @@ goodputs = st.fixed_dictionaries(
         "gain": st.sampled_from(["error_fed", "signal"]),
         "opening": st.integers(1, 4),
         "cooldown": st.integers(1, 5),
-        "epsilon": st.sampled_from([0.0, 0.3]),
     }
 )
 accordions = st.fixed_dictionaries(
