@@ -1,13 +1,11 @@
-"""One DDP bucket in one step: whose gradients it holds, and what of it is compressed as one.
-
-`StepCFs` says what is sent and measured in a step, and what that means for each layer.
-"""
+"""One DDP bucket in one step: whose gradients it holds, what of it is compressed as one (a unit),
+and the payloads of a unit at every CF that the step sends or measures."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
-from compressors.base import Key
+from compressors.base import Key, Payload
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, is_host
 from compressors.rounds import RoundsCompressor
@@ -25,6 +23,12 @@ from policies import DENSE
 
 EXACT = NoCompression()
 """For what travels uncompressed among what is compressed."""
+
+WHOLE = 4096
+"""Elements up to which a tensor is its own sample."""
+
+SHARE = 256
+"""Of what exceeds WHOLE, one element in this many."""
 
 
 @dataclass(frozen=True)
@@ -224,3 +228,52 @@ class Granularity:
 def shard_borders(numel: int, shards: int) -> list[int]:
     """Where each shard begins, and the end: `shards` + 1 positions, as even as can be."""
     return [numel * i // shards for i in range(shards + 1)]
+
+
+def strided_sample(grad: Tensor) -> Tensor:
+    """Elements of `grad` (flat) at equal distances, contiguous; `grad` itself if it is small, and
+    always enough that a candidate CF keeps some. The gain before error feedback is measured on it:
+    a second full selection would cost as much as the compression itself."""
+    numel = grad.numel()
+    stride = max(1, numel // max(1, min(numel, WHOLE + numel // SHARE)))
+    return grad if stride == 1 else grad[::stride].contiguous()
+
+
+def compress_levels(
+    unit: Unit, target: Tensor, addend: Tensor | None = None, sent: Payload | None = None
+) -> list[Payload]:
+    """A payload of target + addend, added up in place, for each of the unit's levels (multi-level
+    compression, GraVAC section 3.2): the smallest CF's from the full tensor, each larger one's from
+    the payload before it, if the compressor can. CF 1 is the tensor itself. sent: the payload at
+    the unit's own CF, if there is one already."""
+    base, before = unit.base, None
+    payloads = {} if sent is None else {unit.cf: sent}
+    for cf in sorted(set(unit.levels)):
+        how = EXACT if cf == DENSE else base
+        if cf in payloads:
+            pass
+        elif base.multilevel and before is not None:
+            payloads[cf] = base.recompress(before, max(1.0, cf / before.cf))
+        elif addend is not None:
+            payloads[cf] = how.compress_sum(target, addend, cf, unit.key)
+            addend = None
+        else:
+            payloads[cf] = how.compress(target, cf, unit.key)
+        if cf != DENSE:
+            before = payloads[cf]
+    return [payloads[cf] for cf in unit.levels]
+
+
+def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: Tally) -> None:
+    """Add what `levels`, a payload for each of the unit's, keep and lose to the tally.
+
+    Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
+    sampled = levels
+    if unit.base.sampled:
+        sampled = compress_levels(replace(unit, key=unit.key._replace(shape=())), sample)
+    tally.add_levels(_energies(levels), _energies(sampled))
+
+
+def _energies(payloads: Sequence[Payload]) -> Tensor:
+    """(payloads, 3)."""
+    return torch.stack([p.energies for p in payloads if p.energies is not None])

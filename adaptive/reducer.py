@@ -28,13 +28,22 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Bucket, Granularity, Part, StepCFs, Unit
+from adaptive.bucket import (
+    EXACT,
+    Bucket,
+    Granularity,
+    Part,
+    StepCFs,
+    Unit,
+    compress_levels,
+    record_levels,
+    strided_sample,
+)
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.multilevel import compress_levels, record_levels, strided_sample
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.on_request import RequestedStatistics
 from adaptive.statistics.vector import Tally

@@ -53,7 +53,7 @@ class Sizes:
 
     def floats(self, cfs: StepCFs) -> float:
         """Elements that a step sends, indices not counted."""
-        if self._elsewhere(cfs.send):
+        if self._without_base(cfs.send):
             return self.numel() / cfs.send
         return sum(
             float(shape.numel()) if cf == DENSE else self.base.floats_for(shape, cf)
@@ -91,7 +91,7 @@ class Sizes:
 
     def wire_bytes(self, cf: float) -> float:
         """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
-        if self._elsewhere(cf):
+        if self._without_base(cf):
             return reduce_wire_bytes(4 * self.numel() / cf, self.world_size)
         gathered = self.choice.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
         on_wire = gather_wire_bytes if gathered else reduce_wire_bytes
@@ -100,15 +100,14 @@ class Sizes:
     def supported(self, cf: float) -> float:
         """The nearest CF that the base or a hook can really do; the base on the largest that it
         compresses, where it matters most."""
-        if self._elsewhere(cf):
+        if self._without_base(cf):
             return cf
         tensors = self._tensors(StepCFs(cf), self._whole())
         shapes = [shape for shape, own in tensors if own != DENSE]
         largest = max(shapes, key=torch.Size.numel, default=torch.Size([1]))
         return self.base.supported_for(cf, largest)
 
-    def _elsewhere(self, cf: float) -> bool:
-        """The base has no part in a step at `cf`."""
+    def _without_base(self, cf: float) -> bool:
         return cf == DENSE or cf in self.hooks
 
     def _whole(self) -> Sequence[Collection[ModelParameter]]:

@@ -1,14 +1,9 @@
 """What a script does with the gradients between `backward()` and `optimizer.step()`.
 
-Two habits that are harmless under plain DDP are not when something is remembered from step to step:
-
-- With momentum correction `p.grad` holds velocities, not gradients. Clipping their norm, decaying
-  weights by hand, adding noise or unscaling them is then something else than what the script means.
-- A backward whose gradients are cleared without a step has left its mark on the memory: what was
-  not sent of it is sent with the steps after it.
-
-Neither can be asked of DDP, so they are noticed: from `p.grad` itself, and from torch's hooks
-around every optimizer's step. Nothing waits for a device.
+With momentum correction `p.grad` holds velocities: clipping or unscaling them is not what a script
+means. A backward whose gradients are cleared without a step has left its mark on the memory: what
+was not sent of it comes with later steps. Both are noticed, from `p.grad` itself and from torch's
+hooks around every optimizer's step. Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -36,9 +31,8 @@ _TOLERANCE = 1e-5
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces. `end()` ends it. unstepped: the last synchronised backward
-    has not been followed by a step. thrown_away: gradients of such a backward were cleared before
-    the next.
+    parameters: those that DDP reduces. unstepped: the last synchronised backward has not been
+    followed by a step. thrown_away: its gradients were cleared before the next. end: to be called.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:

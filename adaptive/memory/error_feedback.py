@@ -1,14 +1,10 @@
 """Error feedback: what was not sent in one step is added to the gradient of the next.
 
-r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019).
-There is one memory, keyed by parameter. It changes in two stages. While the hook runs, the gradient
-is accumulated (`open`; `fold` in a dense step). Once the payloads of all ranks are there and
-finite, what was sent is taken off; if any rank's gradient was not finite, the accumulation is
-undone instead, so that the memory is as it was before the step.
-
-On a device nobody waits to know whether a gradient was finite: what depends on it is a `Flag`, and
-undoing is done, or not, by the device itself. There a residual counts as filled until the ranks
-have agreed that a dense step has emptied it.
+r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019). In the hook the
+gradient is accumulated (`open`; `fold` in a dense step). Once the payloads of all ranks are there,
+what was sent is taken off; if any rank's gradient was not finite, the accumulation is undone
+instead, on a device by the device itself, which alone knows. There a residual counts as filled
+until the ranks have agreed that a dense step has emptied it.
 """
 
 from __future__ import annotations

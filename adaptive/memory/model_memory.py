@@ -80,10 +80,8 @@ class MemoryChoice:
         )
 
     def __str__(self) -> str:
-        return (
-            f"memory={self.kind!r}, momentum={self._momentum}, momentum_lag={self._lag}, "
-            f"masking={self._masking}"
-        )
+        settings = f"momentum={self._momentum}, momentum_lag={self._lag}, masking={self._masking}"
+        return f"memory={self.kind!r}, {settings}"
 
 
 class ModelMemory:

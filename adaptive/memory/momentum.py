@@ -55,6 +55,10 @@ class MomentumRule(NamedTuple):
         now, then = self.with_lag(share).momentum, self.with_lag(other).momentum
         return share / other * (now / then if self.nesterov else 1.0)
 
+    def rate(self, fresh: bool) -> float:
+        """What a gradient is multiplied by; SGD does not dampen the first one."""
+        return self.gain * (1.0 if fresh else 1 - self.dampening)
+
     @property
     def sent_share(self) -> float:
         """Of the velocity; with Nesterov the direction is g + m u."""
@@ -63,8 +67,7 @@ class MomentumRule(NamedTuple):
 
 class _Before(NamedTuple):
     """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the parameter,
-    before. fresh: the velocity has begun in this step, which SGD does not dampen. grad: what the
-    collective overwrites."""
+    before. fresh: the velocity has begun in this step. grad: what the collective overwrites."""
 
     rule: MomentumRule
     started: bool
@@ -214,8 +217,7 @@ class MomentumMemory(Residual):
         # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
         began = parameter.started and not isinstance(poisoned, Tensor)
         fresh = not (began or parameter.stepped or self.has_buffer(parameter))
-        before = _Before(full, parameter.started, parameter.lag, fresh, saved)
-        parameter.before = before
+        parameter.before = _Before(full, parameter.started, parameter.lag, fresh, saved)
         if not full.momentum:
             return None, full
         if parameter.velocity is None:
@@ -223,7 +225,7 @@ class MomentumMemory(Residual):
         _change_lag(parameter, full, lag)
         rule = full.with_lag(lag)
         scale_if(poisoned ^ True, parameter.velocity, rule.momentum)
-        parameter.velocity.add_(grad, alpha=_rate(rule, fresh))
+        parameter.velocity.add_(grad, alpha=rule.rate(fresh))
         parameter.started = True
         return parameter.velocity, rule
 
@@ -231,16 +233,11 @@ class MomentumMemory(Residual):
         assert parameter.velocity is not None
         before: _Before = parameter.before
         rule = before.rule.with_lag(parameter.lag)
-        add_if(flag, parameter.velocity, grad, -_rate(rule, before.fresh))
+        add_if(flag, parameter.velocity, grad, -rule.rate(before.fresh))
         scale_if(flag, parameter.velocity, 1 / rule.momentum)
         if flag is True:
             _change_lag(parameter, before.rule, before.lag)
             parameter.started = before.started
-
-
-def _rate(rule: MomentumRule, fresh: bool) -> float:
-    """What a gradient is multiplied by before it is added to the velocity."""
-    return rule.gain * (1.0 if fresh else 1 - rule.dampening)
 
 
 def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> None:
@@ -253,12 +250,12 @@ def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> No
 
 class SGDMomentum(MomentumMemory):
     """Momentum correction in the stead of an SGD optimizer, by the settings in its parameter
-    groups, which are asked anew in each step, so that schedulers keep working.
+    groups as they are in each step, so that schedulers keep working.
 
     torch adds weight decay to the gradient before momentum. The decay term is the same on every
     rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
-    Its velocity lives where SGD keeps its own, in `optimizer.state[p]["momentum_buffer"]`: since
-    all of this is linear, a buffer that was there before simply goes on decaying.
+    Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
+    of this is linear, a buffer that was there before simply goes on decaying.
 
     ValueError if a group with momentum holds parameters that the model does not have: their
     momentum would be lost.
@@ -354,9 +351,9 @@ class SGDMomentum(MomentumMemory):
             parameter, state = self._parameters[p], self._optimizer.state[p]
             fresh, parameter.stepped = not parameter.stepped, True
             buffer = state.get("momentum_buffer")
-            if buffer is None and not decay:
-                continue
             if buffer is None:
+                if not decay:
+                    continue
                 old = torch.zeros_like(p)
                 buffer = state["momentum_buffer"] = p * (decay if fresh else rate * decay)
             else:

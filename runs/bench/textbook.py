@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adaptive.bucket import Unit
-from adaptive.multilevel import compress_levels, record_levels, strided_sample
+from adaptive.bucket import Unit, compress_levels, record_levels, strided_sample
 from adaptive.statistics.vector import Asked, Tally
 from compressors import Compressor, TopK
 from compressors.base import Key, Payload, kept

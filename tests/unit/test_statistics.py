@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.multilevel import SHARE, WHOLE, strided_sample
+from adaptive.bucket import SHARE, WHOLE, strided_sample
 from adaptive.statistics.vector import Asked, Statistics, Tally
 from compressors import TopK
 from compressors.base import Key
