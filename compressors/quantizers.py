@@ -11,38 +11,19 @@ Those that send hardly more than the signs are in `compressors.signs`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from math import nan
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf, check_flat, check_out, split_bytes
-from compressors.kernels import check_same_length
-from compressors.kernels.blocks import (
-    CODE_BLOCK,
-    block_bounds,
-    fill_up,
-    is_host,
-    numbers_of_rows,
-    rows,
-    scratch,
-    scratch_like,
-    widened,
-)
+from compressors import base
+from compressors.base import Compressor, Key, Payload
+from compressors.kernels import blocks, check_same_length
+from compressors.kernels.blocks import CODE_BLOCK, scratch, scratch_like, widened
 from compressors.kernels.host import block_norm
-from compressors.wire.values import (
-    Block,
-    BlockFormat,
-    Half,
-    Layout,
-    Levels,
-    Parts,
-    encode_sum,
-    fill_random16,
-    generator,
-)
+from compressors.wire import values
+from compressors.wire.values import Block, BlockFormat, Half, Layout, Levels, Parts
 
 
 class Quantizer(Compressor):
@@ -75,7 +56,7 @@ class Quantizer(Compressor):
         return self._compress(memory, tensor, cf, key)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        check_out(out, payload)
+        base.check_out(out, payload)
         self._add(out.detach(), payload, scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
@@ -86,7 +67,7 @@ class Quantizer(Compressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         cf = self._nearest(cf)
-        parts = split_bytes(data, *self.forms[cf].layout(numel, dtype))
+        parts = base.split_bytes(data, *self.forms[cf].layout(numel, dtype))
         return Payload(parts, numel, cf, key, dtype=dtype)
 
     def supported(self, cf: float, numel: int) -> float:
@@ -97,21 +78,30 @@ class Quantizer(Compressor):
         return numel / self._nearest(cf)
 
     def _nearest(self, cf: float) -> float:
-        cf = check_cf(cf)
+        cf = base.check_cf(cf)
         return min(self.forms, key=lambda can: (abs(can - cf), can))
 
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
-        check_flat(tensor)
+        base.check_flat(tensor)
         cf = self._nearest(cf)
-        parts, energies = encode_sum(self.forms[cf], tensor, add, key)
+        parts, energies = values.encode_sum(self.forms[cf], tensor, add, key)
         return Payload(parts, tensor.numel(), cf, key, energies, tensor.dtype)
 
     def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
         form, dtype = self.form(payload.cf), payload.dtype
-        for start, stop in block_bounds(out):
+        for start, stop in blocks.block_bounds(out):
             kept = scratch("kept", stop - start, widened(dtype), out.device)
             form.decode_block(form.slices(payload.parts, start, stop - start, dtype), kept)
             out[start:stop].add_(kept.to(dtype), alpha=scale)
+
+
+class OneFormat(Quantizer, BlockFormat):
+    """This is the base of quantizers that can do one CF and are their own value format."""
+
+    only_cf: ClassVar[float]
+
+    def __init__(self) -> None:
+        super().__init__({self.only_cf: self})
 
 
 class HalfPrecision(Quantizer):
@@ -239,63 +229,75 @@ _FLOATS = {
 }
 
 
-class PowersOfTwo(BlockFormat):
-    """This value format of 8 bits rounds x to a power of two next to it, right on average.
+class Natural(OneFormat):
+    """Natural compression (CF 4) rounds each element to a power of two, up or down at random.
+
+    Horvath et al., "Natural Compression for Distributed Deep Learning" (2019; MSML 2022),
+    definition 1: unbiased, with a variance of at most 1/8 of the energy (theorem 3).
 
     The paper sends a sign and all 8 bits of the exponent. Here 7 bits count from an offset for each
     CODE_BLOCK elements, so that an element takes one byte. What is below 2**-126 of the largest
     magnitude there becomes 0, a bias far beyond the precision of any sum.
 
     Rounding is done on the bits: adding a random number to the mantissa carries into the exponent
-    with a probability equal to the mantissa, as definition 1 wants. It is right for denormal
-    numbers too, which become 0 or the smallest normal one.
+    with a probability equal to the mantissa. It is right for denormal numbers too, which become 0
+    or the smallest normal one.
+
+    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
+    error_feedback: unbiased, so by default the error is not fed back; but it is a contraction, and
+        can be.
 
     parts: offsets as powers of two, codes (uint8: sign, 7 bits of exponent; exponent 0 means 0).
     """
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.name, self.seed = name, seed
+    name = "natural"
+    only_cf = 4.0
+
+    def __init__(self, seed: int = 0, error_feedback: bool = False) -> None:
+        self.seed = seed
+        self.error_feedback = error_feedback
+        super().__init__()
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((-(-count // CODE_BLOCK), widened(dtype)), (count, torch.uint8))
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
-        offset, codes = parts
-        form = _FLOATS[block.x.dtype]
-        bits = block.x.view(form.integer)
-        field = torch.bitwise_and(
-            bits, torch.iinfo(form.integer).max, out=scratch_like("bits", bits)
-        )
-        below = self._offsets(field.amax(), form, offset)
-        random = scratch_like("random", bits)
-        fill_random16(random, self.seed, block.key, block.start)
-        field.add_(random, alpha=1 << form.mantissa - 16).bitwise_right_shift_(form.mantissa)
-        field.sub_(below).clamp_(0, 127)
-        negative = torch.bitwise_right_shift(bits, form.sign - 7, out=random)
-        codes.copy_(field.bitwise_or_(negative.bitwise_and_(128)))
+        offsets, codes = parts
+        random = scratch_like("random", block.x).view(_FLOATS[block.x.dtype].integer)
+        values.fill_random16(random, self.seed, block.key, block.start)
+        codes.copy_(self._codes(block.x[None], random[None], offsets)[0])
         kept = scratch_like("kept", block.x)
         self.decode_block(parts, kept)
         energy = block_norm(kept)
         return energy, block_norm(torch.sub(block.x, kept, out=kept))
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        form, count = _FLOATS[x.dtype], x.numel()
+        count, integer = x.numel(), _FLOATS[x.dtype].integer
         width = min(count, CODE_BLOCK)
-        bits = fill_up(x, -(-count // width) * width).view(form.integer).view(-1, width)
-        field = bits & torch.iinfo(form.integer).max
-        offsets = x.new_empty(len(bits))
-        below = self._offsets(field.amax(dim=1), form, offsets)
-        made_by = generator(x.device, self.seed, key)
+        matrix = blocks.fill_up(x, -(-count // width) * width).view(-1, width)
+        offsets = x.new_empty(len(matrix))
+        made_by = values.generator(x.device, self.seed, key)
         random = torch.randint(
-            1 << 16, field.shape, generator=made_by, dtype=field.dtype, device=field.device
+            1 << 16, matrix.shape, generator=made_by, dtype=integer, device=x.device
         )
-        field.add_(random, alpha=1 << form.mantissa - 16)
-        field.bitwise_right_shift_(form.mantissa).sub_(below[:, None]).clamp_(0, 127)
-        field.bitwise_or_((bits >> form.sign - 7).bitwise_and_(128))
-        codes = field.view(-1)[:count].to(torch.uint8)
+        codes = self._codes(matrix, random, offsets).view(-1)[:count].to(torch.uint8)
         kept = torch.empty_like(x)
         self.decode_block((offsets, codes), kept)
         return (offsets, codes), kept
+
+    def _codes(self, x: Tensor, random: Tensor, offsets: Tensor) -> Tensor:
+        """Codes, still as wide as the elements, for rows that have an offset each, which is filled
+        in. `random`: whole numbers of 16 bits; overwritten."""
+        form = _FLOATS[x.dtype]
+        bits = x.view(form.integer)
+        most = torch.iinfo(form.integer).max
+        field = scratch("bits", x.numel(), form.integer, x.device).view(x.shape)
+        torch.bitwise_and(bits, most, out=field)
+        below = self._offsets(field.amax(dim=1), form, offsets)
+        field.add_(random, alpha=1 << form.mantissa - 16).bitwise_right_shift_(form.mantissa)
+        field.sub_(below[:, None]).clamp_(0, 127)
+        negative = torch.bitwise_right_shift(bits, form.sign - 7, out=random)
+        return field.bitwise_or_(negative.bitwise_and_(128))
 
     def _offsets(self, largest: Tensor, form: _Float, offsets: Tensor) -> Tensor:
         """Fill `offsets` for blocks with these largest magnitudes, as integers, and return what to
@@ -308,50 +310,13 @@ class PowersOfTwo(BlockFormat):
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         offsets, codes = parts
-        if is_host(out.device):
-            _decode_powers(codes, out)
-        else:
-            table = _powers_of_two(out.dtype, out.device)
-            torch.index_select(table, 0, codes.int(), out=out)
-        columns = numbers_of_rows(offsets, out, CODE_BLOCK)
-        for row, offset in zip(rows(out, CODE_BLOCK), columns, strict=True):
+        form = _FLOATS[out.dtype]
+        bits = out.view(form.integer).copy_(codes)
+        sign = torch.bitwise_and(bits, 128, out=scratch_like("bits", bits))
+        bits.bitwise_and_(127).bitwise_left_shift_(form.mantissa)
+        bits.bitwise_or_(sign.bitwise_left_shift_(form.sign - 7))
+        if form.lift != 1:
+            out.mul_(form.lift)
+        columns = blocks.numbers_of_rows(offsets, out, CODE_BLOCK)
+        for row, offset in zip(blocks.rows(out, CODE_BLOCK), columns, strict=True):
             row.mul_(offset)
-
-
-def _decode_powers(codes: Tensor, out: Tensor) -> None:
-    """Fill `out` with the powers of two that `codes` are for an offset of 1."""
-    form = _FLOATS[out.dtype]
-    bits = out.view(form.integer)
-    bits.copy_(codes)
-    sign = torch.bitwise_and(bits, 128, out=scratch_like("bits", bits))
-    sign.bitwise_left_shift_(form.sign - 7)
-    bits.bitwise_and_(127).bitwise_left_shift_(form.mantissa).bitwise_or_(sign)
-    if form.lift != 1:
-        out.mul_(form.lift)
-
-
-@cache
-def _powers_of_two(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each of the 256 codes is for an offset of 1."""
-    table = torch.empty(256, dtype=dtype)
-    _decode_powers(torch.arange(256, dtype=torch.uint8), table)
-    return table.to(device)
-
-
-class Natural(Quantizer):
-    """Natural compression (CF 4) rounds each element to a power of two, up or down at random.
-
-    Horvath et al., "Natural Compression for Distributed Deep Learning" (2019; MSML 2022),
-    definition 1: unbiased, with a variance of at most 1/8 of the energy (theorem 3).
-
-    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    error_feedback: unbiased, so by default the error is not fed back; but it is a contraction, and
-        can be.
-    """
-
-    name = "natural"
-
-    def __init__(self, seed: int = 0, error_feedback: bool = False) -> None:
-        self.seed = seed
-        self.error_feedback = error_feedback
-        super().__init__({4.0: PowersOfTwo(self.name, seed)})

@@ -1,4 +1,4 @@
-"""Quantizers that send hardly more than signs, and the value formats that they use.
+"""Quantizers that send hardly more than signs.
 
 OneBit    1-bit SGD: for each column of elements the mean of each sign
 SignSGD   EF-signSGD: one mean magnitude for the whole tensor
@@ -26,43 +26,36 @@ from compressors.kernels.blocks import (
     widened,
 )
 from compressors.kernels.host import block_norm
-from compressors.quantizers import Quantizer
-from compressors.wire.packing import (
-    codes_nbytes,
-    pack_bits,
-    pack_codes,
-    unpack_bits,
-    unpack_codes,
-)
-from compressors.wire.values import (
-    STEP,
-    WIDER,
-    Block,
-    BlockFormat,
-    Blocks,
-    Layout,
-    Parts,
-    check_bucket,
-    fill_random16,
-    uniform,
-)
+from compressors.quantizers import OneFormat
+from compressors.wire import values
+from compressors.wire.packing import codes_nbytes, pack_bits, pack_codes, unpack_bits, unpack_codes
+from compressors.wire.values import Block, Blocks, Layout, Parts
 
 
-class ColumnMeans(BlockFormat):
-    """This value format of 1 bit decodes x to the mean of its column's values of the same sign.
+class OneBit(OneFormat):
+    """1-bit SGD (CF 32) sends signs, decoded to the mean of the column's elements of that sign.
 
-    A column is a run of `column` consecutive elements (a power of two): payload sizes have to
-    follow from the number of elements alone, so columns cannot follow the shape of the matrix.
+    Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs" (Interspeech 2014), section 3: threshold 0, two
+    reconstruction values for each column, error feedback. A contraction.
+
+    column: consecutive elements that make up a column, a power of two; each column costs 64 bits
+        more. Payload sizes have to follow from the number of elements alone, so columns cannot
+        follow the shape of the matrix.
 
     parts: for each column the mean of the negative values, and by how much the other mean exceeds
     it; packed signs.
     """
 
+    name = "onebit"
+    only_cf = 32.0
+    keeps_zeros = False
     projection = True  # onto what is constant on each column's two sets of elements
 
-    def __init__(self, name: str, column: int) -> None:
-        check_bucket(column)
-        self.name, self.column = name, column
+    def __init__(self, column: int = 512) -> None:
+        values.check_bucket(column)
+        self.column = column
+        super().__init__()
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         columns = -(-count // self.column)
@@ -106,8 +99,8 @@ class ColumnMeans(BlockFormat):
         means, packed = parts
         unpack_bits(packed, out)
         pairs = numbers_of_rows(means, out, self.column)
-        for values, pair in zip(rows(out, self.column), pairs, strict=True):
-            values.mul_(pair[:, 1:]).add_(pair[:, :1])
+        for row, pair in zip(rows(out, self.column), pairs, strict=True):
+            row.mul_(pair[:, 1:]).add_(pair[:, :1])
 
 
 def _sum(matrix: Tensor) -> Tensor:
@@ -127,35 +120,22 @@ def _drop_tiny(means: Tensor) -> Tensor:
     return means.masked_fill_(means.abs() < torch.finfo(means.dtype).tiny, 0)
 
 
-class OneBit(Quantizer):
-    """1-bit SGD (CF 32) sends signs, decoded to the mean of the column's elements of that sign.
+class SignSGD(OneFormat):
+    """EF-signSGD (CF 32) sends the signs of all elements (+ for 0), and one mean magnitude.
 
-    Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
-    Distributed Training of Speech DNNs" (Interspeech 2014), section 3: threshold 0, two
-    reconstruction values for each column, error feedback. A contraction.
-
-    column: consecutive elements that make up a column; each column costs 64 bits more.
-    """
-
-    name = "onebit"
-    keeps_zeros = False
-
-    def __init__(self, column: int = 512) -> None:
-        self.column = column
-        super().__init__({32.0: ColumnMeans(self.name, column)})
-
-
-class ScaledSigns(BlockFormat):
-    """This value format of 1 bit decodes x to mean|x| * sign(x), where the sign of 0 is +.
+    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML
+    2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. C is a
+    contraction: it keeps ||a||_1^2 / (n ||a||^2) of the energy, which is 64% of normally
+    distributed values.
 
     parts: mean|x| (one element), signs (one bit each).
     """
 
+    name = "signsgd"
+    only_cf = 32.0
+    keeps_zeros = False
     shared = 1
     projection = True  # <x, c> = mean|x| * sum|x| = ||c||^2
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((min(count, 1), widened(dtype)), (-(-count // 8), torch.uint8))
@@ -184,39 +164,36 @@ class ScaledSigns(BlockFormat):
         out.mul_(2 * scale).sub_(scale)
 
 
-class SignSGD(Quantizer):
-    """EF-signSGD (CF 32) sends the signs of all elements, and one mean magnitude.
-
-    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML
-    2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. C is a
-    contraction: it keeps ||a||_1^2 / (n ||a||^2) of the energy, which is 64% of normally
-    distributed values."""
-
-    name = "signsgd"
-    keeps_zeros = False
-
-    def __init__(self) -> None:
-        super().__init__({32.0: ScaledSigns(self.name)})
-
-
 def _root_mean_square(x: Tensor) -> Tensor:
     """As a float64 tensor."""
     return torch.linalg.vector_norm(x, dtype=torch.float64) / sqrt(x.numel())
 
 
-class TwoBitLevels(BlockFormat):
-    """This value format of 2 bits decodes x to t * q: q is -1 if x <= -t, 1 if x >= t, else 0.
+class TwoBit(OneFormat):
+    """2-bit quantization (CF 16) sends +t for elements at or above t, -t at or below -t, else 0.
 
-    threshold: t; None: 0.9 times the root mean square of the tensor. That multiple loses least of
-        normally distributed values (34% of their energy) and hardly more than the least of
-        Laplace-distributed ones (42%).
-    parts: t (one element), codes q + 1 (two bits each).
+    Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
+    2015), for the values and the error feedback; MXNet's gradient compression ("2bit"), for sending
+    every element in two bits. An element moves by at most t in a step; the rest is fed back.
+
+    threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: 0.9
+        times the root mean square of the tensor. That multiple loses least of normally distributed
+        values (34% of their energy) and hardly more than the least of Laplace-distributed ones
+        (42%). C is a contraction only with None, but error feedback sends everything in the end
+        with either.
+
+    parts: t (one element), -1, 0 or 1 for each element (two bits each).
     """
 
+    name = "twobit"
+    only_cf = 16.0
     shared = 1
 
-    def __init__(self, name: str, threshold: float | None) -> None:
-        self.name, self.threshold = name, threshold
+    def __init__(self, threshold: float | None = None) -> None:
+        if threshold is not None and not 0 < threshold < inf:
+            raise ValueError(f"threshold must be None or a number above 0, got {threshold!r}")
+        self.threshold = threshold
+        super().__init__()
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 4), torch.uint8))
@@ -253,39 +230,31 @@ class TwoBitLevels(BlockFormat):
         out.mul_(t)
 
 
-class TwoBit(Quantizer):
-    """2-bit quantization (CF 16) sends +t for elements at or above t, -t at or below -t, else 0.
+class TernGrad(OneFormat):
+    """TernGrad (CF 20, 1.6 bits an element) sends -s, 0 or +s for each element, at random.
 
-    Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
-    2015), for the values and the error feedback; MXNet's gradient compression ("2bit"), for sending
-    every element in two bits. An element moves by at most t in a step; the rest is fed back.
+    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
+    (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
+    a contraction (the error is several times the gradient), so the error is not fed back.
 
-    threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: fitted
-        to each tensor. C is a contraction only with the fitted one, but error feedback sends
-        everything in the end with either.
+    clip: s is max|x| over the tensor, but at most so many standard deviations, taken about zero;
+        elements beyond become +-s. The paper's 2.5 makes the variance smaller, at the price of a
+        bias. None: no clipping; then C is unbiased.
+    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
+
+    parts: s (one element), -1, 0 or 1 for each element (five to a byte).
     """
 
-    name = "twobit"
-
-    def __init__(self, threshold: float | None = None) -> None:
-        if threshold is not None and not 0 < threshold < float("inf"):
-            raise ValueError(f"threshold must be None or a number above 0, got {threshold!r}")
-        self.threshold = threshold
-        super().__init__({16.0: TwoBitLevels(self.name, threshold)})
-
-
-class TernaryLevels(BlockFormat):
-    """This value format of 1.6 bits decodes x to s * t, t = -1, 0 or 1 at random: E[s * t] = x.
-
-    s = max|x| over the tensor, at most clip * sqrt(mean x^2); elements beyond s become +-s.
-
-    parts: s (one element), digits t + 1 (five to a byte).
-    """
-
+    name = "terngrad"
+    only_cf = 20.0
+    error_feedback = False
     shared = 1
 
-    def __init__(self, name: str, clip: float | None, seed: int) -> None:
-        self.name, self.clip, self.seed = name, clip, seed
+    def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be None or above 0 (standard deviations), got {clip!r}")
+        self.clip, self.seed = clip, seed
+        super().__init__()
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 3), torch.uint8))
@@ -298,19 +267,17 @@ class TernaryLevels(BlockFormat):
             torch.maximum(scale, magnitude.amax(), out=scale)
         if self.clip is not None:
             scale.clamp_(max=self.clip * sqrt(blocks.total / blocks.x.numel()))
-        scale.mul_(WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
+        scale.mul_(values.WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
 
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
         steps = torch.div(block.x, scale, out=scratch_like("work", block.x))
         t = scratch_like("levels", block.x)
-        fill_random16(t, self.seed, block.key, block.start)
-        if self.clip is None:
-            torch.add(steps, t, alpha=STEP, out=t)
-        else:
+        values.fill_random16(t, self.seed, block.key, block.start)
+        clipped = steps
+        if self.clip is not None:
             clipped = torch.clamp(steps, -1, 1, out=scratch_like("clipped", steps))
-            torch.add(clipped, t, alpha=STEP, out=t)
-        t.floor_()
+        torch.add(clipped, t, alpha=values.STEP, out=t).floor_()
         square, energy = float(scale) ** 2, block_norm(t)
         error = block_norm(steps.sub_(t))
         pack_codes(t, 3, 1, packed)
@@ -320,36 +287,14 @@ class TernaryLevels(BlockFormat):
         scale = torch.linalg.vector_norm(x, inf).view(1)
         if self.clip is not None:
             scale = scale.minimum((self.clip * _root_mean_square(x)).to(x.dtype))
-        scale = scale.mul_(WIDER).clamp_(min=torch.finfo(x.dtype).tiny)
+        scale = scale.mul_(values.WIDER).clamp_(min=torch.finfo(x.dtype).tiny)
         t = x / scale
         if self.clip is not None:
             t.clamp_(-1, 1)
-        t.add_(uniform(t, self.seed, key)).floor_()
+        t.add_(values.uniform(t, self.seed, key)).floor_()
         return (scale, pack_codes(t, 3, 1)), t.mul_(scale)
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scale, packed = parts
         unpack_codes(packed, 3, 1, out)
         out.mul_(scale)
-
-
-class TernGrad(Quantizer):
-    """TernGrad (CF 20, 1.6 bits an element) sends -s, 0 or +s for each element, at random.
-
-    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
-    (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
-    a contraction (the error is several times the gradient), so the error is not fed back.
-
-    clip: in standard deviations, taken about zero; the paper's 2.5 makes the scale and with it the
-        variance smaller, at the price of a bias. None: no clipping; then C is unbiased.
-    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    """
-
-    name = "terngrad"
-    error_feedback = False
-
-    def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be None or above 0 (standard deviations), got {clip!r}")
-        self.clip, self.seed = clip, seed
-        super().__init__({20.0: TernaryLevels(self.name, clip, seed)})
