@@ -99,8 +99,9 @@ def _check_like(what: str, value: Any, like: Any, finite: bool = True) -> None:
     """ValueError unless `value` has no keys but those of the mapping `like`, and tensors of the
     same shapes and dtypes or values of the types in it."""
     if isinstance(like, Mapping):
-        known = isinstance(value, Mapping) and value.keys() <= like.keys()
-        together(known, f"{what} must have no keys but {', '.join(like)}, got {value!r:.80}")
+        together(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r:.80}")
+        unknown = sorted(map(str, value.keys() - like.keys()))
+        together(not unknown, f"{what} has unknown keys: {', '.join(unknown)}")
         for key in value:
             _check_like(f"{what}: {key}", value[key], like[key], finite)
     elif isinstance(like, Tensor):

@@ -150,7 +150,10 @@ def _misfit(rank: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["world_size", "memory"])
 def test_a_state_that_does_not_fit_is_refused(what: str) -> None:
-    wanted = {"world_size": "world_size is 7, expected 2", "memory": "no parameters stranger"}
+    wanted = {
+        "world_size": "world_size is 7, expected 2",
+        "memory": "memory has unknown keys: stranger",
+    }
     for message in run_ranks(2, _misfit, what):
         assert wanted[what] in message
 
