@@ -135,8 +135,7 @@ class Warmup(DeclaredPolicy):
     another policy says (Deep Gradient Compression, section 3.4).
 
     Early gradients are large and change fast, and keeping only a few of their elements does lasting
-    harm. So it sends factor, factor^2, ..., for `steps` steps each. The paper sends CF 4, 16, 64,
-    256 (sparsity 75%, 93.75%, 98.4375%, 99.6%) for an epoch each.
+    harm. So it sends CF factor, factor^2, ..., for `steps` steps each; the paper for an epoch each.
 
     then: the `Policy` that follows; it sees no report from before. None: the largest CF of cf_range
         for good.

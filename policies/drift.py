@@ -13,6 +13,7 @@ The paper explores once. `DriftMonitor` finds three reasons to explore again:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from math import inf, isfinite, nan
 from statistics import fmean, median_low
@@ -22,19 +23,13 @@ from policies.estimators import Backoff, relative_change
 from policies.exploration import CandidateStatistics, SendRule
 from policies.state import CHILD, Stateful, declare
 
-MAX_COOLDOWN_DOUBLINGS = 4
-"""The cooldown of a choice grows to 16 times the first and no further: a network may really
-change."""
+MAX_COOLDOWN_DOUBLINGS, MAX_PROBE_DOUBLINGS = 4, 6
+"""The cooldown of a choice grows to 16 times the first and no further, for a network may really
+change; the wait between probes to 64 times."""
 
-MAX_PROBE_DOUBLINGS = 6
-"""The wait between probes grows to 64 times the first."""
-
-WAIT_CHANGE = 1.0
-"""The time spent waiting for the network must double or halve to count. It shows a change earlier
-than the step time, of which it may be a small part at a large CF, but it is noisier."""
-
-WAIT_SHARE = 0.05
-"""The difference must also be this part of the step time, or it has no consequence."""
+WAIT_CHANGE, WAIT_SHARE = 1.0, 0.05
+"""The time spent waiting for the network must double or halve to count, and change by this part of
+the step time. It shows a change earlier than the step time, but it is noisier."""
 
 REFERENCE_WINDOWS = 5
 """A reference is the mean of the first so many windows that are near it, so that it has little
@@ -80,10 +75,7 @@ class ChangeTest(Stateful):
 
     def end_window(self, cf: float, least: float = 0.0) -> str:
         """Compare the window, which was sent at `cf`. Returns what has changed, if the quantity
-        has, else "".
-
-        least: smallest difference that counts.
-        """
+        has, else "". least: smallest difference that counts."""
         if not self._window:
             return ""
         now, self._window = median_low(self._window), []
@@ -105,22 +97,25 @@ class ChangeTest(Stateful):
         return ""
 
 
+@dataclass(eq=False)
 class DriftMonitor(Stateful):
     """A monitor that says when a choice of GraVAC's may no longer be right, and why.
 
     A choice stands for `cooldown` steps, whatever is observed. That number doubles each time that a
-    choice is given up soon after, so that reports so noisy that they look like drift cost less and
-    less, and is itself again after a choice that lasted. The wait between probes doubles after each
-    that changed nothing, because gains change slowly late in training.
+    choice is given up soon after, so that noise that looks like drift costs less and less, and is
+    itself again after a choice that lasted. The wait between probes doubles after each that changed
+    nothing, because gains change slowly late in training.
 
-    statistics: of the candidates. rule: says below which gain a CF is not sent, and from which on
-        it is sent again.
-    omega: relative difference of T_comp that counts as none.
-    drift: `relative_change` of step time or gain that counts; None: it is not looked for.
-    patience: windows that a drift must last. steps: of a window, and of a probe.
-    retry: steps before the first probe, and steps for which the chosen CF may be kept from being
-        sent by its gain; None: there are no probes, and it may be so for ever.
     """
+
+    statistics: CandidateStatistics
+    rule: SendRule  # with the gains below which a CF is not sent, and from which on it is again
+    omega: float  # relative difference of T_comp that counts as none
+    drift: float | None  # `relative_change` of step time or gain that counts; None: none does
+    patience: int  # windows that a drift must last
+    steps: int  # of a window, and of a probe
+    retry: int | None  # steps before the first probe, or with the chosen CF's gain below epsilon
+    cooldown: int
 
     _fields = declare(
         _chosen=float | None,
@@ -138,49 +133,33 @@ class DriftMonitor(Stateful):
         _gain=CHILD,
     )
 
-    def __init__(
-        self,
-        statistics: CandidateStatistics,
-        rule: SendRule,
-        *,
-        omega: float,
-        drift: float | None,
-        patience: int,
-        steps: int,
-        retry: int | None,
-        cooldown: int,
-    ) -> None:
-        self._statistics, self._rule, self._omega = statistics, rule, omega
-        self._steps, self._retry = steps, retry
+    def __post_init__(self) -> None:
         self._chosen: float | None = None  # the last choice, if there was one
         self._others: list[float] = []  # tried and passed over
-        self._cooldown = Backoff(cooldown, MAX_COOLDOWN_DOUBLINGS)
+        self._cooldown = Backoff(self.cooldown, MAX_COOLDOWN_DOUBLINGS)
         self._since_choice = 0  # steps
         self._steps_below = 0  # in a row, with the chosen CF's gain below epsilon
-        self._wait = None if retry is None else Backoff(retry, MAX_PROBE_DOUBLINGS)
+        self._wait = None if self.retry is None else Backoff(self.retry, MAX_PROBE_DOUBLINGS)
         self._since_probe = 0  # steps of the wait for the next probe, and of that probe
         self._t_sys: float | None = None  # of the chosen CF, before that probe
-        self._drift = drift
         self._cf: float | None = None  # in use
         self._window_step = 0
-        self._seconds = ChangeTest("step time without compression", drift or inf, patience)
-        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, patience)
-        self._gain = ChangeTest("gain", drift or inf, patience)
+        self._seconds = ChangeTest(
+            "step time without compression", self.drift or inf, self.patience
+        )
+        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, self.patience)
+        self._gain = ChangeTest("gain", self.drift or inf, self.patience)
 
     def begin(self, chosen: float, others: tuple[float, ...]) -> None:
-        """A choice was made, and these other CFs were tried.
-
-        The step times that it rests on become references. The references of the other quantities
-        are the first windows after the choice: waits were not compared for the choice, and the
-        error-fed gain of a CF changes once that CF is sent.
-        """
+        """A choice was made, and these other CFs were tried. The step times that it rests on become
+        references; for other quantities the first windows do, for they change once a CF is sent."""
         if self._chosen is not None:
             self._cooldown.judge(self._since_choice)
         if self._wait is not None and chosen != self._chosen:
             self._wait.reset()
         self._chosen, self._others, self._cf = chosen, list(others), None
         self._since_choice = self._steps_below = self._since_probe = 0
-        self._seconds.begin(self._statistics.time.without_compression())
+        self._seconds.begin(self.statistics.time.without_compression())
         self._waits.begin({})
         self._gain.begin({})
 
@@ -195,7 +174,7 @@ class DriftMonitor(Stateful):
         the numbers that show it."""
         self._since_choice += 1
         stands = self._since_choice <= self._cooldown.steps
-        found = self._watch(report) if self._drift is not None else None
+        found = self._watch(report) if self.drift is not None else None
         found = found or self._watch_epsilon(report.cf)
         if found and not stands:
             return found
@@ -213,14 +192,14 @@ class DriftMonitor(Stateful):
             self._seconds.add(report.seconds - report.coding_seconds)
             self._waits.add(report.wait_seconds)
         if cf == self._chosen:
-            of_step = report.gain(cf, self._statistics.kind)  # of signal gain that is only noise
-            gain = of_step if self._statistics.signal is None else self._statistics.gain(cf)
+            of_step = report.gain(cf, self.statistics.kind)  # of signal gain that is only noise
+            gain = of_step if self.statistics.signal is None else self.statistics.gain(cf)
             self._gain.add(nan if gain is None else gain)
         self._window_step += 1
-        if self._window_step < self._steps:
+        if self._window_step < self.steps:
             return None
         self._window_step = 0
-        least = WAIT_SHARE / (self._statistics.t_sys(cf) or inf)
+        least = WAIT_SHARE / (self.statistics.t_sys(cf) or inf)
         found = [
             (Drift.TIMES, self._seconds.end_window(cf)),
             (Drift.TIMES, self._waits.end_window(cf, least)),
@@ -231,11 +210,11 @@ class DriftMonitor(Stateful):
     def _watch_epsilon(self, sent: float) -> tuple[Drift, str] | None:
         """A drift if its gain has kept the chosen CF from being sent for too long, and smaller CFs
         were tried."""
-        gain, epsilon = self._statistics.gain(self._chosen), self._rule.epsilon
+        gain, epsilon = self.statistics.gain(self._chosen), self.rule.epsilon
         below = sent != self._chosen and gain is not None and gain < epsilon
         self._steps_below = self._steps_below + 1 if below else 0
         smaller = [cf for cf in self._others if self._chosen is not None and cf < self._chosen]
-        if self._retry is None or self._steps_below < self._retry or not smaller:
+        if self.retry is None or self._steps_below < self.retry or not smaller:
             return None
         numbers = f"{gain:.4g} < epsilon {epsilon:g} for {self._steps_below} steps"
         return Drift.GAINS, f"the gain of CF {self._chosen:g} is {numbers}"
@@ -251,8 +230,8 @@ class DriftMonitor(Stateful):
             return ""
         self._since_probe += 1
         if self._since_probe == self._wait.steps:
-            self._t_sys = self._statistics.t_sys(sent)  # probing takes time
-        if self._since_probe < self._wait.steps + self._steps:
+            self._t_sys = self.statistics.t_sys(sent)  # probing takes time
+        if self._since_probe < self._wait.steps + self.steps:
             return ""
         self._since_probe = 0
         self._wait.fail()
@@ -264,28 +243,23 @@ class DriftMonitor(Stateful):
         A CF that was sent must promise more T_comp by omega. One that was never sent, for want of
         gain, must have a gain now with which it would be sent.
         """
-        gain = self._statistics.gain(chosen)
-        kept = None if gain is None or self._t_sys is None else gain * self._t_sys
+        here, least = self.statistics.gain(chosen), self.rule.up_at
+        needed = (1 + self.omega) * (here or nan) * (self._t_sys or nan)
         for cf in self._others:
-            gain, t_sys = self._statistics.gain(cf), self._statistics.t_sys(cf)
-            if gain is None or gain < self._rule.up_at:
+            gain, t_sys = self.statistics.gain(cf), self.statistics.t_sys(cf)
+            if gain is None or gain < least:
                 continue
             if t_sys is None:
-                return (
-                    f"CF {cf:g} has not been sent and has gain {gain:.4g} >= {self._rule.up_at:.4g}"
-                )
-            if kept is not None and gain * t_sys > (1 + self._omega) * kept:
-                return (
-                    f"CF {cf:g} has gain {gain:.4g}, T_comp {gain * t_sys:.4g} > "
-                    f"{1 + self._omega:.4g} x {kept:.4g} of CF {chosen:g}"
-                )
+                return f"CF {cf:g} has not been sent and has gain {gain:.4g} >= {least:.4g}"
+            if gain * t_sys > needed:
+                return f"CF {cf:g} has gain {gain:.4g}, T_comp {gain * t_sys:.4g} > {needed:.4g}"
         return ""
 
     def described(self) -> str:
         """What would make GraVAC explore again, in words; "" if nothing will."""
         causes = []
-        if self._drift is not None:
-            causes.append(f"its step time or gain changes by {self._drift:g} of itself")
+        if self.drift is not None:
+            causes.append(f"its step time or gain changes by {self.drift:g} of itself")
         if self._wait is not None and self._others:
             causes.append("a probe of CFs that are not sent promises more")
         return f"it explores again when {', or '.join(causes)}" if causes else ""

@@ -7,6 +7,7 @@ the largest one that loses no gain against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 
 from policies.base import DENSE, GainKind, StepReport
@@ -31,9 +32,8 @@ class SendRule(Stateful):
     """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
     else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
 
-    The bare rule flaps with the error-fed gain: a dense step empties the residual, the gain looks
-    good again, the next compressed steps fill the residual, and so on. So moving down is easy, and
-    moving up is hard.
+    The bare rule flaps with the error-fed gain: a dense step empties the residual, and the gain
+    looks good until compressed steps have filled it. So moving down is easy and moving up is hard.
 
     epsilon: gain below which the present level is left at once.
     hysteresis: moving up needs a gain of epsilon x (1 + hysteresis), at most 1.
@@ -81,36 +81,28 @@ class SendRule(Stateful):
         return ""
 
 
+@dataclass(eq=False)
 class CandidateStatistics(Stateful):
     """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
-    they are known (GraVAC, section 3.1).
-
-    The gain of a CF is averaged while it is measured, and noted at the end of its window. Then it
-    stays known until it is measured again.
-
-    kind: the definition of gain. weight: of a new value in its average. believed_after:
-    measurements that an average needs before it counts. nbytes: returns the bytes on the wire at a
-    CF. assumed: gains, by CF, of hooks whose gain cannot be measured.
+    they are known (GraVAC, section 3.1). A gain is averaged while it is measured. The one that is
+    noted at the end of a CF's window stays known until it is measured again.
 
     time: the model of the step time. signal: the signal gains, if `kind` is "signal"; else None.
     """
 
+    kind: GainKind
+    weight: float  # of a new value in the average of a gain
+    believed_after: int  # measurements that an average needs before it counts
+    nbytes: Callable[[float], float]  # bytes on the wire at a CF
+    assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
+
     _fields = declare(_averages=CHILD, _judged=dict[float, float], time=CHILD, signal=CHILD)
 
-    def __init__(
-        self,
-        kind: GainKind,
-        weight: float,
-        believed_after: int,
-        nbytes: Callable[[float], float],
-        assumed: Mapping[float, float],
-    ) -> None:
-        self.kind, self._believed_after = kind, believed_after
-        self._nbytes, self._assumed = nbytes, assumed
-        self._averages = Averages(weight)
+    def __post_init__(self) -> None:
+        self._averages = Averages(self.weight)
         self._judged: dict[float, float] = {}
-        self.time = StepTime(nbytes)
-        self.signal = SignalGain() if kind == "signal" else None
+        self.time = StepTime(self.nbytes)
+        self.signal = SignalGain() if self.kind == "signal" else None
 
     def observe(self, report: StepReport, measured: Collection[float]) -> str:
         """Take in one step, in which the gains of these CFs were measured; the averages of others
@@ -130,24 +122,25 @@ class CandidateStatistics(Stateful):
             return None
         if cf == DENSE:
             return 1.0
-        if cf in self._assumed:
-            return self._assumed[cf]
+        if cf in self.assumed:
+            return self.assumed[cf]
         if self.signal is not None:
             return self.signal.gain(cf)
         average = self._averages.get(cf)
-        if average is None or average.count < self._believed_after:
+        if average is None or average.count < self.believed_after:
             return self._judged.get(cf)
         return min(1.0, average.value)
 
-    def judge(self, cf: float) -> None:
+    def judge(self, cf: float | None) -> None:
         """A window of this CF is over: note its gain, if that is known."""
         gain = self.gain(cf)
-        if cf != DENSE and gain is not None:
+        if cf is not None and cf != DENSE and gain is not None:
             self._judged[cf] = gain
 
-    def forget_times(self) -> None:
-        """Step times have changed, gains have not."""
-        self.time = StepTime(self._nbytes)
+    def forget_times(self, chosen: float | None) -> None:
+        """Step times have changed, gains have not: that of the CF in use is noted."""
+        self.judge(chosen)
+        self.time = StepTime(self.nbytes)
 
     def forget_gains(self) -> None:
         """Gains have changed, step times have not."""

@@ -1,12 +1,10 @@
 """GraVAC (Tyagi, Swany, 2023): choose the CF by gain and compression throughput.
 
 A run explores the ladder and then either settles on the CF where compression throughput saturates,
-which is left and taken up again through epsilon, or stays dense, if no CF beats dense.
-
-Beyond the paper, that lasts until something has drifted (policies/drift.py); then it explores
-again. What has not drifted stays known. After a change of the network these are the gains, so that
-a few steps for each candidate are enough, for its step time; after a change of gains these are the
-step times, dense's too.
+which is left and taken up again through epsilon, or stays dense, if no CF beats dense. Beyond the
+paper, that lasts until something has drifted (policies/drift.py); then it explores again. What has
+not drifted stays known: after a change of the network the gains, so that a few steps for each
+candidate are enough, for its step time; after a change of gains the step times, dense's too.
 """
 
 from __future__ import annotations
@@ -227,8 +225,7 @@ class GraVAC(DeclaredPolicy):
             if gain is not None and gain < self.epsilon:  # the send rule stays at dense
                 return f"gain {gain:.4g} at CF {self._floor:g} < epsilon {self.epsilon:g}"
             self._rule.enter(Level.FLOOR)
-            known = "not known yet" if gain is None else f"{gain:.4g}"
-            return f"dense is measured, gain at CF {self._floor:g} {known}"
+            return "dense is measured"
         self._statistics.judge(self._floor)
         self._statistics.judge(judged)
         why = ""
@@ -298,10 +295,8 @@ class GraVAC(DeclaredPolicy):
     def _explore_again(self, drift: Drift, why: str) -> str:
         """Explore again, and forget what has drifted; returns why the plan changes."""
         quick = drift == Drift.TIMES and self._chosen is not None
-        if self._chosen is not None:
-            self._statistics.judge(self._chosen)
         if drift == Drift.TIMES:
-            self._statistics.forget_times()
+            self._statistics.forget_times(self._chosen)
         else:
             self._statistics.forget_gains()
         self._explore(quick)

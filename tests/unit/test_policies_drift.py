@@ -135,7 +135,7 @@ def test_a_probe_comes_after_a_wait_that_grows():
 @pytest.mark.parametrize(
     ("gain", "seconds", "why"),
     [
-        (0.6, {20.0: 0.4}, "CF 20 has gain 0.6, T_comp 1.5 > 1.1 x 1 of CF 10"),
+        (0.6, {20.0: 0.4}, "CF 20 has gain 0.6, T_comp 1.5 > 1.1"),
         (0.42, {20.0: 0.4}, ""),  # 1.05, within omega
         (0.32, {20.0: 0.1}, ""),  # fast, but below what is sent again
         (0.6, {}, "CF 20 has not been sent and has gain 0.6 >= 0.33"),
@@ -413,7 +413,6 @@ def test_a_timed_cf_must_promise_more_t_comp():
     run.gains[160.0] = 0.69  # before: 0.45
     run.run(3 * 40 + 8)
     assert "CF 160 has gain 0.69, T_comp 5." in run.policy.plan().reason
-    assert "> 1.1 x 5." in run.policy.plan().reason
 
 
 def test_dense_is_left_when_gains_have_grown():
