@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressors.kernels import add_and_norm, check_same_length, squared_norm
-from compressors.kernels.blocks import Flag, Scalar, energies, is_host
+from compressors.kernels.blocks import Flag, Scalar, either, energies, is_host
 
 MAX_NUMEL = 2**31 - 1
 """Elements of the largest tensor: its positions fit 32 bits."""
@@ -180,9 +180,9 @@ class Compressor(ABC):
         """out += scale * decompress(payload), in place. Raises CorruptPayload, and writes nothing,
         if the payload points outside flat `out`."""
 
-    @abstractmethod
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
         """tensor -= decompress(payload), in place: what is left is the residual."""
+        self.add_to(tensor, payload, -1.0)
 
     @abstractmethod
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
@@ -207,7 +207,7 @@ class Compressor(ABC):
         for part in payload.parts:
             if part.is_floating_point() and part.numel():
                 first = part[0].isnan()
-                flag = flag | (bool(first) if is_host(part.device) else first)
+                flag = either(flag, bool(first) if is_host(part.device) else first)
         return flag
 
     def void(self, payload: Payload, flag: Flag = True) -> Payload:
@@ -279,9 +279,6 @@ class NoCompression(Compressor):
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
         out.detach().add_(payload.parts[0], alpha=scale)
-
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        tensor.detach().sub_(payload.parts[0])
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return numel * dtype.itemsize

@@ -108,9 +108,6 @@ class GraceCompressor(Compressor):
         sent = self._decode(tensors, payload.ctx, payload.numel, payload.dtype)
         out.detach().add_(sent.masked_fill(flag != 0, 0.0).to(out.dtype), alpha=scale)
 
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
-
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         expected = self._expected(numel, self.supported(cf, numel), dtype)
         return sum(shape.numel() * each.itemsize for shape, each in expected) + 1

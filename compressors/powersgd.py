@@ -237,9 +237,6 @@ class PowerSGD(RoundsCompressor):
             p, q, _ = (part.to(out.dtype) for part in payload.parts)
             torch.mul(p[:, None], q, out=plan.matrix(out.detach()))
 
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
-
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         sizes = layout(cf, numel, key.shape).sizes
         parts = base.split_bytes(data, *((size, dtype) for size in sizes))

@@ -72,9 +72,6 @@ class RandomK(Compressor):
         base.check_out(out, payload)
         add_at(out, self._indices(payload), self._decoded(payload), scale)
 
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
-
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return self.values.nbytes(kept(numel, cf), dtype)
 

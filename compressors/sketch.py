@@ -189,9 +189,6 @@ class Sketch(RoundsCompressor):
         else:
             out.detach().add_(values, alpha=scale)
 
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
-
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         k, _, dense = self.budget(numel, cf)
         sent, values = base.split_bytes(data, (k, torch.int32), (k + dense, dtype))

@@ -54,7 +54,7 @@ class SparsePayload(Payload):
         index_format = choose_format(self.numel, self.capacity)
         split = max(0, out.numel() - index_format.nbytes(self.numel, self.capacity))
         Payload(self.parts[1:], self.numel, self.cf, self.key).write(out[:split])
-        index_format.encode_into(out[split:], self.parts[0], self.numel, self.capacity, self.full)
+        index_format.encode(self.parts[0], self.numel, self.capacity, self.full, out[split:])
 
     def with_parts(self, *parts: Tensor) -> SparsePayload:
         return replace(self, parts=parts, sent=None)
@@ -120,9 +120,6 @@ class Sparsifier(Compressor):
         if not is_host(out.device) and not self.exact_count:
             indices = indices.clamp(max=payload.numel - 1)  # slots that hold nothing add 0 there
         add_at(out, indices, values, scale)
-
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return self.values.nbytes(kept(numel, cf), dtype) + self.index_nbytes(numel, cf)

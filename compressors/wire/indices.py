@@ -24,9 +24,6 @@ from compressors.wire.packing import (
     unpack_numbers,
 )
 
-Decoded = tuple[Tensor, Flag]
-"""The indices (int32, flat, ascending), and whether no `encode` can have made their bytes."""
-
 
 @dataclass(frozen=True)
 class IndexFormat:
@@ -55,15 +52,22 @@ class IndexFormat:
         slots = numbers_nbytes(capacity, 1 << self.low) if self.low else 0
         return self._map_nbytes(numel, capacity) + slots
 
-    def encode_into(
-        self, out: Tensor, indices: Tensor, numel: int, capacity: int, exact: bool = False
-    ) -> None:
-        """Fill `out` (flat uint8 of `nbytes` elements) with what stands for `indices` (int32, flat,
-        strictly ascending within [0, numel), not checked).
+    def encode(
+        self,
+        indices: Tensor,
+        numel: int,
+        capacity: int,
+        exact: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The bytes (flat uint8), in `out` if given, of `indices` (int32, flat, strictly ascending
+        within [0, numel), not checked).
 
         exact: there are as many as `capacity`. ValueError if there are more."""
         if indices.numel() > capacity:
             raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
+        if out is None:
+            out = indices.new_empty(self.nbytes(numel, capacity), dtype=torch.uint8)
         bits, at = out[: self._map_nbytes(numel, capacity)], native(indices)
         kernels = host if is_host(out.device) else device
         present = None if exact or kernels is host else indices < numel
@@ -73,9 +77,13 @@ class IndexFormat:
             slots = at & ((1 << self.low) - 1)
             slots = slots if present is None else slots * present
             pack_numbers(slots, 1 << self.low, capacity, native(out[bits.numel() :]))
+        return out
 
-    def decode(self, data: Tensor, numel: int, capacity: int, exact: bool = False) -> Decoded:
-        """The indices whose bytes are `data` (uint8, flat).
+    def decode(
+        self, data: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> tuple[Tensor, Flag]:
+        """The indices (int32, flat) whose bytes are `data` (uint8, flat), and whether these are
+        corrupt.
 
         On the host CorruptPayload unless `data` is what is made of indices that ascend strictly
         within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
@@ -90,13 +98,6 @@ class IndexFormat:
         if is_host(data.device):
             return self._decode_on_host(data[:size], data[size:], numel, capacity, exact), False
         return self._decode_on_device(data[:size], data[size:], numel, capacity, exact)
-
-    def encode(self, indices: Tensor, numel: int, capacity: int, exact: bool = False) -> Tensor:
-        """What `encode_into` makes, as a new tensor."""
-        size = self.nbytes(numel, capacity)
-        out = torch.empty(size, dtype=torch.uint8, device=indices.device)
-        self.encode_into(out, indices, numel, capacity, exact)
-        return out
 
     def _decode_on_host(
         self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
@@ -122,7 +123,7 @@ class IndexFormat:
 
     def _decode_on_device(
         self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
-    ) -> Decoded:
+    ) -> tuple[Tensor, Flag]:
         """One more index than there can be is decoded. Indices that are not present, and those that
         are beyond the last element, become `numel` plus the bits that their slots hold; the last
         one has no slot. So each must be below the next one if it is present, else not above it:
