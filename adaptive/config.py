@@ -15,7 +15,6 @@ import torch
 
 from adaptive.exchange.link import LinkSpec
 from adaptive.hook import HookRung
-from adaptive.statistics.shadow import ShadowLadder
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor
 from compressors.sparsifier import Sparsifier
@@ -52,7 +51,7 @@ def make_base(base: str | Compressor, memory: Any, exchange: Any) -> Compressor:
 def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
     """The policy that nobody has chosen: "goodput" where a shadow ladder tells all gains, else
     "gravac". docs/results.md has the comparison."""
-    return "goodput" if ShadowLadder.suits(base) and not hooks else "gravac"
+    return "goodput" if isinstance(base, Sparsifier) and not hooks else "gravac"
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
@@ -137,7 +136,7 @@ class Settings:
                 f"precision; got {self.dense_below}"
             )
         compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
-        if policy.shadow and compresses and not ShadowLadder.suits(base):
+        if policy.shadow and compresses and not isinstance(base, Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "

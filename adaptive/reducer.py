@@ -45,7 +45,7 @@ from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.on_request import RequestedStatistics
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import Flag, Scalar, all_finite
@@ -163,8 +163,8 @@ class Reducer:
         """
         sending: Sequence[Part] = ()
         not_finite: Flag = False  # gradients of this rank
-        asked, memory = step.tally.asked, self.memory
-        untouched = not (asked.cfs or asked.ladder or send) and self.clip_norm is None
+        tally, memory = step.tally, self.memory
+        untouched = not (tally.cfs or tally.ladder or send) and self.clip_norm is None
         if untouched and all(memory.idle(parameter) for parameter in parameters):
             step.tally.at("grad").fill_(nan)  # not measured
         else:
@@ -210,7 +210,7 @@ class Reducer:
 
     def _fold(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
         """Add what the memory holds of these parts to their gradients, and measure the sum."""
-        units = self.granularity.cut(bucket, step.cfs) if step.tally.asked.cfs else []
+        units = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
         samples = [strided_sample(_gradient(bucket, unit)).clone() for unit in units]
         for part in parts:
             self.memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))

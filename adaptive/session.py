@@ -1,12 +1,9 @@
-"""A compressor at work on one model: what is known only once the model and its group are.
-
-Made as a whole or not at all, on every rank alike.
-"""
+"""A compressor at work on one model: what is known only once the model and its group are."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -21,7 +18,7 @@ from torch.optim import Optimizer
 from adaptive.agreement import agree, compare_replicas, describe_sizes
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
-from adaptive.controller import Controller, PolicyStart
+from adaptive.controller import Controller, make_header, start_policy
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline
@@ -33,8 +30,8 @@ from adaptive.parameters import ModelParameters
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes
 from adaptive.state import check_state, shapes, undone_on_error
-from adaptive.statistics.on_request import RequestedStatistics
-from adaptive.statistics.timing import Stopwatch, make_timestamps
+from adaptive.statistics.requested import RequestedStatistics
+from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import StepWatch
 from adaptive.timeline.records import Header, Recorder
 from compressors.base import CorruptPayload
@@ -90,20 +87,20 @@ class Session:
     ) -> None:
         self.settings = settings
         self.model = model
-        self.exchange = Exchange(
-            group, EmulatedLink(settings.link) if settings.link else None, settings.checksum
-        )
+        link = EmulatedLink(settings.link) if settings.link else None
+        self.exchange = Exchange(group, link, settings.checksum)
+        rank, world_size = self.exchange.rank, self.exchange.world_size
+        self._optimizer, self._scaler = optimizer, scaler
         self._parameters = ModelParameters(model)
         self._watch = StepWatch(self._parameters)
         self._memory = ModelMemory(settings.memory, self._parameters)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._gave_up_momentum = False
-        self._optimizer, self._scaler = optimizer, scaler
         self._failed: tuple[int, Exception] | None = None  # the step, and why
-        timestamps = make_timestamps(settings.clock, self._parameters.device)
+        timestamps = Timestamps.of(settings.clock, self._parameters.device)
         self._pipeline = Pipeline(timestamps)
-        self._choice = ExchangeChoice(settings.base, settings.exchange, self.exchange.world_size)
+        self._choice = ExchangeChoice(settings.base, settings.exchange, world_size)
         joined = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, joined, settings.dense_below)
         self._sizes = Sizes(
@@ -113,7 +110,7 @@ class Session:
             settings.dense_below,
             settings.hooks.keys(),
             self._choice,
-            self.exchange.world_size,
+            world_size,
         )
         try:
             agree(self._prepare, group)
@@ -121,58 +118,56 @@ class Session:
             self._memory.release()
             self._watch.end()
             raise
+        device = self._parameters.device
         if self._choice.measures:
-            self._choice.link = measure_link(self.exchange, settings.clock, self._parameters.device)
-        if self.exchange.world_size == 1:
+            self._choice.link = measure_link(self.exchange, settings.clock, device)
+        if world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
         self._warn_of(optimizer)
         self.controller = Controller(
             settings.policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(
-                settings.timeline,
-                self.exchange.rank == 0,
-                self._header,
-                settings.samples_per_step or 1.0,
-            ),
-            self._instruments,
-            self._sizes.numel,
-            self._sizes.floats,
-            lambda: learning_rate(self._optimizer),
-            frozenset(settings.hooks),
+            Recorder(settings.timeline, rank == 0, self._header, settings.samples_per_step or 1.0),
+            self._requested,
+            self._sizes,
+            settings.hooks.keys(),
             self._choice.by_energy,
-            self._parameters.device,
+            lambda: learning_rate(self._optimizer),
+            device,
         )
         self._watch_forward()
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
-        self._start = PolicyStart(settings, self._sizes, self.exchange.world_size)
-        self._instruments = RequestedStatistics(
+        self._context = start_policy(settings, self._sizes, self.exchange.world_size)
+        joined, supported = self._granularity.joined, self._sizes.supported
+        candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *settings.hooks}
+        self._requested = RequestedStatistics(
             settings.policy,
             parameters.values(),
-            self._start.candidates,
-            self._granularity.joined,
+            sorted(candidates),
+            joined,
             settings.shadow_sample,
         )
         self._choose_memory()
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
-        if self._granularity.joined and not base.keeps_zeros and skips:
+        if joined and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
                 f"on a model with parameters that a step may not use (find_unused_parameters, "
                 f"static_graph): it makes something of the zeros of a parameter that sends "
                 f"nothing; got 'bucket'"
             )
+        ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]
         lines = (
             *settings.describe(self._memory.now.name),
             self._handed_over(),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
-            describe_sizes(base, self._start.cfs, sizes),
+            describe_sizes(base, sorted(candidates | ends), sizes),
         )
         return "\n".join(lines)
 
@@ -181,7 +176,7 @@ class Session:
         return f"optimizer {describe(self._optimizer)}, scaler={self._scaler is not None}"
 
     def _header(self) -> Header:
-        return self._start.header(self._memory.now.name, self.controller.dense_wire_bytes)
+        return make_header(self.settings, self._sizes, self._context, self._memory.now.name)
 
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood. A collective; the error of a rank
@@ -232,14 +227,14 @@ class Session:
         self._check_whole()
         step = self.controller.step
         try:
-            reduced = self._reduce(bucket)
+            reduced, finish = self._reduce(bucket)
         except Exception as error:
             self._failed = self._failed or (step, error)
             raise
 
         def arrived(future: Future[Tensor]) -> Tensor:
             try:
-                return future.value()
+                return finish(future.value())
             except Exception as error:
                 self._failed = self._failed or (step, error)
                 raise
@@ -256,38 +251,26 @@ class Session:
                 f"since: start anew, or load a checkpoint on all ranks ({error})"
             )
 
-    def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def _reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], Callable[[Tensor], Tensor]]:
+        """A future of the bucket's mean, and what is to be done with the mean when it is there."""
         controller = self.controller
         if bucket.index() == 0:
-            controller.begin_step()
-            if controller.corrupt:
-                raise CorruptPayload(
-                    "a payload that no compressor can have sent has arrived on some rank: its "
-                    "bytes were changed on the way (a device finds this out two steps late)"
-                )
-            if not controller.carrying:
-                self._memory.emptied()
-            if every := self.settings.debug:
-                looked_at = () if controller.step % every else self._parameters.values()
-                group = self.exchange.group
-                compare_replicas(controller.step, controller.plan, looked_at, group)
-            self._heed_script()
+            self._begin_step()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
         parameters = [self._parameters.find(p) for p in bucket.parameters()]
-        self._sizes.see(
-            bucket.index(), parameters, self._reducer.compresses_whole_buckets(controller.step)
-        )
-        rung = self.settings.hooks.get(controller.plan.send)
+        whole = self._reducer.compresses_whole_buckets(controller.step)
+        self._sizes.see(bucket.index(), parameters, whole)
         scale = loss_scale(self._scaler, buffer.device)
         work = buffer
         if scale is not None:  # in float32, where unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
         plan, cfs = controller.plan, controller.cfs
-        on_mean = self._instruments.sums.add if plan.accumulate else None
+        on_mean = self._requested.sums.add if plan.accumulate else None
         step = Step(controller.step, cfs, controller.tally, on_mean)
-        if rung is not None:
-            send = partial(send_through, rung, plan.send, bucket, scale, self.exchange)
+        hook = self.settings.hooks.get(plan.send)
+        if hook is not None:
+            send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
             done = self._reducer.dense(step, work, parameters, send)
         elif plan.send == DENSE:
             done = self._reducer.dense(step, work, parameters)
@@ -302,23 +285,43 @@ class Session:
                 bucket.is_last(),
             )
         if bucket.is_last():
-            controller.end_step(self._watch.take_found())
-            self._reducer.end_backward()
-            self._watch.backward_ends(scale, compare=bool(self._memory.now.keeps))
-            if self._watch.thrown_away and self._memory.holds_something():
-                self._watch.thrown_away = False
-                self._suspects.append((controller.step - 2, _THROWN_AWAY))
-                self._warn_of_suspects()
+            self._end_step(scale)
         stopwatch.hook_left(entered, self._pipeline.take_waits())
 
-        def finish(future: Future[Tensor]) -> Tensor:
-            mean = future.value()
+        def finish(mean: Tensor) -> Tensor:
             if scale is not None:
                 mean = buffer.copy_(mean.mul_(scale))
             stopwatch.bucket_done(self._pipeline.take_decoded())
             return mean
 
-        return done.then(finish)
+        return done, finish
+
+    def _begin_step(self) -> None:
+        """What comes before the first bucket."""
+        controller = self.controller
+        controller.begin_step()
+        if controller.corrupt:
+            raise CorruptPayload(
+                "a payload that no compressor can have sent has arrived on some rank: its "
+                "bytes were changed on the way (a device finds this out two steps late)"
+            )
+        if not controller.carrying:
+            self._memory.emptied()
+        if every := self.settings.debug:
+            compared = () if controller.step % every else self._parameters.values()
+            compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
+        self._heed_script()
+
+    def _end_step(self, scale: Tensor | None) -> None:
+        """What comes after the last bucket's own collective."""
+        watch = self._watch
+        self.controller.end_step(watch.take_found())
+        self._reducer.end_backward()
+        watch.backward_ends(scale, compare=bool(self._memory.now.keeps))
+        if watch.thrown_away and self._memory.holds_something():
+            watch.thrown_away = False
+            self._suspects.append((self.controller.step - 2, _THROWN_AWAY))
+            self._warn_of_suspects()
 
     def discard(self) -> None:
         """Forget what the memory holds: the last backward's gradients are thrown away."""
@@ -329,17 +332,21 @@ class Session:
     def _heed_script(self) -> None:
         """What the training script has done since the last backward, and must not do with this
         memory. Falling back is decided on an agreed statistic, warnings are each rank's own."""
-        controller, watch, memory = self.controller, self._watch, self._memory.now
+        controller, memory = self.controller, self._memory.now
         sends_velocities = "velocity" in memory.keeps
-        if controller.changed and sends_velocities:
+        if controller.agreed.changed > 0 and sends_velocities:
             if not memory.may_fall_back:
                 raise RuntimeError(f"{_CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
             controller.note(f"{_CHANGED}; {_FALLEN_BACK}")
             self._fall_back()
-        if controller.unscaled and self._scaler is None and _UNSCALED not in self._told:
-            self._told.add(_UNSCALED)
+        if (
+            controller.agreed.unscaled > 0
+            and self._scaler is None
+            and _UNSCALED not in self._warned
+        ):
+            self._warned.add(_UNSCALED)
             controller.note(_UNSCALED)
-        if watch.unstepped and sends_velocities:
+        if self._watch.unstepped and sends_velocities:
             self._suspects.append((controller.step - 1, _UNSTEPPED))
         self._warn_of_suspects()
 
@@ -357,7 +364,7 @@ class Session:
         self._gave_up_momentum = True
         self._memory.release()
         self._reducer.memory = self._memory.now
-        self._instruments.begin(self._memory.now)
+        self._requested.follow(self._memory.now)
 
     def _warn_of(self, optimizer: Optimizer | None) -> None:
         warning = self._memory.warning(optimizer)
@@ -365,27 +372,28 @@ class Session:
             self._warn_once(warning)
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             log.warning("%s", message)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         self._check_whole()
+        self.controller.flush()
         return {
             **self._identity(),
             "resharded_from": None,
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._choice.link).values()),
             "memory": self._memory.state_dict(),
-            **self._instruments.state_dict(),
+            **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
         by_name, base = self._parameters.by_name(), self.settings.base
-        controller, expected = self.controller, self._identity()
+        controller, requested, expected = self.controller, self._requested, self._identity()
         # It was told in the run that the state is of, and need not be found out again.
         has_fallen_back = state.get("memory_kind") == "residual" and self._memory.now.may_fall_back
         if has_fallen_back:
@@ -395,20 +403,22 @@ class Session:
                 "state: it is of a run with momentum correction, which this compressor has given "
                 "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
             )
-        with undone_on_error((base, controller.policy), controller.loaded_parts()):
-            check_state(state, expected, by_name, len(self._instruments.ladder))
+        loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
+        with undone_on_error((base, controller.policy), loaded):
+            check_state(state, expected, by_name, len(requested.ladder))
             base.load_state_dict(saved.read(state, "compressor", Mapping))
             controller.load_state_dict(saved.read(state, "controller", Mapping), same_clock)
             if state["resharded_from"] is not None:
                 controller.policy.rescale()
+            requested.load_state_dict(state, by_name)
         if has_fallen_back:
             self._fall_back()
+            requested.load_state_dict(state, by_name)  # what is followed now has begun anew
             if self.exchange.rank == 0:
                 self._warn_once(f"the state is of a run with plain error feedback; {_FALLEN_BACK}")
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
-        self._instruments.load_state_dict(state, by_name)
         self._failed = None
 
     def _identity(self) -> dict[str, Any]:
@@ -431,16 +441,15 @@ class Session:
         """From here on with the memory as it is now."""
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
-        memory = self._memory.now
-        self._instruments.begin(memory)
+        self._requested.follow(self._memory.now)
         # DDP rebuilds its buckets after the first backward, with a static graph after the second.
         settling = 2 if self.model is not None and self.model.static_graph else 1
         self._reducer = Reducer(
             self._granularity,
-            memory,
+            self._memory.now,
             self.exchange,
             self._pipeline,
-            self._instruments,
+            self._requested,
             settling,
             clip_norm,
         )

@@ -17,7 +17,10 @@ from policies.state import read, together
 
 State = Mapping[str, Any]
 
-CONTENTS = ("compressor", "link", "memory", "shadow", "sum", "controller", "resharded_from")
+CONTENTS = (
+    *("compressor", "link", "memory", "shadow", "sum", "layers", "peers"),
+    *("controller", "resharded_from"),
+)
 """What a state holds beside what must be equal."""
 
 TENSORS = {"none": (), "residual": ("residual",), "momentum": ("residual", "velocity")}
@@ -75,19 +78,19 @@ def check_state(
     plain = {"lag": float, "to_full_lag": float, "stepped": bool}
     tensors = TENSORS[expected["memory_kind"]]
     memory = {name: {**dict.fromkeys(tensors, each), **plain} for name, each in flat.items()}
-    _check_like("memory", state["memory"], memory)
+    check_like("memory", state["memory"], memory)
     for name, kept in state["memory"].items():
         whole = ("velocity" in kept) == ("lag" in kept) == ("to_full_lag" in kept)
         together(whole, f"the memory of {name!r} has lost something")
-    _check_like("sum", state["sum"], flat, finite=False)
-    _check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
+    check_like("sum", state["sum"], flat, finite=False)
+    check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
     for name, kept in state["shadow"].items():
         size = -(-by_name[name].tensor.numel() // read(kept, "stride", int))
         dtype = read(kept, "residual", Tensor).dtype
         together(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
         rows = torch.empty(1 + ladder, size, dtype=dtype, device="meta")
         like = {"stride": int, "residual": rows[1:], "velocity": rows[1:], "sent": rows}
-        _check_like(f"shadow of {name!r}", kept, like)
+        check_like(f"shadow of {name!r}", kept, like)
     if read(state, "resharded_from", int | None) is None:
         _, beta = read(state, "link", tuple[float, object])
         together(isinstance(beta, float) and beta > 0, "'link' must be two numbers")
@@ -95,7 +98,7 @@ def check_state(
         together(state["link"] is None, "'link' must be None in a resharded state")
 
 
-def _check_like(what: str, value: Any, like: Any, finite: bool = True) -> None:
+def check_like(what: str, value: Any, like: Any, finite: bool = True) -> None:
     """ValueError unless `value` has no keys but those of the mapping `like`, and tensors of the
     same shapes and dtypes or values of the types in it."""
     if isinstance(like, Mapping):
@@ -103,7 +106,7 @@ def _check_like(what: str, value: Any, like: Any, finite: bool = True) -> None:
         unknown = sorted(map(str, value.keys() - like.keys()))
         together(not unknown, f"{what} has unknown keys: {', '.join(unknown)}")
         for key in value:
-            _check_like(f"{what}: {key}", value[key], like[key], finite)
+            check_like(f"{what}: {key}", value[key], like[key], finite)
     elif isinstance(like, Tensor):
         fits = isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
         fits = fits and (not finite or bool(value.isfinite().all()))
@@ -189,8 +192,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
     old = len(states)
     weights = shares(old, rank, new)
     heir = states[rank * old // new]  # of what cannot be shared out; rank 0's of rank 0
-    controller = heir["controller"]
-    layers = [state["controller"]["layers"] for state in states]
+    layers = [state["layers"] for state in states]
     return {
         **heir,
         "world_size": new,
@@ -199,16 +201,9 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "link": None,
         "memory": _memory(states, weights),
         "sum": {},
-        "controller": {
-            **controller,
-            "layers": {n: _mean(weights, [of_rank[n] for of_rank in layers]) for n in layers[0]},
-            "energies": [],
-            "peers": {
-                name: torch.zeros_like(sketch) for name, sketch in controller["peers"].items()
-            },
-            "times": [],
-            "timing": None,
-        },
+        "layers": {n: _mean(weights, [of_rank[n] for of_rank in layers]) for n in layers[0]},
+        "peers": {name: torch.zeros_like(found) for name, found in heir["peers"].items()},
+        "controller": {**heir["controller"], "energies": [], "times": [], "timing": None},
     }
 
 

@@ -1,15 +1,14 @@
 """The arithmetic of the shadow ladder and of signal gain, on samples of gradients.
 
 A matrix of samples is (CFs, elements). Its columns lie in sections, each of which is compressed as
-one. On the host there is one section, and every function works with NumPy on the tensors' memory,
-in an order of summation that recorded runs depend on. On a device it is a fixed number of
-operations, whatever the number of elements and of sections, and no value is read.
+one. On the host there is one section, and sums are NumPy's, in an order that recorded runs depend
+on. On a device it is a fixed number of operations, whatever the number of elements and of sections,
+and no value is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,11 +66,6 @@ class Sections:
         )
 
 
-def native(x: Tensor) -> Any:
-    """What is fast at arithmetic: NumPy on the tensor's memory on the host, on a device itself."""
-    return x.numpy() if on_host(x) else x
-
-
 def sampled(grads: Sequence[Tensor], strides: Sequence[int]) -> Tensor:
     """Every stride-th element of each gradient (flat), one sample after the other, as a tensor that
     may be one of the gradients; on a device in single precision."""
@@ -113,25 +107,6 @@ def _partitioned(a: Array, wanted: Sequence[int], above: Array) -> Array:
     return np.asarray(magnitude >= smallest[:, None])
 
 
-def clear(rows: Tensor, mask: Tensor) -> None:
-    """Set the elements where `mask` is set to zero, in place."""
-    if on_host(rows):
-        np.copyto(rows.numpy(), 0, where=mask.numpy())
-    else:
-        rows.masked_fill_(mask, 0)
-
-
-def beside(g: Tensor, a: Tensor, sent: Tensor) -> Tensor:
-    """The sample of the gradient and, in a row for each CF, what is sent of the matrix `a`:
-    (1 + CFs, elements)."""
-    if not on_host(a):
-        return torch.cat((g[None], a * sent))
-    rows = np.empty((1 + len(a), g.numel()), native(a).dtype)
-    rows[0] = native(g)
-    np.multiply(native(a), native(sent), out=rows[1:])
-    return torch.from_numpy(rows)
-
-
 def energies(rows: Tensor, sections: Sections) -> Tensor:
     """Squared norm of each row's sections, in double: (rows, sections)."""
     if on_host(rows):
@@ -161,26 +136,16 @@ def products(rows: Tensor, x: Tensor, sections: Sections) -> Tensor:
 def sketched(rows: Tensor, signs: Tensor, shift: int, sections: Sections) -> Tensor:
     """The sketches of rows: elements times signs and the root of their weight, those WIDTH apart
     added up, turned by `shift`; (rows, WIDTH), in double."""
-    if on_host(rows):
-        now = signs.numpy().astype(native(rows).dtype)
-        now *= float(sections.weights) ** 0.5  # both factors of a product have it
-        return torch.from_numpy(_rolled(_fold(native(rows) * now), shift))
-    signed = rows * (signs * sections.column_roots)
-    padded = torch.nn.functional.pad(signed, (0, -signed.shape[-1] % WIDTH))
-    return padded.unflatten(-1, (-1, WIDTH)).sum(-2, dtype=torch.float64).roll(shift, -1)
-
-
-def _rolled(rows: Array, shift: int) -> Array:
-    """As np.roll along the last axis, which takes several times as long for rows this short."""
-    cut = WIDTH - shift % WIDTH
-    return np.concatenate((rows[..., cut:], rows[..., :cut]), axis=-1)
-
-
-def _fold(rows: Array) -> Array:
-    """Elements WIDTH apart added up, along the last axis, in double."""
-    whole = rows.shape[-1] // WIDTH * WIDTH
-    shape = (*rows.shape[:-1], -1, WIDTH)
-    folded = rows[..., :whole].reshape(shape).sum(axis=-2, dtype=np.float64)
-    tail = rows[..., whole:]
-    folded[..., : tail.shape[-1]] += tail
-    return np.asarray(folded)
+    if not on_host(rows):
+        signed = rows * (signs * sections.column_roots)
+        padded = torch.nn.functional.pad(signed, (0, -signed.shape[-1] % WIDTH))
+        return padded.unflatten(-1, (-1, WIDTH)).sum(-2, dtype=torch.float64).roll(shift, -1)
+    array = rows.numpy()
+    factors = signs.numpy().astype(array.dtype)
+    factors *= float(sections.weights) ** 0.5  # both factors of a product have it
+    signed = array * factors
+    whole = signed.shape[-1] // WIDTH * WIDTH
+    folded = signed[:, :whole].reshape(len(rows), -1, WIDTH).sum(axis=-2, dtype=np.float64)
+    tail = signed[:, whole:]
+    folded[:, : tail.shape[-1]] += tail
+    return torch.from_numpy(folded).roll(shift, -1)

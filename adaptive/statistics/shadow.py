@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +22,24 @@ from adaptive.bucket import Bucket, Part
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.momentum import MomentumRule
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.layers import LayerStatistics
-from adaptive.statistics.samples import Sections, beside, clear, energies, largest, native, sampled
-from adaptive.statistics.signal import Signal
+from adaptive.statistics.samples import Sections, energies, largest, products, sampled
+from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
-from compressors import Compressor, Sparsifier
 from compressors.base import kept
 from compressors.kernels import on_host
 from compressors.kernels.blocks import Flag, is_host
+
+if TYPE_CHECKING:
+    from adaptive.statistics.requested import LayerStatistics
+
+WHOLE = 1024
+"""Elements up to which a tensor is its own sample."""
+
+WHOLE_BUCKET = 16384
+"""The same, of a bucket that is compressed as one."""
+
+SHARE = 1 / 64
+"""Of what is larger, this part of the elements (at least as many as of the above)."""
 
 
 class ShadowGroup:
@@ -53,13 +63,13 @@ class ShadowGroup:
         first = self.parameters[0]
         self._device = first.tensor.device
         self._dtype = first.dtype if is_host(self._device) else torch.float32
+        self.places: dict[ModelParameter, slice] = {}
         sizes, wanted, weights, end = [], [], [], 0
-        self._places: dict[ModelParameter, slice] = {}
         for section in together:
             start, numel = end, sum(parameter.tensor.numel() for parameter in section)
             for parameter in section:
                 begin, end = end, end - (-parameter.tensor.numel() // strides[parameter])
-                self._places[parameter] = slice(begin, end)
+                self.places[parameter] = slice(begin, end)
             size = end - start
             sizes.append(size)
             wanted.append([max(1, round(kept(numel, cf) * size / numel)) for cf in cfs])
@@ -69,32 +79,22 @@ class ShadowGroup:
         self.above = np.zeros(len(cfs))
         self.arrays: dict[str, Tensor] = {}
 
-    def place(self, parameter: ModelParameter) -> slice:
-        """Where a parameter's sample is among the elements."""
-        return self._places[parameter]
-
     def of(self, parameter: ModelParameter) -> dict[str, Tensor]:
         """What is kept of one parameter, as views."""
-        place = self._places[parameter]
+        place = self.places[parameter]
         return {name: array[:, place] for name, array in self.arrays.items()}
 
     def take_over(self, parameter: ModelParameter, arrays: Mapping[str, Tensor]) -> None:
         """Go on from what was kept of a parameter before, in another group or in a state."""
         for name, array in arrays.items():
-            self.array(name, len(array))[:, self._places[parameter]] = array
+            self.array(name, len(array))[:, self.places[parameter]] = array
 
     def array(self, name: str, rows: int) -> Tensor:
         """(rows, elements), zeros if it was not there."""
         if name not in self.arrays:
-            self.arrays[name] = torch.zeros(
-                rows, self._size, dtype=self._dtype, device=self._device
-            )
+            shape = rows, self._size
+            self.arrays[name] = torch.zeros(shape, dtype=self._dtype, device=self._device)
         return self.arrays[name]
-
-    def restart(self) -> None:
-        """Nothing is kept any more."""
-        for array in self.arrays.values():
-            array.zero_()
 
     def settle(self, before: Mapping[str, Tensor], poisoned: Flag, overflown: Tensor) -> None:
         """On a device, after a step: all is as it was `before` if the step is poisoned, and of the
@@ -106,16 +106,6 @@ class ShadowGroup:
                 self.arrays[name] = torch.where(poisoned, old, array)
 
 
-WHOLE = 1024
-"""Elements up to which a tensor is its own sample."""
-
-WHOLE_BUCKET = 16384
-"""The same, of a bucket that is compressed as one."""
-
-SHARE = 1 / 64
-"""Of what is larger, this part of the elements (at least as many as of the above)."""
-
-
 class ShadowLadder:
     """The residual of every CF on a sample of each gradient, and what they tell of each step.
 
@@ -124,8 +114,8 @@ class ShadowLadder:
     cfs: ascending. memory: the one in use, whose momentum and masking the shadow follows. signal:
     find the products that signal gain is made of as well (signal.py); they are of plain error
     feedback, so that the shadow then leaves momentum out. layers: told of each layer, if somebody
-    asks. joined: the parameters of a bucket are compressed as one. share: of the elements of what
-    is large.
+    asks. whole_buckets: the parameters of a bucket are compressed as one. share: of the elements of
+    what is large.
     """
 
     def __init__(
@@ -134,14 +124,14 @@ class ShadowLadder:
         memory: NoMemory,
         signal: bool = False,
         layers: LayerStatistics | None = None,
-        joined: bool = False,
+        whole_buckets: bool = False,
         share: float = SHARE,
     ) -> None:
         self.cfs = tuple(cfs)
-        self.signal = Signal(len(self.cfs)) if signal else None
+        self.peers = Peers(len(self.cfs)) if signal else None
         self._memory = memory
-        self._layers = layers
-        self._joined = joined
+        self._layers = None if whole_buckets else layers
+        self._whole_buckets = whole_buckets
         self._share = share
         self._groups: dict[tuple[tuple[ModelParameter, ...], ...], ShadowGroup] = {}
         self._group_of: dict[ModelParameter, ShadowGroup] = {}
@@ -149,11 +139,6 @@ class ShadowLadder:
         self._moving: set[ModelParameter] = set()  # that have a velocity here
         masks = [memory.masks(cf) for cf in self.cfs]
         self._masked = torch.tensor(masks)[:, None] if any(masks) else None
-
-    @staticmethod
-    def suits(compressor: Compressor) -> bool:
-        """Whether steady-state gains can be told for this compressor."""
-        return isinstance(compressor, Sparsifier)
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
         """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
@@ -168,18 +153,18 @@ class ShadowLadder:
         that may leave parameters unused have such."""
         if bucket.poisoned is True:
             return
-        # Held ones, too: which they are may differ between ranks, and what is sampled must not.
+        # Skipped ones, too: which they are may differ between ranks, and what is sampled must not.
         parts = [part for part in bucket.parts if part.grad.numel()]
         singly = [[part] for part in parts]
-        together = [parts] if self._joined else singly
-        for alike in together:
-            self._choose_stride([part.parameter for part in alike])
-        if bucket.early:  # even those to be joined later on are compressed one by one
+        together = [parts] if self._whole_buckets else singly
+        for section in together:
+            self._choose_stride([part.parameter for part in section])
+        if bucket.early:  # even what is to be compressed as one later on is not yet
             together = singly
         if on_host(bucket.work):
-            for each in together:
-                if not all(part.skipped is True for part in each):
-                    self._step([each], bucket.poisoned, tally)
+            for section in together:
+                if not all(part.skipped is True for part in section):
+                    self._step([section], bucket.poisoned, tally)
         elif parts:
             self._step(together, bucket.poisoned, tally)
 
@@ -198,8 +183,8 @@ class ShadowLadder:
     ) -> None:
         """Go on from a `state_dict()`."""
         self._groups, self._group_of, self._strides, self._moving = {}, {}, {}, set()
-        for name, held in state.items():
-            parameter, arrays = by_name[name], dict(held)
+        for name, of_one in state.items():
+            parameter, arrays = by_name[name], dict(of_one)
             self._strides[parameter] = int(arrays.pop("stride"))
             group = self._group_of[parameter] = ShadowGroup([[parameter]], self._strides, self.cfs)
             group.take_over(parameter, arrays)
@@ -209,20 +194,19 @@ class ShadowLadder:
     def _step(self, together: Sequence[Sequence[Part]], poisoned: Flag, tally: Tally) -> None:
         """One group's step. together: the parts of each of its sections: a single one on the
         host."""
-        group = self._group([[part.parameter for part in each] for each in together])
+        group = self._group([[part.parameter for part in section] for section in together])
         parts, sections = [*chain.from_iterable(together)], group.sections
         g = sampled([part.grad for part in parts], group.strides)
         host = on_host(g)
         before = {} if host else {name: each.clone() for name, each in group.arrays.items()}
-        held = [group.place(part.parameter) for part in parts if part.skipped is True]
-        a = self._accumulate(
-            group, g, [part.parameter for part in parts if part.skipped is not True]
-        )
-        waiting = [a[:, place].clone() for place in held]
-        for place in held:
+        skipped = [group.places[part.parameter] for part in parts if part.skipped is True]
+        sending = [part.parameter for part in parts if part.skipped is not True]
+        a = self._accumulate(group, g, sending)
+        waiting = [a[:, place].clone() for place in skipped]
+        for place in skipped:
             a[:, place] = 0
         sent = largest(a, sections, group.above)
-        for place in held:
+        for place in skipped:
             sent[:, place] = False
         total = energies(a, sections)
         # Not finite, of finite, but huge gradients: it would stay so.
@@ -230,28 +214,34 @@ class ShadowLadder:
             overflown = ~(total.amax(0) < inf)
             left_out = overflown | poisoned
         elif not np.isfinite(total.numpy()).all():
-            group.restart()
+            for array in group.arrays.values():
+                array.zero_()
             return
-        if self.signal is not None:
-            rows = beside(g, a, sent)
+        if self.peers is not None:
+            rows = torch.cat((g[None], a * sent))
             if not host:
                 rows.masked_fill_(sections.spread(left_out), 0)
-            self.signal.step(group, parts[0].key.step, g, rows, tally)
-        clear(a, sent)
+            if "sent" in group.arrays:
+                found = products(group.arrays["sent"], g, sections)
+                tally.at("signal_total").add_(found[:1])
+                tally.at("signal").add_(found[1:])
+            group.arrays["sent"] = rows
+            self.peers.add(group.parameters[0], parts[0].key.step, rows, sections)
+        a.masked_fill_(sent, 0)
         levels = torch.stack((energies(a, sections), total))
-        for place, residual in zip(held, waiting, strict=True):
+        for place, residual in zip(skipped, waiting, strict=True):
             a[:, place] = residual
         velocity = group.arrays.get("velocity")
         if velocity is not None and self._masked is not None:
             self._masked = self._masked.to(velocity.device)
-            clear(velocity, sent & self._masked)
+            velocity.masked_fill_(sent & self._masked, 0)
         if not host:
             levels.masked_fill_(left_out, 0)
             group.settle(before, poisoned, sections.spread(overflown))
         error, all_of_it = (levels @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
         tally.at("shadow_total").add_(all_of_it)
-        if self._layers is not None and not self._joined:
+        if self._layers is not None:
             self._layers.add_levels(group.parameters, levels * sections.weights)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
@@ -261,7 +251,7 @@ class ShadowLadder:
         if len(known) <= 1 and None not in known:
             return
         numel = sum(parameter.tensor.numel() for parameter in parameters)
-        least = WHOLE_BUCKET if self._joined else WHOLE
+        least = WHOLE_BUCKET if self._whole_buckets else WHOLE
         stride = max(1, numel // max(least, int(numel * self._share)))
         self._forget_groups(parameters)
         for parameter in parameters:
@@ -292,36 +282,35 @@ class ShadowLadder:
     def _accumulate(
         self, group: ShadowGroup, g: Tensor, sending: Sequence[ModelParameter]
     ) -> Tensor:
-        """The residuals become the error-fed gradients, by the memory's own rule. Those of
-        parameters that do not send stay what they are: they have zeros in g."""
+        """The residuals become the error-fed gradients, by the memory's own rule (with signal gain
+        by plain error feedback). Those of parameters that do not send stay what they are: they have
+        zeros in g."""
         a = group.array("residual", len(self.cfs))
-        rules = [(parameter, self._rules(parameter)) for parameter in sending]
-        if not any(each for _, each in rules):
-            _add(a, g)
-            return a
+        plain = self.peers is not None
+        rules = {p: () if plain else self._memory.rules(p, self.cfs) for p in sending}
+        if not any(rules.values()):
+            return a.add_(g)
         u = group.array("velocity", len(self.cfs))
         # Neighbours that move alike are taken together.
         runs: list[tuple[_Motion | None, slice]] = []
-        for parameter, each in rules:
-            place = group.place(parameter)
-            motion = self._motion(parameter, each, u[:, place])
+        for parameter, each in rules.items():
+            place = group.places[parameter]
+            motion = self._motion(parameter, each, u[:, place]) if each else None
             if runs and runs[-1][0] is motion and runs[-1][1].stop == place.start:
                 place = slice(runs.pop()[1].start, place.stop)
             runs.append((motion, place))
         for motion, place in runs:
             if motion is None:
-                _add(a[:, place], g[place])
+                a[:, place] += g[place]
             else:
                 motion.add(a[:, place], u[:, place], g[place])
         return a
 
     def _motion(
         self, parameter: ModelParameter, rules: Sequence[MomentumRule], velocities: Tensor
-    ) -> _Motion | None:
-        """How one parameter's velocities (CFs, elements) move, if they do; new ones begin with that
-        of the memory."""
-        if not rules:
-            return None
+    ) -> _Motion:
+        """How one parameter's velocities (CFs, elements) move; new ones begin with that of the
+        memory."""
         first = parameter not in self._moving
         if first and parameter.started and parameter.velocity is not None:
             factors = torch.tensor(self._memory.entering(parameter, self.cfs), dtype=torch.float64)
@@ -330,15 +319,6 @@ class ShadowLadder:
             first = False
         self._moving.add(parameter)
         return _motion(tuple(rules), first, velocities.dtype, velocities.device)
-
-    def _rules(self, parameter: ModelParameter) -> Sequence[MomentumRule]:
-        """How the shadow accumulates, for each CF; none: by plain error feedback."""
-        return () if self.signal is not None else self._memory.rules(parameter, self.cfs)
-
-
-def _add(a: Tensor, g: Tensor) -> None:
-    rows = native(a)
-    rows += native(g)
 
 
 class _Motion(NamedTuple):
@@ -353,12 +333,11 @@ class _Motion(NamedTuple):
 
     def add(self, a: Tensor, u: Tensor, g: Tensor) -> None:
         """Residuals and velocities of one parameter or several, (CFs, elements), in place."""
-        a, u, g, momentum = native(a), native(u), native(g), native(self.momentum)
-        u *= momentum
-        u += native(self.share) * g
+        u *= self.momentum
+        u += self.share * g
         if self.nesterov:
-            a += momentum * u
-            a += native(self.gain) * g
+            a += self.momentum * u
+            a += self.gain * g
         else:
             a += u
 

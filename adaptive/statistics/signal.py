@@ -2,10 +2,10 @@
 
 It is E<c_t, g_{t+1}> / E<g_t, g_{t+1}>: inner products with another gradient, whose noise is
 independent. c is what *plain* error feedback would send (no momentum, which overshoots), whatever
-memory is in use, on the shadow ladder's sample. Each rank multiplies its own c_t and g_{t+1}:
-summed over ranks whose shards are alike that has the expectation of the product of the workers'
-averages (with unlike shards it also counts, as signal, how much the ranks' own gradients differ
-from their mean).
+memory is in use, on the shadow ladder's sample (shadow.py finds these products). Each rank
+multiplies its own c_t and g_{t+1}: summed over ranks whose shards are alike that has the
+expectation of the product of the workers' averages (with unlike shards it also counts, as signal,
+how much the ranks' own gradients differ from their mean).
 
 The other gradient may also be another rank's in the same step: E<c_t of rank i, g_t of rank j> is
 the product of what i keeps with the true gradient *here*, since a peer's gradient has not moved
@@ -18,9 +18,8 @@ relative standard deviation of 1 / sqrt(WIDTH) of the product of the norms (Char
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -28,12 +27,8 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.samples import WIDTH, Sections, inner, products, sketched
+from adaptive.statistics.samples import WIDTH, Sections, inner, sketched
 from adaptive.statistics.vector import Tally
-from policies import state as saved
-
-if TYPE_CHECKING:
-    from adaptive.statistics.shadow import ShadowGroup
 
 SHIFTS = 1009
 """Different sets of signs, taken in turn; a prime, as is STRIDE."""
@@ -42,14 +37,13 @@ STRIDE = 389
 
 
 class Peers:
-    """The sketches of the steps whose sums over the ranks are under way, each (1 + CFs, WIDTH):
-    that of the gradient and those of what each CF keeps."""
+    """Products of what each CF keeps of this rank's gradients with the other ranks' gradients, by
+    sketches. Those of a step are (1 + CFs, WIDTH): of the gradient, and of what each CF keeps."""
 
     def __init__(self, cfs: int) -> None:
         self._signs: dict[ModelParameter, Tensor] = {}
         self._sketches = torch.zeros(1 + cfs, WIDTH, dtype=torch.float64)  # of the running step
-        self._under_way: deque[Tensor] = deque()
-        self._found: Tensor | None = None  # the products, (1 + CFs,), to be told of next
+        self._found = torch.zeros(1 + cfs, dtype=torch.float64)  # products to be told of next
 
     def add(self, parameter: ModelParameter, step: int, rows: Tensor, sections: Sections) -> None:
         """Take in the sample of one parameter or of several from `parameter` on, and what each CF
@@ -65,56 +59,28 @@ class Peers:
         self._sketches = self._sketches.to(rows.device)
         self._sketches.add_(sketched(rows, now, shift, sections))
 
-    def sketch(self) -> Tensor:
-        """Of this rank's gradient, (WIDTH,): to be summed over ranks. The step is over."""
-        self._under_way.append(self._sketches)
-        self._sketches = torch.zeros_like(self._sketches)
-        return self._under_way[-1][0]
+    def end_step(self, tally: Tally) -> Tensor:
+        """Put the gradient's sketch into the tally; returns all sketches, for `receive`."""
+        sketches, self._sketches = self._sketches, torch.zeros_like(self._sketches)
+        tally.at("sketch").copy_(sketches[0])
+        return sketches
 
-    def receive(self, total: Tensor) -> None:
-        """The sum over ranks of the sketches of the oldest step that is under way."""
-        own = self._under_way.popleft()
+    def receive(self, own: Tensor, total: Tensor) -> None:
+        """own: what `end_step` returned. total: the sum over ranks of that step's sketches."""
         self._found = inner(own, total.to(own.device) - own[0])
 
-    def settle(self, tally: Tally) -> None:
-        """Add this rank's products with the others' gradients to the tally, if there are new ones.
-        A new step begins."""
-        if self._found is not None:
-            found = self._found.to(tally.at("peers").device)  # a state may have been loaded
-            tally.at("peers_total").add_(found[:1])
-            tally.at("peers").add_(found[1:])
-        self._found = None
+    def begin_step(self, tally: Tally) -> None:
+        """Add the products of the last step received to the tally, unless that was done before."""
+        found = self._found.to(tally.vector.device)  # a state may have been loaded
+        tally.at("peers_total").add_(found[:1])
+        tally.at("peers").add_(found[1:])
+        self._found = torch.zeros_like(self._found)
         self._sketches.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors, when no step is under way."""
-        return {} if self._found is None else {"found": self._found.clone()}
+        """Everything, when no step is under way."""
+        return {"found": self._found.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        found = None
-        if state:
-            found, shape = saved.read(state, "found", object), self._sketches.shape[:1]
-            fits = isinstance(found, Tensor) and found.shape == shape
-            fits = fits and found.dtype == torch.float64 and bool(found.isfinite().all())
-            saved.together(fits, f"'peers' needs 'found', finite, float64, of shape {tuple(shape)}")
-        self._found = None if found is None else found.clone()
-        self._sketches.zero_()
-        self._under_way.clear()
-
-
-class Signal:
-    """The products of one step with the one before, and the sketches. cfs: how many."""
-
-    def __init__(self, cfs: int) -> None:
-        self.peers = Peers(cfs)
-
-    def step(self, group: ShadowGroup, step: int, g: Tensor, rows: Tensor, tally: Tally) -> None:
-        """Take in a group's sample, and in rows the same and what each CF sends of it, as the
-        shadow has found it: (1 + CFs, elements)."""
-        if "sent" in group.arrays:
-            found = products(group.arrays["sent"], g, group.sections)
-            tally.at("signal_total").add_(found[:1])
-            tally.at("signal").add_(found[1:])
-        group.arrays["sent"] = rows
-        self.peers.add(group.parameters[0], step, rows, group.sections)
+        self._found = state["found"].clone()
+        self._sketches = torch.zeros_like(self._sketches)

@@ -1,17 +1,15 @@
 """Where the time of a step goes, from its first hook call to that of the next step.
 
 compute: forward and backward, from the first forward after the exchange (so with all micro-batches
-of an accumulation) to the last hook call. compress: in hook calls. Then backward waits: for the
-network (exchange, exposed), and for what was received to be decoded on the process group's threads
-(decode). The rest is the optimizer, and waiting for input. On a device all this is what its stream
-did.
+of an accumulation) to the last hook call. compress: in hook calls. exchange: backward then waits
+for the network (what is not hidden behind backward). decode: it waits for what was received to be
+decoded on the process group's threads. The rest is the optimizer, and waiting for input. On a
+device all this is what its stream did.
 
-Timestamps are taken by the host's clock, or on an accelerator, whose stream the host runs ahead of,
-by events that it passes; or step times follow from a model instead. Nothing waits for the device.
-An event can be read once the device has passed it, and what the ranks agreed on in a step has been
-read at the next step's start: by then the device has passed whatever came before the first hook
-call of the step that was agreed on. So a step on a device is told of one step later than a step on
-the host.
+A timestamp is a reading of the host's clock, or on an accelerator, whose stream the host runs ahead
+of, an event on that stream. Nothing waits for the device: by the time the ranks' statistics of one
+step are read, at the next step's start, the device has passed whatever came before the step that
+they are of. So a step on a device is told of one step later than a step on the host.
 """
 
 from __future__ import annotations
@@ -22,13 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from adaptive.exchange.collectives import Traffic
 from adaptive.exchange.link import LinkSpec
-from adaptive.statistics.vector import Tally
 from policies import state as saved
 from policies.step_time import LAST
 
@@ -39,73 +36,39 @@ Span = tuple[Timestamp, Timestamp]
 """From when to when."""
 
 
-class Event(Protocol):
-    """As `torch.Event`."""
+@dataclass(frozen=True)
+class Timestamps:
+    """Takes timestamps, when called, and compares them.
 
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, other: Any) -> float: ...
+    clock: seconds. event: makes an event that is not recorded yet (`torch.Event`); None: timestamps
+    are readings of the clock.
+    """
 
+    clock: Callable[[], float]
+    event: Callable[[], Any] | None = None
 
-class HostInstants:
-    """Readings of a clock. delay: steps after which the timestamps of a step can be read."""
-
-    delay = 0
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-
-    def __call__(self) -> Timestamp:
-        return self.clock()
-
-    def since(self, start: Timestamp, timestamp: Timestamp) -> float:
-        """Seconds from one to the other."""
-        return float(timestamp - start)
-
-
-class DeviceInstants(HostInstants):
-    """Events on the stream in use. clock: for whoever wants to know what time it is.
-
-    event: makes one that is not recorded yet."""
-
-    delay = 1
-
-    def __init__(self, clock: Callable[[], float], event: Callable[[], Event]) -> None:
-        super().__init__(clock)
-        self._event = event
+    @classmethod
+    def of(cls, clock: Callable[[], float], device: torch.device) -> Timestamps:
+        """For gradients on `device`; a clock that somebody has injected is believed everywhere."""
+        if device.type == "cpu" or clock is not time.perf_counter:
+            return cls(clock)
+        return cls(clock, lambda: torch.Event(device, enable_timing=True))
 
     def __call__(self) -> Timestamp:
-        event = self._event()
+        if self.event is None:
+            return self.clock()
+        event = self.event()
         event.record()
         return event
 
-    def since(self, start: Timestamp, timestamp: Timestamp) -> float:
-        """nan if the device has not come by yet: then no rank knows the step's time, since times
-        are averaged over the ranks."""
-        if not (start.query() and timestamp.query()):
+    def between(self, start: Timestamp, stop: Timestamp) -> float:
+        """Seconds; nan if the device has not come by yet: then no rank knows the step's time, since
+        times are averaged over the ranks."""
+        if self.event is None:
+            return float(stop - start)
+        if not (start.query() and stop.query()):
             return nan
-        return float(start.elapsed_time(timestamp)) / 1000
-
-
-def make_timestamps(clock: Callable[[], float], device: torch.device) -> HostInstants:
-    """For gradients on `device`; a clock that somebody has injected is believed everywhere."""
-    if device.type == "cpu" or clock is not time.perf_counter:
-        return HostInstants(clock)
-    return DeviceInstants(clock, lambda: torch.Event(device, enable_timing=True))
-
-
-Since = Callable[[Timestamp, Timestamp], float]
-"""Seconds from one timestamp to another."""
-
-
-class Parts(NamedTuple):
-    """Seconds of one step; what they leave of `seconds` is the rest."""
-
-    seconds: float
-    compute: float
-    compress: float
-    decode: float
-    exchange: float
+        return float(start.elapsed_time(stop)) / 1000
 
 
 @dataclass
@@ -142,29 +105,27 @@ class StepTiming(saved.Stateful):
     ended: Timestamp = None
     forward: Timestamp = None
 
-    def split(self, since: Since) -> Parts:
-        """Once it has ended. since: seconds between two timestamps."""
+    def split(self, between: Callable[[Timestamp, Timestamp], float]) -> dict[str, float]:
+        """The seconds of a step that has ended, by the names that `Statistics` has for them.
+        between: seconds from one timestamp to another."""
 
         def at(timestamp: Timestamp) -> float:
-            return since(self.began, timestamp)
-
-        def seconds(spans: Iterable[Span]) -> float:
-            return sum(since(start, stop) for start, stop in spans)
+            return between(self.began, timestamp)
 
         left = at(self.calls[-1][1]) if self.calls else 0.0
         exchanged = 0.0 if self.exchanged is None else at(self.exchanged)
-        waited = seconds(self.waits)
-        compress = seconds(self.calls) - waited
+        waited = sum(between(*span) for span in self.waits)
+        compress = sum(between(*span) for span in self.calls) - waited
         decode = covered([(at(start), at(stop)) for start, stop in self.decoded], left, exchanged)
         backward = max(0.0, left - compress - waited)
-        next_forward = nan if self.forward is None else since(self.forward, self.ended)
-        return Parts(
-            seconds=at(self.ended),
-            compute=backward + next_forward,
-            compress=compress,
-            decode=decode,
-            exchange=waited + max(0.0, exchanged - left - decode),
-        )
+        next_forward = nan if self.forward is None else between(self.forward, self.ended)
+        return {
+            "seconds": at(self.ended),
+            "compress_seconds": compress,
+            "exchange_seconds": waited + max(0.0, exchanged - left - decode),
+            "decode_seconds": decode,
+            "compute_seconds": backward + next_forward,
+        }
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> float:
@@ -179,7 +140,7 @@ def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> 
 
 
 class ForwardMark:
-    """A forward pre-hook: notes when a step's forward began.
+    """A forward pre-hook that notes when a step's forward began.
 
     Forwards without gradients (an evaluation between two steps) do not count, and a compiled one
     cannot be seen. timestamps: None for the copy that a copied or pickled model takes along.
@@ -247,70 +208,60 @@ class ModelledClock:
 class Stopwatch:
     """Times the steps of one rank: the last one part by part, and medians at each CF.
 
-    timestamps: how moments are taken. forward: a hook for the model, that sees when its forward
-    begins.
-
-    A step lasts from its first hook call to that of the next.
+    A step lasts from its first hook call to that of the next. forward: a hook for the model, that
+    sees when its forward begins.
     """
 
-    def __init__(self, timestamps: HostInstants) -> None:
+    def __init__(self, timestamps: Timestamps) -> None:
         self.timestamps = timestamps
         self.clock = timestamps.clock
         self.forward = ForwardMark(timestamps)
+        self._on_device = timestamps.event is not None
         self._times: dict[float, deque[float]] = {}
         self._running: StepTiming | None = None
-        self._over: deque[StepTiming | None] = deque()  # cannot be read yet
-        self._timed: StepTiming | None = None
+        # The steps that are over, the one that can be read by now first; None: it does not count.
+        self._over: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
         self._now: Timestamp = nan
 
     def stop(self, counts: bool) -> float:
         """The last step is over; returns the time. counts: not the first step of all, which builds
         DDP's buckets."""
-        running = self._running
-        if isinstance(self.clock, ModelledClock) and running is not None:
-            self.clock.end_step(running.wire, running.statistics)
+        if isinstance(self.clock, ModelledClock) and self._running is not None:
+            self.clock.end_step(self._running.wire, self._running.statistics)
         self._now, forward = self.timestamps(), self.forward.take()
-        if running is not None:
-            running.ended, running.forward = self._now, forward
-        self._over.append(running if counts else None)
-        self._timed = self._over.popleft() if len(self._over) > self.timestamps.delay else None
-        return self.clock() if self.timestamps.delay else float(self._now)
+        if self._running is not None:
+            self._running.ended, self._running.forward = self._now, forward
+        self._over.append(self._running if counts else None)
+        return self.clock() if self._on_device else float(self._now)
 
     def ends(self) -> float:
         """When the running step is over, for whoever cannot wait for the next: now, or, by a
         modelled clock, when its bytes are there."""
-        running = self._running
-        if not isinstance(self.clock, ModelledClock) or running is None:
-            return self.clock()
-        exchange = self.clock.exchange(running.wire, running.statistics)
-        return self.clock() + (self.clock.compute + exchange)  # rounded as end_step() does
+        clock, running = self.clock, self._running
+        if not isinstance(clock, ModelledClock) or running is None:
+            return clock()
+        exchange = clock.exchange(running.wire, running.statistics)
+        return clock() + (clock.compute + exchange)  # rounded as end_step() does
 
-    def start(self, cf: float) -> None:
-        """A step begins, where the last one stopped, that is sent at `cf`."""
-        self._running = StepTiming(self._now, cf)
-
-    def tell(self, tally: Tally) -> None:
-        """Enter what a step took that was stopped and can be read by now; it is told of with the
-        statistics of the one that begins."""
-        timed = self._timed
+    def start(self, cf: float) -> dict[str, float]:
+        """A step begins, where the last one stopped, that is sent at `cf`. Returns, by the names of
+        `Statistics`, what a step took that was stopped and can be read by now; it is told of with
+        the statistics of the one that begins."""
+        self._running, timed = StepTiming(self._now, cf), self._timed
         if timed is None:
-            tally.known["compress_seconds"] = nan
-            return
-        parts = timed.split(self.timestamps.since)
+            return {}
+        seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, ModelledClock):
-            exchange = self.clock.exchange(timed.wire, timed.statistics)
-            parts = parts._replace(compute=self.clock.compute, exchange=exchange)
+            seconds["compute_seconds"] = self.clock.compute
+            seconds["exchange_seconds"] = self.clock.exchange(timed.wire, timed.statistics)
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
-        if isfinite(parts.seconds):
-            times.append(parts.seconds)
-        tally.known |= {
-            "seconds": parts.seconds,
-            "median_seconds": median(times) if times else nan,
-            "compress_seconds": parts.compress,
-            "exchange_seconds": parts.exchange,
-            "decode_seconds": parts.decode,
-            "compute_seconds": parts.compute,
-        }
+        if isfinite(seconds["seconds"]):
+            times.append(seconds["seconds"])
+        return {**seconds, "median_seconds": median(times) if times else nan}
+
+    @property
+    def _timed(self) -> StepTiming | None:
+        return self._over[0] if len(self._over) == self._over.maxlen else None
 
     @property
     def timed(self) -> tuple[float, float]:
@@ -336,10 +287,10 @@ class Stopwatch:
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
 
     def state_dict(self) -> dict[str, Any]:
-        kept = None if self.timestamps.delay else self._running
+        running = None if self._on_device else self._running
         return {
             "times": [(cf, list(times)) for cf, times in self._times.items()],
-            "timing": None if kept is None else kept.state_dict(),
+            "timing": None if running is None else running.state_dict(),
             "saved_at": self.clock(),
         }
 
@@ -347,15 +298,15 @@ class Stopwatch:
         """same_clock: the clock goes on from where it stood when the state was taken; otherwise
         the interval between is a pause and is not timed. Returns the seconds of that pause."""
         saved_at = saved.read(state, "saved_at", float)
-        if isinstance(self.clock, ModelledClock):
-            self.clock.now = saved_at
         times = saved.read(state, "times", dict[float, list[float]])
-        self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
         timing = saved.read(state, "timing", Mapping | None)
         running = None if timing is None else StepTiming(began=nan, cf=nan)
         if running is not None:
             running.load_state_dict(timing)
+        if isinstance(self.clock, ModelledClock):
+            self.clock.now = saved_at
+        self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
         self._running = running if same_clock else None
-        self._over = deque()
+        self._over = deque(maxlen=self._over.maxlen)
         self.forward.take()  # of a step that was not part of the run
         return 0.0 if same_clock else self.clock() - saved_at

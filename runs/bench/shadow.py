@@ -37,7 +37,7 @@ def _times(rank: int, model_name: str, rounds: int) -> tuple[dict[str, list[floa
     def watched(ladder: ShadowLadder, bucket: Bucket, tally: Tally) -> None:
         began = time.perf_counter()
         take_in(ladder, bucket, tally)
-        if ladder.signal is not None:
+        if ladder.peers is not None:
             spent[-1] += time.perf_counter() - began
 
     steps = {}

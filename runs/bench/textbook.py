@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Unit, compress_levels, record_levels, strided_sample
-from adaptive.statistics.vector import Asked, Tally
+from adaptive.statistics.vector import Tally
 from compressors import Compressor, TopK
 from compressors.base import Key, Payload, kept
 from runs.bench.timing import Row, describe, interleaved, median_ratio

@@ -77,7 +77,7 @@ class ModelledRun:
         self.cfs: list[float] = []
         session = self.compressor._session
         assert session is not None
-        self.dense_bytes = session.controller.dense_wire_bytes
+        self.dense_bytes = session._sizes.wire_bytes(1.0)
         stopwatch = session.controller.stopwatch
         self.link = session.exchange._link = ModelledLink(self.clock)
         left = stopwatch.hook_left

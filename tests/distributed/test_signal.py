@@ -98,11 +98,12 @@ def _peer_products(everyone: list[dict[str, Any]], cf: float) -> list[tuple[floa
                 parameter = ModelParameter(name, torch.nn.Parameter(g))
                 sections = Sections([g.numel()], [[1]], [1.0], g.device)
                 peers.add(parameter, step, torch.stack([g, kept]), sections)
-        total = torch.stack([peers.sketch() for peers in ranks]).sum(0)
         tallies = [make_tally(1) for _ in ranks]
-        for peers, tally in zip(ranks, tallies, strict=True):
-            peers.receive(total)
-            peers.settle(tally)
+        sketches = [peers.end_step(tally) for peers, tally in zip(ranks, tallies, strict=True)]
+        total = torch.stack([tally.at("sketch") for tally in tallies]).sum(0)
+        for peers, own, tally in zip(ranks, sketches, tallies, strict=True):
+            peers.receive(own, total)
+            peers.begin_step(tally)
         told = [[float(t.at(name)) for t in tallies] for name in ("peers", "peers_total")]
         found.append((sum(told[0]), sum(told[1])))
     return found

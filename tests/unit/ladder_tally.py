@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from adaptive.statistics.samples import WIDTH
-from adaptive.statistics.vector import Asked, Tally
+from adaptive.statistics.vector import Tally
 
 
 def make_tally(ladder: int, device: str | torch.device = "cpu") -> Tally:
     """A tally of zeros for a ladder of so many CFs."""
-    asked = Asked(ladder=tuple(map(float, range(2, 2 + ladder))), sketch=WIDTH)
-    return Tally(asked, torch.device(device))
+    cfs = tuple(map(float, range(2, 2 + ladder)))
+    return Tally(ladder=cfs, sketch=WIDTH, device=torch.device(device))

@@ -24,9 +24,9 @@ from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.parameters import ModelParameter
 from adaptive.reducer import Reducer, Step
-from adaptive.statistics.on_request import RequestedStatistics
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
-from adaptive.statistics.vector import Asked, Tally
+from adaptive.statistics.vector import Tally
 from compressors import Compressor, compressor_names, make_compressor
 from compressors.kernels.blocks import CODE_BLOCK
 from policies import Goodput
@@ -104,18 +104,18 @@ class Hook:
         self.parameters = _parameters(sizes, dtype)
         self.exchange = MetaExchange()
         joined = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
-        instruments = RequestedStatistics(
+        requested = RequestedStatistics(
             policy, self.parameters, LADDER if ladder else (), joined, 1 / 64
         )
         self.memory = _memory(memory if base.error_feedback else "none", unused)
-        instruments.begin(self.memory)
-        self.instruments, self.ladder = instruments, LADDER if ladder else ()
+        requested.follow(self.memory)
+        self.requested, self.ladder = requested, LADDER if ladder else ()
         self.reducer = Reducer(
             Granularity(base, joined),
             self.memory,
             self.exchange,
             Pipeline(lambda: 0.0),
-            instruments,
+            requested,
             0,
             clip_norm,
         )
@@ -126,13 +126,12 @@ class Hook:
         numel = sum(p.tensor.numel() for p in self.parameters)
         buffer = torch.empty(numel, dtype=self.dtype, device="meta")
         cfs = StepCFs(measured[0], tuple(sorted(measured))) if measured else StepCFs()
-        peers = self.instruments.peers if self.ladder else None
+        peers = self.requested.peers if self.ladder else None
         sketch = 0 if peers is None else WIDTH
-        asked = Asked(cfs.measured, self.ladder, sketch=sketch, device=True, ranks=2)
-        tally = Tally(asked, buffer.device)
+        tally = Tally(cfs.measured, self.ladder, sketch=sketch, ranks=2, device=buffer.device)
         if peers is not None:
-            peers.settle(tally)
-        add = self.instruments.sums.add if self.accumulate else None
+            peers.begin_step(tally)
+        add = self.requested.sums.add if self.accumulate else None
         step = Step(self.step, cfs, tally, add)
         if not measured:
             done = self.reducer.dense(step, buffer, self.parameters)
@@ -142,9 +141,8 @@ class Hook:
         for corrupt in self.exchange.take_corrupt():
             tally.at("corrupt").add_(corrupt)
         if peers is not None:
-            tally.at("sketch").copy_(peers.sketch())
-            peers.receive(tally.at("sketch").new_zeros(WIDTH))
-        assert tally.vector().device.type == "meta"
+            peers.receive(peers.end_step(tally), tally.at("sketch").new_zeros(WIDTH))
+        assert tally.complete().device.type == "meta"
         self.step += 1
         return tally
 

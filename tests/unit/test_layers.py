@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from math import inf, isnan, nan, sqrt
-from typing import Any
 
 import pytest
 import torch
 
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.layers import GradientSum, LayerStatistics
+from adaptive.statistics.requested import GradientSum, LayerStatistics
 from tests.unit.device_path import count_operations, device_path, meta
 
 LADDER = (10.0, 100.0)
@@ -48,21 +47,13 @@ def test_energies_and_levels_are_told_layer_by_layer() -> None:
     assert not again[:, [0, 2, 3, 4, 5]].any()
 
 
-def test_a_state_goes_on_and_another_ladder_or_model_is_refused() -> None:
+def test_a_state_goes_on_whatever_its_order() -> None:
     statistics, layers = filled()
     state = statistics.state_dict()
     other = LayerStatistics(layers, LADDER)
     other.load_state_dict(dict(reversed(state.items())))
     sums = torch.zeros(3)
     assert torch.equal(other.read(sums), statistics.read(sums))
-    with pytest.raises(ValueError, match=r"4 finite numbers >= 0 \(float64\) for 'c'"):
-        LayerStatistics(layers, (10.0,)).load_state_dict(state)
-    with pytest.raises(ValueError, match="not those of the model"):
-        LayerStatistics(layers[:2], LADDER).load_state_dict(state)
-    damages: tuple[Any, ...] = (None, state["a"].float(), -state["a"] - 1, state["a"] * nan)
-    for damaged in damages:
-        with pytest.raises(ValueError, match="'layers' needs 6"):
-            other.load_state_dict({**state, "a": damaged})
 
 
 @pytest.mark.parametrize("device", [False, True])

@@ -30,11 +30,12 @@ def crossed(ranks: list[list], step: int, weight: float = 1.0) -> tuple[float, f
     for each, parts in zip(peers, ranks, strict=True):
         for where, g, kept in parts:
             take_in(each, where, step, np.stack([g, kept]), weight)
-    total = torch.stack([each.sketch() for each in peers]).sum(0)
     tallies = [make_tally(1) for _ in ranks]
-    for each, tally in zip(peers, tallies, strict=True):
-        each.receive(total)
-        each.settle(tally)
+    sketches = [each.end_step(tally) for each, tally in zip(peers, tallies, strict=True)]
+    total = sum(tally.at("sketch") for tally in tallies)
+    for each, own, tally in zip(peers, sketches, tallies, strict=True):
+        each.receive(own, total)
+        each.begin_step(tally)
     told = [[float(t.at(name)) for t in tallies] for name in ("peers", "peers_total")]
     return sum(told[0]), sum(told[1])
 
@@ -70,17 +71,18 @@ def test_a_vector_of_one_element_is_exact(numel: int, step: int, at: int) -> Non
 
 def test_nothing_is_told_of_a_first_step_and_a_state_goes_on() -> None:
     peers, tally = Peers(2), make_tally(2)
-    peers.settle(tally)
+    peers.begin_step(tally)
     assert not tally.at("peers").any()
     assert not tally.at("peers_total").any()
     g = np.arange(600.0)
     take_in(peers, parameter("a", 600), 0, np.stack([g, g, g / 2]), 1.0)
-    peers.receive(2 * peers.sketch())
+    own = peers.end_step(tally)
+    peers.receive(own, 2 * own[0])
     other = Peers(2)
     other.load_state_dict(peers.state_dict())
     tallies = [make_tally(2) for _ in range(2)]
-    peers.settle(tallies[0])
-    other.settle(tallies[1])
+    peers.begin_step(tallies[0])
+    other.begin_step(tallies[1])
     assert torch.equal(tallies[0].at("peers"), tallies[1].at("peers"))
     whole, half = tallies[0].at("peers").tolist()
     assert whole == pytest.approx(2 * half)
@@ -94,19 +96,6 @@ def test_a_device_draws_the_same_signs() -> None:
         take_in(host, parameter("a", 700), step, rows, 4.0)
         with device_path():
             take_in(device, parameter("a", 700), step, rows, 4.0)
-    torch.testing.assert_close(host.sketch(), device.sketch(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"found": torch.zeros(2, dtype=torch.float64)},
-        {"found": torch.zeros(3, dtype=torch.float64).fill_(torch.nan)},
-        {"found": None},
-        {"found": torch.zeros(3)},
-    ],
-)
-def test_a_damaged_state_is_refused(damage: dict[str, torch.Tensor]) -> None:
-    peers = Peers(2)
-    with pytest.raises(ValueError, match=f"'peers' needs '{next(iter(damage))}', finite"):
-        peers.load_state_dict({**peers.state_dict(), **damage})
+    torch.testing.assert_close(
+        *(each.end_step(make_tally(2)) for each in (host, device)), rtol=1e-5, atol=1e-5
+    )

@@ -18,7 +18,7 @@ from adaptive.bucket import Part
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.layers import LayerStatistics
+from adaptive.statistics.requested import LayerStatistics
 from adaptive.statistics.shadow import ShadowLadder
 from compressors.base import Key, kept
 from compressors.kernels.blocks import Flag
@@ -93,10 +93,11 @@ class Run:
 
     def step(self, step: int, work: Tensor, poisoned: Flag = False, skipped: int = -1) -> Any:
         tally = make_tally(len(self.cfs), self.device)
-        peers = None if self.ladder.signal is None else self.ladder.signal.peers
+        peers = self.ladder.peers
         if peers is not None:
-            peers.receive(3 * peers.sketch())
-            peers.settle(tally)
+            sketches = peers.end_step(tally)
+            peers.receive(sketches, 3 * sketches[0])
+            peers.begin_step(tally)
         self.ladder.step(self.bucket(step, work, poisoned, skipped), tally)
         return tally
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive.bucket import SHARE, WHOLE, strided_sample
-from adaptive.statistics.vector import Asked, Statistics, Tally
+from adaptive.statistics.vector import Statistics, Tally
 from compressors import TopK
 from compressors.base import Key
 from policies import StepReport
@@ -43,8 +43,7 @@ def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
 def test_what_is_summed_over_ranks_is_read_back() -> None:
     vectors = []
     for rank in range(3):
-        asked = Asked((10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, by_energy=True)
-        tally = Tally(asked)
+        tally = Tally((10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, by_energy=True)
         _fill(tally, shadow_error=[1.0, 3.0], shadow_total=[4.0, 4.0], grad=[4.0])
         levels = torch.tensor([[8.0, 6.0, 2.0], [8.0, 4.0, 4.0]], dtype=torch.float64)
         sampled = torch.tensor([[2.0, 1.0, 1.0], [2.0, 0.5, 1.5]], dtype=torch.float64)
@@ -53,36 +52,36 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
         tally.known |= {"compress_seconds": 0.01, "exchange_seconds": 0.03 - 0.01 * rank}
         _fill(tally, layers=[1.0, 2.0 * rank], sketch=[1.0, 2.0, 3.0, 4.0])
         _fill(tally, signal=[0.5, -0.5], signal_total=[-1.0], peers=[2.0, 1.0], peers_total=[3.0])
-        vectors.append(tally.vector())
-    agreed = Statistics.agreed(asked, torch.stack(vectors).sum(0))
+        vectors.append(tally.complete())
+    agreed = Statistics.agreed(tally, torch.stack(vectors).sum(0))
     assert agreed.seconds == pytest.approx(0.2)  # the mean over ranks
     assert agreed.exchange_seconds == pytest.approx(0.02)
-    assert agreed.network_seconds == pytest.approx(0.01)  # the last one to be ready
-    assert agreed.grad_norm == pytest.approx(2.0)  # root of the mean square
+    reported = agreed.reported()
+    assert reported["network_seconds"] == pytest.approx(0.01)  # the last one to be ready
+    assert reported["grad_norm"] == pytest.approx(2.0)  # root of the mean square
     assert agreed.lr == pytest.approx(0.5)
     assert isnan(agreed.sum_norm)
-    assert agreed.steady == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
+    assert reported["steady"] == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
     assert agreed.energies == [8.0, 8.0, 8.0]  # each rank's own
     assert agreed.layers == [3.0, 6.0]
     assert agreed.sketch == [3.0, 6.0, 9.0, 12.0]
     assert (agreed.signal, agreed.signal_total) == ([1.5, -1.5], -3.0)
     assert (agreed.peers, agreed.peers_total) == ([6.0, 3.0], 9.0)
-    assert agreed.measurements[20.0].gain("error_fed") == pytest.approx(0.5)
-    assert agreed.measurements[10.0].gain("gradient") == pytest.approx(0.5)
-    assert agreed.measurements[20.0].gain("raw") == 1.0  # 12 / 12
+    assert reported["measurements"][20.0].gain("error_fed") == pytest.approx(0.5)
+    assert reported["measurements"][10.0].gain("gradient") == pytest.approx(0.5)
+    assert reported["measurements"][20.0].gain("raw") == 1.0  # 12 / 12
 
 
 def test_layers_and_products_are_read_back_without_energies() -> None:
     vectors = []
     for rank in range(2):
-        asked = Asked(cfs=(10.0,), ladder=(10.0,), layers=1, sketch=1, ranks=2, rank=rank)
-        tally = Tally(asked)
+        tally = Tally(cfs=(10.0,), ladder=(10.0,), layers=1, sketch=1, ranks=2, rank=rank)
         tally.known["exchange_seconds"] = nan if rank else 0.01
         _fill(tally, layers=[1.0 + rank], sketch=[5.0])
         _fill(tally, signal=[1.0], signal_total=[2.0], peers=[3.0], peers_total=[4.0])
-        vectors.append(tally.vector())
-    agreed = Statistics.agreed(asked, torch.stack(vectors).sum(0))
-    assert isnan(agreed.network_seconds)  # not known on every rank
+        vectors.append(tally.complete())
+    agreed = Statistics.agreed(tally, torch.stack(vectors).sum(0))
+    assert isnan(agreed.reported()["network_seconds"])  # not known on every rank
     assert (agreed.energies, agreed.layers, agreed.sketch) == ([], [3.0], [10.0])
     assert (agreed.signal_total, agreed.peers_total) == (4.0, 8.0)
     assert (agreed.signal, agreed.peers) == ([2.0], [6.0])
@@ -95,23 +94,23 @@ def _fill(tally: Tally, **numbers: list[float]) -> None:
 
 def test_a_spoiled_bucket_makes_the_energies_nan_whatever_comes_after_it() -> None:
     for flag in (True, torch.tensor(True)):
-        tally = Tally(Asked(cfs=(10.0,)))
+        tally = Tally(cfs=(10.0,))
         tally.spoil(False)
         tally.spoil(flag)
         tally.add_levels(torch.ones(1, 3).double(), torch.ones(1, 3).double())
-        agreed = Statistics.agreed(tally.asked, tally.vector())
+        agreed = Statistics.agreed(tally, tally.complete())
         assert all(map(isnan, (agreed.total, agreed.sample_total, agreed.grad)))
         assert agreed.spoiled == 1
 
 
 def test_what_a_second_compression_loses_is_taken_off_what_the_first_has_kept() -> None:
-    tally = Tally(Asked(cfs=(10.0, 20.0)))
+    tally = Tally(cfs=(10.0, 20.0))
     before = tally.copy_of_levels()
     levels = torch.tensor([[8.0, 6.0, 2.0], [8.0, 4.0, 4.0]], dtype=torch.float64)
     sampled = torch.tensor([[2.0, 1.0, 1.0], [2.0, 0.5, 1.5]], dtype=torch.float64)
     tally.add_levels(levels, sampled)
     tally.lose(tally.copy_of_levels() - before, 0.5)
-    agreed = Statistics.agreed(tally.asked, tally.vector())
+    agreed = Statistics.agreed(tally, tally.complete())
     assert (agreed.kept, agreed.error) == ([3.0, 2.0], [5.0, 6.0])
     assert agreed.sample_error == [1.5, 1.75]
     assert (agreed.total, agreed.sample_total) == (8.0, 2.0)

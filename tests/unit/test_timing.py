@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adaptive import StepRecord
-from adaptive.statistics.timing import ForwardMark, HostInstants, StepTiming, covered
+from adaptive.statistics.timing import ForwardMark, StepTiming, Timestamps, covered
 from policies import StepReport
 from runs.times import where_time_went
 
-_since = HostInstants(lambda: 0.0).since
+_between = Timestamps(lambda: 0.0).between
 moments = st.integers(0, 20).map(float)
 
 
@@ -39,7 +39,7 @@ def test_decoding_all_the_while_leaves_no_time_for_the_network(cuts: list[int]) 
     timing = StepTiming(0.0, 10.0, exchanged=edges[-1], ended=20.0)
     timing.calls = [(0.0, edges[0])]
     timing.decoded = list(pairwise(edges))
-    assert 0 <= timing.split(_since).exchange == pytest.approx(0, abs=1e-12)
+    assert 0 <= timing.split(_between)["exchange_seconds"] == pytest.approx(0, abs=1e-12)
 
 
 def test_the_parts_of_a_step() -> None:
@@ -47,24 +47,19 @@ def test_the_parts_of_a_step() -> None:
     timing.calls = [(101.0, 102.0), (106.0, 108.0)]
     timing.waits = [(106.5, 107.5)]
     timing.decoded = [(105.0, 107.0), (110.0, 112.0), (111.0, 113.0)]  # the first hidden
-    parts = timing.split(_since)
-    assert parts.seconds == 30
-    assert parts.compute == (8 - 2 - 1) + 10
-    assert (parts.compress, parts.decode) == (2, 3)
-    assert parts.exchange == 1 + (7 - 3)
-    report = StepReport(
-        1,
-        10.0,
-        seconds=parts.seconds,
-        compress_seconds=parts.compress,
-        exchange_seconds=parts.exchange,
-        decode_seconds=parts.decode,
-        compute_seconds=parts.compute,
-    )
+    parts = timing.split(_between)
+    assert parts == {
+        "seconds": 30,
+        "compute_seconds": (8 - 2 - 1) + 10,
+        "compress_seconds": 2,
+        "decode_seconds": 3,
+        "exchange_seconds": 1 + (7 - 3),
+    }
+    report = StepReport(1, 10.0, **parts)
     assert report.coding_seconds == 5
     assert report.rest_seconds == 120 - 115  # optimizer and input
     timing.forward = None
-    assert isnan(timing.split(_since).compute)
+    assert isnan(timing.split(_between)["compute_seconds"])
 
 
 def test_an_older_record_knows_neither_decoding_nor_computing() -> None:

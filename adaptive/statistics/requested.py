@@ -1,11 +1,9 @@
-"""What is known of each layer: sums of its gradients, and what each CF would keep of it.
+"""What is measured of the gradients only if a policy asks: a shadow ladder, layers, their sum.
 
-A layer is a parameter. Only policies ask for these: Accordion for the norm of the sum of the
-decoded mean gradients over an interval (one gradient-sized tensor a parameter, made when it is
-first asked for), those that give layers CFs of their own for the gains layer by layer. The latter
-are added up
-locally, step by step, and agreed only in the steps whose plan reads them: with many layers they
-would be more than what a step at a large CF sends.
+A layer is a parameter. Accordion asks for the norm of the sum of the decoded mean gradients over an
+interval, policies that give layers CFs of their own for the gains layer by layer. The latter are
+added up locally, step by step, and agreed only in the steps whose plan reads them: with many layers
+they would be more than what a step at a large CF sends.
 """
 
 from __future__ import annotations
@@ -17,18 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaptive.bucket import Bucket
+from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
+from adaptive.state import check_like
+from adaptive.statistics.shadow import ShadowLadder
+from adaptive.statistics.signal import Peers
+from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag
-from policies import LayerReport
-from policies import state as saved
+from policies import LayerReport, Policy
+from policies.state import together
 
 
 class GradientSum:
-    """The sum of each parameter's mean gradients over several steps. It is alike on all ranks,
-    since every rank decodes the same mean.
+    """The sum of each parameter's mean gradients over several steps: a gradient-sized tensor a
+    parameter, made when it is first asked for. It is alike on all ranks, since every rank decodes
+    the same mean.
 
-    layers: the parameters whose norms are told one by one, in order."""
+    layers: the parameters whose norms are told one by one, in order.
+    """
 
     def __init__(self, layers: Collection[ModelParameter] = ()) -> None:
         self._layers = tuple(layers)
@@ -83,8 +89,7 @@ class LayerStatistics:
         self._ladder = tuple(ladder)
         self._row_of = {parameter.name: row for row, parameter in enumerate(parameters)}
         self._rows: dict[tuple[ModelParameter, ...], Tensor] = {}  # as tensors on the device
-        shape = len(self._row_of), 2 + 2 * len(self._ladder)
-        self._sums = torch.zeros(shape, dtype=torch.float64)
+        self._sums = torch.zeros(len(self._row_of), 2 + 2 * len(ladder), dtype=torch.float64)
 
     @property
     def numel(self) -> int:
@@ -117,17 +122,13 @@ class LayerStatistics:
 
         sum_norms: of the mean gradients, by layer, if they were asked for."""
         read, self._sums = self._sums, torch.zeros_like(self._sums)
-        if sum_norms is None:
-            read[:, 1] = nan
-        else:
-            read[:, 1] = sum_norms
+        read[:, 1] = nan if sum_norms is None else sum_norms
         return read.flatten()
 
     def reports(self, summed: Sequence[float], world_size: int) -> dict[str, LayerReport]:
-        """By layer, from what `read` became after the sum over the ranks."""
-        n = len(self._ladder)
-        found = {}
-        for name, row in self._row_of.items():
+        """By layer, from what `read` became after the sum over the ranks; none if that is empty."""
+        n, found = len(self._ladder), {}
+        for name, row in self._row_of.items() if summed else ():
             energy, sum_norm, *rest = summed[row * (2 + 2 * n) :][: 2 + 2 * n]
             levels = zip(self._ladder, rest, rest[n:], strict=False)
             steady = {cf: 1 - error / total for cf, error, total in levels if total > 0}
@@ -139,16 +140,82 @@ class LayerStatistics:
         return {name: self._sums[row].clone() for name, row in self._row_of.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved.together(state.keys() == self._row_of.keys(), "'layers' are not those of the model")
-        rows = []
-        for name in self._row_of:
-            row, numbers = state[name], self._sums.shape[1]
-            fits = isinstance(row, Tensor) and row.shape == (numbers,)
-            fits = fits and row.dtype == torch.float64 and bool((row.isfinite() & (row >= 0)).all())
-            saved.together(
-                fits,
-                f"'layers' needs {numbers} finite numbers >= 0 (float64) for {name!r}: another "
-                f"ladder has others",
+        self._sums = torch.stack([state[name] for name in self._row_of])
+
+
+class RequestedStatistics:
+    """What is measured of the gradients only because the policy asks for it.
+
+    cfs: of the shadow ladder, if there is to be one. whole_buckets: a bucket is compressed as one.
+    share: of a shadow ladder's elements, see `ShadowLadder`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        parameters: Collection[ModelParameter],
+        cfs: Sequence[float],
+        whole_buckets: bool,
+        share: float,
+    ) -> None:
+        self.ladder = tuple(cfs) if policy.shadow else ()
+        """CFs of the shadow ladder."""
+        self._with_signal = policy.gain == "signal"
+        self._whole_buckets, self._share = whole_buckets, share
+        self._shadow: ShadowLadder | None = None
+        self.layers = LayerStatistics(parameters, self.ladder) if policy.layerwise else None
+        self.sums = GradientSum(parameters)
+
+    def follow(self, memory: NoMemory) -> None:
+        """From here on gradients are accumulated by this memory's rule."""
+        if self.ladder:
+            self._shadow = ShadowLadder(
+                self.ladder,
+                memory,
+                self._with_signal,
+                self.layers,
+                self._whole_buckets,
+                self._share,
             )
-            rows.append(row)
-        self._sums = torch.stack(rows) if rows else torch.zeros_like(self._sums)
+
+    @property
+    def peers(self) -> Peers | None:
+        """Of signal gain, if it is wanted."""
+        return None if self._shadow is None else self._shadow.peers
+
+    def observe(self, bucket: Bucket, energies: Tensor, tally: Tally) -> None:
+        """Take in a bucket's local gradients. energies: ||g||^2 of each part (float64)."""
+        if self._shadow is not None and tally.ladder:
+            self._shadow.step(bucket, tally)
+        if self.layers is not None and bucket.poisoned is not True:
+            if isinstance(bucket.poisoned, Tensor):
+                energies = energies.masked_fill(bucket.poisoned, 0)
+            self.layers.add_energies([part.parameter for part in bucket.parts], energies)
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by the name that it is saved under; None if it is not asked for."""
+        return {
+            "shadow": self._shadow,
+            "sum": self.sums,
+            "layers": self.layers,
+            "peers": self.peers,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """When no step is under way."""
+        return {name: part.state_dict() if part else {} for name, part in self.parts().items()}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
+    ) -> None:
+        """Go on from a `state_dict()`, of which `check_state` has seen the shadow and the sum.
+        ValueError if the rest is not of what is asked for here."""
+        self.sums.load_state_dict(state["sum"], by_name)
+        if self._shadow is not None:
+            self._shadow.load_state_dict(state["shadow"], by_name)
+        for name, part in (("layers", self.layers), ("peers", self.peers)):
+            like = part.state_dict() if part is not None else {}
+            check_like(name, state[name], like)
+            together(state[name].keys() == like.keys(), f"{name!r} must be of {', '.join(like)}")
+            if part is not None:
+                part.load_state_dict(state[name])
