@@ -49,7 +49,7 @@ def with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) 
     levels, numel = (cf, candidate), grad.numel()
     unit = Unit(0, numel, KEY, compressor, compressor, cf, levels, ())
     payloads = compress_levels(unit, residual, grad)
-    record_levels(unit, payloads, strided_sample(grad), Tally(Asked(cfs=levels)))
+    record_levels(unit, payloads, strided_sample(grad), Tally(cfs=levels))
     compressor.subtract_from(residual, payloads[0])
 
 
