@@ -225,7 +225,8 @@ class GraVAC(DeclaredPolicy):
             if gain is not None and gain < self.epsilon:  # the send rule stays at dense
                 return f"gain {gain:.4g} at CF {self._floor:g} < epsilon {self.epsilon:g}"
             self._rule.enter(Level.FLOOR)
-            return "dense is measured"
+            known = "not known yet" if gain is None else f"{gain:.4g}"
+            return f"dense is measured, gain at CF {self._floor:g} {known}"
         self._statistics.judge(self._floor)
         self._statistics.judge(judged)
         why = ""

@@ -182,7 +182,7 @@ def test_gains_that_changed_leave_the_times_known():
 def test_opening_dense_then_floor_then_first_candidate():
     plans = world(FALLING).run(10 + 20 + 20)
     assert {bare(plan) for plan in plans[:10]} == {(DENSE, (10.0, 20.0))}
-    assert plans[10].reason == "scale up 1 -> 10: dense is measured"
+    assert plans[10].reason == "scale up 1 -> 10: dense is measured, gain at CF 10 0.9"
     assert {bare(plan) for plan in plans[10:31]} == {(10.0, (20.0,))}  # 31: the rule's turn
     assert plans[31].reason.startswith("scale up 10 -> 20: gain 0.75 >= 0.33")
     assert {bare(plan) for plan in plans[31:]} == {(20.0, (10.0,))}
@@ -206,7 +206,7 @@ def test_opening_with_a_floor_that_loses_too_much_stays_dense_for_now():
 def test_opening_shorter_than_a_gain_takes_to_be_believed():
     plans = world(FALLING, dense_window=2).run(10)
     assert sends(plans) == [DENSE, 10.0]
-    assert plans[2].reason == "scale up 1 -> 10: dense is measured"
+    assert plans[2].reason == "scale up 1 -> 10: dense is measured, gain at CF 10 not known yet"
 
 
 @pytest.mark.parametrize("settings", [{"dense_window": 0}, {"allow_dense": False}])
