@@ -46,7 +46,7 @@ class Quantizer(Compressor):
 
     def form(self, cf: float) -> BlockFormat:
         """The value format used at `cf`."""
-        return self.forms[self._nearest(cf)]
+        return self.forms[self.supported(cf, 1)]
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         return self._compress(tensor, None, cf, key)
@@ -57,42 +57,36 @@ class Quantizer(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
-        self._add(out.detach(), payload, scale)
+        out, form, dtype = out.detach(), self.form(payload.cf), payload.dtype
+        for start, stop in blocks.block_bounds(out):
+            kept = scratch("kept", stop - start, widened(dtype), out.device)
+            form.decode_block(form.slices(payload.parts, start, stop - start, dtype), kept)
+            out[start:stop].add_(kept.to(dtype), alpha=scale)
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self._add(tensor.detach(), payload, -1.0)
+        self.add_to(tensor, payload, -1.0)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return self.form(cf).nbytes(numel, dtype)
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        cf = self._nearest(cf)
+        cf = self.supported(cf, numel)
         parts = base.split_bytes(data, *self.forms[cf].layout(numel, dtype))
         return Payload(parts, numel, cf, key, dtype=dtype)
 
     def supported(self, cf: float, numel: int) -> float:
-        return self._nearest(cf)
-
-    def floats(self, numel: int, cf: float) -> float:
-        """The fp32 numbers that have as many bits."""
-        return numel / self._nearest(cf)
-
-    def _nearest(self, cf: float) -> float:
         cf = base.check_cf(cf)
         return min(self.forms, key=lambda can: (abs(can - cf), can))
 
+    def floats(self, numel: int, cf: float) -> float:
+        """The fp32 numbers that have as many bits."""
+        return numel / self.supported(cf, numel)
+
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
         base.check_flat(tensor)
-        cf = self._nearest(cf)
+        cf = self.supported(cf, tensor.numel())
         parts, energies = values.encode_sum(self.forms[cf], tensor, add, key)
         return Payload(parts, tensor.numel(), cf, key, energies, tensor.dtype)
-
-    def _add(self, out: Tensor, payload: Payload, scale: float) -> None:
-        form, dtype = self.form(payload.cf), payload.dtype
-        for start, stop in blocks.block_bounds(out):
-            kept = scratch("kept", stop - start, widened(dtype), out.device)
-            form.decode_block(form.slices(payload.parts, start, stop - start, dtype), kept)
-            out[start:stop].add_(kept.to(dtype), alpha=scale)
 
 
 class OneFormat(Quantizer, BlockFormat):
