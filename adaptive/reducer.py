@@ -73,9 +73,8 @@ class Step:
 class Reducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
-    granularity: what is compressed as one. memory: may be another one from a next step on.
-    settling: backwards after which DDP cuts no buckets anew. clip_norm: largest norm of a
-    parameter's local gradient, already scaled by 1/sqrt(N), or None.
+    memory: may be another one from a next step on. settling: backwards after which DDP cuts no
+    buckets anew. clip_norm: largest norm of a parameter's local gradient, scaled by 1/sqrt(N).
     """
 
     granularity: Granularity

@@ -136,7 +136,7 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row, out.dtype) for row in rows]
-    means = [(unit, work.new_zeros(unit.numel)) for unit in mine]
+    means = [(unit, fresh(unit.numel, work.dtype, work.device).zero_()) for unit in mine]
     second: list[Payload] = []
     poisoned: Flag = False
     for (unit, mean), payloads in zip(means, zip(*received, strict=True), strict=True):
