@@ -18,7 +18,7 @@ P and Q are stored transposed (r x n, r x m): products then run at the speed of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -154,13 +154,10 @@ class PowerSGD(RoundsCompressor):
         keys: Sequence[Key],
         world_size: int,
         report: Report,
-        *,
-        skipped: Collection[int] = (),
     ) -> Rounds:
         check_bucket(tensors, cfs, keys)
-        flats = [torch.zeros_like(t) if i in skipped else t for i, t in enumerate(tensors)]
-        parts = [self._part(*each) for each in zip(flats, cfs, keys, strict=True)]
-        totals = squared_norms(flats)
+        parts = [self._part(*each) for each in zip(tensors, cfs, keys, strict=True)]
+        totals = squared_norms(tensors)
         ps = [part.start @ part.matrix.t() for part in parts]
         mixed = zip(ps, parts, strict=True)
         first = torch.cat([each for p, part in mixed for each in (p.view(-1), part.rest)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from math import inf, nan
 
@@ -39,8 +39,6 @@ class RoundsCompressor(Compressor):
         keys: Sequence[Key],
         world_size: int,
         report: Report,
-        *,
-        skipped: Collection[int] = (),
     ) -> Rounds:
         """Compress and average one bucket.
 
@@ -48,13 +46,14 @@ class RoundsCompressor(Compressor):
             device; neither this nor the caller changes them until the last round is over.
         cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
             order, on every rank.
-        skipped: positions of the tensors to which this rank contributes nothing in this step.
+
+        A tensor to which this rank contributes nothing in this step is zero.
 
         Each of the `rounds_count` yields hands out one flat tensor to be summed over all ranks
         (perhaps empty) and is sent the sum, which it may overwrite; their sizes are a function of
         (shapes, cfs) alone. `report` is called once, between the first sum and the second yield,
-        with one payload for each tensor: the part of *this rank's* a that is kept, zero for a
-        skipped tensor. Its energies are known, `recompress` gives those of larger CFs, and the mean
+        with one payload for each tensor: the part of *this rank's* a that is kept, zero of zeros.
+        Its energies are known, `recompress` gives those of larger CFs, and the mean
         of these payloads over the ranks is what every rank decodes: subtracting it from a leaves
         this rank's residual. It is valid until the generator ends.
 

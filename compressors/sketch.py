@@ -25,7 +25,7 @@ sketch of a sum is the sum of the sketches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from math import nan
@@ -120,13 +120,10 @@ class Sketch(RoundsCompressor):
         keys: Sequence[Key],
         world_size: int,
         report: Report,
-        *,
-        skipped: Collection[int] = (),
     ) -> Rounds:
         check_bucket(tensors, cfs, keys)
-        flats = [torch.zeros_like(t) if i in skipped else t for i, t in enumerate(tensors)]
-        parts = [self._part(*each) for each in zip(flats, cfs, keys, strict=True)]
-        totals = squared_norms(flats)
+        parts = [self._part(*each) for each in zip(tensors, cfs, keys, strict=True)]
+        totals = squared_norms(tensors)
         # Of each its table, or all its values.
         tables = [p.hashes.table(p.flat).view(-1) if p.budget.k else p.flat for p in parts]
         first = torch.cat(tables)

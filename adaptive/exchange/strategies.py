@@ -230,7 +230,6 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
         [unit.key for unit in out.units],
         exchange.world_size,
         report,
-        skipped=[i for i, unit in enumerate(out.units) if unit.skipped],
     )
     handed_out = next(rounds)
     fill_if(out.bucket.poisoned, handed_out, nan)

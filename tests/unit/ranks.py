@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from compressors.base import Key, Payload
@@ -17,16 +18,19 @@ def exchange(
     keys: Sequence[Key],
     skipped: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[list[list[Payload]], list[list[Payload]]]:
-    """One step of every rank: (what each reported, what each got back)."""
+    """One step of every rank: (what each reported, what each got back). skipped: by rank, the
+    positions of the tensors of which it sends nothing."""
     reported: list[list[Payload]] = [[] for _ in ranks]
     generators = [
         rank.rounds(
-            tensors,
+            [
+                torch.zeros_like(tensor) if j in (skipped or {}).get(i, ()) else tensor
+                for j, tensor in enumerate(tensors)
+            ],
             [cf] * len(tensors),
             keys,
             len(ranks),
             own.extend,
-            skipped=(skipped or {}).get(i, ()),
         )
         for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
     ]
