@@ -107,6 +107,14 @@ def _partitioned(a: Array, wanted: Sequence[int], above: Array) -> Array:
     return np.asarray(magnitude >= smallest[:, None])
 
 
+def clear(rows: Tensor, mask: Tensor) -> None:
+    """Set the elements where `mask` is set to zero, in place."""
+    if on_host(rows):
+        np.copyto(rows.numpy(), 0, where=mask.numpy())  # several times as fast as torch's
+    else:
+        rows.masked_fill_(mask, 0)
+
+
 def energies(rows: Tensor, sections: Sections) -> Tensor:
     """Squared norm of each row's sections, in double: (rows, sections)."""
     if on_host(rows):

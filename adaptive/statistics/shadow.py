@@ -22,7 +22,7 @@ from adaptive.bucket import Bucket, Part
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.momentum import MomentumRule
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.samples import Sections, energies, largest, products, sampled
+from adaptive.statistics.samples import Sections, clear, energies, largest, products, sampled
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
@@ -227,14 +227,14 @@ class ShadowLadder:
                 tally.at("signal").add_(found[1:])
             group.arrays["sent"] = rows
             self.peers.add(group.parameters[0], parts[0].key.step, rows, sections)
-        a.masked_fill_(sent, 0)
+        clear(a, sent)
         levels = torch.stack((energies(a, sections), total))
         for place, residual in zip(skipped, waiting, strict=True):
             a[:, place] = residual
         velocity = group.arrays.get("velocity")
         if velocity is not None and self._masked is not None:
             self._masked = self._masked.to(velocity.device)
-            velocity.masked_fill_(sent & self._masked, 0)
+            clear(velocity, sent & self._masked)
         if not host:
             levels.masked_fill_(left_out, 0)
             group.settle(before, poisoned, sections.spread(overflown))
