@@ -17,7 +17,7 @@ from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key, Payload
 from compressors.kernels import squared_norms
-from compressors.kernels.blocks import Flag, Scalar, fill_if, is_host
+from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
 from policies import DENSE
 
@@ -64,14 +64,12 @@ class StepCFs:
 class Part:
     """One parameter's piece of a bucket: elements [start, stop) of its buffer.
 
-    grad: that slice. skipped: sends nothing this step, and keeps its memory to itself.
-    """
+    grad: that slice. skipped: sends nothing this step, and keeps its memory to itself."""
 
     parameter: ModelParameter
     start: int
     stop: int
     grad: Tensor
-    key: Key
     skipped: Flag
 
 
@@ -116,16 +114,19 @@ class Bucket:
     """One DDP bucket in one step, with the pieces that its parameters have of it.
 
     work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
-    early: it is of the first backward, after which DDP cuts the buckets anew (of the first two with
-    a static graph). poisoned: a gradient is not finite, or its squares or their sum are not in that
-    precision; larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or
-    later, or what compressors make of it. The gradients of a poisoned bucket are set to zero.
+    key: of all parts, but for their names and shapes. whole: neighbouring parts are compressed as
+    one. poisoned: a gradient is not finite, or its squares or their sum are not in that precision;
+    larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or later, or what
+    compressors make of it. The gradients of a poisoned bucket are set to zero. rooms: what `room`
+    has given out, which on the host the same bucket of the next step finds again.
     """
 
     work: Tensor
     parts: Sequence[Part]
-    early: bool
+    key: Key
+    whole: bool
     poisoned: Flag = False
+    rooms: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -136,10 +137,11 @@ class Bucket:
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
-        early: bool,
+        whole: bool,
+        rooms: dict[str, Tensor],
     ) -> tuple[Bucket, Tensor]:
         """Look at the local gradients, clip them, and add their norms to the tally; also returns
-        ||g||^2 of each part (float64). key: its step and rank hold for all parts."""
+        ||g||^2 of each part (float64)."""
         grads = work.split([parameter.tensor.numel() for parameter in parameters])
         energies = squared_norms(grads)
         if clip_norm is not None:
@@ -153,15 +155,21 @@ class Bucket:
             poisoned, known, to_add = ~fits, energies.unbind(), (energies.sum(),)
         parts, start = [], 0
         for parameter, grad, energy in zip(parameters, grads, known, strict=True):
-            own = key._replace(name=parameter.name, shape=tuple(parameter.tensor.shape))
-            skipped = memory.skips(parameter, energy)
-            parts.append(Part(parameter, start, start + grad.numel(), grad, own, skipped))
-            start += grad.numel()
+            stop = start + grad.numel()
+            parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
+            start = stop
         for energy in to_add:
             tally.at("grad").add_(energy)
         tally.spoil(poisoned)
         fill_if(poisoned, work, 0.0)
-        return cls(work, parts, early, poisoned), energies
+        return cls(work, parts, key, whole, poisoned, rooms), energies
+
+    def room(self, use: str, numel: int) -> Tensor:
+        """Working memory for one use, with whatever was left there."""
+        room = self.rooms.get(use)
+        if room is None or room.numel() != numel or room.dtype != self.work.dtype:
+            room = self.rooms[use] = fresh(numel, self.work.dtype, self.work.device)
+        return room
 
 
 def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor:
@@ -179,20 +187,19 @@ class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
-    they are. joined: neighbouring parts are compressed as one ("bucket" granularity), not one by
-    one ("layer"). Only in buckets that stay as they are: before that there is a single one of the
-    whole model, for which neither the memory nor the room is laid out.
+    they are. whole_buckets: neighbouring parts are compressed as one ("bucket" granularity), not
+    one by one ("layer"). Only in buckets that stay as they are: in the first backward there is a
+    single one of the whole model, as which the memory is not laid out.
     """
 
     compressor: Compressor
-    joined: bool = False
+    whole_buckets: bool = False
     dense_below: int = 0
 
     def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
         """The units of a bucket, in order; none crosses the border between two of `shards`
         equal shards."""
         borders = shard_borders(bucket.work.numel(), shards)
-        joined = self.joined and not bucket.early
         units: list[Unit] = []
         run: list[Range] = []
         for part in bucket.parts:
@@ -201,23 +208,26 @@ class Granularity:
             small = part.grad.numel() < self.dense_below
             inside = [border for border in borders if part.start < border < part.stop]
             for start, stop in itertools.pairwise([part.start, *inside, part.stop]):
-                if run and (small or not joined or start in borders):
-                    units.append(self._unit(run, self.compressor, cfs))
+                if run and (small or not bucket.whole or start in borders):
+                    units.append(self._unit(bucket, run, self.compressor, cfs))
                     run = []
                 if small:
-                    units.append(self._unit([Range(part, start, stop)], EXACT, cfs))
+                    units.append(self._unit(bucket, [Range(part, start, stop)], EXACT, cfs))
                 else:
                     run.append(Range(part, start, stop))
         if run:
-            units.append(self._unit(run, self.compressor, cfs))
+            units.append(self._unit(bucket, run, self.compressor, cfs))
         return units
 
-    def _unit(self, ranges: Sequence[Range], base: Compressor, cfs: StepCFs) -> Unit:
+    def _unit(
+        self, bucket: Bucket, ranges: Sequence[Range], base: Compressor, cfs: StepCFs
+    ) -> Unit:
         first, start, stop = ranges[0].part, ranges[0].start, ranges[-1].stop
-        key, layer = first.key, first.parameter.name
+        layer, shape = first.parameter.name, tuple(first.parameter.tensor.shape)
+        key = bucket.key._replace(name=layer, shape=shape)
         if (start, stop) != (first.start, first.stop):  # not the parameter: a name of its own
             begin = start - first.start
-            key = key._replace(name=f"{key.name}[{begin}:{begin + stop - start}]", shape=())
+            key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
         cf, compressor = cfs.sent(layer), base
         if base is EXACT or cf == DENSE:
             cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)

@@ -20,8 +20,9 @@ compressed: all that the memory holds is sent with the gradient, in one all-redu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import nan
 
 import torch
@@ -48,7 +49,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
-from compressors.kernels import Flag, Scalar, all_finite
+from compressors.kernels import Flag, Scalar, all_finite, is_host
 from compressors.kernels.blocks import but_not, either, fill_if
 from compressors.rounds import RoundsCompressor
 
@@ -85,10 +86,11 @@ class Reducer:
     settling: int
     clip_norm: float | None = None
     _backwards: int = 0
+    _rooms: defaultdict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     def compresses_whole_buckets(self, step: int) -> bool:
         """The tensors of a bucket are compressed as one, in this step's backward."""
-        return self.granularity.joined and not self._may_buckets_change(step)
+        return self.granularity.whole_buckets and not self._may_buckets_change(step)
 
     def end_backward(self) -> None:
         """The next one may have other buckets."""
@@ -113,11 +115,11 @@ class Reducer:
 
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
-        bucket = self._open(step, buffer, parameters)  # 1
+        rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
+        bucket = self._open(step, buffer, parameters, rooms)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
         units = self.granularity.cut(bucket, step.cfs, shards)
-        joined = self.compresses_whole_buckets(step.number)
-        memory = BucketMemory(self.memory, bucket, units, joined)
+        memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
@@ -167,7 +169,7 @@ class Reducer:
         if untouched and all(memory.idle(parameter) for parameter in parameters):
             step.tally.at("grad").fill_(nan)  # not measured
         else:
-            bucket = self._open(step, buffer, parameters)
+            bucket = self._open(step, buffer, parameters, {})
             not_finite = bucket.poisoned
             if not_finite is not True:
                 sending = [part for part in bucket.parts if part.skipped is not True]
@@ -193,7 +195,13 @@ class Reducer:
             return self.exchange.all_reduce(buffer.div_(self.exchange.world_size)).then(finish)
         return send(buffer).then(finish)
 
-    def _open(self, step: Step, buffer: Tensor, parameters: Sequence[ModelParameter]) -> Bucket:
+    def _open(
+        self,
+        step: Step,
+        buffer: Tensor,
+        parameters: Sequence[ModelParameter],
+        rooms: dict[str, Tensor],
+    ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         bucket, energies = Bucket.open(
             buffer if wide else buffer.float(),
@@ -202,7 +210,8 @@ class Reducer:
             self.memory,
             step.tally,
             self.clip_norm,
-            self._may_buckets_change(step.number),
+            self.compresses_whole_buckets(step.number),
+            rooms,
         )
         self.requested.observe(bucket, energies, step.tally)
         return bucket

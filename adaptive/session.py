@@ -142,7 +142,7 @@ class Session:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
         self._context = start_policy(settings, self._sizes, self.exchange.world_size)
-        joined, supported = self._granularity.joined, self._sizes.supported
+        joined, supported = self._granularity.whole_buckets, self._sizes.supported
         candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *settings.hooks}
         self._requested = RequestedStatistics(
             settings.policy,

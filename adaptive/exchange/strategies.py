@@ -136,7 +136,9 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row, out.dtype) for row in rows]
-    means = [(unit, fresh(unit.numel, work.dtype, work.device).zero_()) for unit in mine]
+    numels = [unit.numel for unit in mine]
+    room = out.bucket.room("mean of a shard", sum(numels)).zero_()
+    means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
     poisoned: Flag = False
     for (unit, mean), payloads in zip(means, zip(*received, strict=True), strict=True):

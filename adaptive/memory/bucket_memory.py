@@ -16,7 +16,6 @@ from adaptive.bucket import Bucket, Part, Unit
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter, lay_out
 from compressors.base import Payload
-from compressors.kernels import fresh
 from compressors.kernels.blocks import Flag, but_not, either, fill_if
 
 
@@ -56,19 +55,17 @@ class _Run:
 
 
 class BucketMemory:
-    """What a memory does with one bucket in one step.
+    """What a memory does with one bucket in one step. What is kept for a bucket that is compressed
+    as a whole lies together; in others every unit is of a single part.
 
-    units: what is compressed as one, in order. joined: what is kept for the bucket is to lie
-    together; if not, every unit is of a single part."""
+    units: what is compressed as one, in order."""
 
-    def __init__(
-        self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit], joined: bool
-    ) -> None:
+    def __init__(self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit]) -> None:
         self._memory = memory
         self._bucket = bucket
         parts = {part: u.cf for u in units if memory.keeps for part, *_ in u.ranges}
         parameters = [part.parameter for part in parts]
-        self._flat = lay_out(parameters, memory.keeps) if joined and parts else {}
+        self._flat = lay_out(parameters, memory.keeps) if bucket.whole and parts else {}
         self._runs: dict[Part, _Run] = {}  # by each of their parts
         for _, alike in groupby(parts, lambda part: self._moves(part, parts[part])):
             run = self._run(list(alike))
@@ -92,7 +89,8 @@ class BucketMemory:
             return Addition(residual, addend)
         if addend is not None:
             residual.add_(addend)
-        a = fresh(unit.numel, residual.dtype, residual.device).copy_(residual)
+        room = self._bucket.room("error-fed gradients", self._bucket.work.numel())
+        a = room[unit.start : unit.stop].copy_(residual)
         return Addition(_fill_skipped(unit, a), None)
 
     def undo(self, poisoned: Flag) -> None:

@@ -156,17 +156,15 @@ class ShadowLadder:
         # Skipped ones, too: which they are may differ between ranks, and what is sampled must not.
         parts = [part for part in bucket.parts if part.grad.numel()]
         singly = [[part] for part in parts]
-        together = [parts] if self._whole_buckets else singly
-        for section in together:
+        for section in [parts] if self._whole_buckets else singly:
             self._choose_stride([part.parameter for part in section])
-        if bucket.early:  # even what is to be compressed as one later on is not yet
-            together = singly
+        together = [parts] if bucket.whole else singly
         if on_host(bucket.work):
             for section in together:
                 if not all(part.skipped is True for part in section):
-                    self._step([section], bucket.poisoned, tally)
+                    self._step([section], bucket, tally)
         elif parts:
-            self._step(together, bucket.poisoned, tally)
+            self._step(together, bucket, tally)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: the distance of its sampled elements, and what is kept of them."""
@@ -191,7 +189,7 @@ class ShadowLadder:
             if "velocity" in arrays:
                 self._moving.add(parameter)
 
-    def _step(self, together: Sequence[Sequence[Part]], poisoned: Flag, tally: Tally) -> None:
+    def _step(self, together: Sequence[Sequence[Part]], bucket: Bucket, tally: Tally) -> None:
         """One group's step. together: the parts of each of its sections: a single one on the
         host."""
         group = self._group([[part.parameter for part in section] for section in together])
@@ -212,7 +210,7 @@ class ShadowLadder:
         # Not finite, of finite, but huge gradients: it would stay so.
         if not host:
             overflown = ~(total.amax(0) < inf)
-            left_out = overflown | poisoned
+            left_out = overflown | bucket.poisoned
         elif not np.isfinite(total.numpy()).all():
             for array in group.arrays.values():
                 array.zero_()
@@ -226,7 +224,7 @@ class ShadowLadder:
                 tally.at("signal_total").add_(found[:1])
                 tally.at("signal").add_(found[1:])
             group.arrays["sent"] = rows
-            self.peers.add(group.parameters[0], parts[0].key.step, rows, sections)
+            self.peers.add(group.parameters[0], bucket.key.step, rows, sections)
         clear(a, sent)
         levels = torch.stack((energies(a, sections), total))
         for place, residual in zip(skipped, waiting, strict=True):
@@ -237,7 +235,7 @@ class ShadowLadder:
             clear(velocity, sent & self._masked)
         if not host:
             levels.masked_fill_(left_out, 0)
-            group.settle(before, poisoned, sections.spread(overflown))
+            group.settle(before, bucket.poisoned, sections.spread(overflown))
         error, all_of_it = (levels @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
         tally.at("shadow_total").add_(all_of_it)

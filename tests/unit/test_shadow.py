@@ -35,7 +35,8 @@ class _Bucket:
 
     work: Tensor
     parts: list[Part]
-    early: bool
+    key: Key
+    whole: bool
     poisoned: Flag
 
 
@@ -47,7 +48,7 @@ class Run:
     def __init__(
         self,
         kind: str = "plain",
-        joined: bool = False,
+        whole_buckets: bool = False,
         sizes: Sequence[int] = SIZES,
         cfs: Sequence[float] = CFS,
         dtype: torch.dtype = torch.float32,
@@ -55,7 +56,7 @@ class Run:
     ) -> None:
         tensors = [torch.empty(n, dtype=dtype, device=device) for n in sizes]
         self.parameters = [ModelParameter(f"p{i}", tensor) for i, tensor in enumerate(tensors)]
-        self.cfs, self.device = tuple(cfs), device
+        self.cfs, self.device, self.whole_buckets = tuple(cfs), device, whole_buckets
         self._rule = MomentumRule(0.9, dampening=0.0, nesterov=kind == "nesterov")
         memory: NoMemory = Residual(lambda: False)
         if kind in ("momentum", "nesterov"):
@@ -67,7 +68,9 @@ class Run:
             )
         self.memory = memory
         self.layers = LayerStatistics(self.parameters, self.cfs)
-        self.ladder = ShadowLadder(self.cfs, memory, kind == "signal", self.layers, joined, 1.0)
+        self.ladder = ShadowLadder(
+            self.cfs, memory, kind == "signal", self.layers, whole_buckets, 1.0
+        )
 
     def gradients(self, step: int, scale: float = 1.0) -> Tensor:
         draw = torch.Generator().manual_seed(step)
@@ -83,13 +86,11 @@ class Run:
                 end - parameter.tensor.numel(),
                 end,
                 work[end - parameter.tensor.numel() : end],
-                Key(parameter.name, step),
-                **({"energy": 0.0} if "energy" in Part.__dataclass_fields__ else {}),
                 skipped=i == skipped,
             )
             for i, (parameter, end) in enumerate(zip(self.parameters, ends, strict=True))
         ]
-        return _Bucket(work, parts, step == 0, poisoned)
+        return _Bucket(work, parts, Key("", step), self.whole_buckets and step > 0, poisoned)
 
     def step(self, step: int, work: Tensor, poisoned: Flag = False, skipped: int = -1) -> Any:
         tally = make_tally(len(self.cfs), self.device)
@@ -114,12 +115,12 @@ def _largest(a: np.ndarray, k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["plain", "momentum", "nesterov", "signal"])
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("whole_buckets", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_on_the_host_it_is_plain_arithmetic_to_the_bit(
-    kind: str, joined: bool, dtype: torch.dtype
+    kind: str, whole_buckets: bool, dtype: torch.dtype
 ) -> None:
-    run = Run(kind, joined, dtype=dtype)
+    run = Run(kind, whole_buckets, dtype=dtype)
     starts = [0, *accumulate(SIZES)]
     singly = [slice(a, b) for a, b in pairwise(starts)]
     rule = MomentumRule(0.9).with_lag(0.5)
@@ -140,7 +141,7 @@ def test_on_the_host_it_is_plain_arithmetic_to_the_bit(
             if kind == "nesterov":
                 a = residual[i] + momentum * u + gain * g
             error = total = 0.0
-            for section in [slice(0, starts[-1])] if joined and step else singly:
+            for section in [slice(0, starts[-1])] if whole_buckets and step else singly:
                 keep = _largest(a[section], kept(a[section].size, cf))
                 total += float((a[section].astype(float) ** 2).sum())
                 now[1 + i, section] = np.where(keep, a[section], 0)
@@ -163,9 +164,9 @@ def test_on_the_host_it_is_plain_arithmetic_to_the_bit(
 
 
 @pytest.mark.parametrize("kind", ["plain", "momentum", "nesterov", "signal"])
-@pytest.mark.parametrize("joined", [False, True])
-def test_on_a_device_it_is_as_on_the_host(kind: str, joined: bool) -> None:
-    host, device = Run(kind, joined), Run(kind, joined)
+@pytest.mark.parametrize("whole_buckets", [False, True])
+def test_on_a_device_it_is_as_on_the_host(kind: str, whole_buckets: bool) -> None:
+    host, device = Run(kind, whole_buckets), Run(kind, whole_buckets)
     for step in range(5):
         if step == 3:
             by_name = {parameter.name: parameter for parameter in device.parameters}
@@ -176,7 +177,7 @@ def test_on_a_device_it_is_as_on_the_host(kind: str, joined: bool) -> None:
         with device_path():
             tallies.append(device.step(step, work.clone(), torch.tensor(False)))
         # Signs are drawn for what is looked at together: on a device that is the bucket.
-        for name in NAMES if joined and step > 1 else NAMES[:4]:
+        for name in NAMES if whole_buckets and step > 1 else NAMES[:4]:
             a, b = (tally.at(name) for tally in tallies)
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3, msg=name)
     for name in ("residual", *(("velocity",) if kind in ("momentum", "nesterov") else ())):
@@ -186,11 +187,11 @@ def test_on_a_device_it_is_as_on_the_host(kind: str, joined: bool) -> None:
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "nesterov", "signal"])
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_poisoned_step_leaves_no_trace(device: bool, kind: str, joined: bool) -> None:
+@pytest.mark.parametrize("whole_buckets", [False, True])
+def test_a_poisoned_step_leaves_no_trace(device: bool, kind: str, whole_buckets: bool) -> None:
     """Nor do two ladders differ of which one goes on from the state of the other."""
     with device_path() if device else nullcontext():
-        runs = Run(kind, joined), Run(kind, joined)
+        runs = Run(kind, whole_buckets), Run(kind, whole_buckets)
         spared, spoilt = runs
         for step in (0, 1):
             for run in runs:
@@ -234,7 +235,7 @@ def test_what_overflows_begins_anew_and_the_rest_does_not(device: bool) -> None:
 
 
 def test_what_is_skipped_keeps_its_residual_on_the_host() -> None:
-    run = Run(joined=True)
+    run = Run(whole_buckets=True)
     for step in range(2):
         run.step(step, run.gradients(step))
     before = run.ladder.state_dict()["p1"]["residual"]
@@ -248,8 +249,8 @@ def test_what_is_skipped_keeps_its_residual_on_the_host() -> None:
 TEN = tuple(float(cf) for cf in np.geomspace(10, 1000, 10))
 
 
-def _operations(kind: str, joined: bool, sizes: Sequence[int]) -> int:
-    run = Run(kind, joined, sizes, TEN, device="meta")
+def _operations(kind: str, whole_buckets: bool, sizes: Sequence[int]) -> int:
+    run = Run(kind, whole_buckets, sizes, TEN, device="meta")
     run.ladder._share = 1 / 64
     work = torch.empty(sum(sizes), device="meta")
     flag = torch.empty((), dtype=torch.bool, device="meta")
@@ -260,7 +261,7 @@ def _operations(kind: str, joined: bool, sizes: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "joined", "most"),
+    ("kind", "whole_buckets", "most"),
     [
         ("momentum", True, 31),
         ("nesterov", True, 34),
@@ -270,10 +271,10 @@ def _operations(kind: str, joined: bool, sizes: Sequence[int]) -> int:
     ],
 )
 def test_on_a_device_no_value_is_read_and_operations_do_not_grow(
-    kind: str, joined: bool, most: int
+    kind: str, whole_buckets: bool, most: int
 ) -> None:
     counts = [
-        _operations(kind, joined, sizes)
+        _operations(kind, whole_buckets, sizes)
         for sizes in ((500_000, 500_000), (50_000_000, 50_000_000), (10_000,) * 100)
     ]
     assert max(counts) <= most

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
+from adaptive.bucket import Bucket
 from adaptive.memory import bucket_memory
 from adaptive.parameters import ModelParameter, lay_out
 from tests.distributed.processes import run_ranks
@@ -30,37 +31,46 @@ def _net() -> nn.Module:
     return nn.Sequential(*conv, *head).double()
 
 
-def _run(rank: int, memory: str, options: dict[str, Any]) -> dict[str, Any]:
-    """places: where what is kept for each bucket lies, by step. copies: of error-fed gradients."""
+def _run(
+    rank: int, memory: str, options: dict[str, Any], exchange: str = "auto", unused: bool = False
+) -> dict[str, Any]:
+    """places: where what is kept for each bucket lies, by step. rooms: where working memory lies,
+    by step and use. unused: the last bucket holds a parameter that is."""
     places: list[list[int]] = []
-    copies = 0
-    original, fresh = bucket_memory.lay_out, bucket_memory.fresh
+    rooms: list[list[tuple[str, int]]] = []
+    original, room = bucket_memory.lay_out, Bucket.room
 
     def recorded(*args: Any) -> Any:
         flat = original(*args)
         places[-1].extend(tensor.data_ptr() for tensor in flat.values())
         return flat
 
-    def counted(*args: Any) -> Any:
-        nonlocal copies
-        copies += 1
-        return fresh(*args)
+    def counted(self: Bucket, use: str, numel: int) -> torch.Tensor:
+        given = room(self, use, numel)
+        rooms[-1].append((use, given.data_ptr()))
+        return given
 
     bucket_memory.lay_out = recorded
-    bucket_memory.fresh = counted
-    model = DDP(_net(), bucket_cap_mb=CAP, **options)
+    Bucket.room = counted  # type: ignore[method-assign]
+    net = _net()
+    if unused:
+        net.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    model = DDP(net, bucket_cap_mb=CAP, **options)
     momentum = 0.9 if memory == "momentum" else 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
-    compressor = AdaptiveCompressor("topk", (2, 100), policy=Fixed(cf=20), memory=memory)
+    compressor = AdaptiveCompressor(
+        "topk", (2, 100), policy=Fixed(cf=20), memory=memory, exchange=exchange
+    )
     compressor.attach(model, optimizer=optimizer)
     for step in range(STEPS):
         places.append([])
+        rooms.append([])
         draw = torch.Generator().manual_seed(10 * step + rank)
         x = torch.randn(4, 3, 8, 8, generator=draw, dtype=torch.float64)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    return {"copies": copies, "places": places, "parameters": flat_parameters(model)}
+    return {"rooms": rooms, "places": places, "parameters": flat_parameters(model)}
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
@@ -72,7 +82,19 @@ def test_it_lies_together_and_nothing_is_copied(memory: str, options: dict[str, 
         settled = one["places"][2:]
         assert len(settled[0]) > 2 * (2 if memory == "momentum" else 1)
         assert all(places == settled[0] for places in settled)
-        assert one["copies"] == 0 or options
+        assert options or not any(one["rooms"])
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+def test_working_memory_is_that_of_the_step_before(exchange: str) -> None:
+    options = {"find_unused_parameters": True}
+    everyone = run_ranks(2, _run, "residual", options, exchange, True)
+    assert same(everyone[0]["parameters"], everyone[1]["parameters"])
+    for one in everyone:
+        settled = one["rooms"][2:]
+        assert "error-fed gradients" in dict(settled[0])
+        assert ("mean of a shard" in dict(settled[0])) == (exchange == "sharded")
+        assert all(rooms == settled[0] for rooms in settled)
 
 
 def _parameters(sizes: tuple[int, ...]) -> list[ModelParameter]:
