@@ -37,7 +37,7 @@ from policies import state as saved
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 8
+_STATE_VERSION = 9
 
 
 class AdaptiveCompressor:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adaptive.bucket import StepCFs
-from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange, PendingSum
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
@@ -28,89 +27,37 @@ from adaptive.statistics.samples import WIDTH
 from adaptive.statistics.timing import ModelledClock, Stopwatch
 from adaptive.statistics.vector import Statistics, Tally
 from adaptive.summary import Summary
-from adaptive.timeline.records import Event, Header, Recorder
+from adaptive.timeline.records import Event, Recorder
 from compressors.kernels import is_host
-from policies import DENSE, Context, Fixed, Plan, Policy, StepReport
+from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
 
 log = logging.getLogger("adaptive")
 
 
-def start_policy(settings: Settings, sizes: Sizes, world_size: int) -> Context:
-    """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. ValueError if the settings do not go together or do not fit the model."""
-    hooks, (low, high) = settings.hooks, settings.cf_range
-    ends = tuple(map(sizes.supported, settings.cf_range))
-    if ends[1] == DENSE < high and not hooks:
-        settings.policy = Fixed(cf=DENSE)
-        low = high = DENSE
-    outside = [cf for cf in hooks if not low <= cf <= high]
-    if outside:
-        raise ValueError(
-            f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
-        )
-    assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
-    context = Context(
-        cf_range=(min(low, *ends), max(high, *ends)),
-        world_size=world_size,
-        supported=sizes.supported,
-        assumed=assumed,
-        unknown=frozenset(hooks.keys() - assumed.keys()),
-        wire_bytes=sizes.wire_bytes,
-        layers={name: shape.numel() for name, shape in sizes.layers().items()},
-        layer_bytes=sizes.layer_nbytes,
-    )
-    if settings.policy.layerwise and not context.layers:
-        raise ValueError(
-            f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
-            f"attach(model), and layers that are not below dense_below"
-        )
-    settings.policy.start(context)
-    return context
-
-
-def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:
-    """memory: the name of the one in use."""
-    policy = settings.policy
-    cfs = sorted({DENSE, *context.cf_range, *settings.cf_range, *policy.candidates()})
-    supported = {cf: sizes.supported(cf) for cf in cfs}
-    return Header(
-        policy=policy.name,
-        settings=policy.state_dict().get("settings", {}),
-        cf_range=context.cf_range,
-        world_size=context.world_size,
-        base=settings.base.name,
-        memory=memory,
-        numel=sizes.numel(),
-        dense_bytes=sizes.wire_bytes(DENSE),
-        supported=supported,
-        wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
-        layers={name: tuple(shape) for name, shape in sizes.layers().items()},
-    )
-
-
-@dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A step whose statistics are under way.
 
-    report: with what is known of it already. tally: of this rank. summed: the ranks'. layer_cfs:
-    of the layers that were sent at another CF than the report's. read_sum: it holds the norm of a
-    sum that was read. sketches: this rank's, for signal gain."""
+    report: with what is known of it already. layer_cfs: of the layers that were sent at another CF
+    than the report's. read_sum: it holds the norm of a sum that was read. tally: this rank's.
+    sketches: this rank's, for signal gain. summed: the ranks' tallies."""
 
     report: StepReport
-    tally: Tally
-    summed: PendingSum
     layer_cfs: Mapping[str, float]
     read_sum: bool
+    tally: Tally
     sketches: Tensor | None
+    summed: PendingSum
 
 
+@dataclass(eq=False)
 class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
-    hooks: CFs that a foreign hook sends; nothing of them is measured. by_energy: the rank that
-    chooses for all is the one whose error-fed gradient was largest in the step before. lr: the
-    learning rate. device: of the gradients.
+    lr: the learning rate. device: of the gradients. carrying: the residual may hold something.
+    residual_first: and nothing is to be compressed before that is sent. agreed: the statistics of
+    the last step that the ranks have agreed on. corrupt: something has arrived that no rank can
+    have sent.
     """
 
     _fields = saved.declare(
@@ -118,65 +65,55 @@ class Controller(saved.Stateful):
         step=int,
         cf=float,
         carrying=bool,
-        owing=bool,
+        residual_first=bool,
         _totals=saved.CHILD,
         _last_switch=tuple[int, str],
     )
 
-    def __init__(
-        self,
-        policy: Policy,
-        exchange: Exchange,
-        stopwatch: Stopwatch,
-        recorder: Recorder,
-        requested: RequestedStatistics,
-        sizes: Sizes,
-        hooks: Collection[float],
-        by_energy: bool,
-        lr: Callable[[], float],
-        device: torch.device,
-    ) -> None:
-        self.policy = policy
-        self.stopwatch = stopwatch
-        self._exchange, self._recorder, self._requested = exchange, recorder, requested
-        self._sizes, self._hooks, self._by_energy = sizes, hooks, by_energy
-        self._lr, self._device = lr, device
-        self.plan = Plan(send=DENSE)
-        self.step = 0
-        self.cf = DENSE
-        self.cfs = StepCFs()
-        self.tally = Tally()
-        self.forced_dense = False
-        self._was_forced_dense = False
-        self.carrying = False  # the residual may hold something
-        self.owing = False  # and nothing is to be compressed before it is sent
-        self.agreed = Statistics()  # of the last step that the ranks have agreed on
-        self.corrupt = False  # something has arrived that no rank can have sent
-        self._agreed_step = -1  # that step
-        self._spoiled: set[int] = set()  # the last steps whose gradients were not finite
-        self._totals = Summary()
-        self._pending: deque[_Pending] = deque()
-        self._compressed_last = -1  # the step
-        self._last_switch = (0, "")  # the step, and why
+    policy: Policy
+    exchange: Exchange
+    stopwatch: Stopwatch
+    recorder: Recorder
+    requested: RequestedStatistics
+    sizes: Sizes
+    lr: Callable[[], float]
+    device: torch.device
+    step: int = 0
+    cf: float = DENSE
+    plan: Plan = field(default_factory=lambda: Plan(send=DENSE))
+    cfs: StepCFs = field(default_factory=StepCFs)
+    tally: Tally = field(default_factory=Tally)
+    forced_dense: bool = False
+    carrying: bool = False
+    residual_first: bool = False
+    agreed: Statistics = field(default_factory=Statistics)
+    corrupt: bool = False
+    _was_forced_dense: bool = False
+    _agreed_step: int = -1  # the step that `agreed` is of
+    _spoiled: set[int] = field(default_factory=set)  # last steps with gradients not finite
+    _totals: Summary = field(default_factory=Summary)
+    _pending: deque[_Pending] = field(default_factory=deque)
+    _compressed_last: int = -1  # the step
+    _last_switch: tuple[int, str] = (0, "")  # the step, and why
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
         now = self.stopwatch.stop(counts=self.step > 1)
-        self._observe_pending(now, keep=0 if is_host(self._device) else 1)
+        self._observe_pending(now, keep=0 if is_host(self.device) else 1)
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
         if plan.send != DENSE:
-            self.carrying = plan.send not in self._hooks
+            self.carrying = plan.send not in self.sizes.hooks
             self._compressed_last = self.step
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
             self._last_switch = (self.step, plan.reason)
         if switches or (plan.reason and not self.forced_dense):
-            self._recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
+            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
-        compressed = {plan.send, *plan.probe} - {DENSE, *self._hooks}
+        compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
 
@@ -187,9 +124,9 @@ class Controller(saved.Stateful):
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
-        if self._exchange.rank == 0:
+        if self.exchange.rank == 0:
             log.warning("%s", reason)
-        self._recorder.event(Event(self.step, self.cf, self.cf, reason))
+        self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
         """The policy's, unless it is detached or must send what the residual holds first."""
@@ -197,20 +134,21 @@ class Controller(saved.Stateful):
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
-        if plan.layers and self._requested.layers is None:
+        if plan.layers and self.requested.layers is None:
             raise ValueError(
                 f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
             )
         if was_forced_dense and not plan.reason:
             plan = replace(plan, reason="attached again")
-        if plan.send != DENSE and (self.owing or (plan.send in self._hooks and self.carrying)):
+        waits = self.residual_first or (self.carrying and plan.send in self.sizes.hooks)
+        if plan.send != DENSE and waits:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
             plan = replace(plan, send=DENSE, reason=why)
         return plan
 
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
-        requested, shadow = self._requested, not self.forced_dense
+        requested, shadow = self.requested, not self.forced_dense
         layers = requested.layers if plan.read_layers else None
         peers = requested.peers if shadow else None
         tally = Tally(
@@ -218,11 +156,11 @@ class Controller(saved.Stateful):
             ladder=requested.ladder if shadow else (),
             layers=0 if layers is None else layers.numel,
             sketch=0 if peers is None else WIDTH,
-            by_energy=self._by_energy,
-            ranks=self._exchange.world_size,
-            rank=self._exchange.rank,
-            device=self._device,
-            known={"lr": self._lr(), **self.stopwatch.start(plan.send)},
+            by_energy=self.sizes.choice.by_energy,
+            ranks=self.exchange.world_size,
+            rank=self.exchange.rank,
+            device=self.device,
+            known={"lr": self.lr(), **self.stopwatch.start(plan.send)},
         )
         if peers is not None:
             peers.begin_step(tally)
@@ -241,7 +179,7 @@ class Controller(saved.Stateful):
         if energies:
             finite = [energy if isfinite(energy) else -1.0 for energy in energies]
             return finite.index(max(finite))
-        return self.step % self._exchange.world_size
+        return self.step % self.exchange.world_size
 
     def end_step(self, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
@@ -249,17 +187,17 @@ class Controller(saved.Stateful):
 
         Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
         time until the step is over: then it starts with the next step."""
-        tally, peers = self.tally, self._requested.peers
+        tally, peers = self.tally, self.requested.peers
         sketches = peers.end_step(tally) if peers is not None and tally.sketch else None
         if found is not None:
             tally.at("changed").add_(found[:1])
             tally.at("unscaled").add_(found[1:])
-        for corrupt in self._exchange.take_corrupt():
+        for corrupt in self.exchange.take_corrupt():
             tally.at("corrupt").add_(corrupt)
-        summed = self._exchange.sum_later(tally.complete())
-        if self.cf not in self._hooks:
+        summed = self.exchange.sum_later(tally.complete())
+        if self.cf not in self.sizes.hooks:
             summed.start()
-        traffic = self._exchange.take_traffic()
+        traffic = self.exchange.take_traffic()
         self.stopwatch.sent(traffic)
         timed_cf, timed_bytes = self.stopwatch.timed
         report = StepReport(
@@ -268,12 +206,12 @@ class Controller(saved.Stateful):
             timed_cf=timed_cf,
             wire_bytes=traffic.wire,
             statistics_bytes=traffic.statistics,
-            dense_wire_bytes=self._sizes.wire_bytes(DENSE),
+            dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )
         read_sum, layer_cfs = self.plan.read_sum, self.cfs.sent_layers
-        self._pending.append(_Pending(report, tally, summed, layer_cfs, read_sum, sketches))
-        floats = self._sizes.floats(self.cfs)
+        self._pending.append(_Pending(report, layer_cfs, read_sum, tally, sketches, summed))
+        floats = self.sizes.floats(self.cfs)
         self._totals.add_step(self.cf, traffic, floats, report.dense_wire_bytes)
         self.step += 1
 
@@ -287,7 +225,7 @@ class Controller(saved.Stateful):
         if self._pending and self._pending[-1].summed.work is None:
             self._pending.pop()  # perhaps not all ranks close, and it would have to be summed
         self.flush()
-        self._recorder.close()
+        self.recorder.close()
 
     def summary(self) -> Summary:
         verdict = self.policy.verdict()
@@ -309,7 +247,7 @@ class Controller(saved.Stateful):
             **super().state_dict(),
             "energies": list(self.agreed.energies),
             **self.stopwatch.state_dict(),
-            **self._recorder.state_dict(),
+            **self.recorder.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool = True) -> None:
@@ -317,21 +255,21 @@ class Controller(saved.Stateful):
         `loaded_parts`."""
         super().load_state_dict(state)
         self._pending = deque()
-        self._exchange.take_traffic()
+        self.exchange.take_traffic()
         self._agreed_step = self.step - 1
         energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
-        n = self._exchange.world_size
+        n = self.exchange.world_size
         whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
         saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
         self.agreed = Statistics(energies=energies)
         pause = self.stopwatch.load_state_dict(state, same_clock)
-        self._recorder.load_state_dict(state, pause)
+        self.recorder.load_state_dict(state, pause)
 
     def loaded_parts(self) -> list[object]:
         """Whatever `load_state_dict` changes beside the policy."""
         watch = self.stopwatch
         modelled = [watch.clock] if isinstance(watch.clock, ModelledClock) else []
-        parts = [self, self._exchange, self._totals, self._recorder, watch, watch.forward]
+        parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
         return [*parts, *modelled]
 
     def _observe_pending(self, now: float, keep: int = 0) -> None:
@@ -340,7 +278,7 @@ class Controller(saved.Stateful):
             self._observe(self._pending.popleft(), now)
 
     def _observe(self, pending: _Pending, now: float) -> None:
-        requested, step = self._requested, pending.report.step
+        requested, step = self.requested, pending.report.step
         agreed = self.agreed = Statistics.agreed(pending.tally, pending.summed.read())
         self._agreed_step = step
         self._spoiled = {each for each in self._spoiled if each > step - 4}
@@ -352,8 +290,8 @@ class Controller(saved.Stateful):
             requested.peers.receive(pending.sketches, total)
         emptied = pending.report.cf == DENSE and not agreed.spoiled
         if emptied and step > self._compressed_last:
-            self.carrying = self.owing = False
-        ranks = self._exchange.world_size
+            self.carrying = self.residual_first = False
+        ranks = self.exchange.world_size
         layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
         report = replace(pending.report, layers=layers, **agreed.reported())
         if report.cf in report.measurements:
@@ -361,6 +299,6 @@ class Controller(saved.Stateful):
         if not self.forced_dense:
             self.policy.observe(report)
         sent, dense = self._totals.bytes_sent, self._totals.dense_bytes
-        self._recorder.step(
+        self.recorder.step(
             report, self.policy, now, pending.layer_cfs, pending.read_sum, sent, dense
         )

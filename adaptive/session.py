@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from adaptive.agreement import agree, compare_replicas, describe_sizes
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
-from adaptive.controller import Controller, make_header, start_policy
+from adaptive.controller import Controller
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline
@@ -28,11 +29,18 @@ from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameters
 from adaptive.reducer import Reducer, Step
-from adaptive.sizes import Sizes
+from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, shapes, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
-from adaptive.step_watch import StepWatch
+from adaptive.step_watch import (
+    CHANGED,
+    FALLEN_BACK,
+    THROWN_AWAY,
+    UNSCALED,
+    UNSTEPPED,
+    StepWatch,
+)
 from adaptive.timeline.records import Header, Recorder
 from compressors.base import CorruptPayload
 from policies import DENSE
@@ -42,30 +50,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 log = logging.getLogger("adaptive")
-
-_CHANGED = (
-    "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
-    "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
-)
-_FALLEN_BACK = (
-    "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
-    "with memory='residual'. To keep momentum correction, clip by AdaptiveCompressor(clip_norm=...)"
-    " and hand a GradScaler over: attach(..., scaler=scaler)"
-)
-_UNSCALED = (
-    "gradients were divided by a power of two between backward() and optimizer.step(), as a "
-    "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
-    "stays in the scale of an earlier step"
-)
-_UNSTEPPED = (
-    "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
-    " accumulate gradients under model.no_sync()"
-)
-_THROWN_AWAY = (
-    "the gradients of a synchronised backward were cleared without optimizer.step(): what was not "
-    "sent of them waits in the residual and comes with the next steps. Call compressor.discard() "
-    "where gradients are thrown away, or run such passes through model.module"
-)
 
 
 class Session:
@@ -90,40 +74,31 @@ class Session:
         link = EmulatedLink(settings.link) if settings.link else None
         self.exchange = Exchange(group, link, settings.checksum)
         rank, world_size = self.exchange.rank, self.exchange.world_size
-        self._optimizer, self._scaler = optimizer, scaler
         self._parameters = ModelParameters(model)
         self._watch = StepWatch(self._parameters)
         self._memory = ModelMemory(settings.memory, self._parameters)
-        self._warned: set[str] = set()
-        self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
-        timestamps = Timestamps.of(settings.clock, self._parameters.device)
+        device = self._parameters.device
+        timestamps = Timestamps.of(settings.clock, device)
         self._pipeline = Pipeline(timestamps)
         self._choice = ExchangeChoice(settings.base, settings.exchange, world_size)
-        joined = whole_buckets(settings.granularity, settings.base, settings.policy)
-        self._granularity = Granularity(settings.base, joined, settings.dense_below)
+        as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
+        self._granularity = Granularity(settings.base, as_one, settings.dense_below)
         self._sizes = Sizes(
             self._parameters,
             settings.base,
-            joined,
+            as_one,
             settings.dense_below,
             settings.hooks.keys(),
             self._choice,
             world_size,
         )
-        try:
-            agree(self._prepare, group)
-        except Exception:
-            self._memory.release()
-            self._watch.end()
-            raise
-        device = self._parameters.device
+        self._agree(self._prepare, optimizer, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
         if world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
-        self._warn_of(optimizer)
         self.controller = Controller(
             settings.policy,
             self.exchange,
@@ -131,29 +106,45 @@ class Session:
             Recorder(settings.timeline, rank == 0, self._header, settings.samples_per_step or 1.0),
             self._requested,
             self._sizes,
-            settings.hooks.keys(),
-            self._choice.by_energy,
             lambda: learning_rate(self._optimizer),
             device,
         )
-        self._watch_forward()
+        self._start_watching()
+
+    def _agree(
+        self, prepare: Callable[[], str], optimizer: Optimizer | None, scaler: GradScaler | None
+    ) -> None:
+        """Attach, if all ranks can `prepare`, and alike. A collective; the error of a rank that
+        cannot is raised on all."""
+        self._optimizer, self._scaler = optimizer, scaler
+        handed_over = f"optimizer {describe(optimizer)}, scaler={scaler is not None}"
+        try:
+            agree(lambda: f"{prepare()}\n{handed_over}", self.exchange.group)
+        except Exception:
+            self._memory.release()
+            self._optimizer = None
+            raise
+        self._reduce_with(self.settings.clip_norm)
+        warning = self._memory.warning(optimizer)
+        if warning and self.exchange.rank == 0 and self._watch.is_new(warning):
+            log.warning("%s", warning)
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
-        self._context = start_policy(settings, self._sizes, self.exchange.world_size)
-        joined, supported = self._granularity.whole_buckets, self._sizes.supported
+        self._context = start_policy(settings, self._sizes)
+        as_one, supported = self._granularity.whole_buckets, self._sizes.supported
         candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *settings.hooks}
         self._requested = RequestedStatistics(
             settings.policy,
             parameters.values(),
             sorted(candidates),
-            joined,
+            as_one,
             settings.shadow_sample,
         )
-        self._choose_memory()
+        self._memory.choose(self._optimizer)
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
-        if joined and not base.keeps_zeros and skips:
+        if as_one and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
                 f"on a model with parameters that a step may not use (find_unused_parameters, "
@@ -164,16 +155,11 @@ class Session:
         sizes = [p.numel() for p in parameters]
         lines = (
             *settings.describe(self._memory.now.name),
-            self._handed_over(),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
             describe_sizes(base, sorted(candidates | ends), sizes),
         )
         return "\n".join(lines)
-
-    def _handed_over(self) -> str:
-        """What must be alike on all ranks of what `attach` was given."""
-        return f"optimizer {describe(self._optimizer)}, scaler={self._scaler is not None}"
 
     def _header(self) -> Header:
         return make_header(self.settings, self._sizes, self._context, self._memory.now.name)
@@ -181,22 +167,13 @@ class Session:
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood. A collective; the error of a rank
         that cannot is raised on all, and it is as it was."""
-        self._optimizer, self._scaler = optimizer, scaler
 
-        def choose() -> str:
-            self._choose_memory()
-            return self._handed_over()
+        def prepare() -> str:
+            self._memory.choose(optimizer)
+            return ""
 
-        try:
-            agree(choose, self.exchange.group)
-        except Exception:
-            self._memory.release()
-            self._optimizer = None
-            self._reduce_with(clip_norm=None)
-            raise
-        self._watch = StepWatch(self._parameters)
-        self._warn_of(optimizer)
-        self._watch_forward()
+        self._agree(prepare, optimizer, scaler)
+        self._start_watching()
         self.controller.forced_dense = False
 
     def adopt(self, other: Session) -> None:
@@ -205,7 +182,7 @@ class Session:
             log.warning("what the compressor before holds is forgotten: its last exchange failed")
             return
         theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
-        self.controller.owing = theirs and not ours
+        self.controller.residual_first = theirs and not ours
         self.controller.carrying = theirs
         self._memory.adopt(other._memory)
 
@@ -226,20 +203,22 @@ class Session:
         the exchange of an earlier step has failed."""
         self._check_whole()
         step = self.controller.step
-        try:
+        with self._noting_failure(step):
             reduced, finish = self._reduce(bucket)
+
+        def arrived(future: Future[Tensor]) -> Tensor:
+            with self._noting_failure(step):
+                return finish(future.value())
+
+        return reduced.then(arrived)
+
+    @contextmanager
+    def _noting_failure(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self._failed = self._failed or (step, error)
             raise
-
-        def arrived(future: Future[Tensor]) -> Tensor:
-            try:
-                return finish(future.value())
-            except Exception as error:
-                self._failed = self._failed or (step, error)
-                raise
-
-        return reduced.then(arrived)
 
     def _check_whole(self) -> None:
         """RuntimeError after an exchange that failed: some ranks may have its mean, others not,
@@ -310,18 +289,27 @@ class Session:
         if every := self.settings.debug:
             compared = () if controller.step % every else self._parameters.values()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
-        self._heed_script()
+        # Falling back is decided on an agreed statistic, warnings are each rank's own.
+        agreed, memory, watch = controller.agreed, self._memory.now, self._watch
+        sends_velocities = "velocity" in memory.keeps
+        if agreed.changed > 0 and sends_velocities:
+            if not memory.may_fall_back:
+                raise RuntimeError(f"{CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
+            controller.note(f"{CHANGED}; {FALLEN_BACK}")
+            self._fall_back()
+        if agreed.unscaled > 0 and self._scaler is None and watch.is_new(UNSCALED):
+            controller.note(UNSCALED)
+        twice = watch.unstepped and sends_velocities
+        watch.warn(twice, UNSTEPPED, controller.step - 1, controller.was_spoiled)
 
     def _end_step(self, scale: Tensor | None) -> None:
         """What comes after the last bucket's own collective."""
-        watch = self._watch
-        self.controller.end_step(watch.take_found())
+        controller, watch = self.controller, self._watch
+        controller.end_step(watch.take_found())
         self._reducer.end_backward()
         watch.backward_ends(scale, compare=bool(self._memory.now.keeps))
-        if watch.thrown_away and self._memory.holds_something():
-            watch.thrown_away = False
-            self._suspects.append((self.controller.step - 2, _THROWN_AWAY))
-            self._warn_of_suspects()
+        kept = watch.thrown_away and self._memory.holds_something()
+        watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 
     def discard(self) -> None:
         """Forget what the memory holds: the last backward's gradients are thrown away."""
@@ -329,52 +317,12 @@ class Session:
         self._memory.discard()
         self._watch.discarded()
 
-    def _heed_script(self) -> None:
-        """What the training script has done since the last backward, and must not do with this
-        memory. Falling back is decided on an agreed statistic, warnings are each rank's own."""
-        controller, memory = self.controller, self._memory.now
-        sends_velocities = "velocity" in memory.keeps
-        if controller.agreed.changed > 0 and sends_velocities:
-            if not memory.may_fall_back:
-                raise RuntimeError(f"{_CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
-            controller.note(f"{_CHANGED}; {_FALLEN_BACK}")
-            self._fall_back()
-        if (
-            controller.agreed.unscaled > 0
-            and self._scaler is None
-            and _UNSCALED not in self._warned
-        ):
-            self._warned.add(_UNSCALED)
-            controller.note(_UNSCALED)
-        if self._watch.unstepped and sends_velocities:
-            self._suspects.append((controller.step - 1, _UNSTEPPED))
-        self._warn_of_suspects()
-
-    def _warn_of_suspects(self) -> None:
-        """Warn of backwards without a step, unless it was left out since gradients were not finite:
-        on a device that is known some steps later."""
-        known = self.controller.was_spoiled
-        for step, message in self._suspects:
-            if known(step) is False:
-                self._warn_once(message)
-        self._suspects = [each for each in self._suspects if known(each[0]) is None]
-
     def _fall_back(self) -> None:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
         self._gave_up_momentum = True
         self._memory.release()
         self._reducer.memory = self._memory.now
         self._requested.follow(self._memory.now)
-
-    def _warn_of(self, optimizer: Optimizer | None) -> None:
-        warning = self._memory.warning(optimizer)
-        if warning and self.exchange.rank == 0:
-            self._warn_once(warning)
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            log.warning("%s", message)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
@@ -415,7 +363,7 @@ class Session:
             self._fall_back()
             requested.load_state_dict(state, by_name)  # what is followed now has begun anew
             if self.exchange.rank == 0:
-                self._warn_once(f"the state is of a run with plain error feedback; {_FALLEN_BACK}")
+                log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
@@ -431,11 +379,6 @@ class Session:
             "memory_kind": self._memory.now.name,
             "parameters": shapes(self._parameters.by_name()),
         }
-
-    def _choose_memory(self) -> None:
-        """The memory, now that the optimizer is known; takes its momentum over."""
-        self._memory.choose(self._optimizer)
-        self._reduce_with(self.settings.clip_norm)
 
     def _reduce_with(self, clip_norm: float | None) -> None:
         """From here on with the memory as it is now."""
@@ -454,6 +397,8 @@ class Session:
             clip_norm,
         )
 
-    def _watch_forward(self) -> None:
+    def _start_watching(self) -> None:
+        """What the script does with the gradients, and when the model's forward begins."""
+        self._watch.start()
         mark, model = self.controller.stopwatch.forward, self.model
         self._forward_hook = None if model is None else model.register_forward_pre_hook(mark)

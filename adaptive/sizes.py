@@ -1,4 +1,5 @@
-"""How much a step sends at any CF: elements, payload bytes, bytes on the wire."""
+"""How much a step sends at any CF: elements, payload bytes, bytes on the wire; and what policies
+and timelines are told of it at the start."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import StepCFs
+from adaptive.config import Settings
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import GATHERED, ExchangeChoice
 from adaptive.parameters import ModelParameter
+from adaptive.timeline.records import Header
 from compressors import Compressor
-from policies import DENSE
+from policies import DENSE, Context, Fixed
 
 BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
@@ -24,14 +27,14 @@ BUCKET = 25 * 2**20
 class Sizes:
     """How many elements and bytes a step sends at each CF.
 
-    parameters: may still be found one by one. joined: those of a bucket are compressed as one;
-    policies are told the bytes of a model that is a single bucket, which is next to the same and
-    never changes. dense_below: elements. hooks: the CFs that foreign hooks send.
+    parameters: may still be found one by one. whole_buckets: those of a bucket are compressed as
+    one; policies are told the bytes of a model that is a single bucket, which is next to the same
+    and never changes. dense_below: elements. hooks: the CFs that foreign hooks send.
     """
 
     parameters: Mapping[Tensor, ModelParameter]
     base: Compressor
-    joined: bool
+    whole_buckets: bool
     dense_below: int
     hooks: Collection[float]
     choice: ExchangeChoice
@@ -40,11 +43,11 @@ class Sizes:
     _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
     _by_name: dict[str, ModelParameter] = field(default_factory=dict)
 
-    def see(self, index: int, parameters: Sequence[ModelParameter], joined: bool) -> None:
+    def see(self, index: int, parameters: Sequence[ModelParameter], as_one: bool) -> None:
         """What a bucket of this step holds, and whether it is compressed as one."""
         if index == 0:
             self._buckets = {}
-        if joined:
+        if as_one:
             self._buckets[index] = parameters
 
     def numel(self) -> int:
@@ -62,7 +65,7 @@ class Sizes:
 
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
-        parameters = () if self.joined else self.parameters.values()
+        parameters = () if self.whole_buckets else self.parameters.values()
         shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
         least = max(1, self.dense_below)
         return {name: shape for name, shape in shapes.items() if shape.numel() >= least}
@@ -111,14 +114,14 @@ class Sizes:
         return cf == DENSE or cf in self.hooks
 
     def _whole(self) -> Sequence[Collection[ModelParameter]]:
-        return [self.parameters.values()] if self.joined else []
+        return [self.parameters.values()] if self.whole_buckets else []
 
     def _tensors(
-        self, cfs: StepCFs, joined: Collection[Collection[ModelParameter]]
+        self, cfs: StepCFs, as_one: Collection[Collection[ModelParameter]]
     ) -> Iterator[tuple[torch.Size, float]]:
         """Shape and CF of what a step sends, one by one: CF 1 of what travels uncompressed.
-        joined: what is compressed as one; if nothing is, all parameters are by themselves."""
-        for parameters in joined or [[parameter] for parameter in self.parameters.values()]:
+        as_one: what is compressed as one; if nothing is, all parameters are by themselves."""
+        for parameters in as_one or [[parameter] for parameter in self.parameters.values()]:
             tensors = [self._tensor(each, cfs.sent(each.name)) for each in parameters]
             yield from (each for each in tensors if each[1] == DENSE or len(tensors) == 1)
             together = sum(shape.numel() for shape, cf in tensors if cf != DENSE)
@@ -131,3 +134,56 @@ class Sizes:
 
     def _nbytes(self, shape: torch.Size, cf: float) -> float:
         return 4.0 * shape.numel() if cf == DENSE else self.base.payload_nbytes_for(shape, cf)
+
+
+def start_policy(settings: Settings, sizes: Sizes) -> Context:
+    """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
+    what it was told. ValueError if the settings do not go together or do not fit the model."""
+    hooks, (low, high) = settings.hooks, settings.cf_range
+    ends = tuple(map(sizes.supported, settings.cf_range))
+    if ends[1] == DENSE < high and not hooks:
+        settings.policy = Fixed(cf=DENSE)
+        low = high = DENSE
+    outside = [cf for cf in hooks if not low <= cf <= high]
+    if outside:
+        raise ValueError(
+            f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
+        )
+    assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
+    context = Context(
+        cf_range=(min(low, *ends), max(high, *ends)),
+        world_size=sizes.world_size,
+        supported=sizes.supported,
+        assumed=assumed,
+        unknown=frozenset(hooks.keys() - assumed.keys()),
+        wire_bytes=sizes.wire_bytes,
+        layers={name: shape.numel() for name, shape in sizes.layers().items()},
+        layer_bytes=sizes.layer_nbytes,
+    )
+    if settings.policy.layerwise and not context.layers:
+        raise ValueError(
+            f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
+            f"attach(model), and layers that are not below dense_below"
+        )
+    settings.policy.start(context)
+    return context
+
+
+def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:
+    """memory: the name of the one in use."""
+    policy = settings.policy
+    cfs = sorted({DENSE, *context.cf_range, *settings.cf_range, *policy.candidates()})
+    supported = {cf: sizes.supported(cf) for cf in cfs}
+    return Header(
+        policy=policy.name,
+        settings=policy.state_dict().get("settings", {}),
+        cf_range=context.cf_range,
+        world_size=context.world_size,
+        base=settings.base.name,
+        memory=memory,
+        numel=sizes.numel(),
+        dense_bytes=sizes.wire_bytes(DENSE),
+        supported=supported,
+        wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
+        layers={name: tuple(shape) for name, shape in sizes.layers().items()},
+    )

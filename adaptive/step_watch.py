@@ -8,8 +8,9 @@ hooks around every optimizer's step. Nothing waits for a device.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,6 +20,32 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
+)
+
+log = logging.getLogger("adaptive")
+
+CHANGED = (
+    "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
+    "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
+)
+FALLEN_BACK = (
+    "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
+    "with memory='residual'. To keep momentum correction, clip by AdaptiveCompressor(clip_norm=...)"
+    " and hand a GradScaler over: attach(..., scaler=scaler)"
+)
+UNSCALED = (
+    "gradients were divided by a power of two between backward() and optimizer.step(), as a "
+    "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
+    "stays in the scale of an earlier step"
+)
+UNSTEPPED = (
+    "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
+    " accumulate gradients under model.no_sync()"
+)
+THROWN_AWAY = (
+    "the gradients of a synchronised backward were cleared without optimizer.step(): what was not "
+    "sent of them waits in the residual and comes with the next steps. Call compressor.discard() "
+    "where gradients are thrown away, or run such passes through model.module"
 )
 
 SAMPLE = 4096
@@ -32,12 +59,17 @@ class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
     parameters: those that DDP reduces. unstepped: the last synchronised backward has not been
-    followed by a step. thrown_away: its gradients were cleared before the next. end: to be called.
+    followed by a step. thrown_away: the gradients of the one before were cleared before it ran.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
-        self.unstepped = self.thrown_away = False
         self._parameters = parameters
+        self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
+        self._said: set[str] = set()
+
+    def start(self) -> None:
+        """Watch, until `end()` is called."""
+        self.unstepped = self.thrown_away = False
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
@@ -47,7 +79,7 @@ class StepWatch:
             register_optimizer_step_post_hook(lambda optimizer, *_: me._after_step(optimizer)),
         ]
         # The last parameter has its gradient among the first; one tells of all.
-        self._witness = next(reversed(list(parameters)), None)
+        self._witness = next(reversed(list(self._parameters)), None)
         self._version = -1
         if self._witness is not None:
             handles.append(self._witness.register_hook(lambda _: me._gradient_arrives()))
@@ -67,13 +99,34 @@ class StepWatch:
         found, self._found = self._found, None
         return found
 
+    def warn(
+        self, suspicious: bool, message: str, step: int, was_spoiled: Callable[[int], bool | None]
+    ) -> None:
+        """Warn, if this is suspicious, of a backward without a step, unless `step` was left out
+        since some gradients were not finite: on a device that is known some steps later."""
+        if suspicious:
+            self._suspects.append((step, message))
+        waiting, self._suspects = self._suspects, []
+        for each in waiting:
+            spoiled = was_spoiled(each[0])
+            if spoiled is None:
+                self._suspects.append(each)
+            elif not spoiled and self.is_new(each[1]):
+                log.warning("%s", each[1])
+
+    def is_new(self, message: str) -> bool:
+        """Whether this has not been asked of the message before."""
+        new = message not in self._said
+        self._said.add(message)
+        return new
+
     def discarded(self) -> None:
         """The last backward's gradients are thrown away, and somebody has said so."""
         self.unstepped = self.thrown_away = False
         self._norms = {}
 
     def _remember(self, compare: bool) -> None:
-        self.unstepped = True
+        self.unstepped, self.thrown_away = True, False
         if self._witness is not None:
             self._version = self._witness._version
         self._norms = _norms(self._parameters) if compare else {}

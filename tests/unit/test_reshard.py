@@ -19,7 +19,7 @@ numbers = st.integers(1, 4)
 
 def _state(rank: int, world_size: int, memory: dict[str, Any]) -> dict[str, Any]:
     return {
-        "version": 7,
+        "version": 9,
         "world_size": world_size,
         "rank": rank,
         "base": "topk",
