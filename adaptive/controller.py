@@ -61,12 +61,12 @@ class Controller(saved.Stateful):
     """
 
     _fields = saved.declare(
-        policy=saved.CHILD,
+        policy=Policy,
         step=int,
         cf=float,
         carrying=bool,
         residual_first=bool,
-        _totals=saved.CHILD,
+        _totals=Summary,
         _last_switch=tuple[int, str],
     )
 

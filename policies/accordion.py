@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from math import inf, isfinite, nan
 from typing import Any
 
 from policies import checks
 from policies.base import (
     Context,
-    DeclaredPolicy,
     LayerReport,
     Plan,
     Policy,
     StepReport,
+    WrappingPolicy,
     change,
     counted_steps,
-    layered_plan,
 )
 from policies.baselines import Fixed
-from policies.state import CHILD, Stateful, declare
+from policies.state import Stateful, saved
 
 LR_DROP = 0.5
 """A learning rate that falls in one step to this part of itself or less has dropped. (With a cosine
@@ -30,6 +29,7 @@ NAMED = 3
 """Layers that a reason names; further ones are only counted."""
 
 
+@dataclass(eq=False)
 class Regime(Stateful):
     """The regime of the whole model or of one layer: critical or not (Algorithm 1).
 
@@ -39,11 +39,8 @@ class Regime(Stateful):
     critical: whether it is. norm: of the gradient summed over the last interval that had one.
     """
 
-    _fields = declare(critical=bool, norm=float | None)
-
-    def __init__(self) -> None:
-        self.critical = True
-        self.norm: float | None = None
+    critical: bool = saved(True)
+    norm: float | None = saved(None)
 
     def detect(self, norm: float, eta: float, stays: bool) -> str:
         """Take in the norm of the gradient summed over an interval; returns the numbers if the
@@ -61,7 +58,8 @@ class Regime(Stateful):
         return f"|{old:.4g} - {norm:.4g}| / {old:.4g} = {relative:.3g} {sign} eta {eta:g}"
 
 
-class Accordion(DeclaredPolicy):
+@dataclass(eq=False)
+class Accordion(WrappingPolicy):
     """A policy that sends the CF `low` while training is in a critical regime (see `Regime`), else
     `high`.
 
@@ -78,34 +76,35 @@ class Accordion(DeclaredPolicy):
     """
 
     name = "accordion"
-    _fields = declare(
-        _step=int, _dropped=bool, _lr=float | None, _reason=str, _regimes=CHILD, _sides=CHILD
-    )
 
-    def __init__(
-        self,
-        low: float | Policy | None = None,
-        high: float | Policy | None = None,
-        *,
-        eta: float = 0.5,
-        interval: int = 100,
-        per_layer: bool = False,
-    ) -> None:
-        self.eta = checks.real("eta", eta, above=0)
-        self.interval = checks.whole("interval", interval, least=1)
-        self.per_layer = self.layerwise = checks.flag("per_layer", per_layer)
-        self._settings = {"eta": eta, "interval": interval, "per_layer": per_layer}
-        self._given = {"low": low, "high": high}
-        for name, side in self._given.items():
+    low: float | Policy | None = None
+    high: float | Policy | None = None
+    _: KW_ONLY
+    eta: float = 0.5
+    interval: int = 100
+    per_layer: bool = False
+
+    _step: int = saved(0)  # of the interval
+    _dropped: bool = saved(False)  # whether the learning rate has, in this interval
+    _lr: float | None = saved(None)
+    _reason: str = saved("")
+    _regimes: dict[str, Regime] = saved()  # by layer; "" is the whole model
+    _sides: dict[str, Policy] = saved()  # "low" and "high"
+
+    def __post_init__(self) -> None:
+        self.eta = checks.real("eta", self.eta, above=0)
+        self.interval = checks.whole("interval", self.interval, least=1)
+        self.layerwise = checks.flag("per_layer", self.per_layer)
+        for name, side in (("low", self.low), ("high", self.high)):
             if not isinstance(side, Policy):
                 if side is not None:
                     checks.real(name, side, least=1)
-            elif per_layer or side.layerwise or isinstance(side, Accordion):
+            elif self.per_layer or side.layerwise or isinstance(side, Accordion):
                 raise ValueError(
                     f"{name}={side.name!r}: must be a CF with per_layer=True, else a CF or a "
                     f"policy for the whole model that is not Accordion"
                 )
-        nested = [side for side in (high, low) if isinstance(side, Policy)]
+        nested = [side for side in (self.high, self.low) if isinstance(side, Policy)]
         self.shadow = any(side.shadow for side in nested)
         kinds = [side.gain for side in nested] or [Policy.gain]
         self.gain = "signal" if "signal" in kinds else kinds[0]  # it needs products of its own
@@ -115,11 +114,10 @@ class Accordion(DeclaredPolicy):
         a regime for each layer is wanted and the layers are not known."""
         if self.per_layer and not context.layers:
             raise ValueError("per_layer=True: the layers are not known")
+        self._begin()
         allowed = checks.cf_range(context.cf_range)
-        low, high = (
-            end if given is None else given
-            for given, end in zip(self._given.values(), allowed, strict=True)
-        )
+        low = allowed[0] if self.low is None else self.low
+        high = allowed[1] if self.high is None else self.high
         sides = {"low": low, "high": high}
         for name, side in sides.items():
             if not isinstance(side, Policy):
@@ -133,11 +131,6 @@ class Accordion(DeclaredPolicy):
             policy.start(context)
         self._numels = dict(context.layers)
         self._regimes = {name: Regime() for name in (context.layers if self.per_layer else [""])}
-        self._step = 0  # of the interval
-        self._dropped = False  # whether the learning rate has, in this interval
-        self._lr: float | None = None
-        self._reason = ""
-        self._started = True
 
     @property
     def _active(self) -> Policy:
@@ -149,7 +142,12 @@ class Accordion(DeclaredPolicy):
         """A plan with low and high by layer; None if all layers have the same CF."""
         low, high = (side.plan().send for side in self._sides.values())
         cfs = {name: low if each.critical else high for name, each in self._regimes.items()}
-        return layered_plan(cfs, self._numels) if len(set(cfs.values())) > 1 else None
+        if len(set(cfs.values())) == 1:
+            return None
+        # The CF of the plan is that of all layers together: their elements / the elements kept.
+        kept = sum(self._numels[name] / cf for name, cf in cfs.items())
+        send = sum(self._numels[name] for name in cfs) / kept
+        return Plan(send, layers={send: cfs})
 
     @property
     def _ends(self) -> bool:
@@ -157,7 +155,6 @@ class Accordion(DeclaredPolicy):
         return self._step == self.interval - 1
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         plan = self._layered() or self._active.plan()
         return replace(
             plan,
@@ -222,13 +219,10 @@ class Accordion(DeclaredPolicy):
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
-            **self._active.status(),
+            **super().status(),
             "critical": sum(regime.critical for regime in regimes) / len(regimes),
             "sum_norm": nan if whole is None else whole,
         }
-
-    def verdict(self) -> str:
-        return self._active.verdict()
 
     def next_move(self) -> str:
         low, high = (f"{side.name}, CF {side.plan().send:g}" for side in self._sides.values())
@@ -255,9 +249,14 @@ class Accordion(DeclaredPolicy):
         self._step = 0
 
     def _saved_settings(self) -> dict[str, Any]:
-        cfs = sorted({cf for side in self._sides.values() for cf in side.candidates()})
-        names = [side.name for side in self._sides.values()]
-        return {**self._settings, "cfs": cfs, "sides": names, "layers": list(self._regimes)}
+        return {
+            "eta": self.eta,
+            "interval": self.interval,
+            "per_layer": self.per_layer,
+            "cfs": sorted({cf for side in self._sides.values() for cf in side.candidates()}),
+            "sides": [side.name for side in self._sides.values()],
+            "layers": list(self._regimes),
+        }
 
 
 def _listed(told: list[str]) -> str:

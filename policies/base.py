@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isfinite, log, nan
 from typing import Any, Literal
 
-from policies import checks
 from policies.state import Stateful, read
 
 DENSE = 1.0
@@ -238,41 +237,47 @@ class Policy(ABC):
         others or damaged; the policy may be half loaded then (the controller puts it back)."""
 
 
+@dataclass(eq=False)
 class DeclaredPolicy(Stateful, Policy):
-    """A policy whose saved state is its settings and the attributes declared in `_fields`. A state
-    of other settings is refused: the run would go on as something else.
-
-    Subclasses set `_settings` when they are made, and `_started` at the end of start().
-    """
-
-    _settings: Mapping[str, Any]
-    _started = False
+    """A policy that is a dataclass: its arguments are its settings, its `saved` fields its state. A
+    state of other settings is refused: the run would go on as something else."""
 
     def _saved_settings(self) -> dict[str, Any]:
         """What a saved state must agree with, in JSON-like values."""
-        return {**self._settings, "candidates": list(self.candidates())}
-
-    def _check_started(self, method: str) -> None:
-        """Raises RuntimeError if `method` was called before start()."""
-        if not self._started:
-            raise RuntimeError(f"{type(self).__name__}.{method}() needs start(context) first")
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return {**settings, "candidates": list(self.candidates())}
 
     def state_dict(self) -> dict[str, Any]:
-        self._check_started("state_dict")
         return {"settings": self._saved_settings(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._check_started("load_state_dict")
-        checks.same(self.name, self._saved_settings(), read(state, "settings", Mapping))
+        here, there = self._saved_settings(), read(state, "settings", Mapping)
+        for name in sorted({*here, *there}):
+            now, then = here.get(name, "nothing"), there.get(name, "nothing")
+            if now != then:
+                raise ValueError(
+                    f"state of policy {self.name!r} was saved with {name}={then!r}: it can only be "
+                    f"loaded with the same, here it is {now!r}"
+                )
         super().load_state_dict(state)
 
 
-def layered_plan(cfs: Mapping[str, float], numels: Mapping[str, int]) -> Plan:
-    """A plan that sends each layer at its own CF, by name, at least one of them above 1. Its own CF
-    is that of all layers together: their elements (`numels`) / the elements kept."""
-    kept = sum(numels[name] / cf for name, cf in cfs.items())
-    send = sum(numels[name] for name in cfs) / kept
-    return Plan(send, layers={send: dict(cfs)})
+class WrappingPolicy(DeclaredPolicy):
+    """A policy that lets others decide, and says what the one that decides now says."""
+
+    @property
+    @abstractmethod
+    def _active(self) -> Policy:
+        """The policy that decides now."""
+
+    def status(self) -> Mapping[str, float]:
+        return self._active.status()
+
+    def verdict(self) -> str:
+        return self._active.verdict()
+
+    def rescale(self) -> None:
+        self._active.rescale()
 
 
 def change(old: float, new: float, why: str) -> str:

@@ -6,7 +6,7 @@ They are the baselines that adaptive policies are compared with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, get_args
 
 from policies import checks
@@ -18,12 +18,14 @@ from policies.base import (
     Plan,
     Policy,
     StepReport,
+    WrappingPolicy,
     change,
     counted_steps,
 )
-from policies.state import CHILD, declare
+from policies.state import saved
 
 
+@dataclass(eq=False)
 class Fixed(DeclaredPolicy):
     """A policy that sends the same CF in every step: the static baseline.
 
@@ -34,17 +36,18 @@ class Fixed(DeclaredPolicy):
     """
 
     name = "fixed"
-    _fields = declare()
 
-    def __init__(
-        self, cf: float | None = None, probe: Sequence[float] = (), gain: GainKind = "gradient"
-    ) -> None:
-        self.cf = None if cf is None else checks.real("cf", cf, least=1)
-        if isinstance(probe, str) or not isinstance(probe, Iterable):
-            raise TypeError(f"probe={probe!r}: must be a sequence of CFs > 1")
-        self.probe = tuple(sorted({checks.real("probe", other, above=1) for other in probe}))
-        checks.one_of("gain", gain, get_args(GainKind))
-        self.gain, self.shadow = gain, gain == "signal"
+    cf: float | None = None
+    probe: Sequence[float] = ()
+    gain: GainKind = "gradient"
+
+    def __post_init__(self) -> None:
+        self.cf = None if self.cf is None else checks.real("cf", self.cf, least=1)
+        if isinstance(self.probe, str) or not isinstance(self.probe, Iterable):
+            raise TypeError(f"probe={self.probe!r}: must be a sequence of CFs > 1")
+        self.probe = tuple(sorted({checks.real("probe", cf, above=1) for cf in self.probe}))
+        checks.one_of("gain", self.gain, get_args(GainKind))
+        self.shadow = self.gain == "signal"
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
@@ -52,10 +55,8 @@ class Fixed(DeclaredPolicy):
         send = allowed[0] if self.cf is None else self.cf
         send = context.supported(checks.cf_within("cf", send, allowed))
         self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
-        self._started = True
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         return self._plan
 
     def candidates(self) -> tuple[float, ...]:
@@ -68,6 +69,7 @@ class Fixed(DeclaredPolicy):
         return {"send": self.plan().send}
 
 
+@dataclass(eq=False)
 class Schedule(DeclaredPolicy):
     """A policy that sends CFs by a table written beforehand: each step, the CF of the last piece of
     the table that has begun.
@@ -80,36 +82,37 @@ class Schedule(DeclaredPolicy):
     """
 
     name = "schedule"
-    _fields = declare(step=int)
 
-    def __init__(self, pieces: Mapping[int, float], gain: GainKind = "gradient") -> None:
-        checks.one_of("gain", gain, get_args(GainKind))
-        self.gain, self.shadow = gain, gain == "signal"
-        if not isinstance(pieces, Mapping):
-            raise TypeError(f"pieces={pieces!r}: must be a mapping {{step: CF}}")
-        if not pieces:
+    pieces: Mapping[int, float]
+    gain: GainKind = "gradient"
+
+    step: int = saved(0)
+
+    def __post_init__(self) -> None:
+        checks.one_of("gain", self.gain, get_args(GainKind))
+        self.shadow = self.gain == "signal"
+        if not isinstance(self.pieces, Mapping):
+            raise TypeError(f"pieces={self.pieces!r}: must be a mapping {{step: CF}}")
+        if not self.pieces:
             raise ValueError("pieces={}: must have at least one step: CF")
-        for step, cf in pieces.items():
+        for step, cf in self.pieces.items():
             checks.whole("pieces: step", step, least=0)
             checks.real(f"pieces[{step!r}]", cf, least=1)
-        self.pieces = dict(sorted({0: DENSE, **pieces}.items()))
-        self._cfs: dict[int, float] = {}  # that the compressor can do
 
     def start(self, context: Context) -> None:
         """Raises ValueError if a CF is neither 1 nor inside cf_range."""
+        self._begin()
         allowed = checks.cf_range(context.cf_range)
-        for step, cf in self.pieces.items():
+        self._cfs = {}  # by step, that the compressor can do
+        for step, cf in sorted({0: DENSE, **self.pieces}.items()):
             checks.cf_within(f"pieces[{step}]", cf, allowed)
             self._cfs[step] = DENSE if cf == DENSE else context.supported(cf)
-        self.step = 0
-        self._started = True
 
     def _at(self, step: int) -> float:
         """The CF of a step."""
         return self._cfs[max(start for start in self._cfs if start <= step)]
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         before, now = self._at(max(0, self.step - 1)), self._at(self.step)
         why = f"the schedule has CF {now:g} from step {self.step}"
         return Plan(now, reason="" if now == before else change(before, now, why))
@@ -130,7 +133,8 @@ class Schedule(DeclaredPolicy):
         return {"cfs": [list(piece) for piece in self._cfs.items()]}
 
 
-class Warmup(DeclaredPolicy):
+@dataclass(eq=False)
+class Warmup(WrappingPolicy):
     """A policy that lets compression grow exponentially at the start of a run, and then does as
     another policy says (Deep Gradient Compression, section 3.4).
 
@@ -145,31 +149,38 @@ class Warmup(DeclaredPolicy):
     """
 
     name = "warmup"
-    _fields = declare(_stages=CHILD, _then=CHILD)
 
-    def __init__(
-        self, then: Policy | None = None, *, steps: int = 100, stages: int = 4, factor: float = 4.0
-    ) -> None:
-        if then is not None and not isinstance(then, Policy):
-            raise TypeError(f"then must be a Policy object or None, got {then!r}")
-        self.steps = checks.whole("steps", steps, least=1)
-        self.stages = checks.whole("stages", stages, least=1)
-        self.factor = checks.real("factor", factor, above=1)
-        self._settings = dict(vars(self))
-        self._given = then
-        self.shadow = then is not None and then.shadow
-        self.layerwise = then is not None and then.layerwise
+    then: Policy | None = None
+    _: KW_ONLY
+    steps: int = 100
+    stages: int = 4
+    factor: float = 4.0
+
+    _stages: Schedule = saved()
+    _then: Policy = saved()
+
+    def __post_init__(self) -> None:
+        if self.then is not None and not isinstance(self.then, Policy):
+            raise TypeError(f"then must be a Policy object or None, got {self.then!r}")
+        self.steps = checks.whole("steps", self.steps, least=1)
+        self.stages = checks.whole("stages", self.stages, least=1)
+        self.factor = checks.real("factor", self.factor, above=1)
+        self.shadow = self.then is not None and self.then.shadow
+        self.layerwise = self.then is not None and self.then.layerwise
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range does not suit `then`."""
         low, high = checks.cf_range(context.cf_range)
         cfs = (min(high, max(low, self.factor**i)) for i in range(1, self.stages + 1))
         self._stages = Schedule({stage * self.steps: cf for stage, cf in enumerate(cfs)})
-        self._then = Fixed(high) if self._given is None else self._given
+        self._then = Fixed(high) if self.then is None else self.then
         self._stages.start(context)
         self._then.start(context)
         self.gain = self._then.gain
-        self._started = True
+
+    @property
+    def _active(self) -> Policy:
+        return self._stages if self._left else self._then
 
     @property
     def _left(self) -> int:
@@ -177,7 +188,6 @@ class Warmup(DeclaredPolicy):
         return max(0, self.steps * self.stages - self._stages.step)
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         if self._left:
             return self._stages.plan()
         plan = self._then.plan()
@@ -194,26 +204,17 @@ class Warmup(DeclaredPolicy):
     def candidates(self) -> tuple[float, ...]:
         return (*self._stages.candidates(), *self._then.candidates(), self._then.plan().send)
 
-    def status(self) -> Mapping[str, float]:
-        """The numbers of the other policy; none before, when it does not explore yet."""
-        return {} if self._left else self._then.status()
-
-    def verdict(self) -> str:
-        return "" if self._left else self._then.verdict()
-
     def next_move(self) -> str:
         if not self._left:
             return self._then.next_move()
         follows = f"{self._then.name} takes over in {counted_steps(self._left)}"
         return f"{self._stages.next_move()}; {follows}, with CF {self._then.plan().send:g}"
 
-    def rescale(self) -> None:
-        if not self._left:
-            self._then.rescale()
-
     def _saved_settings(self) -> dict[str, Any]:
         return {
-            **self._settings,
+            "steps": self.steps,
+            "stages": self.stages,
+            "factor": self.factor,
             "cfs": list(self._stages.candidates()),
             "then": self._then.name,
         }

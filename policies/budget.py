@@ -6,11 +6,12 @@ The idea is Kimad's (Xin and others, 2023): compress as much as the bandwidth of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isfinite, log, nan
 
 from policies import checks
 from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, make_ladder
-from policies.state import CHILD, Stateful, declare
+from policies.state import Stateful, saved
 from policies.step_time import StepTime
 
 STEP_SIZE = 1.25
@@ -25,6 +26,7 @@ APART = 4
 difference stands out from the noise, and the look is cheap."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Budget(DeclaredPolicy):
     """A policy that sends the smallest CF, dense included, that keeps to a budget, or the largest
     CF if none does. ValueError or TypeError names a setting that is wrong.
@@ -43,38 +45,35 @@ class Budget(DeclaredPolicy):
     """
 
     name = "budget"
-    _fields = declare(
-        _send=float,
-        _look=float | None,
-        _since=int,
-        _windows=int,
-        _brief=bool,
-        _reason=str,
-        _wire=CHILD,
-        _time=CHILD,
-    )
 
-    def __init__(
-        self,
-        *,
-        bytes_per_step: float | None = None,
-        share: float | None = None,
-        window: int = 20,
-        look_every: int = 10,
-        hysteresis: float = 0.25,
-    ) -> None:
-        if bytes_per_step is not None:
-            if share is not None:
+    bytes_per_step: float | None = None
+    share: float | None = None
+    window: int = 20
+    look_every: int = 10
+    hysteresis: float = 0.25
+
+    _send: float = saved(DENSE)
+    _look: float | None = saved(None)  # the second CF, during a look
+    _since: int = saved(0)  # steps since the window or look began
+    _windows: int = saved(0)  # since the last move or look
+    _brief: bool = saved(True)  # the window is a short one: at the start, or after a move down
+    _reason: str = saved("")
+    _wire: WireBytes = saved()
+    _time: StepTime = saved()
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_step is not None:
+            if self.share is not None:
                 raise ValueError(
-                    f"share={share!r}: must not be given with bytes_per_step={bytes_per_step!r}"
+                    f"share={self.share!r}: must not be given with "
+                    f"bytes_per_step={self.bytes_per_step!r}"
                 )
-            bytes_per_step = checks.real("bytes_per_step", bytes_per_step, above=0)
-        self.bytes_per_step = bytes_per_step
-        self.share = checks.fraction("share", 0.2 if share is None else share)
-        self.window = checks.whole("window", window, least=BRIEF)
-        self.look_every = checks.whole("look_every", look_every, least=1)
-        self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
-        self._settings = dict(vars(self))
+            self.bytes_per_step = checks.real("bytes_per_step", self.bytes_per_step, above=0)
+        self._limit = checks.fraction("share", 0.2 if self.share is None else self.share)
+        self.share = self._limit
+        self.window = checks.whole("window", self.window, least=BRIEF)
+        self.look_every = checks.whole("look_every", self.look_every, least=1)
+        self.hysteresis = checks.real("hysteresis", self.hysteresis, least=0)
         self._cfs: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
@@ -82,23 +81,16 @@ class Budget(DeclaredPolicy):
         rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", STEP_SIZE)
         self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)} - context.unknown))
         self._computed = context.wire_bytes
-        self._send = DENSE if self.bytes_per_step is None else self._cfs[-1]
-        self._reason = ""
-        self._measure_anew()
-        self._started = True
+        self._measure_anew(DENSE)
 
-    def _measure_anew(self) -> None:
-        """Begin to learn the bytes and times of the CFs."""
+    def _measure_anew(self, send: float) -> None:
+        """Begin to learn the bytes and times of the CFs. send: the CF, if no bytes are given."""
+        self._begin()
         self._wire, self._time = WireBytes(self._computed), StepTime(self._bytes)
-        self._look: float | None = None  # the second CF, during a look
-        self._since = 0  # steps since the window or look began
-        self._windows = 0  # since the last move or look
-        self._brief = True  # the window is a short one: at the start, or after a move down
-        if self.bytes_per_step is not None:
-            self._send = self._within(self.bytes_per_step)
+        within = self.bytes_per_step
+        self._send = send if within is None else self._within(within)
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         return Plan(self._now, reason=self._reason)
 
     @property
@@ -167,11 +159,11 @@ class Budget(DeclaredPolicy):
         if not self._time.timed():
             return self._send
         ratio = 1.0 if self._brief else 1 + self.hysteresis
-        exceeds = self._share(self._send) > self.share * ratio
+        exceeds = self._share(self._send) > self._limit * ratio
         smaller = (cf for cf in self._cfs if cf < self._send)
-        if not exceeds and not any(self._share(cf) <= self.share / ratio for cf in smaller):
+        if not exceeds and not any(self._share(cf) <= self._limit / ratio for cf in smaller):
             return self._send
-        fitting = (cf for cf in self._cfs if self._share(cf) <= self.share)
+        fitting = (cf for cf in self._cfs if self._share(cf) <= self._limit)
         return next(fitting, self._cfs[-1])
 
     def _second(self) -> float | None:
@@ -195,9 +187,9 @@ class Budget(DeclaredPolicy):
 
     def _described(self, cf: float) -> str:
         share = self._share(cf)
-        sign = ">" if share > self.share else "<="
+        sign = ">" if share > self._limit else "<="
         return (
-            f"{share:.3g} of a step at CF {cf:g}, {sign} share {self.share:g} "
+            f"{share:.3g} of a step at CF {cf:g}, {sign} share {self._limit:g} "
             f"({self._time.sending(cf):.4g} s of {self._time.seconds(cf) or nan:.4g} s)"
         )
 
@@ -220,7 +212,7 @@ class Budget(DeclaredPolicy):
             return f"it changes when a step's bytes do; bytes_per_step is {self.bytes_per_step:g}"
         if not self._time.timed():
             return "it changes when it is known what the network costs"
-        most, least = self.share * (1 + self.hysteresis), self.share / (1 + self.hysteresis)
+        most, least = self._limit * (1 + self.hysteresis), self._limit / (1 + self.hysteresis)
         return (
             f"it changes when communication takes more than {most:.3g} of a step (now, as "
             f"predicted, {self._share(self._send):.3g}), or a smaller CF would take less than "
@@ -230,10 +222,11 @@ class Budget(DeclaredPolicy):
     def rescale(self) -> None:
         """It stays at its CF while it measures step times anew, but keeps to bytes at once."""
         before = self._now
-        self._measure_anew()
+        self._measure_anew(self._send)
         self._reason = change(before, self._now, "the number of ranks has changed")
 
 
+@dataclass(eq=False)
 class WireBytes(Stateful):
     """Bytes on the wire by CF: as measured where a CF was sent, else as computed, else guessed.
 
@@ -243,12 +236,10 @@ class WireBytes(Stateful):
     computed: returns the bytes at a CF; nan where they are not known.
     """
 
-    _fields = declare(_measured=dict[float, float], _dense=float | None)
+    computed: Callable[[float], float]
 
-    def __init__(self, computed: Callable[[float], float]) -> None:
-        self._computed = computed
-        self._measured: dict[float, float] = {}
-        self._dense: float | None = None
+    _measured: dict[float, float] = saved({})
+    _dense: float | None = saved(None)
 
     def observe(self, report: StepReport) -> None:
         """Take in the bytes that the reported step has sent."""
@@ -263,7 +254,7 @@ class WireBytes(Stateful):
         """Bytes of a step at `cf`; None if they can be neither computed nor guessed."""
         if cf in self._measured:
             return self._measured[cf]
-        computed = self._computed(cf)
+        computed = self.computed(cf)
         if isfinite(computed) and computed >= 0:
             return computed
         if self._dense is None or cf == DENSE:

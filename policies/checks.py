@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import inf, isfinite, nan
 from numbers import Integral, Real
 from typing import Any
@@ -68,14 +68,3 @@ def cf_within(name: str, cf: float, allowed: tuple[float, float]) -> float:
     if cf != 1 and not low <= cf <= high:
         raise ValueError(f"{name}={cf:g}: must be 1 (dense) or inside cf_range ({low:g}, {high:g})")
     return cf
-
-
-def same(policy: str, settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a state that was saved under other settings: it would go on as something else."""
-    for name in sorted({*settings, *saved}):
-        here, there = settings.get(name, "nothing"), saved.get(name, "nothing")
-        if here != there:
-            raise ValueError(
-                f"state of policy {policy!r} was saved with {name}={there!r}: it can only be "
-                f"loaded with the same, here it is {here!r}"
-            )

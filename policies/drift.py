@@ -21,7 +21,7 @@ from statistics import fmean, median_low
 from policies.base import StepReport
 from policies.estimators import Backoff, relative_change
 from policies.exploration import CandidateStatistics, SendRule
-from policies.state import CHILD, Stateful, declare
+from policies.state import Stateful, saved
 
 MAX_COOLDOWN_DOUBLINGS, MAX_PROBE_DOUBLINGS = 4, 6
 """The cooldown of a choice grows to 16 times the first and no further, for a network may really
@@ -43,6 +43,7 @@ class Drift(Enum):
     GAINS = "gains"
 
 
+@dataclass(eq=False)
 class ChangeTest(Stateful):
     """A test of whether a quantity has changed for good, by its medians in window after window.
 
@@ -52,11 +53,13 @@ class ChangeTest(Stateful):
     patience: windows in a row, all above or all below the reference, that make a change.
     """
 
-    _fields = declare(_first=dict[float, list[float]], _window=list[float], _windows_off=int)
+    what: str
+    threshold: float
+    patience: int
 
-    def __init__(self, what: str, threshold: float, patience: int) -> None:
-        self.what, self.threshold, self.patience = what, threshold, patience
-        self.begin({})
+    _first: dict[float, list[float]] = saved({})  # the first windows of each CF
+    _window: list[float] = saved([])
+    _windows_off: int = saved(0)  # in a row; negative if below
 
     def begin(self, references: Mapping[float, float]) -> None:
         """Compare with these values, by CF. Where there is none, the first window becomes one."""
@@ -65,8 +68,7 @@ class ChangeTest(Stateful):
 
     def use_other_cf(self) -> None:
         """Another CF is in use: windows start again, and none was off its reference."""
-        self._window: list[float] = []
-        self._windows_off = 0  # in a row; negative if below
+        self._window, self._windows_off = [], 0
 
     def add(self, value: float) -> None:
         """Take in the value of one step; one that is not known does not count."""
@@ -117,38 +119,27 @@ class DriftMonitor(Stateful):
     retry: int | None  # steps before the first probe, or with the chosen CF's gain below epsilon
     cooldown: int
 
-    _fields = declare(
-        _chosen=float | None,
-        _others=list[float],
-        _cooldown=CHILD,
-        _since_choice=int,
-        _steps_below=int,
-        _wait=CHILD,
-        _since_probe=int,
-        _t_sys=float | None,
-        _cf=float | None,
-        _window_step=int,
-        _seconds=CHILD,
-        _waits=CHILD,
-        _gain=CHILD,
-    )
+    _chosen: float | None = saved(None)  # the last choice, if there was one
+    _others: list[float] = saved([])  # tried and passed over
+    _cooldown: Backoff = saved()
+    _since_choice: int = saved(0)  # steps
+    _steps_below: int = saved(0)  # in a row, with the chosen CF's gain below epsilon
+    _wait: Backoff | None = saved()  # before the next probe
+    _since_probe: int = saved(0)  # steps of the wait for the next probe, and of that probe
+    _t_sys: float | None = saved(None)  # of the chosen CF, before that probe
+    _cf: float | None = saved(None)  # in use
+    _window_step: int = saved(0)
+    _seconds: ChangeTest = saved()
+    _waits: ChangeTest = saved()
+    _gain: ChangeTest = saved()
 
     def __post_init__(self) -> None:
-        self._chosen: float | None = None  # the last choice, if there was one
-        self._others: list[float] = []  # tried and passed over
         self._cooldown = Backoff(self.cooldown, MAX_COOLDOWN_DOUBLINGS)
-        self._since_choice = 0  # steps
-        self._steps_below = 0  # in a row, with the chosen CF's gain below epsilon
         self._wait = None if self.retry is None else Backoff(self.retry, MAX_PROBE_DOUBLINGS)
-        self._since_probe = 0  # steps of the wait for the next probe, and of that probe
-        self._t_sys: float | None = None  # of the chosen CF, before that probe
-        self._cf: float | None = None  # in use
-        self._window_step = 0
-        self._seconds = ChangeTest(
-            "step time without compression", self.drift or inf, self.patience
-        )
-        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, self.patience)
-        self._gain = ChangeTest("gain", self.drift or inf, self.patience)
+        changes, patience = self.drift or inf, self.patience
+        self._seconds = ChangeTest("step time without compression", changes, patience)
+        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, patience)
+        self._gain = ChangeTest("gain", changes, patience)
 
     def begin(self, chosen: float, others: tuple[float, ...]) -> None:
         """A choice was made, and these other CFs were tried. The step times that it rests on become

@@ -3,11 +3,11 @@ failures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import inf, isfinite, nan
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf, isfinite
 
-from policies.state import Stateful, declare, read
+from policies.state import Stateful, declare, saved
 
 
 def relative_change(now: float, before: float) -> float:
@@ -20,63 +20,47 @@ def relative_change(now: float, before: float) -> float:
     return max(now / before, before / now) - 1
 
 
-class Average(Stateful):
-    """An exponentially weighted ratio of means, E[top] / E[bottom]; a plain mean if bottom is 1.
+@dataclass(eq=False)
+class Averages(Stateful):
+    """Exponentially weighted ratios of means by CF, E[top] / E[bottom]; plain means if bottom is 1.
 
     Both means start from zero and need the same bias correction, 1 / (1 - (1 - weight)^n), which
     cancels in the ratio. So the first values count fully. weight: of a new value, in (0, 1].
     """
 
-    _fields = declare(count=int, _top=float, _bottom=float)
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.count = 0
-        self._top = self._bottom = 0.0
-
-    def add(self, top: float, bottom: float = 1.0) -> None:
-        """Take in one step. A step that is not finite, or has bottom <= 0, is skipped."""
-        if not (isfinite(top) and isfinite(bottom)) or bottom <= 0:
-            return
-        self.count += 1
-        self._top = (1 - self.weight) * self._top + self.weight * top
-        self._bottom = (1 - self.weight) * self._bottom + self.weight * bottom
-
-    @property
-    def value(self) -> float:
-        """The ratio of means; nan before the first value."""
-        return self._top / self._bottom if self._bottom > 0 else nan
-
-
-class Averages(dict[float, Average]):
-    """Averages by CF, all with one weight; each begins with the first value added to it."""
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
+    weight: float
+    _means: dict[float, tuple[int, float, float]] = saved({})  # steps, top, bottom
 
     def add(self, cf: float, top: float, bottom: float = 1.0) -> None:
-        """Take in one step of a CF, as `Average.add` does."""
-        self.setdefault(cf, Average(self.weight)).add(top, bottom)
+        """Take in one step. A step that is not finite, or has bottom <= 0, is skipped."""
+        known = isfinite(top) and isfinite(bottom)
+        if not known or self.weight * bottom <= 0:
+            return
+        steps, mean_top, mean_bottom = self._means.get(cf, (0, 0.0, 0.0))
+        mean_top = (1 - self.weight) * mean_top + self.weight * top
+        mean_bottom = (1 - self.weight) * mean_bottom + self.weight * bottom
+        self._means[cf] = steps + 1, mean_top, mean_bottom
+
+    def cfs(self) -> list[float]:
+        """The CFs that have an average, in the order of their first values."""
+        return list(self._means)
+
+    def steps(self, cf: float) -> int:
+        """Steps of a CF that were taken in."""
+        return self._means[cf][0] if cf in self._means else 0
+
+    def __getitem__(self, cf: float) -> float:
+        """The average of a CF that has one."""
+        _, top, bottom = self._means[cf]
+        return top / bottom
 
     def value(self, cf: float) -> float | None:
         """The average of a CF; None before its first value."""
-        average = self.get(cf)
-        return average.value if average is not None and average.count else None
+        return self[cf] if cf in self._means else None
 
-    def keep_only(self, cfs: Iterable[float]) -> None:
+    def keep_only(self, cfs: Collection[float]) -> None:
         """Forget the averages of all other CFs."""
-        for cf in set(self).difference(cfs):
-            del self[cf]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"by_cf": [[cf, average.state_dict()] for cf, average in self.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.clear()
-        for cf, of_one in read(state, "by_cf", dict[float, Mapping]).items():
-            self[cf] = Average(self.weight)
-            self[cf].load_state_dict(of_one)
+        self._means = {cf: means for cf, means in self._means.items() if cf in cfs}
 
 
 class Backoff(Stateful):

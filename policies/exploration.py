@@ -7,13 +7,13 @@ the largest one that loses no gain against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import IntEnum
 
 from policies.base import DENSE, GainKind, StepReport
 from policies.estimators import Averages, Backoff
 from policies.signal_gain import SignalGain
-from policies.state import CHILD, Stateful, declare
+from policies.state import Stateful, saved
 from policies.step_time import StepTime
 
 MAX_DOUBLINGS = 6
@@ -28,6 +28,7 @@ class Level(IntEnum):
     CANDIDATE = 2
 
 
+@dataclass(eq=False)
 class SendRule(Stateful):
     """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
     else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
@@ -41,20 +42,27 @@ class SendRule(Stateful):
         undone soon after, and is itself again after one that lasted.
     """
 
-    _fields = declare(level=Level, _cooldown=CHILD, _since_move=int | None, _on_trial=bool)
+    epsilon: float
+    hysteresis: float
+    cooldown: InitVar[int]
 
-    def __init__(self, epsilon: float, hysteresis: float, cooldown: int) -> None:
-        self.epsilon = epsilon
-        self.up_at = min(1.0, epsilon * (1 + hysteresis))
+    level: Level = saved(Level.DENSE)
+    _cooldown: Backoff = saved()
+    _since_move: int | None = saved(None)  # steps
+    _on_trial: bool = saved(False)  # whether the last move was one up after a cooldown
+
+    def __post_init__(self, cooldown: int) -> None:
         self._cooldown = Backoff(cooldown, MAX_DOUBLINGS)
-        self.enter(Level.DENSE)
+
+    @property
+    def up_at(self) -> float:
+        """The gain that moving up needs."""
+        return min(1.0, self.epsilon * (1 + self.hysteresis))
 
     def enter(self, level: Level) -> None:
         """Go to a level for another reason (a new candidate, a choice). The next move up needs no
         cooldown, and so cannot double it."""
-        self.level = level
-        self._since_move: int | None = None  # steps
-        self._on_trial = False  # whether the last move was one up after a cooldown
+        self.level, self._since_move, self._on_trial = level, None, False
 
     def step(self, floor: float | None, candidate: float | None) -> str:
         """Take one step; returns why the level changed, "" if it did not.
@@ -96,11 +104,13 @@ class CandidateStatistics(Stateful):
     nbytes: Callable[[float], float]  # bytes on the wire at a CF
     assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
 
-    _fields = declare(_averages=CHILD, _judged=dict[float, float], time=CHILD, signal=CHILD)
+    _averages: Averages = saved()
+    _judged: dict[float, float] = saved({})
+    time: StepTime = saved()
+    signal: SignalGain | None = saved()
 
     def __post_init__(self) -> None:
         self._averages = Averages(self.weight)
-        self._judged: dict[float, float] = {}
         self.time = StepTime(self.nbytes)
         self.signal = SignalGain() if self.kind == "signal" else None
 
@@ -126,10 +136,9 @@ class CandidateStatistics(Stateful):
             return self.assumed[cf]
         if self.signal is not None:
             return self.signal.gain(cf)
-        average = self._averages.get(cf)
-        if average is None or average.count < self.believed_after:
+        if self._averages.steps(cf) < self.believed_after:
             return self._judged.get(cf)
-        return min(1.0, average.value)
+        return min(1.0, self._averages[cf])
 
     def judge(self, cf: float | None) -> None:
         """A window of this CF is over: note its gain, if that is known."""
@@ -144,7 +153,7 @@ class CandidateStatistics(Stateful):
 
     def forget_gains(self) -> None:
         """Gains have changed, step times have not."""
-        self._averages.clear()
+        self._averages = Averages(self.weight)
         self._judged.clear()
 
     def t_sys(self, cf: float) -> float | None:

@@ -18,6 +18,7 @@ it comes down in strides, and measures the network anew at each.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf, nan
 
 from policies import checks
@@ -33,7 +34,7 @@ from policies.base import (
 )
 from policies.estimators import Averages
 from policies.signal_gain import SignalGain
-from policies.state import CHILD, declare
+from policies.state import saved
 from policies.step_time import STRIDE_STEPS, StepTime
 
 GAIN_WEIGHT = 0.1
@@ -47,6 +48,7 @@ UP = 2.0
 """A larger CF must be better by so many standard errors of its T_comp."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
     predicted compression throughput. ValueError or TypeError names a setting that is wrong.
@@ -62,57 +64,44 @@ class Goodput(DeclaredPolicy):
     """
 
     name = "goodput"
-    gain: GainKind = "signal"
     shadow = True
-    _fields = declare(
-        _send=float,
-        _since=int,
-        _steps=int,
-        _came_from=float | None,
-        _reason=str,
-        _gains=CHILD,
-        _time=CHILD,
-        _signal=CHILD,
-    )
 
-    def __init__(
-        self,
-        *,
-        step_size: float = 2.0,
-        opening: int = 5,
-        margin: float = 0.05,
-        cooldown: int = 10,
-        gain: GainKind = "signal",
-        power: float = 0.5,
-    ) -> None:
-        self.step_size = checks.real("step_size", step_size, above=1)
-        self.opening = checks.whole("opening", opening, least=1)
-        self.margin = checks.fraction("margin", margin)
-        self.cooldown = checks.whole("cooldown", cooldown, least=1)
-        checks.one_of("gain", gain, ("error_fed", "signal"))
-        self.gain = gain
-        self.power = checks.real("power", power, above=0)
-        self._settings = dict(vars(self))
+    step_size: float = 2.0
+    opening: int = 5
+    margin: float = 0.05
+    cooldown: int = 10
+    gain: GainKind = "signal"
+    power: float = 0.5
+
+    _send: float = saved(DENSE)
+    _since: int = saved(0)  # steps at the present CF
+    _steps: int = saved(0)  # steps in all
+    # On the way in strides to a CF with many more bytes: the CF where that way began.
+    _came_from: float | None = saved(None)
+    _reason: str = saved("")
+    _gains: Averages = saved(Averages(GAIN_WEIGHT))  # error-fed gains in steady state
+    _time: StepTime = saved()
+    _signal: SignalGain | None = saved()
+
+    def __post_init__(self) -> None:
+        self.step_size = checks.real("step_size", self.step_size, above=1)
+        self.opening = checks.whole("opening", self.opening, least=1)
+        self.margin = checks.fraction("margin", self.margin)
+        self.cooldown = checks.whole("cooldown", self.cooldown, least=1)
+        checks.one_of("gain", self.gain, ("error_fed", "signal"))
+        self.power = checks.real("power", self.power, above=0)
         self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
+        self._begin()
         rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
         self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
-        self._bytes = context.wire_bytes
         self._time = StepTime(context.wire_bytes)
-        self._gains = Averages(GAIN_WEIGHT)  # error-fed gains in steady state
         self._signal = SignalGain() if self.gain == "signal" else None
         self._send = self._ladder[0]
-        self._since = 0  # steps at the present CF
-        self._steps = 0  # steps in all
-        # On the way in strides to a CF with many more bytes: the CF where that way began.
-        self._came_from: float | None = None
-        self._reason = ""
-        self._started = True
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         return Plan(self._send, reason=self._reason)
 
     def observe(self, report: StepReport) -> None:
@@ -181,7 +170,7 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """It stays at its CF for a cooldown and measures the step times anew."""
-        self._time = StepTime(self._bytes)
+        self._time = StepTime(self._time.nbytes)
         self._since, self._came_from = 0, None
         if self._signal is not None:
             self._signal.rescale()

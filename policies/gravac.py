@@ -10,6 +10,7 @@ candidate are enough, for its step time; after a change of gains the step times,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf, nan
 from typing import get_args
 
@@ -27,7 +28,7 @@ from policies.base import (
 )
 from policies.drift import Drift, DriftMonitor
 from policies.exploration import CandidateStatistics, Level, SendRule
-from policies.state import CHILD, declare, together
+from policies.state import saved, together
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -39,6 +40,7 @@ DENSE_WINDOW, FLOOR_WINDOW = 0, 1
 """The first windows of an exploration; those of the candidates follow."""
 
 
+@dataclass(eq=False, kw_only=True)
 class GraVAC(DeclaredPolicy):
     """A policy that tries larger and larger CFs and keeps the one with the largest compression
     throughput whose gain is large enough; one CF for the whole model.
@@ -68,56 +70,52 @@ class GraVAC(DeclaredPolicy):
     """
 
     name = "gravac"
-    _fields = declare(
-        _judging=int,
-        _window_step=int,
-        _quick=bool,
-        _floor=float,
-        _chosen=float | None,
-        _reason=str,
-        _verdict=str,
-        _statistics=CHILD,
-        _rule=CHILD,
-        _monitor=CHILD,
-    )
 
-    def __init__(
-        self,
-        *,
-        epsilon: float = 0.3,
-        omega: float = 0.1,
-        window: int = 40,
-        scaling: str = "exponential",
-        step_size: float = 2.0,
-        gain: GainKind = "gradient",
-        allow_dense: bool = True,
-        dense_window: int = 10,
-        hysteresis: float = 0.1,
-        cooldown: int = 40,
-        drift: float | None = 0.3,
-        patience: int = 2,
-        retry: int | None = 10,
-    ) -> None:
-        self.epsilon = checks.fraction("epsilon", epsilon)
-        self.omega = checks.fraction("omega", omega)
-        self.window = checks.whole("window", window, least=1)
-        self.scaling = checks.one_of("scaling", scaling, SCALINGS)
-        self.step_size = checks.real("step_size", step_size, above=1)
-        checks.one_of("gain", gain, get_args(GainKind))
-        self.gain: GainKind = gain
-        self.allow_dense = checks.flag("allow_dense", allow_dense)
-        self.dense_window = checks.whole("dense_window", dense_window, least=0)
-        self.hysteresis = checks.real("hysteresis", hysteresis, least=0)
-        self.cooldown = checks.whole("cooldown", cooldown, least=1)
-        self.drift = None if drift is None else checks.real("drift", drift, above=0)
-        self.patience = checks.whole("patience", patience, least=1)
-        self.retry = None if retry is None else checks.whole("retry", retry, least=1)
-        self._settings = dict(vars(self))
-        self.shadow = gain == "signal"
+    epsilon: float = 0.3
+    omega: float = 0.1
+    window: int = 40
+    scaling: str = "exponential"
+    step_size: float = 2.0
+    gain: GainKind = "gradient"
+    allow_dense: bool = True
+    dense_window: int = 10
+    hysteresis: float = 0.1
+    cooldown: int = 40
+    drift: float | None = 0.3
+    patience: int = 2
+    retry: int | None = 10
+
+    _judging: int = saved(DENSE_WINDOW)  # the window of an exploration
+    _window_step: int = saved(0)
+    _quick: bool = saved(False)  # it explores with short windows
+    _floor: float = saved(DENSE)
+    _chosen: float | None = saved(None)
+    _reason: str = saved("")
+    _verdict: str = saved("")
+    _statistics: CandidateStatistics = saved()
+    _rule: SendRule = saved()
+    _monitor: DriftMonitor = saved()
+
+    def __post_init__(self) -> None:
+        self.epsilon = checks.fraction("epsilon", self.epsilon)
+        self.omega = checks.fraction("omega", self.omega)
+        self.window = checks.whole("window", self.window, least=1)
+        checks.one_of("scaling", self.scaling, SCALINGS)
+        self.step_size = checks.real("step_size", self.step_size, above=1)
+        checks.one_of("gain", self.gain, get_args(GainKind))
+        checks.flag("allow_dense", self.allow_dense)
+        self.dense_window = checks.whole("dense_window", self.dense_window, least=0)
+        self.hysteresis = checks.real("hysteresis", self.hysteresis, least=0)
+        self.cooldown = checks.whole("cooldown", self.cooldown, least=1)
+        self.drift = None if self.drift is None else checks.real("drift", self.drift, above=0)
+        self.patience = checks.whole("patience", self.patience, least=1)
+        self.retry = None if self.retry is None else checks.whole("retry", self.retry, least=1)
+        self.shadow = self.gain == "signal"
         self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
+        self._begin()
         cf_range = checks.cf_range(context.cf_range)
         rungs = make_ladder(cf_range, self.scaling, self.step_size)
         others = (cf for cf in context.assumed if cf_range[0] <= cf <= cf_range[1])
@@ -149,12 +147,9 @@ class GraVAC(DeclaredPolicy):
             retry=None if self.retry is None else self.retry * self.window,
             cooldown=self.cooldown,
         )
-        self._reason = ""
         self._explore(quick=False)
-        self._started = True
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         return Plan(self._send, self._probe, self._reason)
 
     @property
@@ -195,7 +190,7 @@ class GraVAC(DeclaredPolicy):
 
     def _explore(self, quick: bool) -> None:
         """Begin to explore from the smallest CF up. quick: with short windows."""
-        self._chosen: float | None = None
+        self._chosen = None
         self._verdict = ""
         self._quick = quick
         self._floor = self._ladder[0]

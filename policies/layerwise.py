@@ -15,7 +15,7 @@ is exact up to the last option that does not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 from math import isfinite
 from typing import Any, NamedTuple
@@ -24,16 +24,16 @@ from policies import checks
 from policies.base import (
     DENSE,
     Context,
-    DeclaredPolicy,
     LayerReport,
     Plan,
     Policy,
     StepReport,
+    WrappingPolicy,
     counted_steps,
     make_ladder,
 )
 from policies.gravac import GraVAC
-from policies.state import CHILD, declare, together
+from policies.state import declare, saved, together
 
 FREE = 1e-9
 """Relative difference of bytes or energies that is only rounding."""
@@ -42,7 +42,8 @@ LEAST = 1e-6
 """Smallest gain of a layer, for those whose sample had nothing sent: residuals are finite."""
 
 
-class Layerwise(DeclaredPolicy):
+@dataclass(eq=False)
+class Layerwise(WrappingPolicy):
     """A policy that lets another one set the CF, and so the bytes of a step, and divides these
     bytes among the layers.
 
@@ -58,18 +59,25 @@ class Layerwise(DeclaredPolicy):
     name = "layerwise"
     shadow = True
     layerwise = True
-    _fields = declare(_step=int, _unsent=dict[str, dict[float, float]], _told=str, _then=CHILD)
 
-    def __init__(
-        self, then: Policy | None = None, *, window: int = 50, step_size: float = 2.0
-    ) -> None:
-        if then is not None and not isinstance(then, Policy):
-            raise TypeError(f"then must be a Policy object or None, got {then!r}")
-        self._then = GraVAC() if then is None else then
+    then: Policy | None = None
+    _: KW_ONLY
+    window: int = 50
+    step_size: float = 2.0
+
+    _step: int = saved(0)
+    _unsent: dict[str, dict[float, float]] = saved({})  # energy in residuals, by layer and CF
+    _told: str = saved("")
+    _fields = declare(_then=Policy)
+
+    def __post_init__(self) -> None:
+        if self.then is not None and not isinstance(self.then, Policy):
+            raise TypeError(f"then must be a Policy object or None, got {self.then!r}")
+        self._then = GraVAC() if self.then is None else self.then
         if self._then.layerwise:
             raise ValueError(f"then={self._then.name!r}: must be a policy for the whole model")
-        self.window = checks.whole("window", window, least=1)
-        self.step_size = checks.real("step_size", step_size, above=1)
+        self.window = checks.whole("window", self.window, least=1)
+        self.step_size = checks.real("step_size", self.step_size, above=1)
         self.gain = self._then.gain
         self._cfs: tuple[float, ...] = ()
 
@@ -77,20 +85,20 @@ class Layerwise(DeclaredPolicy):
         """Raises ValueError if the layers are not known, or cf_range does not suit `then`."""
         if not context.layers:
             raise ValueError("layerwise: the layers are not known")
+        self._begin()
         rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
         self._then.start(context)
         self.gain = self._then.gain
         self._layers = tuple(context.layers)
         self._nbytes = context.layer_bytes
-        self._step = 0
-        self._unsent: dict[str, dict[float, float]] = {}  # energy in residuals, by layer and CF
         self._solved: dict[float, dict[str, float]] = {}
-        self._told = ""
         self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)}))
-        self._started = True
+
+    @property
+    def _active(self) -> Policy:
+        return self._then
 
     def plan(self) -> Plan:
-        self._check_started("plan")
         plan = self._then.plan()
         layers = {cf: self._solve(cf) for cf in (plan.send, *plan.probe)}
         return replace(
@@ -150,20 +158,10 @@ class Layerwise(DeclaredPolicy):
         theirs = (*self._then.candidates(), self._then.plan().send)
         return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
 
-    def status(self) -> Mapping[str, float]:
-        return self._then.status()
-
-    def verdict(self) -> str:
-        return self._then.verdict()
-
     def next_move(self) -> str:
         left = self.window - self._step % self.window
         rest = f"the layers' CFs are solved anew in {counted_steps(left)}"
         return "; ".join(filter(None, (self._then.next_move(), rest)))
-
-    def rescale(self) -> None:
-        """The energies of the layers' residuals stay in proportion, and so the solution stays."""
-        self._then.rescale()
 
     def _saved_settings(self) -> dict[str, Any]:
         return {

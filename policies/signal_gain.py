@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
+from dataclasses import dataclass
 from enum import Enum
 from math import isfinite, nan, sqrt
 
 from policies.base import DENSE, StepReport
 from policies.estimators import Averages
-from policies.state import CHILD, Stateful, declare, together
+from policies.state import Stateful, saved, together
 
 WEIGHT = 0.02
 """Weight of a new step in a `MeanRatio`: about fifty steps count."""
@@ -45,6 +46,7 @@ class Basis(Enum):
     PEERS = "<g, g of a peer>"
 
 
+@dataclass(eq=False)
 class MeanRatio(Stateful):
     """A ratio of means by CF, E[product] / E[total], of products that noise may make negative.
 
@@ -54,24 +56,15 @@ class MeanRatio(Stateful):
     clear: whether it is. count: steps taken in.
     """
 
-    _fields = declare(
-        clear=bool,
-        count=int,
-        _means=dict[float, float],
-        _squares=list[list[float]],
-        _weight=float,
-        _weight2=float,
-    )
-
-    def __init__(self) -> None:
-        self.clear = False
-        self.count = 0
-        # Weighted sums of the products by CF, and of the products of two of them, in rows of the
-        # same order. The total has the CF DENSE. They lack the bias correction: they are divided by
-        # `_weight` when read.
-        self._means: dict[float, float] = {}
-        self._squares: list[list[float]] = []
-        self._weight = self._weight2 = 0.0  # sums of the weights and of their squares
+    clear: bool = saved(False)
+    count: int = saved(0)
+    # Weighted sums of the products by CF, and of the products of two of them, in rows of the same
+    # order. The total has the CF DENSE. They lack the bias correction: they are divided by
+    # `_weight` when read.
+    _means: dict[float, float] = saved({})
+    _squares: list[list[float]] = saved([])
+    _weight: float = saved(0.0)  # sum of the weights
+    _weight2: float = saved(0.0)  # sum of their squares
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
         """Take in one step, unless a number is not finite or the total or the energy is 0. Products
@@ -157,27 +150,19 @@ class MeanRatio(Stateful):
         together(whole, "'squares' and 'means' of signal gain are of different CFs")
 
 
+@dataclass(eq=False)
 class SignalGain(Stateful):
     """The signal gain of every CF of the shadow ladder, and how uncertain it is.
 
     peers, next: the ratios of products with another rank's and with the next step's gradient.
     """
 
-    _fields = declare(
-        peers=CHILD,
-        next=CHILD,
-        _steady=CHILD,
-        _clear_gains=dict[float, float],
-        _last_clear=CHILD,
-        _norm=float,
-    )
-
-    def __init__(self) -> None:
-        self.peers, self.next = MeanRatio(), MeanRatio()
-        self._steady = Averages(WEIGHT)
-        self._last_clear = MeanRatio()  # the ratio that was clear last, as it was then
-        self._clear_gains: dict[float, float] = {}  # by CF, from that ratio
-        self._norm = 0.0  # of the last step's gradient
+    peers: MeanRatio = saved(MeanRatio())
+    next: MeanRatio = saved(MeanRatio())
+    _steady: Averages = saved(Averages(WEIGHT))
+    _last_clear: MeanRatio = saved(MeanRatio())  # the ratio that was clear last, as it was then
+    _clear_gains: dict[float, float] = saved({})  # by CF, from that ratio
+    _norm: float = saved(0.0)  # of the last step's gradient
 
     def observe(self, report: StepReport) -> str:
         """Take in one step. Returns which estimate decides from now on if that has changed, in
@@ -191,7 +176,9 @@ class SignalGain(Stateful):
             self._steady.add(cf, steady)
         if self.clear:
             ratio = self.peers if self.peers.clear else self.next
-            known = {cf: gain for cf in sorted(self._steady) if isfinite(gain := ratio.value(cf))}
+            known = {
+                cf: gain for cf in sorted(self._steady.cfs()) if isfinite(gain := ratio.value(cf))
+            }
             self._clear_gains.update(zip(known, descending(known.values()), strict=True))
             self._last_clear = copy(ratio)
         return "" if self.basis == before else f"{self.basis.value} decides, {self.described()}"

@@ -9,15 +9,14 @@ damaged state is refused before a run goes on from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache, partial
 from math import isfinite
 from numbers import Real
 from types import UnionType
-from typing import Any, ClassVar, get_args, get_origin
-
-CHILD = object()
-"""Declares an attribute that is loaded in place: an object with a state of its own, a dict of such
-objects by name, or None where the settings need no such object."""
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 
 def read(state: Any, name: str, kind: Any) -> Any:
@@ -46,27 +45,51 @@ def together(condition: bool, what: str) -> None:
         raise ValueError(f"state: {what}")
 
 
+def saved(first: Any = None) -> Any:
+    """A field of a `Stateful` dataclass that is part of its state, and no argument. It begins as a
+    copy of `first`."""
+    begin = partial(deepcopy, first)
+    return field(init=False, repr=False, default_factory=begin, metadata={"saved": True})
+
+
+def declare(**kinds: Any) -> Mapping[str, Any]:
+    """The attributes that a `Stateful` saves besides its `saved` fields, each with its type."""
+    return kinds
+
+
+@dataclass(eq=False)
 class Stateful:
-    """An object whose state is declared in `_fields`, a type for each attribute that is saved:
+    """An object that declares its state: as fields of a dataclass, or in `_fields`.
 
-        _fields = declare(steps=int, _send=float, _came_from=float | None, _time=CHILD)
+        _came_from: float | None = saved(None)
+        _fields = declare(_came_from=float | None)
 
-    An attribute `_name` is saved as "name". Attributes that are not declared are not saved.
+    An attribute `_name` is saved as "name", and what is not declared is not saved. Its type is one
+    that `read` knows or has a state of its own, which is then loaded in place: `Stateful`,
+    `Stateful | None` (None where the settings need none) or `dict[str, Stateful]`.
     """
 
-    _fields: ClassVar[Mapping[str, Any]]
+    _fields: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    @cache
+    def _kinds(cls) -> Mapping[str, Any]:
+        """The attributes that are saved, each with its type."""
+        names = [each.name for each in fields(cls) if "saved" in each.metadata]
+        hints = get_type_hints(cls) if names else {}
+        return {**cls._fields, **{name: hints[name] for name in names}}
 
     def state_dict(self) -> dict[str, Any]:
         """All declared attributes, in plain JSON-like values."""
-        return {name.removeprefix("_"): _plain(getattr(self, name)) for name in self._fields}
+        return {name.removeprefix("_"): _plain(getattr(self, name)) for name in self._kinds()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`. ValueError if a field is missing or wrong, or contradicts
         another one; the object may then be half loaded."""
-        for name, kind in self._fields.items():
+        for name, kind in self._kinds().items():
             key = name.removeprefix("_")
-            if kind is CHILD:
-                _load_child(getattr(self, name), state, key)
+            if _has_state(kind):
+                _load_in_place(getattr(self, name), state, key)
             else:
                 setattr(self, name, read(state, key, kind))
         self._check_loaded()
@@ -74,10 +97,16 @@ class Stateful:
     def _check_loaded(self) -> None:
         """Raises ValueError (see `together`) where fields that were loaded contradict another."""
 
+    def _begin(self) -> None:
+        """Give all `saved` fields their first values again."""
+        for each in fields(self):
+            if "saved" in each.metadata and callable(each.default_factory):
+                setattr(self, each.name, each.default_factory())
 
-def declare(**kinds: Any) -> Mapping[str, Any]:
-    """The attributes that a `Stateful` saves, each with its type (see `read`) or `CHILD`."""
-    return kinds
+
+def _has_state(kind: Any) -> bool:
+    """Whether a value of this type, or a value in it, has a state of its own."""
+    return any(map(_has_state, get_args(kind))) or hasattr(kind, "load_state_dict")
 
 
 def _plain(value: Any) -> Any:
@@ -117,7 +146,8 @@ def _restored(value: Any, kind: Any) -> Any:
     return float(value) if kind is float else value
 
 
-def _load_child(child: Any, state: Mapping[str, Any], name: str) -> None:
+def _load_in_place(child: Any, state: Mapping[str, Any], name: str) -> None:
+    """child: with a state of its own, a dict of such, or None."""
     if child is None:
         together(
             read(state, name, object) is None, f"{name!r} is of other settings, it must be None"
@@ -128,4 +158,4 @@ def _load_child(child: Any, state: Mapping[str, Any], name: str) -> None:
         children = dict(read(state, name, dict[str, object]))
         together(children.keys() == child.keys(), f"{name!r} must be of {list(child)!r:.80}")
         for each, of_one in child.items():
-            _load_child(of_one, children, each)
+            _load_in_place(of_one, children, each)

@@ -13,12 +13,13 @@ those of another network, and are forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf, isfinite, nan
 from statistics import median_low
 
 from policies.base import DENSE, StepReport
-from policies.estimators import Average, Averages
-from policies.state import CHILD, Stateful, declare, together
+from policies.estimators import Averages
+from policies.state import Stateful, saved, together
 
 LAST = 32
 """`StepReport.median_seconds` is the median over so many of the last steps sent at a CF."""
@@ -50,37 +51,24 @@ CHANGED = 1.25
 """A network has changed if the exposed time is this many times as long as before, or as short."""
 
 
+@dataclass(eq=False)
 class StepTime(Stateful):
     """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF."""
 
-    _fields = declare(
-        _work=CHILD,
-        _compress=CHILD,
-        _decode=CHILD,
-        _pauses=int,
-        _last=dict[float, float],
-        _typical=dict[float, float],
-        _network=dict[float, float],
-        _recent=list[float],
-        _same=int,
-        _doubted=bool,
-        _cf=float | None,
-    )
+    nbytes: Callable[[float], float]
 
-    def __init__(self, nbytes: Callable[[float], float]) -> None:
-        self._nbytes = nbytes
-        self._work = Average(WEIGHT)
-        self._compress = Averages(WEIGHT)
-        self._decode = Averages(WEIGHT)
-        self._pauses = 0  # steps in a row that took far longer than their median
-        # Exposed times by CF, of the CFs that were run:
-        self._last: dict[float, float] = {}  # the median, on whatever network that was
-        self._typical: dict[float, float] = {}  # the median, on the network as it is now
-        self._network: dict[float, float] = {}  # what the network alone takes
-        self._recent: list[float] = []  # of the last steps, at the CF in use
-        self._same = 0  # steps at the CF in use on the network as it is now
-        self._doubted = False  # whether the other CFs were already forgotten on this network
-        self._cf: float | None = None  # in use
+    _work: Averages = saved(Averages(WEIGHT))  # the same at any CF: all of it is added to DENSE
+    _compress: Averages = saved(Averages(WEIGHT))
+    _decode: Averages = saved(Averages(WEIGHT))
+    _pauses: int = saved(0)  # steps in a row that took far longer than their median
+    # Exposed times by CF, of the CFs that were run:
+    _last: dict[float, float] = saved({})  # the median, on whatever network that was
+    _typical: dict[float, float] = saved({})  # the median, on the network as it is now
+    _network: dict[float, float] = saved({})  # what the network alone takes
+    _recent: list[float] = saved([])  # exposed times of the last steps, at the CF in use
+    _same: int = saved(0)  # steps at the CF in use on the network as it is now
+    _doubted: bool = saved(False)  # whether the other CFs were already forgotten on this network
+    _cf: float | None = saved(None)  # in use
 
     def observe(self, report: StepReport) -> None:
         """Take in the times of one step; a report without all of them is skipped."""
@@ -93,34 +81,34 @@ class StepTime(Stateful):
         self._pauses = self._pauses + 1 if seconds > PAUSE * report.median_seconds else 0
         if self._pauses == 1:
             return
-        self._work.add(max(0.0, seconds - exposed - coding))
+        self._work.add(DENSE, max(0.0, seconds - exposed - coding))
         self._compress.add(cf, compress)
         self._decode.add(cf, coding - compress)
-        self._observe_exposed(cf, exposed, NOISE_SHARE * self._work.value)
+        self._observe_exposed(cf, exposed, NOISE_SHARE * self._work[DENSE])
 
     def seconds(self, cf: float) -> float | None:
         """Seconds of a step at `cf`; None before the first step."""
-        if not self._work.count:
+        if not self._work.cfs():
             return None
-        return self._work.value + self.coding(cf) + self.exposed(cf)
+        return self._work[DENSE] + self.coding(cf) + self.exposed(cf)
 
     def measured(self, cf: float) -> float | None:
         """Seconds of a step at `cf` with the exposed time that it had when it was last run, on
         whatever network that was; None if it was never run."""
         exposed = self._last.get(cf)
-        return None if exposed is None else self._work.value + self.coding(cf) + exposed
+        return None if exposed is None else self._work[DENSE] + self.coding(cf) + exposed
 
     def without_compression(self) -> dict[float, float]:
         """Seconds of a step less compressing and decoding, by CF that was run, as `measured`."""
-        return {cf: self._work.value + exposed for cf, exposed in self._last.items()}
+        return {cf: self._work[DENSE] + exposed for cf, exposed in self._last.items()}
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire, and with compression as fast as at
         any CF that was run; None before the first step."""
-        if not self._work.count:
+        if not self._work.cfs():
             return None
-        fastest = min((self.coding(cf) for cf in self._compress if cf != DENSE), default=0.0)
-        return self._work.value + fastest + self._latency()
+        fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
+        return self._work[DENSE] + fastest + self._latency()
 
     def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither.
@@ -131,23 +119,23 @@ class StepTime(Stateful):
         """
         if cf == DENSE:
             return 0.0
-        if cf in self._compress:
-            return self._compress[cf].value + self._decode[cf].value
-        wanted = self._nbytes(cf)
-        near = self._nearest((other for other in self._compress if other != DENSE), wanted)
+        if cf in self._compress.cfs():
+            return self._compress[cf] + self._decode[cf]
+        wanted = self.nbytes(cf)
+        near = self._nearest((other for other in self._compress.cfs() if other != DENSE), wanted)
         if not near:
             return 0.0
-        if len(near) > 1 and wanted < min(map(self._nbytes, near)):
+        if len(near) > 1 and wanted < min(map(self.nbytes, near)):
             return self._predicted({other: self.coding(other) for other in near}, wanted)
-        decode = self._predicted({near[0]: self._decode[near[0]].value}, wanted)
-        return self._compress[near[0]].value + decode
+        decode = self._predicted({near[0]: self._decode[near[0]]}, wanted)
+        return self._compress[near[0]] + decode
 
     def exposed(self, cf: float) -> float:
         """Seconds that a step at `cf` waits for the network; 0 before the first step. For a CF that
         was not run that is predicted from what the network alone takes: delays of a busy machine do
         not grow with the bytes."""
         known = self._typical.get(cf)
-        return self._predicted(self._network, self._nbytes(cf)) if known is None else known
+        return self._predicted(self._network, self.nbytes(cf)) if known is None else known
 
     def sending(self, cf: float) -> float:
         """The part of the exposed time that grows with the bytes. The rest is latency, as far as
@@ -167,7 +155,7 @@ class StepTime(Stateful):
         most = min((here, *self.timed()))
 
         def times(cf: float) -> float:
-            ratio = self._nbytes(cf) / (self._nbytes(most) or nan)
+            ratio = self.nbytes(cf) / (self.nbytes(most) or nan)
             return ratio if isfinite(ratio) else most / cf
 
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
@@ -178,13 +166,13 @@ class StepTime(Stateful):
 
     def _nearest(self, cfs: Iterable[float], wanted: float) -> list[float]:
         """Up to two of the CFs, the ones whose bytes are nearest to `wanted`, nearest first."""
-        return sorted(cfs, key=lambda cf: (abs(self._nbytes(cf) - wanted), cf))[:2]
+        return sorted(cfs, key=lambda cf: (abs(self.nbytes(cf) - wanted), cf))[:2]
 
     def _predicted(self, known: Mapping[float, float], wanted: float) -> float:
         """Seconds at `wanted` bytes, by the seconds at some CFs: on the line through the two with
         the nearest bytes, which never falls, because more bytes do not take less time. With one CF
         in proportion to its bytes, without any 0."""
-        points = [(self._nbytes(cf), known[cf]) for cf in self._nearest(known, wanted)]
+        points = [(self.nbytes(cf), known[cf]) for cf in self._nearest(known, wanted)]
         if not points:
             return 0.0
         x, y = points[0]
@@ -225,9 +213,9 @@ class StepTime(Stateful):
         if self._same < RECENT:
             return False
         if self._same == RECENT:
-            nbytes = self._nbytes(cf)
-            fewer = [t for other, t in self._typical.items() if self._nbytes(other) < nbytes]
-            more = [t for other, t in self._network.items() if self._nbytes(other) > nbytes]
+            nbytes = self.nbytes(cf)
+            fewer = [t for other, t in self._typical.items() if self.nbytes(other) < nbytes]
+            more = [t for other, t in self._network.items() if self.nbytes(other) > nbytes]
             return self._are_beyond(
                 RECENT, 0, max(fewer, default=0.0), min(more, default=inf), least
             )
@@ -242,7 +230,7 @@ class StepTime(Stateful):
         others = {other: time for other, time in self._network.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False
-        return self._are_beyond(RECENT, 0, self._predicted(others, self._nbytes(cf)), inf, least)
+        return self._are_beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf, least)
 
     def _are_beyond(
         self, steps: int, exceptions: int, low: float, high: float, least: float
@@ -255,7 +243,7 @@ class StepTime(Stateful):
 
     def _check_loaded(self) -> None:
         alike = self._typical.keys() == self._network.keys()
-        alike = alike and self._compress.keys() == self._decode.keys()
+        alike = alike and self._compress.cfs() == self._decode.cfs()
         in_use = self._cf is None or self._cf in self._typical
         enough = len(self._recent) >= min(self._same, MANY)
         together(alike and in_use and enough, "the times of steps contradict each other")

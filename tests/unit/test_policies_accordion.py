@@ -182,8 +182,6 @@ def test_a_state_is_of_one_set_of_settings():
     with pytest.raises(ValueError, match=r"'accordion'.*eta=0\.5.*0\.4"):
         started(eta=0.4).load_state_dict(state)
     other = Accordion(interval=5)
-    with pytest.raises(RuntimeError, match="start"):
-        other.load_state_dict(state)
     other.start(Context((20.0, 1000.0), 2))
     with pytest.raises(ValueError, match="cfs"):
         other.load_state_dict(state)
@@ -220,11 +218,6 @@ def test_settings_are_checked(settings, error, message):
 def test_settings_must_fit_the_range(settings, message):
     with pytest.raises(ValueError, match=message):
         Accordion(**settings).start(Context(RANGE, 2))
-
-
-def test_before_start():
-    with pytest.raises(RuntimeError, match="start"):
-        Accordion().plan()
 
 
 LAYERS = {"conv": 300, "fc": 700}

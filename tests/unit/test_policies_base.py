@@ -90,6 +90,7 @@ ALLOWED = {
     "copy",
     "dataclasses",
     "enum",
+    "functools",
     "inspect",
     "itertools",
     "math",

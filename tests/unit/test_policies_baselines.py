@@ -59,11 +59,6 @@ def test_fixed_refuses_the_state_of_another_cf():
         other.load_state_dict(one.state_dict())
 
 
-def test_fixed_before_start():
-    with pytest.raises(RuntimeError, match="start"):
-        Fixed().plan()
-
-
 def test_fixed_probes_other_cfs_than_the_one_it_sends():
     policy = Fixed(10.0, probe=(1000.0, 10.0, 20.0, 20.0))
     policy.start(Context((10.0, 10.0), 2))
@@ -164,12 +159,6 @@ def test_pieces_are_checked(pieces, error, message):
 def test_pieces_must_fit_the_range(cf):
     with pytest.raises(ValueError, match=rf"pieces\[3\]={cf}: must be 1 \(dense\) or inside"):
         started({0: 10, 3: cf})
-
-
-def test_a_schedule_before_start():
-    for use in (Schedule({0: 10}).plan, lambda: Schedule({0: 10}).load_state_dict({})):
-        with pytest.raises(RuntimeError, match="start"):
-            use()
 
 
 def test_what_comes_next():

@@ -293,12 +293,6 @@ def test_settings_are_checked(settings, error, message):
         Budget(**settings)
 
 
-def test_before_start():
-    for use in (Budget().plan, lambda: Budget().load_state_dict({})):
-        with pytest.raises(RuntimeError, match="start"):
-            use()
-
-
 # The parts
 
 

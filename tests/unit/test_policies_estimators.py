@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from math import inf, isnan, nan, sqrt
+from math import inf, nan, sqrt
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE
-from policies.estimators import Average, Averages, Backoff, relative_change
+from policies.estimators import Averages, Backoff, relative_change
 from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, MeanRatio, descending
 
 
@@ -38,7 +38,7 @@ def test_averages_by_cf_begin_when_they_are_fed():
     averages.add(20.0, nan)
     assert (averages.value(10.0), averages.value(20.0), averages.value(40.0)) == (0.8, None, None)
     averages.keep_only([10.0, 40.0])
-    assert list(averages) == [10.0]
+    assert averages.cfs() == [10.0]
 
 
 weights = st.floats(0.01, 0.5)
@@ -53,43 +53,43 @@ def test_average_is_the_ratio_of_bias_corrected_means(weight, values):
         total = sum(weight * (1 - weight) ** (n - 1 - i) * x for i, x in enumerate(numbers))
         return total / (1 - (1 - weight) ** n)
 
-    average = Average(weight)
+    average = Averages(weight)
     for top, bottom in values:
-        average.add(top, bottom)
+        average.add(DENSE, top, bottom)
     tops, bottoms = zip(*values, strict=True)
-    assert average.value == pytest.approx(corrected(tops) / corrected(bottoms), rel=1e-9)
-    assert average.count == len(values)
+    assert average.value(DENSE) == pytest.approx(corrected(tops) / corrected(bottoms), rel=1e-9)
+    assert average.steps(DENSE) == len(values)
 
 
 def test_average_is_of_means_not_of_ratios():
-    average = Average(0.5)
-    average.add(1, 1)
-    average.add(1, 9)  # the mean of the two ratios would weigh 1 and 1/9 alike
-    assert average.value == pytest.approx((0.25 * 1 + 0.5 * 1) / (0.25 * 1 + 0.5 * 9))
+    average = Averages(0.5)
+    average.add(DENSE, 1, 1)
+    average.add(DENSE, 1, 9)  # the mean of the two ratios would weigh 1 and 1/9 alike
+    assert average.value(DENSE) == pytest.approx((0.25 * 1 + 0.5 * 1) / (0.25 * 1 + 0.5 * 9))
 
 
 @pytest.mark.parametrize(
     "skipped", [(nan, 1), (1, nan), (inf, 1), (-inf, 1), (1, inf), (1, 0), (1, -1)]
 )
 def test_average_skips_what_it_cannot_use(skipped):
-    average = Average(0.1)
-    average.add(*skipped)
-    assert average.count == 0
-    assert isnan(average.value)
-    average.add(3, 4)
-    average.add(*skipped)
-    assert average.value == pytest.approx(0.75)
+    average = Averages(0.1)
+    average.add(DENSE, *skipped)
+    assert average.steps(DENSE) == 0
+    assert average.value(DENSE) is None
+    average.add(DENSE, 3, 4)
+    average.add(DENSE, *skipped)
+    assert average.value(DENSE) == pytest.approx(0.75)
 
 
 def test_an_average_is_saved():
-    average = Average(0.1)
+    average = Averages(0.1)
     for value in (1.0, 2.0, 5.0):
-        average.add(value)
-    copy = Average(0.1)
+        average.add(DENSE, value)
+    copy = Averages(0.1)
     copy.load_state_dict(json.loads(json.dumps(average.state_dict())))
     for one in (average, copy):
-        one.add(7.0)
-    assert (copy.value, copy.count) == (average.value, 4)
+        one.add(DENSE, 7.0)
+    assert (copy.value(DENSE), copy.steps(DENSE)) == (average.value(DENSE), 4)
 
 
 # Falling sequences

@@ -372,10 +372,5 @@ def test_measurements_that_were_not_asked_for_do_not_count():
     one = Measurement(sample_error=0.1, sample_total=1)
     for step in range(9):
         policy.observe(StepReport(step, DENSE, dict.fromkeys((10.0, 20.0, 40.0, 999.0), one)))
-    averages = dict(policy.state_dict()["statistics"]["averages"]["by_cf"])
-    assert {cf: average["count"] for cf, average in averages.items()} == {
-        10.0: 9,
-        20.0: 9,
-        40.0: 1,
-        999.0: 1,
-    }
+    averages = policy.state_dict()["statistics"]["averages"]["means"]
+    assert {cf: steps for cf, (steps, *_) in averages} == {10.0: 9, 20.0: 9, 40.0: 1, 999.0: 1}

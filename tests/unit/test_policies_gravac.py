@@ -358,12 +358,6 @@ def test_a_step_size_that_does_not_fit_the_range():
         GraVAC(step_size=1.0001).start(Context(RANGE, 2))
 
 
-def test_before_start():
-    for use in (GraVAC().plan, lambda: GraVAC().load_state_dict({})):
-        with pytest.raises(RuntimeError, match="start"):
-            use()
-
-
 def test_the_ends_of_what_is_accepted():
     policy = GraVAC(epsilon=1, omega=1, window=1, step_size=1.5, cooldown=1, dense_window=0)
     policy.start(Context(RANGE, 1))

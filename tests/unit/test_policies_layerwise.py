@@ -146,8 +146,6 @@ def test_refuses_what_cannot_be():
         Layerwise(Accordion(per_layer=True))
     with pytest.raises(ValueError, match="layers are not known"):
         Layerwise().start(context(layers={}))
-    with pytest.raises(RuntimeError, match="start"):
-        Layerwise().plan()
     saved = Layerwise(Fixed(cf=40))
     saved.start(context())
     other = Layerwise(Fixed(cf=40), window=7)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import InitVar, dataclass
 from enum import Enum
 from math import inf, nan
 
 import pytest
 
-from policies.state import CHILD, Stateful, declare, together
+from policies.state import Stateful, declare, saved, together
 
 
 class Colour(Enum):
@@ -23,22 +24,21 @@ class Part(Stateful):
         self.size = size
 
 
+@dataclass(eq=False)
 class Whole(Stateful):
-    _fields = declare(
-        _cf=float | None,
-        _times=dict[float, list[float]],
-        _names=tuple[str, ...],
-        _span=tuple[int, float],
-        colour=Colour,
-        part=CHILD,
-        _other=CHILD,
-        _parts=CHILD,
-    )
+    other: InitVar[Part | None] = None
 
-    def __init__(self, other=None):
-        self._cf, self._times, self._names, self._span = None, {}, (), (0, 0.0)
-        self.colour, self.part, self._other = Colour.RED, Part(), other
-        self._parts = {"a": Part(), "b": Part()}
+    _cf: float | None = saved(None)
+    _times: dict[float, list[float]] = saved({})
+    _names: tuple[str, ...] = saved(())
+    _span: tuple[int, float] = saved((0, 0.0))
+    colour: Colour = saved(Colour.RED)
+    part: Part = saved(Part())
+    _other: Part | None = saved(None)
+    _parts: dict[str, Part] = saved({"a": Part(), "b": Part()})
+
+    def __post_init__(self, other):
+        self._other = other
         self.not_saved = 7
 
     def _check_loaded(self):
