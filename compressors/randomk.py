@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import gcd
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,10 +133,10 @@ def shared_indices(seed: int, key: Key, numel: int, k: int, device: torch.device
 
     index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all indices differ,
     those for a smaller k come first, and each is equally likely because the start is. No product
-    reaches 2**62.
+    reaches 2**62. They are int32 on the host and int64 on a device.
     """
     if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.empty(0, dtype=torch.int32, device=device)
     digest = blake2b(repr((seed, key.name, key.step, numel)).encode(), digest_size=16).digest()
     start = int.from_bytes(digest[:8], "little") % numel
     stride = int.from_bytes(digest[8:], "little") % numel
@@ -143,7 +144,12 @@ def shared_indices(seed: int, key: Key, numel: int, k: int, device: torch.device
         stride = (stride + 1) % numel
     if not is_host(device):
         return torch.arange(k, device=device).mul_(stride).add_(start).remainder_(numel)
-    rough = torch.arange(0, k, 1024).mul_(stride).remainder_(numel)  # remainders of all are slow
-    fine = torch.arange(1024).mul_(stride).add_(start).remainder_(numel)
-    indices = (rough[:, None] + fine).view(-1)[:k]
-    return torch.where(indices < numel, indices, indices - numel)
+    indices = np.empty(k, np.uint32)  # by additions: products and remainders of all are slow
+    done = min(k, 1024)
+    indices[:done] = (np.arange(done) * stride + start) % numel
+    while done < k:  # the next ones are those so far, moved on by stride * done
+        more = indices[done : 2 * done]
+        np.add(indices[: more.size], np.uint32(stride * done % numel), out=more)
+        np.minimum(more, more - np.uint32(numel), out=more)  # below 0 wraps round to the top
+        done += more.size
+    return torch.from_numpy(indices.view(np.int32))

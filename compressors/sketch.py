@@ -31,13 +31,14 @@ from hashlib import blake2b
 from math import nan
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compressors import base
 from compressors.base import CorruptPayload, Key, Payload, kept
 from compressors.kernels import kernels_for, squared_norm, squared_norms
-from compressors.kernels.blocks import block_bounds, energies, fill_if, is_host
+from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if, is_host
 from compressors.rounds import (
     Report,
     Rounds,
@@ -234,10 +235,10 @@ class CountSketch:
         """The sketch (rows x columns) of flat `x`."""
         dtype = torch.float64 if is_host(x.device) else x.dtype
         sums = x.new_zeros(len(self.hashes), 2 * self.columns, dtype=dtype)
-        for start, stop in block_bounds(x):
+        for start, stop in block_bounds(x, CACHE_BLOCK):
             block = x[start:stop].to(dtype)
             for row, slots in zip(sums, self._slots(start, stop, x.device), strict=True):
-                row.index_add_(0, slots, block)
+                row.scatter_add_(0, slots, block)  # faster than index_add_
         return (sums[:, : self.columns] - sums[:, self.columns :]).to(x.dtype)
 
     def heaviest(self, table: Tensor, k: int, numel: int) -> Tensor:
@@ -246,7 +247,7 @@ class CountSketch:
         same order, whatever their devices."""
         signed = torch.cat([table, -table], 1)
         estimate = table.new_empty(numel)
-        for start, stop in block_bounds(estimate):
+        for start, stop in block_bounds(estimate, CACHE_BLOCK):
             rows = zip(signed, self._slots(start, stop, table.device), strict=True)
             found = [row.index_select(0, slots) for row, slots in rows]
             torch.abs(_median(found), out=estimate[start:stop])
@@ -260,6 +261,14 @@ class CountSketch:
         signed integers of 64 bits: products and sums wrap around as those of unsigned ones do."""
         positions = torch.arange(start, stop, device=device)
         for factor, offset in self.hashes:
+            if is_host(device):  # NumPy multiplies three times as fast
+                array = positions.numpy().view(np.uint64) * np.uint64(factor % 2**64)
+                array += np.uint64(offset % 2**64)
+                array >>= np.uint64(32)
+                array *= np.uint64(2 * self.columns)
+                array >>= np.uint64(32)
+                yield torch.from_numpy(array.view(np.int64))
+                continue
             hashed = torch.rsub(positions, offset, alpha=-factor)  # factor x position + offset
             upper = hashed.bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
             yield upper.mul_(self.columns).bitwise_right_shift_(31)  # no product reaches 2^63

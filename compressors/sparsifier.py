@@ -183,8 +183,9 @@ class Sparsifier(Compressor):
         energy, coding_error = rest or (inner, 0.0)
         error = coding_error + (base.projection_error(total, inner) if count < numel else 0.0)
         of, full = energies(total, energy, error, indices), self.exact_count
-        payload = SparsePayload((indices, *coded), numel, cf, key, of, values.dtype, full=full)
-        return replace(payload, exact=values, sent=sent)
+        return SparsePayload(
+            (indices, *coded), numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
+        )
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""

@@ -154,10 +154,10 @@ def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 
 
-def block_bounds(x: Tensor) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each block of `CODE_BLOCK` elements of flat `x`; on a device, where starting
+def block_bounds(x: Tensor, size: int = CODE_BLOCK) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each block of `size` elements of flat `x`; on a device, where starting
     operations is what costs, the whole tensor is one block."""
-    size = CODE_BLOCK if is_host(x.device) else max(x.numel(), 1)
+    size = size if is_host(x.device) else max(x.numel(), 1)
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
 
@@ -180,8 +180,11 @@ def rows(x: Tensor, width: int) -> list[Tensor]:
 def numbers_of_rows(numbers: Tensor, x: Tensor, width: int) -> list[Tensor]:
     """`numbers`, equally many for each row of `x` (not empty), as a matrix beside each of
     `rows(x, width)`, with as many rows."""
-    table = numbers.view(-(-x.numel() // width), -1)
-    return list(table.split([len(matrix) for matrix in rows(x, width)]))
+    whole = x.numel() // width
+    if whole * width == x.numel():
+        return [numbers.view(whole, -1)]
+    table = numbers.view(whole + 1, -1)
+    return [table[:whole], table[whole:]] if whole else [table]
 
 
 def reduce_rows(x: Tensor, width: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:

@@ -340,10 +340,11 @@ def _collect(
         if sum_magnitudes:
             candidates.magnitudes += _block_sum(magnitude)
         above = candidates.compare(magnitude, candidates.threshold, out=mask[: block.size])
-        found = np.flatnonzero(above)
         if bins:
-            coming = np.abs(block.take(found) + latest[start : start + step].take(found))
-            found = found[coming >= _peaks(magnitude, size).take(found // size)]
+            peaks = np.repeat(_peaks(magnitude, size), size)[: block.size]
+            coming = np.add(block, latest[start : start + step], out=magnitude)
+            above &= np.abs(coming, out=coming) >= peaks
+        found = np.flatnonzero(above)
         if found.size:
             candidates.extend((found + start).astype(np.int32), block.take(found))
     candidates.total = checked_norm(candidates.total, x)

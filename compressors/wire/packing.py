@@ -189,10 +189,10 @@ def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor | None = None) -
     """Pack the codes q + offset, each below `levels`: of a block on the host, into `out`; of a
     whole tensor on a device.
 
-    q: flat whole numbers of any dtype. out: uint8, codes_nbytes elements."""
+    q: flat whole numbers; overwritten if they are int8. out: uint8, codes_nbytes elements."""
     rows, byte_rows = _rows(levels)
-    codes = scratch("codes", q.numel(), torch.int8, q.device).copy_(q).add_(offset)
-    codes = codes.view(torch.uint8)
+    codes = q if q.dtype == torch.int8 else scratch("codes", q.numel(), torch.int8, q.device)
+    codes = codes.copy_(q).add_(offset).view(torch.uint8)
     if out is not None:
         pack_numbers(codes.numpy(), levels, -(-q.numel() // rows) * rows, out.numpy())
         return out
