@@ -5,10 +5,10 @@ compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_mod
 
 from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
 from adaptive.exchange.link import LinkSpec as LinkSpec
+from adaptive.exchange.link import ModelledClock as ModelledClock
 from adaptive.hook import HookRung as HookRung
 from adaptive.hook import adaptive_hook as adaptive_hook
 from adaptive.state import reshard_states as reshard_states
-from adaptive.statistics.timing import ModelledClock as ModelledClock
 from adaptive.summary import Summary as Summary
 from adaptive.timeline.records import Event as Event
 from adaptive.timeline.records import Header as Header

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum
+from adaptive.exchange.link import ModelledClock
+from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
-from adaptive.statistics.timing import ModelledClock, Stopwatch
+from adaptive.statistics.timing import Stopwatch
 from adaptive.statistics.vector import Statistics, Tally
 from adaptive.summary import Summary
 from adaptive.timeline.records import Event, Recorder
@@ -164,10 +166,11 @@ class Controller(saved.Stateful):
         )
         if peers is not None:
             peers.begin_step(tally)
+        norms: Mapping[ModelParameter, Tensor] = {}
         if plan.read_sum:
-            tally.at("sum_norm").copy_(requested.sums.read())
+            norm, norms = requested.sums.read()
+            tally.at("sum_norm").copy_(norm)
         if layers is not None:
-            norms = requested.sums.by_layer if plan.read_sum else None
             tally.at("layers").copy_(layers.read(norms))
         return tally
 

@@ -29,18 +29,11 @@ from policies.state import together
 
 
 class GradientSum:
-    """The sum of each parameter's mean gradients over several steps: a gradient-sized tensor a
-    parameter, made when it is first asked for. It is alike on all ranks, since every rank decodes
-    the same mean.
+    """The sum of each parameter's mean gradients over several steps, alike on all ranks: a
+    gradient-sized tensor a parameter, made when something is first added to it."""
 
-    layers: the parameters whose norms are told one by one, in order.
-    """
-
-    def __init__(self, layers: Collection[ModelParameter] = ()) -> None:
-        self._layers = tuple(layers)
+    def __init__(self) -> None:
         self._totals: dict[ModelParameter, Tensor] = {}
-        self.by_layer = torch.full((len(self._layers),), nan, dtype=torch.float64)
-        """Norms at the last reading; nan of a layer that nothing was added to."""
 
     def add(self, parameter: ModelParameter, mean: Tensor, poisoned: Flag) -> None:
         """Add a step's mean gradient of one parameter (flat), unless it is poisoned."""
@@ -51,20 +44,17 @@ class GradientSum:
             total = self._totals[parameter] = parameter.zeros()
         total.add_(mean.masked_fill(poisoned, 0) if isinstance(poisoned, Tensor) else mean)
 
-    def read(self) -> Tensor:
-        """Norm of the sum since the last reading, 0-dim and in double; a new sum begins."""
-        norm = torch.zeros((), dtype=torch.float64)
-        norms = {}
+    def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
+        """Norm of the sum since the last reading, 0-dim and in double, and that of each parameter;
+        a new sum begins."""
+        total_energy, norms = torch.zeros((), dtype=torch.float64), {}
         # Means arrive in an order that differs from run to run.
         for parameter, total in sorted(self._totals.items(), key=lambda item: item[0].name):
             energy = torch.as_tensor(squared_norm(total), dtype=torch.float64)
             norms[parameter] = energy.sqrt()
-            norm = norm.to(energy.device) + energy
+            total_energy = total_energy.to(energy.device) + energy
             total.zero_()
-        missing = norm.new_full((), nan)
-        if self._layers:
-            self.by_layer = torch.stack([norms.get(layer, missing) for layer in self._layers])
-        return norm.sqrt()
+        return total_energy.sqrt(), norms
 
     def state_dict(self) -> dict[str, Tensor]:
         return {parameter.name: total.clone() for parameter, total in self._totals.items()}
@@ -87,7 +77,7 @@ class LayerStatistics:
 
     def __init__(self, parameters: Collection[ModelParameter], ladder: Sequence[float]) -> None:
         self._ladder = tuple(ladder)
-        self._row_of = {parameter.name: row for row, parameter in enumerate(parameters)}
+        self._row_of = {parameter: row for row, parameter in enumerate(parameters)}
         self._rows: dict[tuple[ModelParameter, ...], Tensor] = {}  # as tensors on the device
         self._sums = torch.zeros(len(self._row_of), 2 + 2 * len(ladder), dtype=torch.float64)
 
@@ -107,40 +97,39 @@ class LayerStatistics:
         self._add(parameters, levels.flatten(0, 1).T, slice(2, None))
 
     def _add(self, parameters: Sequence[ModelParameter], numbers: Tensor, columns: slice) -> None:
-        if not self._row_of:
-            return  # the hook was registered without a model
         key = tuple(parameters)
         rows = self._rows.get(key)
         if rows is None:
-            found = [self._row_of[parameter.name] for parameter in parameters]
+            found = [self._row_of[parameter] for parameter in parameters]
             rows = self._rows[key] = torch.tensor(found).to(numbers.device)
         self._sums = self._sums.to(numbers.device)
         self._sums[:, columns].index_add_(0, rows, numbers)
 
-    def read(self, sum_norms: Tensor | None) -> Tensor:
+    def read(self, sum_norms: Mapping[ModelParameter, Tensor]) -> Tensor:
         """Everything as one flat tensor, to be summed over the ranks; then a new sum begins.
 
-        sum_norms: of the mean gradients, by layer, if they were asked for."""
+        sum_norms: of the mean gradients; nan of a layer that is not there."""
         read, self._sums = self._sums, torch.zeros_like(self._sums)
-        read[:, 1] = nan if sum_norms is None else sum_norms
+        missing = read.new_full((), nan)
+        read[:, 1] = torch.stack([sum_norms.get(layer, missing) for layer in self._row_of])
         return read.flatten()
 
     def reports(self, summed: Sequence[float], world_size: int) -> dict[str, LayerReport]:
         """By layer, from what `read` became after the sum over the ranks; none if that is empty."""
         n, found = len(self._ladder), {}
-        for name, row in self._row_of.items() if summed else ():
+        for layer, row in self._row_of.items() if summed else ():
             energy, sum_norm, *rest = summed[row * (2 + 2 * n) :][: 2 + 2 * n]
             levels = zip(self._ladder, rest, rest[n:], strict=False)
             steady = {cf: 1 - error / total for cf, error, total in levels if total > 0}
-            found[name] = LayerReport(energy, sum_norm / world_size, steady)
+            found[layer.name] = LayerReport(energy, sum_norm / world_size, steady)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """The row of each layer, by name."""
-        return {name: self._sums[row].clone() for name, row in self._row_of.items()}
+        return {layer.name: self._sums[row].clone() for layer, row in self._row_of.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sums = torch.stack([state[name] for name in self._row_of])
+        self._sums = torch.stack([state[layer.name] for layer in self._row_of])
 
 
 class RequestedStatistics:
@@ -164,7 +153,7 @@ class RequestedStatistics:
         self._whole_buckets, self._share = whole_buckets, share
         self._shadow: ShadowLadder | None = None
         self.layers = LayerStatistics(parameters, self.ladder) if policy.layerwise else None
-        self.sums = GradientSum(parameters)
+        self.sums = GradientSum()
 
     def follow(self, memory: NoMemory) -> None:
         """From here on gradients are accumulated by this memory's rule."""

@@ -1,18 +1,18 @@
 """The shadow ladder: what every CF would keep in steady state, without sending any of them.
 
 A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
-that the candidate would leave has not built up. So on a fixed strided sample of each gradient a
-residual of its own is kept for every CF of the ladder, as if that CF had been sent all along. Costs
-a small top-k a CF and a step, and a sample-sized residual a CF.
+that the candidate would leave has not built up. So every CF of the ladder has a residual of its own
+on a fixed strided sample of each gradient, as if that CF had been sent all along. Costs a small
+top-k a CF and a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,8 +48,7 @@ class ShadowGroup:
     and the last step's gradient and what each CF sent of it, sent (1 + CFs, elements).
 
     together: the parameters of each section, in order: what is compressed as one. strides: of each
-    one's sample. sections: how the elements are cut. above: where the largest are looked for first;
-    speed, not state.
+    one's sample. above: where the largest are looked for first; speed, not state.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class ShadowGroup:
         strides: Mapping[ModelParameter, int],
         cfs: Sequence[float],
     ) -> None:
+        self.together = together
         self.parameters = tuple(chain.from_iterable(together))
         self.strides = [strides[parameter] for parameter in self.parameters]
         first = self.parameters[0]
@@ -133,7 +133,6 @@ class ShadowLadder:
         self._layers = None if whole_buckets else layers
         self._whole_buckets = whole_buckets
         self._share = share
-        self._groups: dict[tuple[tuple[ModelParameter, ...], ...], ShadowGroup] = {}
         self._group_of: dict[ModelParameter, ShadowGroup] = {}
         self._strides: dict[ModelParameter, int] = {}
         self._moving: set[ModelParameter] = set()  # that have a velocity here
@@ -180,7 +179,7 @@ class ShadowLadder:
         self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
     ) -> None:
         """Go on from a `state_dict()`."""
-        self._groups, self._group_of, self._strides, self._moving = {}, {}, {}, set()
+        self._group_of, self._strides, self._moving = {}, {}, set()
         for name, of_one in state.items():
             parameter, arrays = by_name[name], dict(of_one)
             self._strides[parameter] = int(arrays.pop("stride"))
@@ -251,7 +250,6 @@ class ShadowLadder:
         numel = sum(parameter.tensor.numel() for parameter in parameters)
         least = WHOLE_BUCKET if self._whole_buckets else WHOLE
         stride = max(1, numel // max(least, int(numel * self._share)))
-        self._forget_groups(parameters)
         for parameter in parameters:
             if self._strides.get(parameter) != stride:
                 self._group_of.pop(parameter, None)
@@ -260,96 +258,77 @@ class ShadowLadder:
 
     def _group(self, together: Sequence[Sequence[ModelParameter]]) -> ShadowGroup:
         """Of these sections in this order; buckets are cut anew after the first step."""
-        key = tuple(map(tuple, together))
-        group = self._groups.get(key)
-        if group is None:
+        parameters = [*chain.from_iterable(together)]
+        before = {parameter: self._group_of.get(parameter) for parameter in parameters}
+        group = before[parameters[0]]
+        if group is None or group.together != together or {*before.values()} != {group}:
             group = ShadowGroup(together, self._strides, self.cfs)
-            for parameter in group.parameters:
-                if parameter in self._group_of:
-                    group.take_over(parameter, self._group_of[parameter].of(parameter))
+            for parameter, old in before.items():
+                if old is not None:
+                    group.take_over(parameter, old.of(parameter))
                 self._group_of[parameter] = group
-            self._forget_groups(group.parameters)
-            self._groups[key] = group
         return group
 
-    def _forget_groups(self, parameters: Iterable[ModelParameter]) -> None:
-        """Of any of these parameters: they are to be in others."""
-        now = set(parameters)
-        self._groups = {k: g for k, g in self._groups.items() if now.isdisjoint(g.parameters)}
-
     def _accumulate(
-        self, group: ShadowGroup, g: Tensor, sending: Sequence[ModelParameter]
+        self, group: ShadowGroup, g: Tensor, sending: Collection[ModelParameter]
     ) -> Tensor:
         """The residuals become the error-fed gradients, by the memory's own rule (with signal gain
         by plain error feedback). Those of parameters that do not send stay what they are: they have
         zeros in g."""
         a = group.array("residual", len(self.cfs))
         plain = self.peers is not None
-        rules = {p: () if plain else self._memory.rules(p, self.cfs) for p in sending}
+        rules = {p: () if plain else tuple(self._memory.rules(p, self.cfs)) for p in sending}
         if not any(rules.values()):
             return a.add_(g)
         u = group.array("velocity", len(self.cfs))
-        # Neighbours that move alike are taken together.
-        runs: list[tuple[_Motion | None, slice]] = []
-        for parameter, each in rules.items():
-            place = group.places[parameter]
-            motion = self._motion(parameter, each, u[:, place]) if each else None
-            if runs and runs[-1][0] is motion and runs[-1][1].stop == place.start:
-                place = slice(runs.pop()[1].start, place.stop)
-            runs.append((motion, place))
-        for motion, place in runs:
-            if motion is None:
-                a[:, place] += g[place]
+        moves = {
+            p: (each, bool(each) and self._begins(p, u[:, group.places[p]]))
+            for p, each in rules.items()
+        }
+        for move, neighbours in groupby(group.parameters, moves.get):
+            places = [group.places[p] for p in neighbours]
+            place = slice(places[0].start, places[-1].stop)
+            if move is None:
+                continue
+            if move[0]:
+                _move(a[:, place], u[:, place], g[place], *move)
             else:
-                motion.add(a[:, place], u[:, place], g[place])
+                a[:, place] += g[place]
         return a
 
-    def _motion(
-        self, parameter: ModelParameter, rules: Sequence[MomentumRule], velocities: Tensor
-    ) -> _Motion:
-        """How one parameter's velocities (CFs, elements) move; new ones begin with that of the
-        memory."""
-        first = parameter not in self._moving
-        if first and parameter.started and parameter.velocity is not None:
-            factors = torch.tensor(self._memory.entering(parameter, self.cfs), dtype=torch.float64)
-            velocity = sampled([parameter.velocity], [self._strides[parameter]])
-            velocities.copy_(factors.to(velocity.device)[:, None] * velocity)
-            first = False
+    def _begins(self, parameter: ModelParameter, velocities: Tensor) -> bool:
+        """Whether one parameter's velocities (CFs, elements) begin with this step, and not with the
+        memory's, which is sampled when they are new."""
+        if parameter in self._moving:
+            return False
         self._moving.add(parameter)
-        return _motion(tuple(rules), first, velocities.dtype, velocities.device)
+        if not parameter.started or parameter.velocity is None:
+            return True
+        factors = torch.tensor(self._memory.entering(parameter, self.cfs), dtype=torch.float64)
+        velocity = sampled([parameter.velocity], [self._strides[parameter]])
+        velocities.copy_(factors.to(velocity.device)[:, None] * velocity)
+        return False
 
 
-class _Motion(NamedTuple):
-    """The factors by which velocities move, one for each CF, (CFs, 1): a velocity is multiplied by
-    `momentum` and takes in the gradient times `share`; Nesterov's sends the gradient times `gain`
-    ahead."""
-
-    momentum: Tensor
-    gain: Tensor
-    share: Tensor
-    nesterov: bool
-
-    def add(self, a: Tensor, u: Tensor, g: Tensor) -> None:
-        """Residuals and velocities of one parameter or several, (CFs, elements), in place."""
-        u *= self.momentum
-        u += self.share * g
-        if self.nesterov:
-            a += self.momentum * u
-            a += self.gain * g
-        else:
-            a += u
+def _move(a: Tensor, u: Tensor, g: Tensor, rules: tuple[MomentumRule, ...], first: bool) -> None:
+    """Move residuals and velocities of one parameter or several, (CFs, elements), in place. rules:
+    of each CF. first: the velocities begin, and SGD does not dampen its first step."""
+    momentum, gain, share = _factors(rules, first, u.dtype, u.device)
+    u *= momentum
+    u += share * g
+    if rules[0].nesterov:
+        a += momentum * u
+        a += gain * g
+    else:
+        a += u
 
 
 @lru_cache(maxsize=32)  # so that they need not be copied to the device in every step
-def _motion(
-    rules: Sequence[MomentumRule], first: bool, dtype: torch.dtype, device: torch.device
-) -> _Motion:
-    """first: SGD does not dampen its first step."""
-    momentum, gain = (
-        torch.tensor([[getattr(rule, name)] for rule in rules], dtype=dtype).to(
-            device, non_blocking=True
-        )
-        for name in ("momentum", "gain")
-    )
-    share = gain if first else (1 - rules[0].dampening) * gain
-    return _Motion(momentum, gain, share, rules[0].nesterov)
+def _factors(
+    rules: tuple[MomentumRule, ...], first: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each CF, (CFs, 1): what the velocity is multiplied by, the gain of the gradient that
+    Nesterov's momentum sends ahead, and the share of it that the velocity takes in."""
+    factors = torch.tensor([[[rule.momentum], [rule.gain]] for rule in rules], dtype=dtype)
+    momentum, gain = factors.to(device, non_blocking=True).unbind(1)
+    return momentum, gain, gain if first else (1 - rules[0].dampening) * gain

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from adaptive.exchange.collectives import Traffic
-from adaptive.exchange.link import LinkSpec
+from adaptive.exchange.link import ModelledClock
 from policies import state as saved
 from policies.step_time import LAST
 
@@ -73,7 +73,8 @@ class Timestamps:
 
 @dataclass
 class StepTiming(saved.Stateful):
-    """The timestamps of one step, of which a state is saved on the host, where they are numbers.
+    """The timestamps of one step; on the host, where they are numbers, those of a step that has
+    not ended are saved.
 
     began: the first hook call. cf, wire, statistics: what was sent. calls: of the hook. waits:
     for the network, within these. exchanged: when the last mean was there. decoded: when a thread
@@ -82,16 +83,9 @@ class StepTiming(saved.Stateful):
     """
 
     _fields = saved.declare(
-        began=float,
-        cf=float,
-        wire=float,
-        statistics=float,
-        calls=list[tuple[float, float]],
-        waits=list[tuple[float, float]],
+        **dict.fromkeys(("began", "cf", "wire", "statistics"), float),
+        **dict.fromkeys(("calls", "waits", "decoded"), list[tuple[float, float]]),
         exchanged=float | None,
-        decoded=list[tuple[float, float]],
-        ended=float | None,
-        forward=float | None,
     )
 
     began: Timestamp
@@ -164,47 +158,6 @@ class ForwardMark:
         return ForwardMark, ()
 
 
-def imagined_bytes(wire_bytes: float, statistics: float, scale: float) -> float:
-    """Bytes of a step if its gradients were `scale` times as many, its statistics as they are."""
-    return scale * (wire_bytes - statistics) + statistics
-
-
-class ModelledClock:
-    """A clock, for `AdaptiveCompressor(clock=...)`, by which a step takes `compute` seconds and
-    what a link takes for the bytes that the step sends. Nothing waits, compression is free, and
-    what a policy decides owes nothing to the machine: the same run always goes the same way.
-
-    compute: seconds of forward, backward and optimizer, > 0; ValueError otherwise.
-    link: that bytes go over, a rank's; None: the network takes no time.
-    scale: bytes of gradients count so many times, those of statistics once, so that a small model
-    can stand for a large one; > 0.
-    """
-
-    def __init__(self, compute: float, link: LinkSpec | None = None, scale: float = 1.0) -> None:
-        if not (isfinite(compute) and compute > 0):
-            raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
-        if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
-        self.compute = compute
-        self.link = link
-        self.scale = scale
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def exchange(self, wire_bytes: float, statistics: float = 0.0) -> float:
-        """Seconds that a step's bytes take; statistics: how many of them are."""
-        if self.link is None or not wire_bytes:
-            return 0.0
-        counted = imagined_bytes(wire_bytes, statistics, self.scale)
-        return self.link.latency + counted * 8 / self.link.bits_per_second
-
-    def end_step(self, wire_bytes: float, statistics: float = 0.0) -> None:
-        """A step that sent so much is over."""
-        self.now += self.compute + self.exchange(wire_bytes, statistics)
-
-
 class Stopwatch:
     """Times the steps of one rank: the last one part by part, and medians at each CF.
 
@@ -222,6 +175,8 @@ class Stopwatch:
         # The steps that are over, the one that can be read by now first; None: it does not count.
         self._over: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
         self._now: Timestamp = nan
+        self.timed = (nan, nan)
+        """CF and wire bytes of the step that `start` has told of last; nan if there was none."""
 
     def stop(self, counts: bool) -> float:
         """The last step is over; returns the time. counts: not the first step of all, which builds
@@ -244,10 +199,11 @@ class Stopwatch:
         return clock() + (clock.compute + exchange)  # rounded as end_step() does
 
     def start(self, cf: float) -> dict[str, float]:
-        """A step begins, where the last one stopped, that is sent at `cf`. Returns, by the names of
-        `Statistics`, what a step took that was stopped and can be read by now; it is told of with
-        the statistics of the one that begins."""
-        self._running, timed = StepTiming(self._now, cf), self._timed
+        """A step at `cf` begins where the last one stopped. Returns, by the names of `Statistics`,
+        what the last step took that can be read by now."""
+        self._running = StepTiming(self._now, cf)
+        timed = self._over[0] if len(self._over) == self._over.maxlen else None
+        self.timed = (timed.cf, timed.wire) if timed else (nan, nan)
         if timed is None:
             return {}
         seconds = timed.split(self.timestamps.between)
@@ -258,15 +214,6 @@ class Stopwatch:
         if isfinite(seconds["seconds"]):
             times.append(seconds["seconds"])
         return {**seconds, "median_seconds": median(times) if times else nan}
-
-    @property
-    def _timed(self) -> StepTiming | None:
-        return self._over[0] if len(self._over) == self._over.maxlen else None
-
-    @property
-    def timed(self) -> tuple[float, float]:
-        """CF and wire bytes of the step that was told of; nan if there was none."""
-        return (self._timed.cf, self._timed.wire) if self._timed else (nan, nan)
 
     def hook_left(self, entered: Timestamp, waits: Iterable[Span]) -> None:
         """A hook call that began at `entered` is over; when it waited for the network."""

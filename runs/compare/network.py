@@ -18,7 +18,7 @@ from math import isfinite, nan
 from statistics import median
 
 from adaptive import LinkSpec, StepRecord
-from adaptive.statistics.timing import imagined_bytes
+from adaptive.exchange.link import imagined_bytes
 
 
 def compute_seconds(records: Sequence[StepRecord]) -> float:

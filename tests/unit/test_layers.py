@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from math import inf, isnan, nan, sqrt
+from math import inf, nan, sqrt
 
 import pytest
 import torch
@@ -30,8 +30,9 @@ def filled() -> tuple[LayerStatistics, list[ModelParameter]]:
 
 
 def test_energies_and_levels_are_told_layer_by_layer() -> None:
-    statistics, _ = filled()
-    read = statistics.read(torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
+    statistics, layers = filled()
+    norms = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    read = statistics.read(dict(zip(layers, norms, strict=True)))
     assert read.numel() == statistics.numel
     reports = statistics.reports((2 * read).tolist(), 2)
     assert {name: (r.energy, r.sum_norm) for name, r in reports.items()} == {
@@ -42,7 +43,7 @@ def test_energies_and_levels_are_told_layer_by_layer() -> None:
     assert reports["b"].steady == {10.0: 1.0, 100.0: pytest.approx(1 - 2 / 6)}
     assert reports["c"].steady == {10.0: pytest.approx(1 - 1 / 5), 100.0: pytest.approx(1 - 3 / 7)}
     assert reports["a"].steady == {}
-    again = statistics.read(None).view(3, -1)
+    again = statistics.read({}).view(3, -1)
     assert again[:, 1].isnan().all()
     assert not again[:, [0, 2, 3, 4, 5]].any()
 
@@ -52,31 +53,31 @@ def test_a_state_goes_on_whatever_its_order() -> None:
     state = statistics.state_dict()
     other = LayerStatistics(layers, LADDER)
     other.load_state_dict(dict(reversed(state.items())))
-    sums = torch.zeros(3)
-    assert torch.equal(other.read(sums), statistics.read(sums))
+    norms = dict.fromkeys(layers, torch.zeros((), dtype=torch.float64))
+    assert torch.equal(other.read(norms), statistics.read(norms))
 
 
 @pytest.mark.parametrize("device", [False, True])
 def test_gradients_add_up_until_they_are_read(device: bool) -> None:
     layers = parameters()
     with device_path() if device else nullcontext():
-        sums = GradientSum(layers)
+        sums = GradientSum()
         for value, poisoned in ((1.0, False), (nan, True), (2.0, False)):
             flag = torch.tensor(poisoned) if device else poisoned
             for layer in layers[:2]:
                 sums.add(layer, torch.full((4,), value), flag)
-        other = GradientSum(layers)
+        other = GradientSum()
         other.load_state_dict(sums.state_dict(), {layer.name: layer for layer in layers})
         for each in (sums, other):
-            assert float(each.read()) == pytest.approx(sqrt(72))
-            assert each.by_layer.tolist()[:2] == [6.0, 6.0]
-            assert isnan(each.by_layer[2])
-            assert float(each.read()) == 0
+            norm, norms = each.read()
+            assert float(norm) == pytest.approx(sqrt(72))
+            assert norms == {layers[0]: 6.0, layers[1]: 6.0}
+            assert float(each.read()[0]) == 0
 
 
 def test_no_value_is_read_on_a_device() -> None:
     layers = parameters("meta")
-    statistics, sums = LayerStatistics(layers, LADDER), GradientSum(layers)
+    statistics, sums = LayerStatistics(layers, LADDER), GradientSum()
     flag = torch.empty((), dtype=torch.bool, device="meta")
     energies, levels = meta(3, torch.float64), meta(12, torch.float64).view(2, 2, 3)
 
@@ -88,5 +89,6 @@ def test_no_value_is_read_on_a_device() -> None:
     assert count_operations(take_in) <= 5
     for layer in layers:
         sums.add(layer, meta(4), flag)
-    assert sums.read().shape == ()
-    assert statistics.read(sums.by_layer).shape == (18,)
+    norm, norms = sums.read()
+    assert norm.shape == ()
+    assert statistics.read(norms).shape == (18,)
