@@ -8,7 +8,7 @@ model, or of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from zlib import crc32
 
 import torch
@@ -17,12 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive.parameters import ModelParameter
-from compressors import Compressor
-from compressors.base import Key
 from policies import Plan
-
-TRIAL = 4096
-"""Largest tensor that is compressed on trial."""
 
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
@@ -52,26 +47,6 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
                     f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
                     f"must be alike on all ranks:\n  rank 0: {ours}\n  rank {rank}: {other}"
                 )
-
-
-def describe_sizes(compressor: Compressor, cfs: Sequence[float], sizes: Sequence[int]) -> str:
-    """The payload sizes of tensors of `sizes` elements, a line for each CF. Small tensors are
-    compressed for real: ValueError if a payload has not the size announced."""
-    generator = torch.Generator().manual_seed(0)
-    lines = []
-    for cf in cfs:
-        for numel in sorted({min(size, TRIAL) for size in sizes}):
-            made = compressor.compress(torch.randn(numel, generator=generator), cf, Key("trial"))
-            announced = compressor.payload_nbytes(numel, cf)
-            if made.nbytes != announced:
-                raise ValueError(
-                    f"compressor {compressor.name!r} announced {announced} bytes for {numel} "
-                    f"elements at CF {cf:g} and made {made.nbytes}; payload_nbytes must depend on "
-                    f"its arguments only"
-                )
-        announced_sizes = [compressor.payload_nbytes(size, cf) for size in sizes]
-        lines.append(f"payload bytes of {compressor.name!r} at CF {cf:g}: {announced_sizes}")
-    return "\n".join(lines)
 
 
 def check_model(model: object) -> DistributedDataParallel:

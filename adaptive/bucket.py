@@ -104,6 +104,12 @@ class Unit:
         return self.stop - self.start
 
     @property
+    def floats(self) -> float:
+        """Elements that are sent of it, indices not counted."""
+        shape = self.key.shape or (self.numel,)
+        return float(self.numel) if self.cf == DENSE else self.base.floats_for(shape, self.cf)
+
+    @property
     def skipped(self) -> bool:
         """All of it sends nothing this step, as the host knows."""
         return all(piece.part.skipped is True for piece in self.ranges)

@@ -214,8 +214,7 @@ class Controller(saved.Stateful):
         )
         read_sum, layer_cfs = self.plan.read_sum, self.cfs.sent_layers
         self._pending.append(_Pending(report, layer_cfs, read_sum, tally, sketches, summed))
-        floats = self.sizes.floats(self.cfs)
-        self._totals.add_step(self.cf, traffic, floats, report.dense_wire_bytes)
+        self._totals.add_step(self.cf, traffic, report.dense_wire_bytes)
         self.step += 1
 
     def flush(self) -> None:

@@ -90,16 +90,13 @@ class Reducer:
 
     def compresses_whole_buckets(self, step: int) -> bool:
         """The tensors of a bucket are compressed as one, in this step's backward."""
-        return self.granularity.whole_buckets and not self._may_buckets_change(step)
+        # Also in what was an early step before it was resumed: then DDP may be through with cutting
+        # buckets anew, after backwards that were thrown away.
+        return self.granularity.whole_buckets and min(step, self._backwards) >= self.settling
 
     def end_backward(self) -> None:
         """The next one may have other buckets."""
         self._backwards += 1
-
-    def _may_buckets_change(self, step: int) -> bool:
-        """Also in what was an early step before it was resumed: then DDP may be through with
-        cutting buckets anew, after backwards that were thrown away."""
-        return min(step, self._backwards) < self.settling
 
     def compressed(
         self,
@@ -119,6 +116,7 @@ class Reducer:
         bucket = self._open(step, buffer, parameters, rooms)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
         units = self.granularity.cut(bucket, step.cfs, shards)
+        self.exchange.count_floats(sum(unit.floats for unit in units))
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
@@ -192,6 +190,7 @@ class Reducer:
             return mean
 
         if send is None:
+            self.exchange.count_floats(buffer.numel())
             return self.exchange.all_reduce(buffer.div_(self.exchange.world_size)).then(finish)
         return send(buffer).then(finish)
 

@@ -16,11 +16,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from adaptive.agreement import agree, compare_replicas, describe_sizes
+from adaptive.agreement import agree, compare_replicas
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import Controller
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import ExchangeChoice
@@ -85,15 +85,8 @@ class Session:
         self._choice = ExchangeChoice(settings.base, settings.exchange, world_size)
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below)
-        self._sizes = Sizes(
-            self._parameters,
-            settings.base,
-            as_one,
-            settings.dense_below,
-            settings.hooks.keys(),
-            self._choice,
-            world_size,
-        )
+        hooks = settings.hooks.keys()
+        self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(self._prepare, optimizer, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
@@ -157,7 +150,10 @@ class Session:
             *settings.describe(self._memory.now.name),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
-            describe_sizes(base, sorted(candidates | ends), sizes),
+            *(
+                f"payload bytes at CF {cf:g}: {[base.payload_nbytes(size, cf) for size in sizes]}"
+                for cf in sorted(candidates | ends)
+            ),
         )
         return "\n".join(lines)
 
@@ -238,8 +234,6 @@ class Session:
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
         parameters = [self._parameters.find(p) for p in bucket.parameters()]
-        whole = self._reducer.compresses_whole_buckets(controller.step)
-        self._sizes.see(bucket.index(), parameters, whole)
         scale = loss_scale(self._scaler, buffer.device)
         work = buffer
         if scale is not None:  # in float32, where unscaled gradients do not underflow
@@ -265,12 +259,12 @@ class Session:
             )
         if bucket.is_last():
             self._end_step(scale)
-        stopwatch.hook_left(entered, self._pipeline.take_waits())
+        stopwatch.hook_left(entered, drain(self._pipeline.waits))
 
         def finish(mean: Tensor) -> Tensor:
             if scale is not None:
                 mean = buffer.copy_(mean.mul_(scale))
-            stopwatch.bucket_done(self._pipeline.take_decoded())
+            stopwatch.bucket_done(drain(self._pipeline.decoded))
             return mean
 
         return done, finish

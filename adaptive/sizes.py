@@ -1,22 +1,21 @@
-"""How much a step sends at any CF: elements, payload bytes, bytes on the wire; and what policies
-and timelines are told of it at the start."""
+"""How much a step sends at any CF: payload bytes, and bytes on the wire; and what policies and
+timelines are told of it at the start."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
 import torch
 from torch import Tensor
 
-from adaptive.bucket import StepCFs
+from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import GATHERED, ExchangeChoice
 from adaptive.parameters import ModelParameter
 from adaptive.timeline.records import Header
-from compressors import Compressor
 from policies import DENSE, Context, Fixed
 
 BUCKET = 25 * 2**20
@@ -25,49 +24,29 @@ BUCKET = 25 * 2**20
 
 @dataclass
 class Sizes:
-    """How many elements and bytes a step sends at each CF.
+    """How many bytes a step sends at each CF. Where whole buckets are compressed, they are those of
+    a model that is a single bucket: next to the same, and they never change.
 
-    parameters: may still be found one by one. whole_buckets: those of a bucket are compressed as
-    one; policies are told the bytes of a model that is a single bucket, which is next to the same
-    and never changes. dense_below: elements. hooks: the CFs that foreign hooks send.
+    parameters: may still be found one by one. hooks: the CFs that foreign hooks send.
     """
 
     parameters: Mapping[Tensor, ModelParameter]
-    base: Compressor
-    whole_buckets: bool
-    dense_below: int
+    granularity: Granularity
     hooks: Collection[float]
     choice: ExchangeChoice
     world_size: int
-    _buckets: dict[int, Sequence[ModelParameter]] = field(default_factory=dict)
     _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
     _by_name: dict[str, ModelParameter] = field(default_factory=dict)
-
-    def see(self, index: int, parameters: Sequence[ModelParameter], as_one: bool) -> None:
-        """What a bucket of this step holds, and whether it is compressed as one."""
-        if index == 0:
-            self._buckets = {}
-        if as_one:
-            self._buckets[index] = parameters
 
     def numel(self) -> int:
         """Elements of all gradients."""
         return sum(p.numel() for p in self.parameters)
 
-    def floats(self, cfs: StepCFs) -> float:
-        """Elements that a step sends, indices not counted."""
-        if self._without_base(cfs.send):
-            return self.numel() / cfs.send
-        return sum(
-            float(shape.numel()) if cf == DENSE else self.base.floats_for(shape, cf)
-            for shape, cf in self._tensors(cfs, self._buckets.values())
-        )
-
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
-        parameters = () if self.whole_buckets else self.parameters.values()
+        parameters = () if self.granularity.whole_buckets else self.parameters.values()
         shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
-        least = max(1, self.dense_below)
+        least = max(1, self.granularity.dense_below)
         return {name: shape for name, shape in shapes.items() if shape.numel() >= least}
 
     def layer_nbytes(self, layer: str, cf: float) -> float:
@@ -81,8 +60,7 @@ class Sizes:
         alike."""
         key = (cf, len(self.parameters))
         if key not in self._payload_nbytes:
-            tensors = self._tensors(StepCFs(cf), self._whole())
-            self._payload_nbytes[key] = sum(self._nbytes(*each) for each in tensors)
+            self._payload_nbytes[key] = sum(self._nbytes(*each) for each in self._tensors(cf))
         return self._payload_nbytes[key]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
@@ -105,35 +83,30 @@ class Sizes:
         compresses, where it matters most."""
         if self._without_base(cf):
             return cf
-        tensors = self._tensors(StepCFs(cf), self._whole())
-        shapes = [shape for shape, own in tensors if own != DENSE]
+        shapes = [shape for shape, own in self._tensors(cf) if own != DENSE]
         largest = max(shapes, key=torch.Size.numel, default=torch.Size([1]))
-        return self.base.supported_for(cf, largest)
+        return self.granularity.compressor.supported_for(cf, largest)
 
     def _without_base(self, cf: float) -> bool:
         return cf == DENSE or cf in self.hooks
 
-    def _whole(self) -> Sequence[Collection[ModelParameter]]:
-        return [self.parameters.values()] if self.whole_buckets else []
-
-    def _tensors(
-        self, cfs: StepCFs, as_one: Collection[Collection[ModelParameter]]
-    ) -> Iterator[tuple[torch.Size, float]]:
-        """Shape and CF of what a step sends, one by one: CF 1 of what travels uncompressed.
-        as_one: what is compressed as one; if nothing is, all parameters are by themselves."""
-        for parameters in as_one or [[parameter] for parameter in self.parameters.values()]:
-            tensors = [self._tensor(each, cfs.sent(each.name)) for each in parameters]
-            yield from (each for each in tensors if each[1] == DENSE or len(tensors) == 1)
-            together = sum(shape.numel() for shape, cf in tensors if cf != DENSE)
-            if together and len(tensors) > 1:
-                yield torch.Size([together]), cfs.send
+    def _tensors(self, cf: float) -> list[tuple[torch.Size, float]]:
+        """Shape and CF of what a step at `cf` sends: CF 1 of what travels uncompressed."""
+        tensors = [self._tensor(parameter, cf) for parameter in self.parameters.values()]
+        if not self.granularity.whole_buckets:
+            return tensors
+        apart = [each for each in tensors if each[1] == DENSE]
+        numel = sum(shape.numel() for shape, own in tensors if own != DENSE)
+        return [*apart, (torch.Size([numel]), cf)] if numel else apart
 
     def _tensor(self, parameter: ModelParameter, cf: float) -> tuple[torch.Size, float]:
         shape = parameter.tensor.shape
-        return shape, DENSE if shape.numel() < self.dense_below else cf
+        return shape, DENSE if shape.numel() < self.granularity.dense_below else cf
 
     def _nbytes(self, shape: torch.Size, cf: float) -> float:
-        return 4.0 * shape.numel() if cf == DENSE else self.base.payload_nbytes_for(shape, cf)
+        if cf == DENSE:
+            return 4.0 * shape.numel()
+        return self.granularity.compressor.payload_nbytes_for(shape, cf)
 
 
 def start_policy(settings: Settings, sizes: Sizes) -> Context:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.momentum import MomentumMemory
 from adaptive.parameters import ModelParameter
 from policies.state import read, together
 
@@ -22,9 +24,6 @@ CONTENTS = (
     *("controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
-
-TENSORS = {"none": (), "residual": ("residual",), "momentum": ("residual", "velocity")}
-"""What each kind of memory keeps of a parameter."""
 
 ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "parameters")
 """What the states of one moment have in common."""
@@ -76,7 +75,8 @@ def check_state(
         for name, parameter in by_name.items()
     }
     plain = {"lag": float, "to_full_lag": float, "stepped": bool}
-    tensors = TENSORS[expected["memory_kind"]]
+    keeps = {kind.name: kind.keeps for kind in (NoMemory, Residual, MomentumMemory)}
+    tensors = keeps[expected["memory_kind"]]
     memory = {name: {**dict.fromkeys(tensors, each), **plain} for name, each in flat.items()}
     check_like("memory", state["memory"], memory)
     for name, kept in state["memory"].items():

@@ -54,12 +54,12 @@ class Summary(saved.Stateful):
         """dense_bytes / bytes_sent; 1 if nothing is ever sent (a world of one)."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
-    def add_step(self, cf: float, traffic: Traffic, floats: float, dense_bytes: float) -> None:
+    def add_step(self, cf: float, traffic: Traffic, dense_bytes: float) -> None:
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
         self.bytes_sent += traffic.wire
         self.payload_bytes += traffic.payload
-        self.floats_sent += floats
+        self.floats_sent += traffic.floats
         self.dense_bytes += dense_bytes
 
     def add_gain(self, cf: float, measurement: Measurement) -> None:

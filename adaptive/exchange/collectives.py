@@ -81,11 +81,13 @@ def _let_threads_finish() -> None:
 @dataclass
 class Traffic:
     """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
-    algorithms), and how many of these are statistics, which do not grow with the model."""
+    algorithms), how many of these are statistics, which do not grow with the model, and elements
+    of gradients sent, indices not counted."""
 
     payload: int = 0
     wire: float = 0.0
     statistics: float = 0.0
+    floats: float = 0.0
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
@@ -213,8 +215,13 @@ class Exchange:
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
         it back as the link would."""
+        self.count_floats(tensor.numel() / cf)
         nbytes = round(4 * tensor.numel() / cf)
         return self._hold(done, nbytes, reduce_wire_bytes(nbytes, self.world_size))
+
+    def count_floats(self, floats: float) -> None:
+        """So many elements of gradients are sent."""
+        self._traffic.floats += floats
 
     def count_corrupt(self, flag: Flag) -> None:
         """Something that has arrived on a device cannot have been sent (`take_corrupt`)."""

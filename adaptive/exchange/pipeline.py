@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.collectives import drain
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
 
@@ -34,15 +33,15 @@ class _Running:
 class Pipeline:
     """The exchanges of the buckets that wait for a further round.
 
-    timestamps: takes one, to tell when hook calls have waited for earlier rounds, and when the
-    threads of the process group were decoding.
+    timestamps: takes one. waits: when hook calls have waited for earlier rounds. decoded: when the
+    threads of the process group were decoding. Both are for somebody to take out.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp]) -> None:
         self._timestamps = timestamps
         self._queue: deque[_Running] = deque()
-        self._waits: deque[Span] = deque()
-        self._decoded: deque[Span] = deque()
+        self.waits: deque[Span] = deque()
+        self.decoded: deque[Span] = deque()
 
     def run(
         self,
@@ -67,18 +66,10 @@ class Pipeline:
             self._advance(self._queue[0])
         return done
 
-    def take_waits(self) -> list[Span]:
-        """When hook calls have waited, since this was asked last."""
-        return drain(self._waits)
-
-    def take_decoded(self) -> list[Span]:
-        """When exchanges were decoded, since this was asked last; from any thread."""
-        return drain(self._decoded)
-
     def _advance(self, running: _Running) -> None:
         began = self._timestamps()
         value = running.issued.wait()
-        self._waits.append((began, self._timestamps()))
+        self.waits.append((began, self._timestamps()))
         self._issue(running, value)
 
     def _issue(self, running: _Running, before: Tensor | None) -> None:
@@ -99,7 +90,7 @@ class Pipeline:
                 mean = running.decode(stop.value)
             else:
                 raise RuntimeError("the exchange issued more collectives than it announced")
-            self._decoded.append((began, self._timestamps()))
+            self.decoded.append((began, self._timestamps()))
             running.done.set_result(mean)
         except Exception as error:  # whoever waits for the bucket must see it, whatever it is
             running.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

@@ -254,7 +254,13 @@ def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> T
     ValueError if one has not its announced size."""
     sizes = payload_sizes(units, out.dtype)
     wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
-    for payload, room in zip(payloads, wire.split(sizes), strict=True):
+    for unit, payload, room in zip(units, payloads, wire.split(sizes), strict=True):
+        if payload.nbytes != room.numel():
+            raise ValueError(
+                f"compressor {unit.compressor.name!r} announced {room.numel()} bytes for "
+                f"{unit.numel} elements at CF {unit.cf:g} and made {payload.nbytes}; "
+                f"payload_nbytes must depend on its arguments only"
+            )
         payload.write(room)
     return wire
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +16,6 @@ from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter, lay_out
 from compressors.base import Payload
 from compressors.kernels.blocks import Flag, but_not, either, fill_if
-
-
-class Addition(NamedTuple):
-    """The error-fed gradient a = target + addend; whoever compresses adds it in place.
-
-    addend: None if `target` holds it all."""
-
-    target: Tensor
-    addend: Tensor | None
 
 
 @dataclass(eq=False)
@@ -72,13 +62,13 @@ class BucketMemory:
             self._runs.update(dict.fromkeys(run.parts, run))
         self._fused = all(len({self._runs.get(part) for part, *_ in u.ranges}) == 1 for u in units)
 
-    def open(self, unit: Unit) -> Addition:
-        """The unit's error-fed gradient, to be added up by whoever compresses it. A skipped part is
-        not opened, and counts as zero; neither is any of a bucket that is known to be poisoned,
-        whose gradients are zero."""
+    def open(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
+        """The unit's error-fed gradient: a tensor, and what whoever compresses it is to add to that
+        in place, if there is more. A skipped part is not opened, and counts as zero; neither is any
+        of a bucket that is known to be poisoned, whose gradients are zero."""
         grads = self._bucket.work[unit.start : unit.stop]
         if self._bucket.poisoned is True or unit.skipped or not self._memory.keeps:
-            return Addition(grads, None)
+            return grads, None
         for part, _, _ in unit.ranges:
             self._open(self._runs[part], unit.cf)
         residual, run = self._kept("residual", unit), self._runs[unit.ranges[0].part]
@@ -86,12 +76,12 @@ class BucketMemory:
         if addend is not None:
             addend = addend[unit.start - run.start :][: unit.numel]
         if all(piece.part.skipped is False for piece in unit.ranges):
-            return Addition(residual, addend)
+            return residual, addend
         if addend is not None:
             residual.add_(addend)
         room = self._bucket.room("error-fed gradients", self._bucket.work.numel())
         a = room[unit.start : unit.stop].copy_(residual)
-        return Addition(_fill_skipped(unit, a), None)
+        return _fill_skipped(unit, a), None
 
     def undo(self, poisoned: Flag) -> None:
         """The memory as it was, if some rank's gradients were not finite. While the bucket still

@@ -99,10 +99,11 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(
         if rank == 0:
             assert result["recorded"] == pytest.approx(wire)
         if base == "topk":
-            joined = granularity == "bucket"
-            sizes = [result["numel"]] if joined else result["sizes"]
-            # The first backward is not joined: DDP has one bucket there, whatever its size.
+            whole = granularity == "bucket"
+            sizes = [result["numel"]] if whole else result["sizes"]
+            # The first backward has one bucket, whatever its size, and takes layer by layer.
             kept = sum(max(1, int(size / cfs[0])) for size in result["sizes"])
             kept += sum(max(1, int(size / cf)) for size in sizes for cf in (cfs * 2)[1:])
-            several = joined and cap < 1  # each of which keeps a whole number
+            # Each of several buckets, or shards, keeps a whole number.
+            several = exchange == "sharded" or (whole and cap < 1)
             assert result["floats"] == pytest.approx(kept, abs=20 if several else 0)

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import whole_buckets
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, Traffic
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
@@ -45,6 +45,7 @@ class MetaExchange(Exchange):
     def __init__(self) -> None:
         self.world_size, self.rank = 2, 0
         self._corrupt = deque()
+        self._traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         return _done(tensor)
@@ -103,15 +104,15 @@ class Hook:
         self.strategy = strategy or strategies(base)[0]
         self.parameters = _parameters(sizes, dtype)
         self.exchange = MetaExchange()
-        joined = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
+        whole = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
         requested = RequestedStatistics(
-            policy, self.parameters, LADDER if ladder else (), joined, 1 / 64
+            policy, self.parameters, LADDER if ladder else (), whole, 1 / 64
         )
         self.memory = _memory(memory if base.error_feedback else "none", unused)
         requested.follow(self.memory)
         self.requested, self.ladder = requested, LADDER if ladder else ()
         self.reducer = Reducer(
-            Granularity(base, joined),
+            Granularity(base, whole),
             self.memory,
             self.exchange,
             Pipeline(lambda: 0.0),
