@@ -115,7 +115,7 @@ class Unit:
         return all(piece.part.skipped is True for piece in self.ranges)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Bucket:
     """One DDP bucket in one step, with the pieces that its parameters have of it.
 
@@ -128,47 +128,42 @@ class Bucket:
     """
 
     work: Tensor
-    parts: Sequence[Part]
     key: Key
     whole: bool
+    rooms: dict[str, Tensor]
+    parts: list[Part] = field(default_factory=list)
     poisoned: Flag = False
-    rooms: dict[str, Tensor] = field(default_factory=dict)
 
-    @classmethod
     def open(
-        cls,
-        work: Tensor,
+        self,
         parameters: Sequence[ModelParameter],
-        key: Key,
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
-        whole: bool,
-        rooms: dict[str, Tensor],
-    ) -> tuple[Bucket, Tensor]:
-        """Look at the local gradients, clip them, and add their norms to the tally; also returns
-        ||g||^2 of each part (float64)."""
-        grads = work.split([parameter.tensor.numel() for parameter in parameters])
+    ) -> Tensor:
+        """Look at the local gradients of these parameters, clip them, and add their norms to the
+        tally. Returns ||g||^2 of each (float64)."""
+        grads = self.work.split([parameter.tensor.numel() for parameter in parameters])
         energies = squared_norms(grads)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
-        fits = (energies <= torch.finfo(work.dtype).max).all()  # nan does not
-        if is_host(work.device):
-            poisoned: Flag = not bool(fits)
+        fits = (energies <= torch.finfo(self.work.dtype).max).all()  # nan does not
+        if is_host(self.work.device):
+            self.poisoned = not bool(fits)
             known: Sequence[Scalar] = energies.tolist()
             to_add = known
         else:
-            poisoned, known, to_add = ~fits, energies.unbind(), (energies.sum(),)
-        parts, start = [], 0
+            self.poisoned, known, to_add = ~fits, energies.unbind(), (energies.sum(),)
+        start = 0
         for parameter, grad, energy in zip(parameters, grads, known, strict=True):
             stop = start + grad.numel()
-            parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
+            self.parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
             start = stop
         for energy in to_add:
             tally.at("grad").add_(energy)
-        tally.spoil(poisoned)
-        fill_if(poisoned, work, 0.0)
-        return cls(work, parts, key, whole, poisoned, rooms), energies
+        tally.spoil(self.poisoned)
+        fill_if(self.poisoned, self.work, 0.0)
+        return energies
 
     def room(self, use: str, numel: int) -> Tensor:
         """Working memory for one use, with whatever was left there."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import StepCFs
-from adaptive.exchange.collectives import Exchange, PendingSum
+from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import ModelledClock
 from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
@@ -195,7 +195,7 @@ class Controller(saved.Stateful):
         if found is not None:
             tally.at("changed").add_(found[:1])
             tally.at("unscaled").add_(found[1:])
-        for corrupt in self.exchange.take_corrupt():
+        for corrupt in drain(self.exchange.corrupt):
             tally.at("corrupt").add_(corrupt)
         summed = self.exchange.sum_later(tally.complete())
         if self.cf not in self.sizes.hooks:

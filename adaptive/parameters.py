@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 class ModelParameter:
     """What is kept for one parameter, flat. Half-precision parameters are kept in float32.
 
-    residual: allocated at the first compressed step; meaningless unless `filled`.
-    velocity: with momentum correction only. started: it has had its first step, on this rank: one
-    that has not used the parameter has no velocity. lag: the share of the momentum's lag that it
-    moves with (`MomentumRule.with_lag`). stepped: the optimizer has stepped with a mean gradient of
-    the parameter, which is so on all ranks or on none.
+    residual: meaningless unless `filled`. velocity: with momentum correction only. started: it has
+    had its first step, on this rank: one that has not used the parameter has no velocity. lag: the
+    share of the momentum's lag that it moves with (`MomentumRule.with_lag`). stepped: the optimizer
+    has stepped with a mean gradient of the parameter, which is so on all ranks or on none.
     before: what the memory needs to undo the step under way.
     """
 
@@ -106,25 +105,25 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:
     """Let the named tensors of a bucket's parameters lie one after the other in memory, with zeros
     where there were none. Returns a flat view of all, by name."""
-    return {name: _lay_out(parameters, name) for name in names}
-
-
-def _lay_out(parameters: Sequence[ModelParameter], name: str) -> Tensor:
     first, sizes = parameters[0], [parameter.tensor.numel() for parameter in parameters]
-    held: list[Tensor | None] = [getattr(parameter, name) for parameter in parameters]
-    whole = None if held[0] is None else _as_one(held)
-    if whole is None:
-        # Zeros that nobody has written yet take no memory on a CPU.
-        whole = torch.zeros(sum(sizes), dtype=first.dtype, device=first.tensor.device)
-        for parameter, place, old in zip(parameters, whole.split(sizes), held, strict=True):
-            setattr(parameter, name, place if old is None else place.copy_(old))
-    return whole
+    flat = {}
+    for name in names:
+        held: list[Tensor | None] = [getattr(parameter, name) for parameter in parameters]
+        whole = _as_one(held)
+        if whole is None:
+            # Zeros that nobody has written yet take no memory on a CPU.
+            whole = torch.zeros(sum(sizes), dtype=first.dtype, device=first.tensor.device)
+            for parameter, place, old in zip(parameters, whole.split(sizes), held, strict=True):
+                setattr(parameter, name, place if old is None else place.copy_(old))
+        flat[name] = whole
+    return flat
 
 
 def _as_one(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """A flat view of all, if each begins in memory where the one before ends; else None."""
     first = tensors[0]
-    assert first is not None
+    if first is None:
+        return None
     storage, start = first.untyped_storage().data_ptr(), first.data_ptr()
     end = start
     for tensor in tensors:

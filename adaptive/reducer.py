@@ -88,12 +88,6 @@ class Reducer:
     _backwards: int = 0
     _rooms: defaultdict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
-    def compresses_whole_buckets(self, step: int) -> bool:
-        """The tensors of a bucket are compressed as one, in this step's backward."""
-        # Also in what was an early step before it was resumed: then DDP may be through with cutting
-        # buckets anew, after backwards that were thrown away.
-        return self.granularity.whole_buckets and min(step, self._backwards) >= self.settling
-
     def end_backward(self) -> None:
         """The next one may have other buckets."""
         self._backwards += 1
@@ -128,11 +122,8 @@ class Reducer:
                 step.tally.lose(added, _lost_share(made))
                 return
             for unit, a, payload in zip(units, sums, made, strict=True):
-                if (
-                    unit.compressor is not EXACT
-                    and not unit.skipped
-                    and bucket.poisoned is not True
-                ):
+                in_vain = unit.compressor is EXACT or unit.skipped or bucket.poisoned is True
+                if not in_vain:
                     _record(step, bucket, unit, compress_levels(unit, a, sent=payload))
 
         outgoing = Outgoing(index, bucket, units, payloads, leader, report)
@@ -165,7 +156,7 @@ class Reducer:
         tally, memory = step.tally, self.memory
         untouched = not (tally.cfs or tally.ladder or send) and self.clip_norm is None
         if untouched and all(memory.idle(parameter) for parameter in parameters):
-            step.tally.at("grad").fill_(nan)  # not measured
+            tally.at("grad").fill_(nan)  # not measured
         else:
             bucket = self._open(step, buffer, parameters, {})
             not_finite = bucket.poisoned
@@ -202,16 +193,14 @@ class Reducer:
         rooms: dict[str, Tensor],
     ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
-        bucket, energies = Bucket.open(
-            buffer if wide else buffer.float(),
-            parameters,
-            Key("", step.number, rank=self.exchange.rank),
-            self.memory,
-            step.tally,
-            self.clip_norm,
-            self.compresses_whole_buckets(step.number),
-            rooms,
-        )
+        work = buffer if wide else buffer.float()
+        key = Key("", step.number, rank=self.exchange.rank)
+        # A step may have been an early one before it was resumed: then DDP may be through with
+        # cutting buckets anew, after backwards that were thrown away.
+        settled = min(step.number, self._backwards) >= self.settling
+        whole = self.granularity.whole_buckets and settled
+        bucket = Bucket(work, key, whole, rooms)
+        energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
         self.requested.observe(bucket, energies, step.tally)
         return bucket
 

@@ -51,7 +51,6 @@ def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterato
 
 
 def shapes(by_name: Mapping[str, ModelParameter]) -> dict[str, list[int]]:
-    """The shapes of parameters, by name."""
     return {name: list(parameter.tensor.shape) for name, parameter in by_name.items()}
 
 
@@ -179,11 +178,9 @@ def _by_rank(states: Sequence[State]) -> list[State]:
                 read(read(each, "controller", Mapping) if what == "step" else each, what, object)
                 for each in (ordered[0], state)
             )
+            told = f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}"
             if here != first:
-                raise ValueError(
-                    f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}: "
-                    f"they are not of one run at one step"
-                )
+                raise ValueError(f"{told}: they are not of one run at one step")
     return ordered
 
 

@@ -157,7 +157,7 @@ class Exchange:
         self._link = link
         self._check_bytes = check_bytes
         self._traffic = Traffic()
-        self._corrupt: deque[Tensor] = deque()
+        self.corrupt: deque[Tensor] = deque()  # of `count_corrupt`, to be drained
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
@@ -224,13 +224,9 @@ class Exchange:
         self._traffic.floats += floats
 
     def count_corrupt(self, flag: Flag) -> None:
-        """Something that has arrived on a device cannot have been sent (`take_corrupt`)."""
+        """Something that has arrived on a device cannot have been sent."""
         if isinstance(flag, Tensor):
-            self._corrupt.append(flag)
-
-    def take_corrupt(self) -> list[Tensor]:
-        """What was counted since this was asked last, from any thread."""
-        return drain(self._corrupt)
+            self.corrupt.append(flag)
 
     def take_traffic(self) -> Traffic:
         """The traffic counted so far; counting starts again from zero."""

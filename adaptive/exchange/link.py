@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite
-from queue import Empty, Queue
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
 PROBE_BYTES = 1 << 18
 PROBES = 5
-
-IDLE = 1.0
-"""Seconds without a transfer after which the thread that waits for them ends."""
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -154,44 +150,26 @@ class ModelledClock:
 
 
 class EmulatedLink:
-    """Holds back finished collectives until a link of `spec` could have carried their bytes.
-
-    Transfers queue behind one another, and a thread waits for them, so that backward goes on. With
-    nothing to hold for IDLE seconds it ends: a compressor that is thrown away leaves none behind.
-    """
+    """Holds back finished collectives until a link of `spec` could have carried their bytes, one
+    after the other. A thread waits for each, so that backward goes on."""
 
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
         self._free_at = 0.0
-        self._transfers: Queue[tuple[float, Future[Tensor], Future[Tensor]]] = Queue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
 
     def hold(self, done: Future[Tensor], wire_bytes: float) -> Future[Tensor]:
         """A future that completes with `done`'s value, but no sooner than the link allows."""
         start = max(time.monotonic(), self._free_at)
         self._free_at = start + wire_bytes * 8 / self.spec.bits_per_second
         held: Future[Tensor] = Future()
-        with self._lock:
-            self._transfers.put((self._free_at + self.spec.latency, done, held))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
-                self._thread.start()
+        transfer = self._free_at + self.spec.latency, done, held
+        threading.Thread(target=_carry, args=transfer, name="emulated-link", daemon=True).start()
         return held
 
-    def _run(self) -> None:
-        while True:
-            try:
-                due, done, held = self._transfers.get(timeout=IDLE)
-            except Empty:
-                with self._lock:
-                    if self._transfers.empty():
-                        self._thread = None
-                        return
-                continue
-            time.sleep(max(0.0, due - time.monotonic()))
-            try:
-                held.set_result(done.wait())
-            except Exception as error:  # the waiter must see it, whatever it is
-                held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
-            del done, held  # nothing is kept alive by a thread that waits
+
+def _carry(due: float, done: Future[Tensor], held: Future[Tensor]) -> None:
+    time.sleep(max(0.0, due - time.monotonic()))
+    try:
+        held.set_result(done.wait())
+    except Exception as error:  # the waiter must see it, whatever it is
+        held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

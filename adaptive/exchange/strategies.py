@@ -1,15 +1,5 @@
 """How the payloads of all ranks become the mean gradient: one function for each strategy.
 
-- all_reduce: the sum of the payloads is the payload of the sum (linear compressors). Compressors
-  that need what the others sent before they can finish (PowerSGD, sketches) have rounds of sums.
-- all_gather: every rank sends its payloads to every other.
-- sharded: every rank averages one shard and sends the compressed mean on. Tang and others,
-  "DoubleSqueeze" (ICML 2019), with the ranks themselves as the server.
-- shared_indices: one rank chooses the indices for all, and the values at them are summed. Tyagi and
-  Swany's AR-Topk. The ranks take turns, or the one with the largest error-fed gradient chooses.
-
-With the last two, bytes that a rank sends do not grow with the number of ranks.
-
 A strategy is handed what a rank has to send for one bucket (`Outgoing`) and hands back what has
 arrived (`Received`). It knows no memory and no statistics. It is a generator, since a collective
 may only be issued in the body of a hook call (`adaptive.exchange.pipeline`): it yields the future
@@ -48,11 +38,10 @@ WORTH = 0.9
 class Outgoing:
     """What a rank has to send for one bucket.
 
-    index: of the bucket, for messages. units: what is compressed as one, in order. payloads: one a
-    unit; for a strategy that `takes_sums` its only part is the error-fed gradient. If the bucket is
-    poisoned so are payloads, but error-fed gradients are zero. leader: the rank that chooses for
-    all, if one does. report: is told, still in the hook's body, which payloads the strategy has
-    made itself.
+    payloads: one a unit; for a strategy that `takes_sums` its only part is the
+    error-fed gradient. If the bucket is poisoned so are payloads, but error-fed gradients are zero.
+    leader: the rank that chooses for all, if one does. report: is told, still in the hook's body,
+    which payloads the strategy has made itself.
     """
 
     index: int
@@ -88,11 +77,9 @@ Rounds = Generator[Future[Tensor], Any, Received]
 
 
 def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
-    """One all-gather a bucket. Bytes a rank sends: (N-1) payloads.
-
-    What comes back holds our own payloads too, so they are not kept meanwhile."""
+    """Every rank sends its payloads to every other. Bytes a rank sends: (N-1) payloads."""
     wire = pack(out, out.units, out.payloads)
-    out.payloads = ()
+    out.payloads = ()  # our own comes back, too
     rows = yield exchange.all_gather(wire, f"bucket {out.index}")
     sizes = payload_sizes(out.units, out.dtype)
     by_unit = zip(*(row.split(sizes) for row in rows), strict=True)
@@ -108,10 +95,8 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
 
 
 def summed(exchange: Exchange, out: Outgoing) -> Rounds:
-    """One all-reduce a bucket. Bytes a rank sends: 2(N-1)/N payloads.
-
-    The payloads are summed in the compressor's own dtype. A poisoned payload makes a poisoned sum.
-    """
+    """The sum of the payloads is the payload of the sum (linear compressors), also of a poisoned
+    one. Bytes a rank sends: 2(N-1)/N payloads."""
     wire = pack(out, out.units, out.payloads)
     dtype = out.units[0].compressor.wire_dtype(out.dtype) if out.units else out.dtype
     total = yield exchange.all_reduce(wire.view(dtype))
@@ -121,10 +106,9 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
 
 
 def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
-    """Two collectives a bucket. Bytes a rank sends: 2(N-1)/N payloads.
-
-    Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what that
-    loses, and sends it to all (all-gather)."""
+    """Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what
+    that loses, and sends it to all (all-gather): Tang and others, "DoubleSqueeze" (ICML 2019), with
+    the ranks themselves as the server. Bytes a rank sends: 2(N-1)/N payloads."""
     work = out.bucket.work
     shards = [
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
@@ -145,10 +129,8 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
         payload, flag = _compress_mean(unit, mean, payloads)
         second.append(payload)
         poisoned = poisoned | flag
-    second = [
-        unit.compressor.poison(payload, poisoned)
-        for unit, payload in zip(mine, second, strict=True)
-    ]
+    pairs = zip(mine, second, strict=True)
+    second = [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
     wire = work.new_zeros(max(sizes), dtype=torch.uint8)  # the collective wants equal sizes
     wire[: sizes[exchange.rank]] = pack(out, mine, second)
     for (unit, mean), payload in zip(means, second, strict=True):
@@ -180,10 +162,9 @@ def _compress_mean(unit: Unit, mean: Tensor, received: Sequence[Payload]) -> tup
 
 
 def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
-    """Two collectives a bucket. Bytes a rank sends: (N-1)/N index lists, 2(N-1)/N value lists.
-
-    The leader's indices are broadcast, and the values that each rank has there summed, with what is
-    sent as it is; NaN if its gradients are not finite. So each rank has sent its own values."""
+    """The leader's indices are broadcast, and the values that each rank has there summed, with what
+    is sent as it is; NaN if its gradients are not finite (Tyagi and Swany, AR-Topk). Bytes a rank
+    sends: (N-1)/N index lists, 2(N-1)/N value lists."""
     own = list(out.payloads)
     sparse = [
         (i, unit, unit.compressor)
@@ -214,8 +195,8 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
 
 
 def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:
-    """As many all-reduces a bucket as the compressor has rounds: of what it hands out, and then is
-    given the sum of. A rank whose gradients are not finite sends NaN."""
+    """As many all-reduces as the compressor has rounds: of what it hands out, and then is given the
+    sum of. A rank whose gradients are not finite sends NaN."""
     if not out.units:
         for _ in range(compressor.rounds_count):
             yield exchange.all_reduce(out.bucket.work.new_empty(0))
@@ -290,8 +271,7 @@ class Strategy:
 
     start: begins the exchange of one bucket. collectives: that it issues a bucket. takes_sums: it
     compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
-    shards. by_energy: the rank with the largest error-fed gradient chooses for all, not one after
-    the other.
+    shards.
     """
 
     name: str
@@ -299,14 +279,15 @@ class Strategy:
     collectives: int
     takes_sums: bool = False
     sharded: bool = False
-    by_energy: bool = False
 
 
 GATHERED = Strategy("all_gather", gathered, 1)
 SUMMED = Strategy("all_reduce", summed, 1)
 SHARDED = Strategy("sharded", sharded, 2, sharded=True)
 SHARED_INDICES = Strategy("shared_indices", shared_indices, 2, takes_sums=True)
-BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True, by_energy=True)
+"""The ranks take turns to choose."""
+BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True)
+"""The one with the largest error-fed gradient does."""
 
 ALL = (SUMMED, GATHERED, SHARDED, SHARED_INDICES, BY_ENERGY)
 EXCHANGES = ("auto", *(strategy.name for strategy in ALL))
@@ -330,10 +311,8 @@ def check_exchange(exchange: str, base: Compressor) -> str:
     """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
     accepted = ["auto", *(strategy.name for strategy in strategies(base))]
     if exchange not in accepted:
-        raise ValueError(
-            f"exchange must be one of {', '.join(accepted)} for base {base.name!r}; "
-            f"got {exchange!r}"
-        )
+        told = f"exchange must be one of {', '.join(accepted)} for base {base.name!r}"
+        raise ValueError(f"{told}; got {exchange!r}")
     return exchange
 
 
@@ -358,7 +337,7 @@ class ExchangeChoice:
     @property
     def by_energy(self) -> bool:
         """The ranks' energies must be known."""
-        return self._fixed is not None and self._fixed.by_energy
+        return self._fixed is BY_ENERGY
 
     def pick(self, nbytes: float) -> Strategy:
         """For payloads of `nbytes` a bucket."""

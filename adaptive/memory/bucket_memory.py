@@ -145,8 +145,7 @@ class BucketMemory:
         if run.opened or run.skipped is True:
             return
         flag = either(self._bucket.poisoned, run.skipped)  # a device finds out itself
-        run.addend = self._memory.open(run.kept, run.grads, cf, flag)
-        run.opened = True
+        run.addend, run.opened = self._memory.open(run.kept, run.grads, cf, flag), True
         run.spread()
         if not self._fused and run.addend is not None:
             run.kept.open_residual().add_(run.addend)

@@ -29,8 +29,6 @@ class NoMemory:
     This is also what every memory can do. What is called a parameter here may stand for several
     whose flat tensors lie together and which move alike. `poisoned` says of a gradient of zeros
     that it was not finite, or is skipped: nothing must move, as a device finds out.
-
-    maybe_unused: a parameter may be unused on all ranks in a step (find_unused_parameters).
     """
 
     name = "none"
@@ -40,6 +38,7 @@ class NoMemory:
     """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
+        """maybe_unused: a step may leave a parameter unused on all ranks."""
         self.maybe_unused = maybe_unused
 
     def open(
@@ -50,8 +49,7 @@ class NoMemory:
         return None
 
     def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        """Take back what `open` and the addition did to the memory (to rounding), if the flag is
-        set."""
+        """Take back what `open` and the addition did (to rounding), if the flag is set."""
 
     def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
         """Turn `grad`, in place, into all that a dense step has to send."""

@@ -44,7 +44,7 @@ class MetaExchange(Exchange):
 
     def __init__(self) -> None:
         self.world_size, self.rank = 2, 0
-        self._corrupt = deque()
+        self.corrupt = deque()
         self._traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
@@ -139,7 +139,7 @@ class Hook:
         else:
             done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, 0, True)
         assert done.wait().shape == buffer.shape
-        for corrupt in self.exchange.take_corrupt():
+        for corrupt in self.exchange.corrupt:
             tally.at("corrupt").add_(corrupt)
         if peers is not None:
             peers.receive(peers.end_step(tally), tally.at("sketch").new_zeros(WIDTH))
