@@ -36,8 +36,7 @@ class StepCFs:
     """The CFs of one step, the same on every rank.
 
     send: the CF of the step. measured: ascending; with `send`, unless that is dense or a foreign
-        hook's.
-    layers: for a CF of these, the CFs of the layers (by parameter name) that have another.
+    hook's. layers: for a CF of these, the CFs of the layers (by parameter name) that have another.
     """
 
     send: float = DENSE
@@ -64,7 +63,7 @@ class StepCFs:
 class Part:
     """One parameter's piece of a bucket: elements [start, stop) of its buffer.
 
-    grad: that slice. skipped: sends nothing this step, and keeps its memory to itself."""
+    skipped: sends nothing this step, and keeps its memory to itself."""
 
     parameter: ModelParameter
     start: int

@@ -56,8 +56,7 @@ class Sizes:
         return self._nbytes(*self._tensor(self._by_name[layer], cf))
 
     def payload_nbytes(self, cf: float) -> float:
-        """Bytes handed to the collectives in a step that the base compresses by `cf`, all layers
-        alike."""
+        """Bytes handed to the collectives in a step at `cf`, all layers alike."""
         key = (cf, len(self.parameters))
         if key not in self._payload_nbytes:
             self._payload_nbytes[key] = sum(self._nbytes(*each) for each in self._tensors(cf))

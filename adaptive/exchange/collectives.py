@@ -39,7 +39,7 @@ _MULTIPLIER = 2654435761
 
 
 def checksum(payload: Tensor) -> Tensor:
-    """NBYTES bytes of a contiguous, flat uint8 tensor, where that is."""
+    """NBYTES bytes of a contiguous, flat uint8 tensor."""
     if is_host(payload.device):
         total = torch.tensor([zlib.crc32(payload.numpy().data)])
     else:
@@ -103,9 +103,7 @@ def reduce_wire_bytes(payload: float, world_size: int) -> float:
 @dataclass
 class PendingSum:
     """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
-    of the process group when the interpreter exits, which aborts the process.
-
-    work: None as long as it has not been started."""
+    of the process group when the interpreter exits, which aborts the process."""
 
     tensor: Tensor
     group: dist.ProcessGroup
@@ -170,8 +168,8 @@ class Exchange:
         return self._hold(_future_of(work), tensor.nbytes, wire)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
-        """A sum of a small `tensor` over the ranks, in place, to be started and, a step later,
-        read. An emulated link does not hold it back."""
+        """A sum of a small `tensor` over the ranks, in place, for somebody to start and read. An
+        emulated link does not hold it back."""
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
         self._traffic.payload += tensor.nbytes
         self._traffic.wire += wire
@@ -229,7 +227,7 @@ class Exchange:
             self.corrupt.append(flag)
 
     def take_traffic(self) -> Traffic:
-        """The traffic counted so far; counting starts again from zero."""
+        """What was counted so far; counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 

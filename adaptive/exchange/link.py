@@ -32,8 +32,8 @@ _LINK = re.compile(
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What sending costs by the alpha-beta model, agreed by all ranks: `alpha` seconds a message,
-    and a second for `beta` bytes."""
+    """What sending costs, agreed by all ranks: `alpha` seconds a message, and a second for `beta`
+    bytes."""
 
     alpha: float = 0.0
     beta: float = inf
@@ -70,20 +70,18 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """How fast an emulated link is: the rate of a rank's link in each direction, and the latency
-    in seconds a collective."""
+    """How fast a rank's emulated link is in each direction; latency: seconds a collective."""
 
     bits_per_second: float
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits_per_second, str) or not 0 < self.bits_per_second < inf:
-            raise ValueError(
-                f"bits_per_second must be a positive, finite number, got {self.bits_per_second!r}"
-                f"; LinkSpec.parse reads text"
-            )
-        if not 0 <= self.latency < inf:
-            raise ValueError(f"latency must be >= 0 seconds and finite, got {self.latency!r}")
+        rate, latency = self.bits_per_second, self.latency
+        if isinstance(rate, str) or not 0 < rate < inf:
+            told = f"bits_per_second must be a positive, finite number, got {rate!r}"
+            raise ValueError(f"{told}; LinkSpec.parse reads text")
+        if not 0 <= latency < inf:
+            raise ValueError(f"latency must be >= 0 seconds and finite, got {latency!r}")
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:

@@ -38,10 +38,10 @@ WORTH = 0.9
 class Outgoing:
     """What a rank has to send for one bucket.
 
-    payloads: one a unit; for a strategy that `takes_sums` its only part is the
-    error-fed gradient. If the bucket is poisoned so are payloads, but error-fed gradients are zero.
-    leader: the rank that chooses for all, if one does. report: is told, still in the hook's body,
-    which payloads the strategy has made itself.
+    payloads: one a unit; for a strategy that `takes_sums` its only part is the error-fed gradient.
+    If the bucket is poisoned so are payloads, but error-fed gradients are zero. leader: the rank
+    that chooses for all, if one does. report: is told, still in the hook's body, which payloads the
+    strategy has made itself.
     """
 
     index: int

@@ -1,8 +1,7 @@
 """What a memory and the user's optimizer have to do with each other.
 
 A memory that does part of an optimizer's work must keep the optimizer from doing it again. The
-user's hyper-parameters stay in the parameter groups, where schedulers and checkpoints expect them;
-they are neutralised only while `optimizer.step()` runs, by torch's step pre- and post-hooks.
+user's hyper-parameters stay in the parameter groups, where schedulers and checkpoints expect them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def describe(optimizer: Optimizer | None) -> str:
 
 
 class Handover:
-    """Neutralises settings of an optimizer while its `step()` runs.
+    """Neutralises settings of an optimizer while its `step()` runs, by torch's step hooks.
 
     neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
     prepare: called for each of these groups before, when all gradients are there.
@@ -81,7 +80,6 @@ class Handover:
         return None if index is None else (self._own or groups)[index]
 
     def unhook(self) -> None:
-        """The optimizer has its own settings from now on."""
         self._restore()
         for hook in self._hooks:
             hook.remove()

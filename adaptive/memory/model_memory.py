@@ -18,10 +18,8 @@ from policies import DENSE, checks
 
 
 class MemoryChoice:
-    """What the user asked for, to be settled once the optimizer is known.
-
-    ValueError, naming the argument, for settings that do not go together.
-    """
+    """What the user asked for, to be settled once the optimizer is known. ValueError, naming the
+    argument, for settings that do not go together."""
 
     def __init__(
         self, base: Compressor, memory: Any, momentum: Any, momentum_lag: Any, masking: Any
@@ -85,10 +83,7 @@ class MemoryChoice:
 
 
 class ModelMemory:
-    """The memory of one model, and the optimizer whose work it has taken over.
-
-    now: the memory in use.
-    """
+    """The memory of one model. now: the one in use."""
 
     def __init__(self, choice: MemoryChoice, parameters: ModelParameters) -> None:
         self.now = NoMemory(parameters.maybe_unused)
@@ -142,13 +137,11 @@ class ModelMemory:
             parameter.filled = False
 
     def discard(self) -> None:
-        """Nothing is held any more."""
         for parameter in self._parameters.values():
             parameter.filled = parameter.started = False
             parameter.velocity = None
 
     def holds_something(self) -> bool:
-        """Of earlier steps."""
         return any(parameter.filled or parameter.started for parameter in self._parameters.values())
 
     def state_dict(self) -> dict[str, Any]:

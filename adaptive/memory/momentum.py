@@ -7,8 +7,7 @@ compression keeps it. Momentum factor masking clears the velocity of what was se
 What waits in a residual is late, as what waits in a velocity is: delay acts as momentum (Mitliagkas
 and others, "Asynchrony begets momentum", 2016). So while gradients are compressed the velocity may
 move with a smaller momentum, in proportion to a larger gain, and the two delays do not add up
-(measured: docs/defaults.md). In dense steps it is the optimizer's own. What a velocity has yet to
-deliver stays the same when the momentum changes.
+(measured: docs/defaults.md). What a velocity has yet to deliver stays when the momentum changes.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class MomentumRule(NamedTuple):
 
     @lru_cache(maxsize=64)  # noqa: B019  # asked for every parameter in every step
     def with_lag(self, share: float) -> MomentumRule:
-        """A momentum with this share of the lag m / (1 - m), the mean age in steps of what a
-        velocity holds, by which every gradient still adds up to the same."""
+        """With this share of the lag m / (1 - m), the mean age in steps of what a velocity holds.
+        Every gradient still adds up to the same."""
         m = self.momentum
         if share == 1 or not 0 < m < 1:
             return self
@@ -66,8 +65,8 @@ class MomentumRule(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What it takes to undo a step. rule: the optimizer's, then. started, lag: of the parameter,
-    before. fresh: the velocity has begun in this step. grad: what the collective overwrites."""
+    """What it takes to undo a step. rule: the optimizer's. started, lag: of the parameter, before.
+    fresh: the velocity has begun in this step. grad: where the collective overwrites it."""
 
     rule: MomentumRule
     started: bool
@@ -79,9 +78,8 @@ class _Before(NamedTuple):
 class MomentumMemory(Residual):
     """A velocity and its residual for each parameter.
 
-    own_rule: the momentum settings. masking: smallest CF at which the velocity of what was sent is
-    cleared; inf for never. lag: share of the momentum's lag in a step at a CF, compressed, in
-    (0, 1]. maybe_unused: a parameter may be unused on all ranks in a step.
+    masking: smallest CF at which the velocity of what was sent is cleared; inf for never. lag:
+    share of the momentum's lag in a compressed step at a CF, in (0, 1].
     """
 
     name = "momentum"
@@ -139,12 +137,11 @@ class MomentumMemory(Residual):
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
         # room for it; only in the step that empties a residual does it cost an allocation.
         saved = None
-        if self.rule(parameter).momentum:
-            if parameter.filled:
-                saved = grad.clone()
-            else:
-                parameter.residual = saved = parameter.open_residual().copy_(grad)
-                parameter.filled = False
+        if self.rule(parameter).momentum and parameter.filled:
+            saved = grad.clone()
+        elif self.rule(parameter).momentum:
+            saved = parameter.open_residual().copy_(grad)
+            parameter.filled = False
         velocity, rule = self._move(parameter, grad, 1.0, poisoned, saved)
         if velocity is not None and rule.nesterov:
             add_if(poisoned ^ True, grad, velocity, rule.momentum)
@@ -165,8 +162,7 @@ class MomentumMemory(Residual):
     def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
         # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
         # treat as unused keeps everything to itself. On the host one without a velocity needs none.
-        known = not isinstance(grad_energy, Tensor)
-        if known and grad_energy == 0.0 and not parameter.started:
+        if not isinstance(grad_energy, Tensor) and grad_energy == 0.0 and not parameter.started:
             return True
         return super().skips(parameter, grad_energy)
 
@@ -210,7 +206,7 @@ class MomentumMemory(Residual):
         poisoned: Flag,
         saved: Tensor | None = None,
     ) -> tuple[Tensor | None, MomentumRule]:
-        """The velocity after a step, None without momentum, and the rule by which it has moved.
+        """The velocity after a step, if there is momentum, and the rule by which it has moved.
         saved: the gradient, where undoing will not find it."""
         full = self.rule(parameter)
         # Where another rank was the first to use the parameter, its first step is not this one. On
@@ -256,9 +252,6 @@ class SGDMomentum(MomentumMemory):
     rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
     Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
     of this is linear, a buffer that was there before simply goes on decaying.
-
-    ValueError if a group with momentum holds parameters that the model does not have: their
-    momentum would be lost.
     """
 
     may_fall_back = True
@@ -315,9 +308,8 @@ class SGDMomentum(MomentumMemory):
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
         rule = self.rule(parameter)
-        if rule.dampening == 1:
-            return 1.0
-        return (1 - rule.dampening) / (1 - rule.momentum) if rule.momentum else 1.0
+        damped = rule.dampening == 1 or not rule.momentum
+        return 1.0 if damped else (1 - rule.dampening) / (1 - rule.momentum)
 
     def _add_to_buffer(self, parameter: ModelParameter, exchange: Exchange) -> None:
         """Add the ranks' mean velocity to SGD's own. A collective."""
