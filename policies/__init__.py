@@ -12,44 +12,22 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from policies.accordion import Accordion
-from policies.base import (
-    DENSE,
-    Context,
-    GainKind,
-    LayerReport,
-    Measurement,
-    Plan,
-    Policy,
-    StepReport,
-)
-from policies.baselines import Fixed, Schedule, Warmup
-from policies.budget import Budget
-from policies.goodput import Goodput
-from policies.gravac import GraVAC
-from policies.layerwise import Layerwise
-
-__all__ = [
-    "DENSE",
-    "Accordion",
-    "Budget",
-    "Context",
-    "Fixed",
-    "GainKind",
-    "Goodput",
-    "GraVAC",
-    "LayerReport",
-    "Layerwise",
-    "Measurement",
-    "Plan",
-    "Policy",
-    "Schedule",
-    "StepReport",
-    "Warmup",
-    "make_policy",
-    "policy_names",
-    "register",
-]
+from policies.accordion import Accordion as Accordion
+from policies.base import DENSE as DENSE
+from policies.base import Context as Context
+from policies.base import GainKind as GainKind
+from policies.base import LayerReport as LayerReport
+from policies.base import Measurement as Measurement
+from policies.base import Plan as Plan
+from policies.base import Policy as Policy
+from policies.base import StepReport as StepReport
+from policies.baselines import Fixed as Fixed
+from policies.baselines import Schedule as Schedule
+from policies.baselines import Warmup as Warmup
+from policies.budget import Budget as Budget
+from policies.goodput import Goodput as Goodput
+from policies.gravac import GraVAC as GraVAC
+from policies.layerwise import Layerwise as Layerwise
 
 _ours = (Accordion, Budget, Fixed, Goodput, GraVAC, Layerwise, Schedule, Warmup)
 _registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ours}
@@ -57,9 +35,7 @@ _registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in
 
 def register(name: str, factory: Callable[..., Policy]) -> None:
     """Make `name` usable wherever a policy is chosen by name. ValueError if it is already taken.
-
-    factory: called with the settings that were given, if any; e.g. the class.
-    """
+    factory: called with the settings that were given, e.g. the class."""
     if name in _registry:
         raise ValueError(f"name must not be registered yet, got {name!r}")
     _registry[name] = factory

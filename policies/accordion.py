@@ -17,6 +17,7 @@ from policies.base import (
     WrappingPolicy,
     change,
     counted_steps,
+    setting,
 )
 from policies.baselines import Fixed
 from policies.state import Stateful, saved
@@ -31,20 +32,15 @@ NAMED = 3
 
 @dataclass(eq=False)
 class Regime(Stateful):
-    """The regime of the whole model or of one layer: critical or not (Algorithm 1).
-
-    It is critical until the norms of two intervals can be compared, and then if the norm changes by
-    a ratio of eta or more: | ||G_old|| - ||G_new|| | / ||G_old|| >= eta.
-
-    critical: whether it is. norm: of the gradient summed over the last interval that had one.
-    """
+    """The regime of the whole model or of one layer: critical until the norms of two intervals can
+    be compared, then if | ||G_old|| - ||G_new|| | / ||G_old|| >= eta (Algorithm 1)."""
 
     critical: bool = saved(True)
-    norm: float | None = saved(None)
+    norm: float | None = saved(None)  # of the gradient summed over the last interval that had one
 
     def detect(self, norm: float, eta: float, stays: bool) -> str:
-        """Take in the norm of the gradient summed over an interval; returns the numbers if the
-        regime changes, else "". stays: the regime must not change now."""
+        """Take in the norm of an interval; returns the numbers if the regime changes, else "".
+        stays: it must not change now."""
         if not isfinite(norm) or norm < 0:  # not read, or a gradient was not finite
             return ""
         old, self.norm = self.norm, norm
@@ -80,9 +76,9 @@ class Accordion(WrappingPolicy):
     low: float | Policy | None = None
     high: float | Policy | None = None
     _: KW_ONLY
-    eta: float = 0.5
-    interval: int = 100
-    per_layer: bool = False
+    eta: float = setting(0.5, checks.real, above=0)
+    interval: int = setting(100, checks.whole, least=1)
+    per_layer: bool = setting(False, checks.flag)
 
     _step: int = saved(0)  # of the interval
     _dropped: bool = saved(False)  # whether the learning rate has, in this interval
@@ -92,9 +88,8 @@ class Accordion(WrappingPolicy):
     _sides: dict[str, Policy] = saved()  # "low" and "high"
 
     def __post_init__(self) -> None:
-        self.eta = checks.real("eta", self.eta, above=0)
-        self.interval = checks.whole("interval", self.interval, least=1)
-        self.layerwise = checks.flag("per_layer", self.per_layer)
+        super().__post_init__()
+        self.layerwise = self.per_layer
         for name, side in (("low", self.low), ("high", self.high)):
             if not isinstance(side, Policy):
                 if side is not None:
@@ -110,12 +105,12 @@ class Accordion(WrappingPolicy):
         self.gain = "signal" if "signal" in kinds else kinds[0]  # it needs products of its own
 
     def start(self, context: Context) -> None:
-        """Raises ValueError if low or high is neither 1 nor inside cf_range, or low > high, or if
-        a regime for each layer is wanted and the layers are not known."""
+        """Raises ValueError if low or high is neither 1 nor inside cf_range, or low > high, or
+        layers are wanted and not known."""
         if self.per_layer and not context.layers:
             raise ValueError("per_layer=True: the layers are not known")
         self._begin()
-        allowed = checks.cf_range(context.cf_range)
+        allowed = context.cf_range
         low = allowed[0] if self.low is None else self.low
         high = allowed[1] if self.high is None else self.high
         sides = {"low": low, "high": high}
@@ -204,18 +199,11 @@ class Accordion(WrappingPolicy):
         return "; ".join(f"{what}, {_listed(which)}" for what, which in changes.items() if which)
 
     def candidates(self) -> tuple[float, ...]:
-        sides = self._sides.values()
-        return tuple(
-            sorted({cf for each in sides for cf in (each.plan().send, *each.candidates())})
-        )
+        return tuple(sorted({cf for each in self._sides.values() for cf in each.candidates()}))
 
     def status(self) -> Mapping[str, float]:
-        """Numbers for the timeline by name.
-
-        critical: part of the regimes that are critical (1 or 0 if there is one). sum_norm: of the
-        whole model in the last interval, nan if there is none. Also the numbers of the side, low or
-        high, that is active.
-        """
+        """critical: part of the regimes that are. sum_norm: of the whole model, last interval.
+        Also the numbers of the side, low or high, that is active."""
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
@@ -240,8 +228,7 @@ class Accordion(WrappingPolicy):
         return f"{move}; until then {active.name} decides: {inner}" if inner else move
 
     def rescale(self) -> None:
-        """The regimes stay what they are until two sums of the new number of ranks can be compared:
-        the norm of a mean over more ranks has less noise."""
+        """Regimes stay until two sums can be compared: means over more ranks have less noise."""
         for side in self._sides.values():
             side.rescale()
         for regime in self._regimes.values():
@@ -249,14 +236,8 @@ class Accordion(WrappingPolicy):
         self._step = 0
 
     def _saved_settings(self) -> dict[str, Any]:
-        return {
-            "eta": self.eta,
-            "interval": self.interval,
-            "per_layer": self.per_layer,
-            "cfs": sorted({cf for side in self._sides.values() for cf in side.candidates()}),
-            "sides": [side.name for side in self._sides.values()],
-            "layers": list(self._regimes),
-        }
+        sides = [side.name for side in self._sides.values()]
+        return {**super()._saved_settings(), "sides": sides, "layers": list(self._regimes)}
 
 
 def _listed(told: list[str]) -> str:

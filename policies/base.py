@@ -1,8 +1,7 @@
 """The contract between a policy and the controller that feeds it, and what policies have in common.
 
 A policy is a pure state machine over agreed statistics: given the same reports it makes the same
-plans. It imports no torch, does no I/O and reads no clock, so it can be tested from a table,
-replayed from a record, and can never make two ranks disagree.
+plans, so it can be replayed from a record, and can never make two ranks disagree.
 """
 
 from __future__ import annotations
@@ -10,9 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from math import isfinite, log, nan
 from typing import Any, Literal
 
+from policies import checks
 from policies.state import Stateful, read
 
 DENSE = 1.0
@@ -43,6 +44,14 @@ class Context:
     layers: Mapping[str, int] = field(default_factory=dict)
     layer_bytes: Callable[[str, float], float] = lambda layer, cf: nan
 
+    def __post_init__(self) -> None:
+        checks.cf_range(self.cf_range)
+
+    def ladder(self, step_size: float, scaling: str = "geometric") -> tuple[float, ...]:
+        """The ascending CFs to choose from (`make_ladder`) that the compressor can do."""
+        rungs = make_ladder(self.cf_range, scaling, step_size)
+        return tuple(sorted({self.supported(cf) for cf in rungs}))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,11 +71,8 @@ class Plan:
 @dataclass(frozen=True)
 class Measurement:
     """The energies that compression at one CF kept and lost in one step: squared norms, summed over
-    tensors and ranks, the same on every rank; nan where they were not measured.
-
-    g is the local gradient, a the error-fed gradient, c = C(a) the compressed one, and s a fixed
-    strided sample of the gradient before error feedback.
-    """
+    tensors and ranks; nan where they were not measured. g is the local gradient, a the error-fed
+    one, c = C(a) the compressed one, and s a fixed strided sample of g."""
 
     kept: float = nan  # ||c||^2
     error: float = nan  # ||a - c||^2
@@ -76,8 +82,8 @@ class Measurement:
     sample_total: float = nan  # ||s||^2
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
-        """Numerator and denominator of a gain, to be averaged separately (ratio of means); nan for
-        "signal", which does not follow from the energies of one step (see `StepReport.signal`)."""
+        """Numerator and denominator of a gain, to be averaged separately; nan for "signal", which
+        does not follow from the energies of one step."""
         if kind == "signal":
             return nan, nan
         if kind == "error_fed":
@@ -87,7 +93,7 @@ class Measurement:
         return _surviving(self.sample_total, self.sample_error), self.sample_total
 
     def gain(self, kind: GainKind) -> float:
-        """This step's gain, in [0, 1]; nan if it was not measured or is not finite."""
+        """This step's gain, in [0, 1]; nan if it is not known."""
         return _ratio(*self.terms(kind))
 
 
@@ -104,7 +110,7 @@ def _surviving(total: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The statistics of one layer over the steps since its last report, the same on every rank."""
+    """The statistics of one layer over the steps since its last report."""
 
     energy: float = nan  # ||g||^2 of the local gradients, summed over steps and ranks
     sum_norm: float = nan  # of the sum of the layer's mean gradients, if the plan said `read_sum`
@@ -150,27 +156,25 @@ class StepReport:
     network_seconds: float = nan
 
     def gain(self, cf: float, kind: GainKind) -> float:
-        """This step's gain of a CF, in [0, 1]; nan if it was not measured or is not defined."""
+        """This step's gain of a CF, in [0, 1]; nan if it is not known."""
         if kind == "signal":
             return _ratio(self.peers.get(cf, nan), self.peers_total)
         return self.measurements.get(cf, Measurement()).gain(kind)
 
     @property
     def coding_seconds(self) -> float:
-        """Time of the timed step that went to compressing and, where known, to decoding."""
+        """Seconds of compressing and, where known, of decoding."""
         return self.compress_seconds + _known(self.decode_seconds)
 
     @property
     def wait_seconds(self) -> float:
-        """Time that the timed step waited for the network, and for the other ranks where the
-        network was not measured alone."""
+        """Seconds of waiting for the network; if it is not known alone, for other ranks too."""
         known = isfinite(self.network_seconds)
         return self.network_seconds if known else self.exchange_seconds
 
     @property
     def rest_seconds(self) -> float:
-        """The rest of the timed step: the optimizer, waiting for input, and forward and backward
-        too where their time is not known."""
+        """Seconds of the optimizer, waiting for input, and whatever else is not known."""
         coding, compute = self.coding_seconds, _known(self.compute_seconds)
         return self.seconds - compute - coding - self.exchange_seconds
 
@@ -183,18 +187,13 @@ class Policy(ABC):
     """A rule that decides which CF is sent in each step.
 
     The controller calls, on every rank alike, `start(context)` once, then `plan()` before and
-    `observe(report)` after each step. A user's own policy overrides at least `start`, `plan`,
-    `state_dict` and `load_state_dict`.
-
-    gain: the definition that the policy decides on; the timeline's T_comp uses the same.
-    shadow: whether it needs the steady-state gains of its candidates, from a shadow ladder.
-    layerwise: whether its plans may give single layers CFs of their own, and read their reports.
+    `observe(report)` after each step. A user's own policy overrides at least the abstract methods.
     """
 
     name: str = ""
-    gain: GainKind = "gradient"
-    shadow: bool = False
-    layerwise: bool = False
+    gain: GainKind = "gradient"  # the definition that it decides on, and T_comp in the timeline
+    shadow: bool = False  # it needs the steady-state gains of its candidates
+    layerwise: bool = False  # its plans may give layers CFs of their own, and read their reports
 
     @abstractmethod
     def start(self, context: Context) -> None:
@@ -225,7 +224,7 @@ class Policy(ABC):
 
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
         """Another number of ranks has saved the state that was loaded: forget what depends on it
-        (step times, bytes on the wire, norms of the mean gradient and of sums of it)."""
+        (step times, bytes on the wire, norms of mean gradients)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -233,18 +232,33 @@ class Policy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` of a policy with the same settings. ValueError if it is of
-        others or damaged; the policy may be half loaded then (the controller puts it back)."""
+        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged; the policy
+        may be half loaded then (the controller puts it back)."""
+
+
+def setting(
+    default: Any, check: Callable[..., Any], *, or_none: bool = False, **limits: Any
+) -> Any:
+    """A dataclass field that is an argument of a `DeclaredPolicy`, checked when the policy is made:
+    by `check(name, value, **limits)`, one of policies/checks.py. or_none: None is accepted too."""
+    return field(default=default, metadata={"check": partial(check, **limits), "or_none": or_none})
 
 
 @dataclass(eq=False)
 class DeclaredPolicy(Stateful, Policy):
-    """A policy that is a dataclass: its arguments are its settings, its `saved` fields its state. A
-    state of other settings is refused: the run would go on as something else."""
+    """A policy that is a dataclass, its state its `saved` fields. A state of other settings or
+    candidates is refused: the run would go on as something else."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "check" in each.metadata and not (value is None and each.metadata["or_none"]):
+                setattr(self, each.name, each.metadata["check"](each.name, value))
 
     def _saved_settings(self) -> dict[str, Any]:
         """What a saved state must agree with, in JSON-like values."""
-        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        names = [each.name for each in fields(self) if "check" in each.metadata]
+        settings = {name: getattr(self, name) for name in names}
         return {**settings, "candidates": list(self.candidates())}
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,8 +295,7 @@ class WrappingPolicy(DeclaredPolicy):
 
 
 def change(old: float, new: float, why: str) -> str:
-    """The reason of a plan whose CF goes from `old` to `new`: "scale up 10 -> 20: ...",
-    "dense: 10 -> 1, ...", or `why` alone if the CF stays the same."""
+    """The reason of a plan whose CF goes from `old` to `new`."""
     if old == new:
         return why
     if new == DENSE:
@@ -291,7 +304,7 @@ def change(old: float, new: float, why: str) -> str:
 
 
 def counted_steps(number: int) -> str:
-    """A number of steps in words: "1 step", "2 steps"."""
+    """A number of steps in words."""
     return f"{number} step{'' if number == 1 else 's'}"
 
 
@@ -305,8 +318,7 @@ MAX_RUNGS = 1000
 
 
 def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -> tuple[float, ...]:
-    """The ladder of ascending CFs that a policy chooses from, its rungs: the ends of the range and
-    those between. ValueError where step_size would make more than MAX_RUNGS of them."""
+    """Ascending CFs from one end of the range to the other. ValueError if more than MAX_RUNGS."""
     low, top = cf_range
     if log(top / low) > MAX_RUNGS * log(step_size):
         raise ValueError(

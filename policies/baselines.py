@@ -21,6 +21,7 @@ from policies.base import (
     WrappingPolicy,
     change,
     counted_steps,
+    setting,
 )
 from policies.state import saved
 
@@ -37,21 +38,20 @@ class Fixed(DeclaredPolicy):
 
     name = "fixed"
 
-    cf: float | None = None
+    cf: float | None = setting(None, checks.real, or_none=True, least=1)
     probe: Sequence[float] = ()
-    gain: GainKind = "gradient"
+    gain: GainKind = setting("gradient", checks.one_of, accepted=get_args(GainKind))
 
     def __post_init__(self) -> None:
-        self.cf = None if self.cf is None else checks.real("cf", self.cf, least=1)
+        super().__post_init__()
         if isinstance(self.probe, str) or not isinstance(self.probe, Iterable):
             raise TypeError(f"probe={self.probe!r}: must be a sequence of CFs > 1")
         self.probe = tuple(sorted({checks.real("probe", cf, above=1) for cf in self.probe}))
-        checks.one_of("gain", self.gain, get_args(GainKind))
         self.shadow = self.gain == "signal"
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
-        allowed = checks.cf_range(context.cf_range)
+        allowed = context.cf_range
         send = allowed[0] if self.cf is None else self.cf
         send = context.supported(checks.cf_within("cf", send, allowed))
         self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
@@ -84,12 +84,12 @@ class Schedule(DeclaredPolicy):
     name = "schedule"
 
     pieces: Mapping[int, float]
-    gain: GainKind = "gradient"
+    gain: GainKind = setting("gradient", checks.one_of, accepted=get_args(GainKind))
 
     step: int = saved(0)
 
     def __post_init__(self) -> None:
-        checks.one_of("gain", self.gain, get_args(GainKind))
+        super().__post_init__()
         self.shadow = self.gain == "signal"
         if not isinstance(self.pieces, Mapping):
             raise TypeError(f"pieces={self.pieces!r}: must be a mapping {{step: CF}}")
@@ -102,7 +102,7 @@ class Schedule(DeclaredPolicy):
     def start(self, context: Context) -> None:
         """Raises ValueError if a CF is neither 1 nor inside cf_range."""
         self._begin()
-        allowed = checks.cf_range(context.cf_range)
+        allowed = context.cf_range
         self._cfs = {}  # by step, that the compressor can do
         for step, cf in sorted({0: DENSE, **self.pieces}.items()):
             checks.cf_within(f"pieces[{step}]", cf, allowed)
@@ -152,9 +152,9 @@ class Warmup(WrappingPolicy):
 
     then: Policy | None = None
     _: KW_ONLY
-    steps: int = 100
-    stages: int = 4
-    factor: float = 4.0
+    steps: int = setting(100, checks.whole, least=1)
+    stages: int = setting(4, checks.whole, least=1)
+    factor: float = setting(4.0, checks.real, above=1)
 
     _stages: Schedule = saved()
     _then: Policy = saved()
@@ -162,15 +162,13 @@ class Warmup(WrappingPolicy):
     def __post_init__(self) -> None:
         if self.then is not None and not isinstance(self.then, Policy):
             raise TypeError(f"then must be a Policy object or None, got {self.then!r}")
-        self.steps = checks.whole("steps", self.steps, least=1)
-        self.stages = checks.whole("stages", self.stages, least=1)
-        self.factor = checks.real("factor", self.factor, above=1)
+        super().__post_init__()
         self.shadow = self.then is not None and self.then.shadow
         self.layerwise = self.then is not None and self.then.layerwise
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range does not suit `then`."""
-        low, high = checks.cf_range(context.cf_range)
+        low, high = context.cf_range
         cfs = (min(high, max(low, self.factor**i)) for i in range(1, self.stages + 1))
         self._stages = Schedule({stage * self.steps: cf for stage, cf in enumerate(cfs)})
         self._then = Fixed(high) if self.then is None else self.then
@@ -202,7 +200,7 @@ class Warmup(WrappingPolicy):
         self._stages.observe(report)
 
     def candidates(self) -> tuple[float, ...]:
-        return (*self._stages.candidates(), *self._then.candidates(), self._then.plan().send)
+        return *self._stages.candidates(), *self._then.candidates()
 
     def next_move(self) -> str:
         if not self._left:
@@ -211,10 +209,4 @@ class Warmup(WrappingPolicy):
         return f"{self._stages.next_move()}; {follows}, with CF {self._then.plan().send:g}"
 
     def _saved_settings(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "stages": self.stages,
-            "factor": self.factor,
-            "cfs": list(self._stages.candidates()),
-            "then": self._then.name,
-        }
+        return {**super()._saved_settings(), "then": self._then.name}

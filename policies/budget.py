@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isfinite, log, nan
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, make_ladder
+from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, setting
 from policies.state import Stateful, saved
 from policies.step_time import StepTime
 
@@ -22,8 +22,8 @@ BRIEF = 5
 too short, and of a look: a second CF is sent, to tell the network's latency from its rate."""
 
 APART = 4
-"""A look sends a CF with about so many times fewer bytes (or more, from the largest CF): the
-difference stands out from the noise, and the look is cheap."""
+"""A look sends about so many times fewer bytes (more, from the largest CF): that is cheap, and the
+difference stands out from the noise."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,11 +46,11 @@ class Budget(DeclaredPolicy):
 
     name = "budget"
 
-    bytes_per_step: float | None = None
-    share: float | None = None
-    window: int = 20
-    look_every: int = 10
-    hysteresis: float = 0.25
+    bytes_per_step: float | None = setting(None, checks.real, or_none=True, above=0)
+    share: float | None = setting(None, checks.fraction, or_none=True)
+    window: int = setting(20, checks.whole, least=BRIEF)
+    look_every: int = setting(10, checks.whole, least=1)
+    hysteresis: float = setting(0.25, checks.real, least=0)
 
     _send: float = saved(DENSE)
     _look: float | None = saved(None)  # the second CF, during a look
@@ -62,24 +62,18 @@ class Budget(DeclaredPolicy):
     _time: StepTime = saved()
 
     def __post_init__(self) -> None:
-        if self.bytes_per_step is not None:
-            if self.share is not None:
-                raise ValueError(
-                    f"share={self.share!r}: must not be given with "
-                    f"bytes_per_step={self.bytes_per_step!r}"
-                )
-            self.bytes_per_step = checks.real("bytes_per_step", self.bytes_per_step, above=0)
-        self._limit = checks.fraction("share", 0.2 if self.share is None else self.share)
-        self.share = self._limit
-        self.window = checks.whole("window", self.window, least=BRIEF)
-        self.look_every = checks.whole("look_every", self.look_every, least=1)
-        self.hysteresis = checks.real("hysteresis", self.hysteresis, least=0)
-        self._cfs: tuple[float, ...] = ()
+        if self.bytes_per_step is not None and self.share is not None:
+            raise ValueError(
+                f"share={self.share!r}: must not be given with "
+                f"bytes_per_step={self.bytes_per_step!r}"
+            )
+        super().__post_init__()
+        self.share = self._limit = 0.2 if self.share is None else self.share
 
     def start(self, context: Context) -> None:
-        """Raises ValueError if cf_range is not a range or makes too many CFs."""
-        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", STEP_SIZE)
-        self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)} - context.unknown))
+        """Raises ValueError if cf_range makes too many CFs."""
+        ladder = context.ladder(STEP_SIZE)
+        self._cfs = tuple(sorted({DENSE, *ladder} - context.unknown))
         self._computed = context.wire_bytes
         self._measure_anew(DENSE)
 
@@ -115,8 +109,7 @@ class Budget(DeclaredPolicy):
         return next(fitting, self._cfs[-1])
 
     def _keep_to_bytes(self, limit: float) -> str:
-        """Send the smallest CF within the limit; returns why, "" if it stays. This cannot flap:
-        once a CF has exceeded the limit, its bytes are known."""
+        """Send the smallest CF within the limit; returns why, "" if it stays."""
         before, self._send = self._send, self._within(limit)
         if self._send == before:
             return ""
@@ -129,7 +122,7 @@ class Budget(DeclaredPolicy):
     # Share of the step time
 
     def _keep_to_share(self) -> str:
-        """At the end of a window or look, move, or look at a second CF; returns why, if so."""
+        """At the end of a window or look, move or look at a second CF; returns why, if so."""
         self._since += 1
         if self._since < (BRIEF if self._brief or self._look is not None else self.window):
             return ""
@@ -167,8 +160,7 @@ class Budget(DeclaredPolicy):
         return next(fitting, self._cfs[-1])
 
     def _second(self) -> float | None:
-        """The CF for a look: with about APART times fewer bytes, else with more; None if all CFs
-        have the same number of bytes."""
+        """The CF for a look; None if all CFs have the same number of bytes."""
         here = self._bytes(self._send)
         others = {cf: n for cf in self._cfs if (n := self._bytes(cf)) != here}
         fewer = {cf: n for cf, n in others.items() if 2 * n <= here}
@@ -228,21 +220,15 @@ class Budget(DeclaredPolicy):
 
 @dataclass(eq=False)
 class WireBytes(Stateful):
-    """Bytes on the wire by CF: as measured where a CF was sent, else as computed, else guessed.
+    """Bytes on the wire by CF: as measured where a CF was sent, else as computed, else guessed: by
+    the nearest CF that was measured, in proportion."""
 
-    The guess is dense / CF, corrected by the nearest CF that was measured: indices and headers make
-    a compressed step larger than that by much the same factor at neighbouring CFs.
-
-    computed: returns the bytes at a CF; nan where they are not known.
-    """
-
-    computed: Callable[[float], float]
+    computed: Callable[[float], float]  # nan where they are not known
 
     _measured: dict[float, float] = saved({})
     _dense: float | None = saved(None)
 
     def observe(self, report: StepReport) -> None:
-        """Take in the bytes that the reported step has sent."""
         if isfinite(report.dense_wire_bytes) and report.dense_wire_bytes > 0:
             if report.dense_wire_bytes != self._dense:
                 self._measured = {}  # the model has another size now: layers were frozen or freed

@@ -2,9 +2,7 @@
 
 The paper explores once. `DriftMonitor` finds three reasons to explore again:
 
-1. The step time, the wait for the network or the gain of the CF in use has changed. Noise must not
-   look like that. So the medians of windows of steps are compared; a change must be large, go the
-   same way and last for several windows (`ChangeTest`).
+1. The step time, the wait for the network or the gain of the CF in use has changed (`ChangeTest`).
 2. The chosen CF could not be sent for long, because its gain is below epsilon: a CF between it and
    the floor may serve.
 3. A probe, now and then, of the CFs that were passed over shows one that promises more.
@@ -45,39 +43,34 @@ class Drift(Enum):
 
 @dataclass(eq=False)
 class ChangeTest(Stateful):
-    """A test of whether a quantity has changed for good, by its medians in window after window.
+    """A test of whether a quantity has changed, and not only by noise: the medians of several
+    windows in a row must be far from the reference, on the same side."""
 
-    what: the quantity, in words.
-    threshold: `relative_change` that counts. Below half of it the count of windows starts again;
-        between the two it stays (hysteresis).
-    patience: windows in a row, all above or all below the reference, that make a change.
-    """
-
-    what: str
-    threshold: float
-    patience: int
+    what: str  # the quantity, in words
+    threshold: float  # `relative_change` that counts; below half of it windows are counted anew
+    patience: int  # windows
 
     _first: dict[float, list[float]] = saved({})  # the first windows of each CF
     _window: list[float] = saved([])
     _windows_off: int = saved(0)  # in a row; negative if below
 
     def begin(self, references: Mapping[float, float]) -> None:
-        """Compare with these values, by CF. Where there is none, the first window becomes one."""
+        """Compare with these values, by CF, or else with the first window."""
         self._first = {cf: [reference] for cf, reference in references.items()}
         self.use_other_cf()
 
     def use_other_cf(self) -> None:
-        """Another CF is in use: windows start again, and none was off its reference."""
+        """Another CF is in use: windows start again."""
         self._window, self._windows_off = [], 0
 
     def add(self, value: float) -> None:
-        """Take in the value of one step; one that is not known does not count."""
+        """Take in the value of one step, if it is known."""
         if isfinite(value) and value >= 0:
             self._window.append(value)
 
     def end_window(self, cf: float, least: float = 0.0) -> str:
-        """Compare the window, which was sent at `cf`. Returns what has changed, if the quantity
-        has, else "". least: smallest difference that counts."""
+        """Returns, in words, that the quantity has changed at `cf`; else "". least: smallest
+        difference that counts."""
         if not self._window:
             return ""
         now, self._window = median_low(self._window), []
@@ -103,11 +96,9 @@ class ChangeTest(Stateful):
 class DriftMonitor(Stateful):
     """A monitor that says when a choice of GraVAC's may no longer be right, and why.
 
-    A choice stands for `cooldown` steps, whatever is observed. That number doubles each time that a
-    choice is given up soon after, so that noise that looks like drift costs less and less, and is
-    itself again after a choice that lasted. The wait between probes doubles after each that changed
-    nothing, because gains change slowly late in training.
-
+    A choice stands for `cooldown` steps, twice as long each time that one is given up soon after:
+    noise that looks like drift costs less and less. The wait between probes doubles after each that
+    changed nothing: gains change slowly late in training.
     """
 
     statistics: CandidateStatistics
@@ -143,7 +134,7 @@ class DriftMonitor(Stateful):
 
     def begin(self, chosen: float, others: tuple[float, ...]) -> None:
         """A choice was made, and these other CFs were tried. The step times that it rests on become
-        references; for other quantities the first windows do, for they change once a CF is sent."""
+        references, but no gain or wait: they change once a CF is sent."""
         if self._chosen is not None:
             self._cooldown.judge(self._since_choice)
         if self._wait is not None and chosen != self._chosen:
@@ -161,8 +152,7 @@ class DriftMonitor(Stateful):
         return tuple(self._others) if active else ()
 
     def observe(self, report: StepReport) -> tuple[Drift, str] | None:
-        """Take in one step with the choice; returns what has changed for good, if anything, with
-        the numbers that show it."""
+        """Take in one step with the choice; returns what has changed, if anything, and why."""
         self._since_choice += 1
         stands = self._since_choice <= self._cooldown.steps
         found = self._watch(report) if self.drift is not None else None
@@ -199,8 +189,7 @@ class DriftMonitor(Stateful):
         return next(((drift, why) for drift, why in found if why), None)
 
     def _watch_epsilon(self, sent: float) -> tuple[Drift, str] | None:
-        """A drift if its gain has kept the chosen CF from being sent for too long, and smaller CFs
-        were tried."""
+        """A drift if the chosen CF had too little gain for too long, and smaller CFs were tried."""
         gain, epsilon = self.statistics.gain(self._chosen), self.rule.epsilon
         below = sent != self._chosen and gain is not None and gain < epsilon
         self._steps_below = self._steps_below + 1 if below else 0
@@ -211,8 +200,7 @@ class DriftMonitor(Stateful):
         return Drift.GAINS, f"the gain of CF {self._chosen:g} is {numbers}"
 
     def _step_probe(self, sent: float) -> str:
-        """Begin or end a probe when it is time to, while the chosen CF is sent. Returns what has
-        shown to be better, "" if nothing has."""
+        """Begin or end a probe when it is time to; returns what has shown to be better, or ""."""
         if self._wait is None or not self._others:
             return ""
         if sent != self._chosen:
@@ -229,11 +217,8 @@ class DriftMonitor(Stateful):
         return self._promising(sent)
 
     def _promising(self, chosen: float) -> str:
-        """Why one of the other CFs may be better than the chosen one, by the gains of now; else "".
-
-        A CF that was sent must promise more T_comp by omega. One that was never sent, for want of
-        gain, must have a gain now with which it would be sent.
-        """
+        """Why another CF may be better than the chosen one; else "". One that was sent must promise
+        more T_comp by omega, one that never was must have a gain with which it would be."""
         here, least = self.statistics.gain(chosen), self.rule.up_at
         needed = (1 + self.omega) * (here or nan) * (self._t_sys or nan)
         for cf in self._others:

@@ -35,16 +35,11 @@ class SendRule(Stateful):
 
     The bare rule flaps with the error-fed gain: a dense step empties the residual, and the gain
     looks good until compressed steps have filled it. So moving down is easy and moving up is hard.
-
-    epsilon: gain below which the present level is left at once.
-    hysteresis: moving up needs a gain of epsilon x (1 + hysteresis), at most 1.
-    cooldown: steps between a move and the next one up. It doubles each time that a move up is
-        undone soon after, and is itself again after one that lasted.
     """
 
-    epsilon: float
-    hysteresis: float
-    cooldown: InitVar[int]
+    epsilon: float  # gain below which the present level is left at once
+    hysteresis: float  # moving up needs epsilon x (1 + hysteresis), at most 1
+    cooldown: InitVar[int]  # steps between a move and one up, more after a move up soon undone
 
     level: Level = saved(Level.DENSE)
     _cooldown: Backoff = saved()
@@ -60,8 +55,7 @@ class SendRule(Stateful):
         return min(1.0, self.epsilon * (1 + self.hysteresis))
 
     def enter(self, level: Level) -> None:
-        """Go to a level for another reason (a new candidate, a choice). The next move up needs no
-        cooldown, and so cannot double it."""
+        """Go to a level for another reason, after which moving up needs no cooldown."""
         self.level, self._since_move, self._on_trial = level, None, False
 
     def step(self, floor: float | None, candidate: float | None) -> str:
@@ -92,11 +86,8 @@ class SendRule(Stateful):
 @dataclass(eq=False)
 class CandidateStatistics(Stateful):
     """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
-    they are known (GraVAC, section 3.1). A gain is averaged while it is measured. The one that is
-    noted at the end of a CF's window stays known until it is measured again.
-
-    time: the model of the step time. signal: the signal gains, if `kind` is "signal"; else None.
-    """
+    they are known (GraVAC, section 3.1). A gain is averaged while it is measured, and noted at the
+    end of a CF's window."""
 
     kind: GainKind
     weight: float  # of a new value in the average of a gain
@@ -107,7 +98,7 @@ class CandidateStatistics(Stateful):
     _averages: Averages = saved()
     _judged: dict[float, float] = saved({})
     time: StepTime = saved()
-    signal: SignalGain | None = saved()
+    signal: SignalGain | None = saved()  # only if `kind` is "signal"
 
     def __post_init__(self) -> None:
         self._averages = Averages(self.weight)
@@ -115,9 +106,8 @@ class CandidateStatistics(Stateful):
         self.signal = SignalGain() if self.kind == "signal" else None
 
     def observe(self, report: StepReport, measured: Collection[float]) -> str:
-        """Take in one step, in which the gains of these CFs were measured; the averages of others
-        would become stale, and are forgotten. Returns, in words, whether another estimate of the
-        signal gain decides from now on; else ""."""
+        """Take in one step, in which the gains of these CFs were measured; averages of others would
+        become stale. Returns, in words, whether another estimate of the signal gain decides."""
         self.time.observe(report)
         if self.signal is not None:
             return self.signal.observe(report)
@@ -170,10 +160,8 @@ class CandidateStatistics(Stateful):
         }
 
     def why_dense_wins(self) -> str:
-        """Why no CF can beat dense, as soon as two CFs that were sent show it; else "".
-
-        The bound is a step with nothing on the wire, the fastest compression and the best gain.
-        """
+        """Why no CF can beat dense, not even with nothing on the wire, the fastest compression and
+        the best gain, as soon as two CFs that were sent show it; else ""."""
         dense = self.t_sys(DENSE)
         sent = [t_sys for cf in self._judged if (t_sys := self.t_sys(cf)) is not None]
         seconds = self.time.bound()

@@ -5,9 +5,8 @@ ladder at any time: the gain from the shadow ladder, as signal gain (signal_gain
 error-fed gain in steady state; the step time from its model (step_time.py). Nothing is sent only to
 be measured, and a changed network moves the CF as soon as it shows.
 
-Signal gain s is the part of the gradient that gets through at once. The rest is late, not lost, so
-progress falls more slowly than s, and s counts to the `power` of 0.5 (measured: docs/results.md). A
-larger power costs time and gives more quality in as many steps.
+Signal gain is the part of the gradient that gets through at once. The rest is late, not lost, so
+progress falls more slowly, as the root of it (measured: docs/results.md).
 
 A run begins at the smallest CF. Not dense: over a slow network a dense step can take as long as a
 hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if they wait in
@@ -30,7 +29,7 @@ from policies.base import (
     Plan,
     StepReport,
     change,
-    make_ladder,
+    setting,
 )
 from policies.estimators import Averages
 from policies.signal_gain import SignalGain
@@ -60,18 +59,19 @@ class Goodput(DeclaredPolicy):
     cooldown: steps between two switches, >= 1 (STRIDE_STEPS on the way to a CF that sends many more
         bytes).
     gain: "signal", or "error_fed" for that gain in steady state.
-    power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs.
+    power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
+        and give more quality in as many steps.
     """
 
     name = "goodput"
     shadow = True
 
-    step_size: float = 2.0
-    opening: int = 5
-    margin: float = 0.05
-    cooldown: int = 10
-    gain: GainKind = "signal"
-    power: float = 0.5
+    step_size: float = setting(2.0, checks.real, above=1)
+    opening: int = setting(5, checks.whole, least=1)
+    margin: float = setting(0.05, checks.fraction)
+    cooldown: int = setting(10, checks.whole, least=1)
+    gain: GainKind = setting("signal", checks.one_of, accepted=("error_fed", "signal"))
+    power: float = setting(0.5, checks.real, above=0)
 
     _send: float = saved(DENSE)
     _since: int = saved(0)  # steps at the present CF
@@ -83,20 +83,10 @@ class Goodput(DeclaredPolicy):
     _time: StepTime = saved()
     _signal: SignalGain | None = saved()
 
-    def __post_init__(self) -> None:
-        self.step_size = checks.real("step_size", self.step_size, above=1)
-        self.opening = checks.whole("opening", self.opening, least=1)
-        self.margin = checks.fraction("margin", self.margin)
-        self.cooldown = checks.whole("cooldown", self.cooldown, least=1)
-        checks.one_of("gain", self.gain, ("error_fed", "signal"))
-        self.power = checks.real("power", self.power, above=0)
-        self._ladder: tuple[float, ...] = ()
-
     def start(self, context: Context) -> None:
-        """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
+        """Raises ValueError if step_size makes too many candidates."""
         self._begin()
-        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
-        self._ladder = tuple(sorted({context.supported(cf) for cf in rungs}))
+        self._ladder = context.ladder(self.step_size)
         self._time = StepTime(context.wire_bytes)
         self._signal = SignalGain() if self.gain == "signal" else None
         self._send = self._ladder[0]
@@ -125,8 +115,8 @@ class Goodput(DeclaredPolicy):
         return self._ladder
 
     def t_comp(self) -> dict[float, float]:
-        """Predicted compression throughput by CF: steps a second x gain (signal gain to the
-        power). It holds dense and the CFs whose gain and step time are known."""
+        """Predicted compression throughput of dense and the CFs whose gain and step time are known:
+        steps a second x gain (signal gain to the power)."""
         promised = {}
         power = 1.0 if self._signal is None else self.power
         largest = inf if self._signal is None else FILLED * self._steps
@@ -139,11 +129,8 @@ class Goodput(DeclaredPolicy):
     def status(self) -> Mapping[str, float]:
         """candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s), gain: of the CF sent.
         exploring: 1 until it first considers leaving the first CF. And `SignalGain.status`."""
-        seconds, gain, promised = (
-            self._time.seconds(self._send),
-            self._gain(self._send),
-            self.t_comp(),
-        )
+        seconds, gain = self._time.seconds(self._send), self._gain(self._send)
+        promised = self.t_comp()
         return {
             "candidate": max(promised, key=lambda cf: (promised[cf], -cf), default=nan),
             "t_sys": 1 / seconds if seconds else nan,
@@ -208,9 +195,9 @@ class Goodput(DeclaredPolicy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed to be moved to. A larger CF may do harm: it must be
-        better by the margin and by what may be noise. A smaller one loses nothing but time: it must
-        be better than the one in use, and than every larger CF, or it would be left for that."""
+        """T_comp that another CF must exceed. A larger one may do harm: it must be better by the
+        margin and by what may be noise. A smaller one loses only time: it must be better than the
+        one in use, and than every larger CF, or it would be left for that."""
         here = promised.get(self._send, 0.0)
         if cf < self._send:
             return max([here, *(n for other, n in promised.items() if other > self._send)])

@@ -1,10 +1,8 @@
 """GraVAC (Tyagi, Swany, 2023): choose the CF by gain and compression throughput.
 
-A run explores the ladder and then either settles on the CF where compression throughput saturates,
-which is left and taken up again through epsilon, or stays dense, if no CF beats dense. Beyond the
-paper, that lasts until something has drifted (policies/drift.py); then it explores again. What has
-not drifted stays known: after a change of the network the gains, so that a few steps for each
-candidate are enough, for its step time; after a change of gains the step times, dense's too.
+A run explores the ladder, then settles on the CF where compression throughput saturates, or stays
+dense if no CF beats that. Beyond the paper, it explores again when something has drifted
+(drift.py). The rest stays known: if only step times have changed, a few steps a candidate do.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from policies.base import (
     Plan,
     StepReport,
     change,
-    make_ladder,
+    setting,
 )
 from policies.drift import Drift, DriftMonitor
 from policies.exploration import CandidateStatistics, Level, SendRule
@@ -42,48 +40,45 @@ DENSE_WINDOW, FLOOR_WINDOW = 0, 1
 
 @dataclass(eq=False, kw_only=True)
 class GraVAC(DeclaredPolicy):
-    """A policy that tries larger and larger CFs and keeps the one with the largest compression
-    throughput whose gain is large enough; one CF for the whole model.
+    """A policy that tries larger and larger CFs, and keeps the one with the largest compression
+    throughput whose gain is large enough.
 
     epsilon: smallest gain worth sending, in (0, 1].
     omega: relative change that counts as none, of gains (where the floor moves up) and of T_comp
         (in the choice), in (0, 1].
-    window: steps that a candidate is judged on, >= 1. Steps sent dense because no gain reaches
-        epsilon do not count.
+    window: steps that a candidate is judged on, >= 1, without those sent dense because of epsilon.
     scaling, step_size: how the candidates grow (`make_ladder`); step_size > 1.
     gain: the definition of gain that decides: "gradient", "error_fed" (the paper), "raw" (its
         released code) or "signal" (policies/signal_gain.py; it needs a shadow ladder, so a base
         compressor that keeps the largest elements).
-    allow_dense: measure dense first, and keep it if no CF beats it. If False, dense is sent only
-        while no gain reaches epsilon.
+    allow_dense: measure dense first, and keep it if no CF beats it. Else it is sent only while no
+        gain reaches epsilon.
     dense_window: steps of that measurement; 0: dense is not measured.
-    hysteresis, cooldown (steps): around epsilon, see `SendRule`. A choice, too, stands for at least
-        `cooldown` steps.
+    hysteresis, cooldown (steps): around epsilon, see `SendRule`; a choice stands for a cooldown.
     drift: relative change (0.3: 1.3 times as much, or 1 / 1.3 of it) of the step time or gain of
         the CF in use that opens the exploration again if it lasts; None: none does.
-    patience: short windows that a drift must last. A short window is a fifth of `window`, but long
-        enough to measure a gain and a step time. After a drift of the step time each candidate gets
-        one such window.
-    retry: windows after which gains that were too small are measured again. The wait doubles each
-        time that this changes nothing. None: they never are.
+    patience: short windows that a drift must last: of a fifth of `window`, but enough steps to
+        measure a gain and a step time.
+    retry: windows after which gains that were too small are measured again (twice as many each time
+        that this changes nothing); None: they never are.
     ValueError or TypeError names the setting that is wrong.
     """
 
     name = "gravac"
 
-    epsilon: float = 0.3
-    omega: float = 0.1
-    window: int = 40
-    scaling: str = "exponential"
-    step_size: float = 2.0
-    gain: GainKind = "gradient"
-    allow_dense: bool = True
-    dense_window: int = 10
-    hysteresis: float = 0.1
-    cooldown: int = 40
-    drift: float | None = 0.3
-    patience: int = 2
-    retry: int | None = 10
+    epsilon: float = setting(0.3, checks.fraction)
+    omega: float = setting(0.1, checks.fraction)
+    window: int = setting(40, checks.whole, least=1)
+    scaling: str = setting("exponential", checks.one_of, accepted=SCALINGS)
+    step_size: float = setting(2.0, checks.real, above=1)
+    gain: GainKind = setting("gradient", checks.one_of, accepted=get_args(GainKind))
+    allow_dense: bool = setting(True, checks.flag)
+    dense_window: int = setting(10, checks.whole, least=0)
+    hysteresis: float = setting(0.1, checks.real, least=0)
+    cooldown: int = setting(40, checks.whole, least=1)
+    drift: float | None = setting(0.3, checks.real, or_none=True, above=0)
+    patience: int = setting(2, checks.whole, least=1)
+    retry: int | None = setting(10, checks.whole, or_none=True, least=1)
 
     _judging: int = saved(DENSE_WINDOW)  # the window of an exploration
     _window_step: int = saved(0)
@@ -97,29 +92,16 @@ class GraVAC(DeclaredPolicy):
     _monitor: DriftMonitor = saved()
 
     def __post_init__(self) -> None:
-        self.epsilon = checks.fraction("epsilon", self.epsilon)
-        self.omega = checks.fraction("omega", self.omega)
-        self.window = checks.whole("window", self.window, least=1)
-        checks.one_of("scaling", self.scaling, SCALINGS)
-        self.step_size = checks.real("step_size", self.step_size, above=1)
-        checks.one_of("gain", self.gain, get_args(GainKind))
-        checks.flag("allow_dense", self.allow_dense)
-        self.dense_window = checks.whole("dense_window", self.dense_window, least=0)
-        self.hysteresis = checks.real("hysteresis", self.hysteresis, least=0)
-        self.cooldown = checks.whole("cooldown", self.cooldown, least=1)
-        self.drift = None if self.drift is None else checks.real("drift", self.drift, above=0)
-        self.patience = checks.whole("patience", self.patience, least=1)
-        self.retry = None if self.retry is None else checks.whole("retry", self.retry, least=1)
+        super().__post_init__()
         self.shadow = self.gain == "signal"
         self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
-        """Raises ValueError if cf_range is not a range or step_size makes too many candidates."""
+        """Raises ValueError if step_size makes too many candidates, or one of unknown gain."""
         self._begin()
-        cf_range = checks.cf_range(context.cf_range)
-        rungs = make_ladder(cf_range, self.scaling, self.step_size)
-        others = (cf for cf in context.assumed if cf_range[0] <= cf <= cf_range[1])
-        self._ladder = tuple(sorted({*map(context.supported, rungs), *others}))
+        low, high = context.cf_range
+        others = (cf for cf in context.assumed if low <= cf <= high)
+        self._ladder = tuple(sorted({*context.ladder(self.step_size, self.scaling), *others}))
         nameless = context.unknown.intersection(self._ladder)
         if nameless:
             raise ValueError(
@@ -154,8 +136,8 @@ class GraVAC(DeclaredPolicy):
 
     @property
     def _candidate(self) -> float | None:
-        """The CF above the floor that the send rule may send: while it explores the one to be
-        judged now or, while dense and the floor are measured, next; then the chosen one."""
+        """The CF above the floor that the send rule may send: while it explores, the one that is
+        judged now or next; then the chosen one."""
         if self._chosen is not None:
             return None if self._chosen in (DENSE, self._floor) else self._chosen
         rung = max(self._judging, FLOOR_WINDOW + 1) - FLOOR_WINDOW
@@ -201,7 +183,7 @@ class GraVAC(DeclaredPolicy):
         self._rule.enter(Level.DENSE if measures_dense else Level.FLOOR)
 
     def _step_exploration(self) -> str:
-        """Take one step; returns why the plan changes, "" if it does not."""
+        """Returns why the plan changes, "" if it does not."""
         window = self._short_window if self._quick else self.window
         if self._judging == DENSE_WINDOW:
             window = min(self.dense_window, window) if self._quick else self.dense_window
@@ -212,7 +194,7 @@ class GraVAC(DeclaredPolicy):
         return "" if self._judging == DENSE_WINDOW else self._follow_rule()
 
     def _end_window(self) -> str:
-        """Go on with the next window, or choose; returns why the plan changes."""
+        """Go on with the next window, or choose; returns why."""
         judged = (DENSE, *self._ladder)[self._judging]
         self._judging, self._window_step = self._judging + 1, 0
         if self._judging == FLOOR_WINDOW:
@@ -282,14 +264,13 @@ class GraVAC(DeclaredPolicy):
         return f"settled, {why}"
 
     def _step_choice(self, report: StepReport) -> str:
-        """Take one step with the choice; returns why the plan changes, "" if it does not."""
-        found = self._monitor.observe(report)
-        if found is not None:
+        """Returns why the plan changes, "" if it does not."""
+        if found := self._monitor.observe(report):
             return self._explore_again(*found)
         return "" if self._chosen == DENSE else self._follow_rule()
 
     def _explore_again(self, drift: Drift, why: str) -> str:
-        """Explore again, and forget what has drifted; returns why the plan changes."""
+        """Explore again, and forget what has drifted; returns why."""
         quick = drift == Drift.TIMES and self._chosen is not None
         if drift == Drift.TIMES:
             self._statistics.forget_times(self._chosen)
@@ -299,8 +280,7 @@ class GraVAC(DeclaredPolicy):
         return f"explores again, {why}"
 
     def rescale(self) -> None:
-        """It explores again, as after a change of the network: gains stay known, step times do
-        not."""
+        """It explores again, as after a change of the network."""
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
         sent = self._send
@@ -313,11 +293,8 @@ class GraVAC(DeclaredPolicy):
         return self._ladder
 
     def status(self) -> Mapping[str, float]:
-        """Numbers for the timeline by name, nan where there is none.
-
-        t_sys, t_comp: throughputs of the CF sent (steps/s). exploring: 1 until a choice is made,
-        then 0. With gain="signal" also the numbers of `SignalGain.status`.
-        """
+        """t_sys, t_comp: throughputs of the CF sent (steps/s). exploring: 1 until a choice is made.
+        With gain="signal" also the numbers of `SignalGain.status`."""
         gain, t_sys = self._statistics.gain(self._send), self._statistics.t_sys(self._send)
         numbers = {
             "candidate": self._candidate,
@@ -356,11 +333,9 @@ class GraVAC(DeclaredPolicy):
 
 
 def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
-    """The CF to keep, and why: dense (1) if no CF beats it, else the CF where T_comp saturates.
-
-    That is found upwards from the smallest CF, of the one kept so far and the next: the smaller
-    where their T_comp differ by no more than omega (relative to the one kept), else the one with
-    the larger T_comp.
+    """The CF to keep, and why: dense (1) if no CF beats it, else the CF where T_comp saturates: of
+    each CF, from the smallest up, and the next, the smaller is kept where their T_comp differ by no
+    more than omega, relative to it; else the one with the larger T_comp.
 
     t_comp: compression throughput (steps/s x gain) by CF, at least one.
     dense: dense's T_comp, its gain being 1; None: dense is not a choice.

@@ -30,7 +30,7 @@ from policies.base import (
     StepReport,
     WrappingPolicy,
     counted_steps,
-    make_ladder,
+    setting,
 )
 from policies.gravac import GraVAC
 from policies.state import declare, saved, together
@@ -45,9 +45,7 @@ LEAST = 1e-6
 @dataclass(eq=False)
 class Layerwise(WrappingPolicy):
     """A policy that lets another one set the CF, and so the bytes of a step, and divides these
-    bytes among the layers.
-
-    The division is solved every window, by the gains that the shadow ladder shows. Before that, and
+    bytes among the layers, by the gains that the shadow ladder shows. Before these are known, and
     where no division leaves less energy unsent, all layers have the same CF.
 
     then: the policy that sets the CF for the whole model; None: GraVAC with its defaults.
@@ -62,8 +60,8 @@ class Layerwise(WrappingPolicy):
 
     then: Policy | None = None
     _: KW_ONLY
-    window: int = 50
-    step_size: float = 2.0
+    window: int = setting(50, checks.whole, least=1)
+    step_size: float = setting(2.0, checks.real, above=1)
 
     _step: int = saved(0)
     _unsent: dict[str, dict[float, float]] = saved({})  # energy in residuals, by layer and CF
@@ -71,28 +69,25 @@ class Layerwise(WrappingPolicy):
     _fields = declare(_then=Policy)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.then is not None and not isinstance(self.then, Policy):
             raise TypeError(f"then must be a Policy object or None, got {self.then!r}")
         self._then = GraVAC() if self.then is None else self.then
         if self._then.layerwise:
             raise ValueError(f"then={self._then.name!r}: must be a policy for the whole model")
-        self.window = checks.whole("window", self.window, least=1)
-        self.step_size = checks.real("step_size", self.step_size, above=1)
         self.gain = self._then.gain
-        self._cfs: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
         """Raises ValueError if the layers are not known, or cf_range does not suit `then`."""
         if not context.layers:
             raise ValueError("layerwise: the layers are not known")
         self._begin()
-        rungs = make_ladder(checks.cf_range(context.cf_range), "geometric", self.step_size)
         self._then.start(context)
         self.gain = self._then.gain
         self._layers = tuple(context.layers)
         self._nbytes = context.layer_bytes
         self._solved: dict[float, dict[str, float]] = {}
-        self._cfs = tuple(sorted({DENSE, *map(context.supported, rungs)}))
+        self._cfs = tuple(sorted({DENSE, *context.ladder(self.step_size)}))
 
     @property
     def _active(self) -> Policy:
@@ -125,8 +120,7 @@ class Layerwise(WrappingPolicy):
             self._told = f"{what}: {least:g} to {most:g} for the bytes of CF {cf:g}"
 
     def _solve(self, cf: float) -> dict[str, float]:
-        """Each layer's CF, for as many bytes as all layers have at `cf`; empty if all had best have
-        that CF."""
+        """Each layer's CF, for as many bytes as with `cf`; empty if all had best have `cf`."""
         if cf == DENSE or not self._unsent:
             return {}
         if cf not in self._solved:
@@ -142,8 +136,7 @@ class Layerwise(WrappingPolicy):
 
     def _options(self, name: str, cf: float) -> list[Option]:
         """The CFs that a layer may have, first that of the whole model; no other if nothing is
-        known of the layer at that. Where a CF was not measured, the next larger one stands for it.
-        """
+        known of it. Where a CF was not measured, the next larger one stands for it."""
         unsent = self._unsent.get(name, {})
         if not any(known >= cf for known in unsent):
             return [Option(cf, self._nbytes(name, cf), 0.0)]
@@ -155,8 +148,7 @@ class Layerwise(WrappingPolicy):
         return options
 
     def candidates(self) -> tuple[float, ...]:
-        theirs = (*self._then.candidates(), self._then.plan().send)
-        return tuple(sorted({*self._cfs, *theirs} - {DENSE}))
+        return tuple(sorted({*self._cfs, *self._then.candidates()} - {DENSE}))
 
     def next_move(self) -> str:
         left = self.window - self._step % self.window
@@ -164,13 +156,8 @@ class Layerwise(WrappingPolicy):
         return "; ".join(filter(None, (self._then.next_move(), rest)))
 
     def _saved_settings(self) -> dict[str, Any]:
-        return {
-            "window": self.window,
-            "step_size": self.step_size,
-            "cfs": list(self._cfs),
-            "layers": list(self._layers),
-            "then": self._then.name,
-        }
+        then, layers = self._then.name, list(self._layers)
+        return {**super()._saved_settings(), "then": then, "layers": layers}
 
     def _check_loaded(self) -> None:
         self._solved = {}
@@ -178,8 +165,7 @@ class Layerwise(WrappingPolicy):
 
 
 def waiting(layer: LayerReport) -> dict[float, float]:
-    """The energy in a layer's residual in steady state, by CF; empty if its gradient's energy is
-    not known."""
+    """The energy in a layer's residual in steady state, by CF; empty if it is not known."""
     if not isfinite(layer.energy / LEAST) or layer.energy < 0:
         return {}
     gains = {cf: min(1.0, gain) for cf, gain in layer.steady.items() if isfinite(gain)}
@@ -196,11 +182,8 @@ class Option(NamedTuple):
 
 
 def allocate(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, Option]:
-    """One option for each layer, worth most together for at most `budget` bytes.
-
-    If not even the cheapest options fit, these are chosen. Each layer has at least one option, and
-    all numbers are finite.
-    """
+    """One option for each layer, worth most together for at most `budget` bytes, or the cheapest if
+    not even these fit. Each layer has an option, and all numbers are finite."""
     hulls = {name: hull(of_layer) for name, of_layer in options.items()}
     chosen = {name: points[0] for name, points in hulls.items()}
     left = budget - sum(option.nbytes for option in chosen.values())

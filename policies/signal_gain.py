@@ -48,16 +48,11 @@ class Basis(Enum):
 
 @dataclass(eq=False)
 class MeanRatio(Stateful):
-    """A ratio of means by CF, E[product] / E[total], of products that noise may make negative.
+    """A ratio of exponentially weighted means by CF, E[product] / E[total], of products that noise
+    may make negative: it means something only while the mean total is clearly above 0."""
 
-    Both means are exponentially weighted and taken before they are divided. The ratio means
-    something only while the mean total is clearly above 0, measured by its own standard error.
-
-    clear: whether it is. count: steps taken in.
-    """
-
-    clear: bool = saved(False)
-    count: int = saved(0)
+    clear: bool = saved(False)  # whether it is, by its own standard error
+    count: int = saved(0)  # steps taken in
     # Weighted sums of the products by CF, and of the products of two of them, in rows of the same
     # order. The total has the CF DENSE. They lack the bias correction: they are divided by
     # `_weight` when read.
@@ -68,11 +63,8 @@ class MeanRatio(Stateful):
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
         """Take in one step, unless a number is not finite or the total or the energy is 0. Products
-        of other CFs than before begin new means.
-
-        energy: product of the norms of the two gradients that were multiplied, by which products
-        are divided: the first gradients may be a hundred times as large, and would hide later ones.
-        """
+        of other CFs than before begin new means. energy: product of the norms of the two gradients,
+        by which products are divided: early gradients are large, and would hide later ones."""
         if not energy > 0 or not isfinite(total):
             return
         by_cf = {**products, DENSE: total}
@@ -106,8 +98,7 @@ class MeanRatio(Stateful):
         return self.mean(cf) / total if total else nan
 
     def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' means, at most 1; 0 before the first. It
-        is smaller than that of either mean: both rise and fall together with the total."""
+        """Relative standard error of the ratio of two CFs' means, at most 1; 0 before the first."""
         if not self.count:
             return 0.0
         x, y = self.mean(a), self.mean(b)
@@ -129,7 +120,7 @@ class MeanRatio(Stateful):
         return self.mean(DENSE) / self.error if self.error > 0 else nan
 
     def described(self) -> str:
-        """The mean total, its standard error, and how clear that is, in words."""
+        """How clear the ratio is, in words."""
         return (
             f"{self.mean(DENSE):.3g} +- {self.error:.2g}, {self.errors:.2g} standard errors (clear "
             f"from {CLEAR:g}, lost below {LOST:g})"
@@ -152,21 +143,17 @@ class MeanRatio(Stateful):
 
 @dataclass(eq=False)
 class SignalGain(Stateful):
-    """The signal gain of every CF of the shadow ladder, and how uncertain it is.
+    """The signal gain of every CF of the shadow ladder, and how uncertain it is."""
 
-    peers, next: the ratios of products with another rank's and with the next step's gradient.
-    """
-
-    peers: MeanRatio = saved(MeanRatio())
-    next: MeanRatio = saved(MeanRatio())
+    peers: MeanRatio = saved(MeanRatio())  # of products with another rank's gradient
+    next: MeanRatio = saved(MeanRatio())  # of products with the next step's
     _steady: Averages = saved(Averages(WEIGHT))
     _last_clear: MeanRatio = saved(MeanRatio())  # the ratio that was clear last, as it was then
     _clear_gains: dict[float, float] = saved({})  # by CF, from that ratio
     _norm: float = saved(0.0)  # of the last step's gradient
 
     def observe(self, report: StepReport) -> str:
-        """Take in one step. Returns which estimate decides from now on if that has changed, in
-        words; else ""."""
+        """Take in one step. Returns, in words, which estimate decides if that has changed."""
         before, last = self.basis, self._norm
         # Norms from 1e150 on cannot be squared.
         self._norm = report.grad_norm if 0 < report.grad_norm < 1e150 else 0.0
@@ -194,7 +181,6 @@ class SignalGain(Stateful):
 
     @property
     def clear(self) -> bool:
-        """Whether one of the two ratios is clear now."""
         return self.peers.clear or self.next.clear
 
     def described(self) -> str:
@@ -210,8 +196,8 @@ class SignalGain(Stateful):
         return None if steady is None else sqrt(min(1.0, max(0.0, steady)))
 
     def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' gains, by the ratio that was clear last:
-        gains that were kept are no more certain than they were. 0 before there was one."""
+        """Relative standard error of the ratio of two CFs' gains, by the ratio that was clear last;
+        0 before there was one."""
         return self._last_clear.doubt(a, b)
 
     def status(self) -> dict[str, float]:
@@ -224,14 +210,13 @@ class SignalGain(Stateful):
         }
 
     def rescale(self) -> None:
-        """Another number of ranks has other pairs, with more or less noise. The gains stay what
-        they are until a ratio is clear again."""
+        """Other pairs of ranks have more or less noise; gains stay until a ratio is clear again."""
         self.peers, self.next, self._norm = MeanRatio(), MeanRatio(), 0.0
 
 
 def descending(values: Iterable[float]) -> list[float]:
-    """The sequence that never rises and is nearest by least squares: where values rise, they are
-    replaced by their mean (pool adjacent violators: Ayer and others, 1955)."""
+    """The sequence that never rises and is nearest by least squares, as values that rise become
+    their mean (pool adjacent violators: Ayer and others, 1955)."""
     pools: list[tuple[float, int]] = []  # mean, number of values
     for value in values:
         mean, size = value, 1

@@ -93,8 +93,8 @@ class StepTime(Stateful):
         return self._work[DENSE] + self.coding(cf) + self.exposed(cf)
 
     def measured(self, cf: float) -> float | None:
-        """Seconds of a step at `cf` with the exposed time that it had when it was last run, on
-        whatever network that was; None if it was never run."""
+        """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
+        was; None if it never was."""
         exposed = self._last.get(cf)
         return None if exposed is None else self._work[DENSE] + self.coding(cf) + exposed
 
@@ -103,20 +103,17 @@ class StepTime(Stateful):
         return {cf: self._work[DENSE] + exposed for cf, exposed in self._last.items()}
 
     def bound(self) -> float | None:
-        """Seconds of a compressed step with nothing on the wire, and with compression as fast as at
-        any CF that was run; None before the first step."""
+        """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
+        None before the first step."""
         if not self._work.cfs():
             return None
         fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
         return self._work[DENSE] + fastest + self._latency()
 
     def coding(self, cf: float) -> float:
-        """Seconds that compressing and decoding take; dense needs neither.
-
-        A CF that sends fewer bytes than the two nearest CFs that were run is on the line through
-        them. Otherwise that line says little: compression, which mostly searches, takes as long as
-        at the nearest CF, and decoding grows with the bytes.
-        """
+        """Seconds that compressing and decoding take; dense needs neither. Where a CF that was not
+        run sends fewer bytes than the two nearest, it is on the line through them; else compression
+        takes as long as at the nearest CF, and decoding grows with the bytes."""
         if cf == DENSE:
             return 0.0
         if cf in self._compress.cfs():
@@ -131,15 +128,13 @@ class StepTime(Stateful):
         return self._compress[near[0]] + decode
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network; 0 before the first step. For a CF that
-        was not run that is predicted from what the network alone takes: delays of a busy machine do
-        not grow with the bytes."""
+        """Seconds that a step at `cf` waits for the network; 0 before the first step. If it was not
+        run, by what the network alone takes: delays of a busy machine do not grow with bytes."""
         known = self._typical.get(cf)
         return self._predicted(self._network, self.nbytes(cf)) if known is None else known
 
     def sending(self, cf: float) -> float:
-        """The part of the exposed time that grows with the bytes. The rest is latency, as far as
-        two CFs have shown it."""
+        """The part of the exposed time that grows with the bytes: all but latency."""
         return max(0.0, self.exposed(cf) - self._latency())
 
     def timed(self) -> tuple[float, ...]:
@@ -147,8 +142,8 @@ class StepTime(Stateful):
         return tuple(self._typical)
 
     def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
-        """The CF to send next on the way from `here` to `goal`: of the ascending `cfs` the one with
-        the most bytes that is not more than a stride away, or `goal` itself."""
+        """The CF to send next on the way from `here` to `goal`: the smallest of the ascending `cfs`
+        that is not more than a stride away, or `goal` itself."""
         between = [cf for cf in cfs if goal <= cf < here]
         if not between:
             return goal
@@ -165,13 +160,12 @@ class StepTime(Stateful):
         return self._predicted(self._network, 0.0) if len(self._network) > 1 else 0.0
 
     def _nearest(self, cfs: Iterable[float], wanted: float) -> list[float]:
-        """Up to two of the CFs, the ones whose bytes are nearest to `wanted`, nearest first."""
+        """The one or two CFs whose bytes are nearest to `wanted`, nearest first."""
         return sorted(cfs, key=lambda cf: (abs(self.nbytes(cf) - wanted), cf))[:2]
 
     def _predicted(self, known: Mapping[float, float], wanted: float) -> float:
-        """Seconds at `wanted` bytes, by the seconds at some CFs: on the line through the two with
-        the nearest bytes, which never falls, because more bytes do not take less time. With one CF
-        in proportion to its bytes, without any 0."""
+        """Seconds at `wanted` bytes: on the line through the two CFs with the nearest bytes, which
+        never falls; with one CF in proportion to its bytes, without any 0."""
         points = [(self.nbytes(cf), known[cf]) for cf in self._nearest(known, wanted)]
         if not points:
             return 0.0
@@ -185,8 +179,7 @@ class StepTime(Stateful):
         return max(0.0, predicted) if isfinite(predicted) else y
 
     def _observe_exposed(self, cf: float, exposed: float, least: float) -> None:
-        """Take in the exposed time of one step. least: it is added to times before they are
-        compared, so that small differences do not count."""
+        """Take in the exposed time of one step. least: smallest difference that counts."""
         if cf != self._cf:
             self._cf, self._recent, self._same = cf, [], 0
         self._recent = [*self._recent, exposed][-MANY:]
@@ -208,8 +201,8 @@ class StepTime(Stateful):
         self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
     def _has_changed(self, cf: float, least: float) -> bool:
-        """Whether the last steps at the CF in use show another network: at first than the other CFs
-        have shown (more bytes do not take less time), later than this CF itself."""
+        """Whether the last steps at the CF in use show another network than the other CFs at first
+        (more bytes do not take less time), and the CF itself later."""
         if self._same < RECENT:
             return False
         if self._same == RECENT:
@@ -225,8 +218,8 @@ class StepTime(Stateful):
         )
 
     def _is_doubtful(self, cf: float, least: float) -> bool:
-        """Whether the CF in use waits less than the times of the other CFs predict. Backward may
-        hide its exchange; or the network was slow for a few steps when the others were run."""
+        """Whether the CF in use waits less than the other CFs predict: the network was slow for a
+        few steps when they were run, or backward hides this exchange."""
         others = {other: time for other, time in self._network.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False

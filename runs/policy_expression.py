@@ -22,10 +22,8 @@ SHOWN = 200
 
 _CLASSES = {
     name: each
-    for name in policies.__all__
-    if isinstance(each := getattr(policies, name), type)
-    and issubclass(each, Policy)
-    and each is not Policy
+    for name, each in vars(policies).items()
+    if isinstance(each, type) and issubclass(each, Policy) and each is not Policy
 }
 _OURS = ("policies", "adaptive")
 """Modules that export these classes, so that they may stand before their names."""

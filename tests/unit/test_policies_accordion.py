@@ -183,7 +183,7 @@ def test_a_state_is_of_one_set_of_settings():
         started(eta=0.4).load_state_dict(state)
     other = Accordion(interval=5)
     other.start(Context((20.0, 1000.0), 2))
-    with pytest.raises(ValueError, match="cfs"):
+    with pytest.raises(ValueError, match="candidates"):
         other.load_state_dict(state)
 
 

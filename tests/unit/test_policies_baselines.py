@@ -246,7 +246,7 @@ def test_refuses_a_state_of_other_settings():
         other.load_state_dict(policy.state_dict())
     third = Warmup(Fixed(cf=10.0), steps=2)
     third.start(Context((4, 1000), 2))
-    with pytest.raises(ValueError, match="cfs"):
+    with pytest.raises(ValueError, match="candidates"):
         third.load_state_dict(policy.state_dict())
 
 
