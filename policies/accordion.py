@@ -110,20 +110,17 @@ class Accordion(WrappingPolicy):
         if self.per_layer and not context.layers:
             raise ValueError("per_layer=True: the layers are not known")
         self._begin()
-        allowed = context.cf_range
-        low = allowed[0] if self.low is None else self.low
-        high = allowed[1] if self.high is None else self.high
-        sides = {"low": low, "high": high}
-        for name, side in sides.items():
-            if not isinstance(side, Policy):
-                checks.cf_within(name, side, allowed)
+        low = context.cf_range[0] if self.low is None else self.low
+        high = context.cf_range[1] if self.high is None else self.high
         if not isinstance(low, Policy) and not isinstance(high, Policy) and low > high:
             raise ValueError(f"low={low:g}: must not exceed high={high:g}")
-        self._sides = {
-            name: side if isinstance(side, Policy) else Fixed(side) for name, side in sides.items()
-        }
-        for policy in self._sides.values():
+        self._sides = {}
+        for name, side in (("low", low), ("high", high)):
+            policy = side
+            if not isinstance(policy, Policy):
+                policy = Fixed(checks.cf_within(name, policy, context.cf_range))
             policy.start(context)
+            self._sides[name] = policy
         self._numels = dict(context.layers)
         self._regimes = {name: Regime() for name in (context.layers if self.per_layer else [""])}
 

@@ -180,13 +180,12 @@ class DriftMonitor(Stateful):
         if self._window_step < self.steps:
             return None
         self._window_step = 0
-        least = WAIT_SHARE / (self.statistics.t_sys(cf) or inf)
-        found = [
-            (Drift.TIMES, self._seconds.end_window(cf)),
-            (Drift.TIMES, self._waits.end_window(cf, least)),
-            (Drift.GAINS, self._gain.end_window(cf)),
-        ]
-        return next(((drift, why) for drift, why in found if why), None)
+        seconds = self._seconds.end_window(cf)
+        waits = self._waits.end_window(cf, WAIT_SHARE / (self.statistics.t_sys(cf) or inf))
+        gains = self._gain.end_window(cf)
+        if times := seconds or waits:
+            return Drift.TIMES, times
+        return (Drift.GAINS, gains) if gains else None
 
     def _watch_epsilon(self, sent: float) -> tuple[Drift, str] | None:
         """A drift if the chosen CF had too little gain for too long, and smaller CFs were tried."""

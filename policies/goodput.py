@@ -1,9 +1,8 @@
 """Goodput: go straight to the CF with the largest compression throughput, without trying others.
 
 The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for the whole
-ladder at any time: the gain from the shadow ladder, as signal gain (signal_gain.py) or as the
-error-fed gain in steady state; the step time from its model (step_time.py). Nothing is sent only to
-be measured, and a changed network moves the CF as soon as it shows.
+ladder at any time: the gain from the shadow ladder, the step time from its model (step_time.py). So
+nothing is sent only to be measured, and a changed network moves the CF as soon as it shows.
 
 Signal gain is the part of the gradient that gets through at once. The rest is late, not lost, so
 progress falls more slowly, as the root of it (measured: docs/results.md).

@@ -1,18 +1,14 @@
 """Signal gain: the part of the true gradient that gets through compression (docs/signal-gain.md).
 
-A step's gradient is signal and noise. What compression keeps of it is multiplied with a gradient
-that has the same signal and other noise, so that the noise averages out.
+What compression keeps of a step's gradient is multiplied with a gradient that has the same signal
+and other noise, so that the noise averages out: another rank's of that step, or, where that is not
+clear, the next step's, which turns against this step's noise where steps overshoot. While neither
+is clear the gains stay what they were: noise hides the signal, for instance after the learning rate
+has dropped, and that is no reason to compress less. Before a ratio was ever clear, the root of the
+steady-state error-fed gain decides: the amplitude that gets through, of the same order.
 
-1. The other gradient is that of another rank in the same step ("peers").
-2. Where these products are not clear, it is the next step's, which turns against this step's noise
-   where steps overshoot.
-3. If neither ratio is clear, the gains stay what they were when one last was: noise hides the
-   signal, for instance after the learning rate has dropped, and that is no reason to compress less.
-4. Before a ratio was ever clear, the root of the steady-state error-fed gain decides: the amplitude
-   that gets through, of the same order.
-
-Products are divided by the norms of the gradients in them. A larger CF lets no more through than a
-smaller one: where the ratios say so it is noise, and these CFs get their mean.
+A larger CF lets no more through than a smaller one: where the ratios say so, that is noise, and
+these CFs get their mean.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
 
 Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF. The
 exposed time is what the rank that waits least waits for the network, and grows with the bytes sent.
-A report gives all three, so one CF that was run is enough to predict the others.
-
-Networks change. A change shows at the CF in use, and the exposed times of the other CFs are then
-those of another network, and are forgotten.
+A report gives all three, so one CF that was run is enough to predict the others. When the network
+changes, which shows at the CF in use, the exposed times of the others are forgotten.
 """
 
 from __future__ import annotations
