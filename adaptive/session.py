@@ -30,7 +30,7 @@ from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameters
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
-from adaptive.state import check_state, shapes, undone_on_error
+from adaptive.state import check_state, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import (
@@ -371,7 +371,7 @@ class Session:
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
-            "parameters": shapes(self._parameters.by_name()),
+            "parameters": {p.name: list(p.tensor.shape) for p in self._parameters.values()},
         }
 
     def _reduce_with(self, clip_norm: float | None) -> None:

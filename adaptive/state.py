@@ -50,10 +50,6 @@ def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterato
         raise ValueError(told if told.startswith("state") else f"state: {told}") from error
 
 
-def shapes(by_name: Mapping[str, ModelParameter]) -> dict[str, list[int]]:
-    return {name: list(parameter.tensor.shape) for name, parameter in by_name.items()}
-
-
 def check_state(
     state: State, expected: State, by_name: Mapping[str, ModelParameter], ladder: int
 ) -> None:

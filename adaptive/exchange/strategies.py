@@ -126,9 +126,14 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
     second: list[Payload] = []
     poisoned: Flag = False
     for (unit, mean), payloads in zip(means, zip(*received, strict=True), strict=True):
-        payload, flag = _compress_mean(unit, mean, payloads)
-        second.append(payload)
-        poisoned = poisoned | flag
+        for payload in payloads:
+            flag = unit.compressor.is_poisoned(payload)
+            unit.compressor.add_to(mean, unit.compressor.void(payload, flag), 1 / len(payloads))
+            poisoned = poisoned | flag
+        # What is drawn at random is not what was drawn for this rank's own payload.
+        key = unit.key._replace(rank=unit.key.rank + len(payloads))
+        second.append(unit.compressor.compress(mean, unit.cf, key))
+    poisoned = poisoned | (all_finite(room) ^ True)
     pairs = zip(mine, second, strict=True)
     second = [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
     wire = work.new_zeros(max(sizes), dtype=torch.uint8)  # the collective wants equal sizes
@@ -142,23 +147,8 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
     for units, row, size in zip(shards, rows, sizes, strict=True):
         everyones += unpack(units, row[:size], out.dtype)
     poisoned = any_poisoned(out.units, everyones)
-    for _, lost in means:
-        fill_if(poisoned, lost, 0.0)
+    fill_if(poisoned, room, 0.0)
     return Received([[mean] for mean in everyones], poisoned, 1.0, out.payloads, means)
-
-
-def _compress_mean(unit: Unit, mean: Tensor, received: Sequence[Payload]) -> tuple[Payload, Flag]:
-    """Add the ranks' mean to `mean`, and compress it. Also whether it is not finite, or a payload
-    poisoned."""
-    compressor = unit.compressor
-    poisoned: Flag = False
-    for payload in received:
-        flag = compressor.is_poisoned(payload)
-        compressor.add_to(mean, compressor.void(payload, flag), 1 / len(received))
-        poisoned = poisoned | flag
-    # What is drawn at random is not what was drawn for this rank's own payload.
-    key = unit.key._replace(rank=unit.key.rank + len(received))
-    return compressor.compress(mean, unit.cf, key), poisoned | (all_finite(mean) ^ True)
 
 
 def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:

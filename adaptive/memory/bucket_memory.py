@@ -119,8 +119,7 @@ class BucketMemory:
         self._kept("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
 
     def keep(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
-        """Add what a second compression has lost of units, so many times, to what the memory
-        holds."""
+        """Add so many times what a second compression has lost to what the memory holds."""
         for unit, values in lost if self._memory.keeps else ():
             for part, _, _ in unit.ranges:
                 part.parameter.open_residual()
