@@ -30,7 +30,7 @@ from adaptive.statistics.timing import Stopwatch
 from adaptive.statistics.vector import Statistics, Tally
 from adaptive.summary import Summary
 from adaptive.timeline.records import Event, Recorder
-from compressors.kernels import is_host
+from compressors.kernels.blocks import is_host
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
 

@@ -49,8 +49,8 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
-from compressors.kernels import Flag, Scalar, all_finite, is_host
-from compressors.kernels.blocks import but_not, either, fill_if
+from compressors.kernels import all_finite
+from compressors.kernels.blocks import Flag, Scalar, but_not, either, fill_if, is_host
 from compressors.rounds import RoundsCompressor
 
 OnMean = Callable[[ModelParameter, Tensor, Flag], None]

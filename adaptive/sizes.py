@@ -105,7 +105,7 @@ class Sizes:
     def _nbytes(self, shape: torch.Size, cf: float) -> float:
         if cf == DENSE:
             return 4.0 * shape.numel()
-        return self.granularity.compressor.payload_nbytes_for(shape, cf)
+        return self.granularity.compressor.exchanged_nbytes(shape, cf)
 
 
 def start_policy(settings: Settings, sizes: Sizes) -> Context:

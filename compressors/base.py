@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressors.kernels import add_and_norm, check_same_length, squared_norm
-from compressors.kernels.blocks import Flag, Scalar, either, energies, is_host
+from compressors.kernels import add_and_norm, squared_norm
+from compressors.kernels.blocks import Flag, Scalar, check_same_length, either, energies, is_host
 
 MAX_NUMEL = 2**31 - 1
 """Elements of the largest tensor: its positions fit 32 bits."""
@@ -50,6 +50,7 @@ class Payload:
     dtype: of the tensor that was compressed.
     corrupt: on a device, whether what was received cannot have been sent by any compressor; there
         it is decoded all the same, within bounds. On the host such bytes raise CorruptPayload.
+    exact: a sparsifier's values before coding, to compress them further; None after receiving.
     """
 
     parts: tuple[Tensor, ...]
@@ -59,6 +60,7 @@ class Payload:
     energies: Tensor | None = None
     dtype: torch.dtype = torch.float32
     corrupt: Flag = False
+    exact: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
@@ -234,17 +236,16 @@ class Compressor(ABC):
         """Number of elements sent, indices not counted (the papers' "floats sent")."""
         return numel / cf
 
-    def payload_nbytes_for(
-        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
-    ) -> int:
-        """`payload_nbytes` of a parameter: this and the next two are for where a shape matters."""
-        return self.payload_nbytes(prod(shape), cf, dtype)
+    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
+        """`supported` on a parameter of this shape, for compressors that see a matrix."""
+        return self.supported(cf, prod(shape))
 
     def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
         return self.floats(prod(shape), cf)
 
-    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        return self.supported(cf, prod(shape))
+    def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
+        """Bytes that a rank hands to collectives for a float32 parameter of this shape."""
+        return self.payload_nbytes(prod(shape), cf)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The one dtype of a linear compressor's parts, in which they are summed."""

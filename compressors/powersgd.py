@@ -36,7 +36,6 @@ from compressors.rounds import (
     Report,
     Rounds,
     RoundsCompressor,
-    check_bucket,
     not_finite,
     projection_energies,
     zeros_if,
@@ -155,7 +154,6 @@ class PowerSGD(RoundsCompressor):
         world_size: int,
         report: Report,
     ) -> Rounds:
-        check_bucket(tensors, cfs, keys)
         parts = [self._part(*each) for each in zip(tensors, cfs, keys, strict=True)]
         totals = squared_norms(tensors)
         ps = [part.start @ part.matrix.t() for part in parts]
@@ -246,11 +244,6 @@ class PowerSGD(RoundsCompressor):
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         """Of a tensor of unknown shape, which is seen as nearly square."""
         return sum(layout(cf, numel).sizes) * dtype.itemsize
-
-    def payload_nbytes_for(
-        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
-    ) -> int:
-        return sum(layout(cf, prod(shape), shape).sizes) * dtype.itemsize
 
     def floats(self, numel: int, cf: float) -> float:
         return float(sum(layout(cf, numel).sizes))

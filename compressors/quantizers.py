@@ -19,8 +19,8 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload
-from compressors.kernels import blocks, check_same_length
-from compressors.kernels.blocks import CODE_BLOCK, scratch, scratch_like, widened
+from compressors.kernels import blocks
+from compressors.kernels.blocks import CODE_BLOCK, check_same_length, scratch, scratch_like, widened
 from compressors.kernels.host import block_norm
 from compressors.wire import values
 from compressors.wire.values import Block, BlockFormat, Half, Layout, Levels, Parts
@@ -62,9 +62,6 @@ class Quantizer(Compressor):
             kept = scratch("kept", stop - start, widened(dtype), out.device)
             form.decode_block(form.slices(payload.parts, start, stop - start, dtype), kept)
             out[start:stop].add_(kept.to(dtype), alpha=scale)
-
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        self.add_to(tensor, payload, -1.0)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return self.form(cf).nbytes(numel, dtype)

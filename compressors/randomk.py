@@ -8,7 +8,6 @@ they can be summed by an all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import gcd
 
@@ -18,24 +17,16 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
-from compressors.kernels import Scalar, add_and_norm, squared_norm
-from compressors.kernels.blocks import energies, is_host
+from compressors.kernels import add_and_norm, squared_norm
+from compressors.kernels.blocks import Scalar, energies, is_host
 from compressors.sparsifier import add_at, take
 from compressors.wire.values import ValueFormat, make_values
 
 
-@dataclass(frozen=True)
-class RandomPayload(Payload):
-    """A random-k payload holds the k coded values alone, as every rank knows their indices.
-
-    exact: the values before coding, to compress them further; None after receiving.
-    """
-
-    exact: Tensor | None = None
-
-
 class RandomK(Compressor):
     """Random-k keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
+
+    The payload holds the coded values alone.
 
     seed: the same on all ranks.
     unbiased: scale the values by numel / k, so that E[C(a)] = a; then the error is not fed back.
@@ -62,7 +53,6 @@ class RandomK(Compressor):
         return self._compress(memory, add_and_norm(memory, tensor), cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        assert isinstance(payload, RandomPayload)
         cf, numel = base.combined_cf(payload.cf, factor), payload.numel
         values = self._decoded(payload) if payload.exact is None else payload.exact
         scale = self._scale(numel, values.numel())
@@ -78,7 +68,7 @@ class RandomK(Compressor):
 
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         parts = base.split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
-        return RandomPayload(parts, numel, cf, key, dtype=dtype)
+        return Payload(parts, numel, cf, key, dtype=dtype)
 
     def indices(self, payload: Payload) -> Tensor | None:
         whole = kept(payload.numel, payload.cf) == payload.numel
@@ -107,14 +97,14 @@ class RandomK(Compressor):
         energy = scale**2 * inner
         error = base.projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
         parts, sent = self.values.encode(values, key)
-        payload = RandomPayload(parts, numel, cf, key, dtype=values.dtype, exact=values)
         if not self.values.lossless:
             # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale
             rounded = values - sent
             across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
             error = base.projection_error(error + 2 * across + squared_norm(rounded), 0.0)
             energy = squared_norm(sent)
-        return replace(payload, energies=energies(total, energy, error, values))
+        of = energies(total, energy, error, values)
+        return Payload(parts, numel, cf, key, of, values.dtype, exact=values)
 
     def _decoded(self, payload: Payload) -> Tensor:
         k = kept(payload.numel, payload.cf)

@@ -75,24 +75,13 @@ class RoundsCompressor(Compressor):
         lockstep([self.rounds([tensor], [cf], [key], 1, reported.extend)])
         return reported[0]
 
+    def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
+        return torch.float32.itemsize * int(self.floats_for(shape, cf))
+
     def write_to(self, out: Tensor, payload: Payload) -> None:
         """out = decompress(payload), in place; `out` is flat with payload.numel elements."""
         out.detach().zero_()
         self.add_to(out, payload)
-
-
-def check_bucket(tensors: Sequence[Tensor], cfs: Sequence[float], keys: Sequence[Key]) -> None:
-    """Raise ValueError unless these are arguments that `rounds` accepts."""
-    counts = {len(tensors), len(cfs), len(keys)}
-    if not tensors or len(counts) != 1:
-        raise ValueError(f"tensors, cfs and keys must be equally many, not 0; got {counts}")
-    first = tensors[0]
-    if first.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"tensors must be float32 or float64, got {first.dtype}")
-    for tensor in tensors:
-        check_flat(tensor)
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise ValueError("tensors must be of one dtype and on one device")
 
 
 def not_finite(x: Tensor) -> Flag:

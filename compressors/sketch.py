@@ -43,7 +43,6 @@ from compressors.rounds import (
     Report,
     Rounds,
     RoundsCompressor,
-    check_bucket,
     not_finite,
     projection_energies,
     zeros_if,
@@ -122,7 +121,6 @@ class Sketch(RoundsCompressor):
         world_size: int,
         report: Report,
     ) -> Rounds:
-        check_bucket(tensors, cfs, keys)
         parts = [self._part(*each) for each in zip(tensors, cfs, keys, strict=True)]
         totals = squared_norms(tensors)
         # Of each its table, or all its values.
@@ -201,14 +199,8 @@ class Sketch(RoundsCompressor):
         return indices.long() if indices.numel() else None
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        """Of a payload. What the rounds exchange is `payload_nbytes_for`."""
         k, _, dense = self.budget(numel, cf)
         return k * torch.int32.itemsize + (k + dense) * dtype.itemsize
-
-    def payload_nbytes_for(
-        self, shape: tuple[int, ...], cf: float, dtype: torch.dtype = torch.float32
-    ) -> int:
-        return int(self.floats_for(shape, cf)) * dtype.itemsize
 
     def floats(self, numel: int, cf: float) -> float:
         k, columns, dense = self.budget(numel, cf)

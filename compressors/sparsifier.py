@@ -14,10 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compressors import base, kernels
+from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
-from compressors.kernels import Selected, squared_norms
-from compressors.kernels.blocks import Flag, energies, is_host
+from compressors.kernels import kernels_for, squared_norm, squared_norms
+from compressors.kernels.blocks import (
+    Flag,
+    Selected,
+    check_same_length,
+    energies,
+    is_host,
+    on_host,
+)
 from compressors.kernels.device import take_present
 from compressors.wire.indices import choose_format
 from compressors.wire.values import ValueFormat, make_values
@@ -32,12 +39,10 @@ class SparsePayload(Payload):
         many indices as slots, on a device exactly as many: there slots that hold nothing come last,
         with index `numel` and value 0.
     full: whether there are always as many indices as slots.
-    exact: the values before coding, to compress them further; None after receiving.
     sent: the values after coding, if that loses something; None after receiving.
     """
 
     full: bool = False
-    exact: Tensor | None = None
     sent: Tensor | None = None
 
     @property
@@ -100,16 +105,15 @@ class Sparsifier(Compressor):
         return self._compress(tensor, None, cf, key)
 
     def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        kernels.check_same_length(memory, tensor)
+        check_same_length(memory, tensor)
         return self._compress(memory, tensor.detach().to(memory), cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """Keeps the largest of the elements in `payload`, whatever rule chose those."""
-        assert isinstance(payload, SparsePayload)
         cf = base.combined_cf(payload.cf, factor)
         values = self._decoded(payload) if payload.exact is None else payload.exact
         k = min(kept(payload.numel, cf), values.numel())
-        positions = kernels.kernels_for(values).largest(values, k)
+        positions = kernels_for(values).largest(values, k)
         indices, values = take(payload.parts[0], positions), take(values, positions)
         chosen = Selected(indices, values, payload.scalars[0])
         return self._payload(chosen, payload.numel, cf, payload.key)
@@ -155,7 +159,7 @@ class Sparsifier(Compressor):
         base.check_flat(tensor)
         indices, corrupt = self._unpacked(packed, tensor.numel(), cf)
         values = (take if is_host(tensor.device) else take_present)(tensor.detach(), indices)
-        chosen = Selected(indices, values, kernels.squared_norm(tensor))
+        chosen = Selected(indices, values, squared_norm(tensor))
         return replace(self._payload(chosen, tensor.numel(), cf, key), corrupt=corrupt)
 
     def _unpacked(self, packed: Tensor, numel: int, cf: float) -> tuple[Tensor, Flag]:
@@ -167,7 +171,7 @@ class Sparsifier(Compressor):
         base.check_flat(tensor)
         cf, numel = base.check_cf(cf), tensor.numel()
         chosen = self.select(tensor.detach(), kept(numel, cf), add, key)
-        if is_host(tensor.device) and not kernels.on_host(tensor):  # selected as on a device
+        if is_host(tensor.device) and not on_host(tensor):  # selected as on a device
             count = int((chosen.indices < numel).sum())
             chosen = Selected(chosen.indices[:count], chosen.values[:count], chosen.total)
         return self._payload(chosen, numel, cf, key)
@@ -215,7 +219,7 @@ class TopK(Sparsifier):
     exact_count = True
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        return kernels.kernels_for(tensor).select(tensor, k, add)
+        return kernels_for(tensor).select(tensor, k, add)
 
 
 def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:

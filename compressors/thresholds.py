@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from compressors.base import Key
-from compressors.kernels import Array, Scalar, Selected, kernels_for, on_host
-from compressors.kernels.blocks import CACHE_BLOCK, is_host
+from compressors.kernels import kernels_for
+from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected, is_host, on_host
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
 

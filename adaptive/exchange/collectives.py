@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink
 from compressors.base import CorruptPayload
-from compressors.kernels import Flag, fresh, is_host
+from compressors.kernels.blocks import Flag, fresh, is_host
 
 T = TypeVar("T")
 

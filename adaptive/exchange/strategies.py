@@ -25,8 +25,8 @@ from adaptive.exchange.link import LinkCost
 from compressors import Compressor
 from compressors.base import Payload
 from compressors.grace import GraceCompressor
-from compressors.kernels import Flag, all_finite, fresh
-from compressors.kernels.blocks import fill_if
+from compressors.kernels import all_finite
+from compressors.kernels.blocks import Flag, fill_if, fresh
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 

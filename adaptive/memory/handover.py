@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from compressors.kernels import is_host
+from compressors.kernels.blocks import is_host
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

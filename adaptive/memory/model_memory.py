@@ -13,7 +13,7 @@ from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
 from adaptive.parameters import ModelParameters
 from compressors import Compressor
-from compressors.kernels import is_host
+from compressors.kernels.blocks import is_host
 from policies import DENSE, checks
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.kernels import Array, on_host
+from compressors.kernels.blocks import Array, on_host
 
 BELOW = 0.8
 """Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""

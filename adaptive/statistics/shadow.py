@@ -26,8 +26,7 @@ from adaptive.statistics.samples import Sections, clear, energies, largest, prod
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
-from compressors.kernels import on_host
-from compressors.kernels.blocks import Flag, is_host
+from compressors.kernels.blocks import Flag, is_host, on_host
 
 if TYPE_CHECKING:
     from adaptive.statistics.requested import LayerStatistics

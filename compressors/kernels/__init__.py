@@ -14,32 +14,7 @@ import torch
 from torch import Tensor
 
 from compressors.kernels import device, host
-from compressors.kernels.blocks import (
-    Array,
-    Flag,
-    Scalar,
-    Selected,
-    check_same_length,
-    fresh,
-    is_host,
-    on_host,
-)
-
-__all__ = [
-    "Array",
-    "Flag",
-    "Scalar",
-    "Selected",
-    "add_and_norm",
-    "all_finite",
-    "check_same_length",
-    "fresh",
-    "is_host",
-    "kernels_for",
-    "on_host",
-    "squared_norm",
-    "squared_norms",
-]
+from compressors.kernels.blocks import Flag, Scalar, check_same_length, is_host, on_host
 
 
 def kernels_for(tensor: Tensor) -> ModuleType:

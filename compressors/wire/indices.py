@@ -117,9 +117,9 @@ class IndexFormat:
                 raise CorruptPayload("payload must be zero where it holds nothing")
             at <<= low
             at |= slots[: at.size]
-        decoded = torch.from_numpy(at.astype(np.int32, copy=False))
-        check_ascending(decoded, numel)
-        return decoded
+        if at.size and (at[0] < 0 or at[-1] >= numel or not (at[1:] > at[:-1]).all()):
+            raise CorruptPayload(f"indices must ascend within [0, {numel}), got {at[0]}...{at[-1]}")
+        return torch.from_numpy(at.astype(np.int32, copy=False))
 
     def _decode_on_device(
         self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
@@ -163,15 +163,6 @@ def choose_format(numel: int, capacity: int) -> IndexFormat:
 
     Among equally small ones the first of `FORMATS`. A pure function, the same on all ranks."""
     return min(FORMATS, key=lambda form: form.nbytes(numel, capacity))
-
-
-def check_ascending(indices: Tensor, numel: int) -> None:
-    """Raise CorruptPayload unless `indices` (of the host) ascend strictly within [0, numel).
-
-    Ascending indices are within bounds if the first and the last one are."""
-    at = indices.numpy()
-    if at.size and (at[0] < 0 or at[-1] >= numel or not (at[1:] > at[:-1]).all()):
-        raise CorruptPayload(f"indices must ascend within [0, {numel}), got {at[0]} ... {at[-1]}")
 
 
 def _ranks(positions: Numbers, bits: Tensor) -> Numbers:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.kernels import device, on_host
-from compressors.kernels.blocks import CODE_BLOCK, Array, Flag, fill_up, is_host, scratch
+from compressors.kernels import device
+from compressors.kernels.blocks import CODE_BLOCK, Array, Flag, fill_up, is_host, on_host, scratch
 
 Numbers = Any
 """A NumPy array or a tensor."""

@@ -22,7 +22,7 @@ from numpy.random import SFC64
 from torch import Tensor
 
 from compressors.base import Key, projection_error
-from compressors.kernels import on_host, squared_norms
+from compressors.kernels import squared_norms
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     block_bounds,
@@ -31,6 +31,7 @@ from compressors.kernels.blocks import (
     fresh,
     is_host,
     numbers_of_rows,
+    on_host,
     reduce_rows,
     rows,
     scratch_like,

@@ -18,6 +18,6 @@ def recorded_layers(header: Header | None, base: Compressor) -> tuple[dict[str, 
 
     def nbytes(layer: str, cf: float) -> float:
         shape = shapes[layer]
-        return 4.0 * prod(shape) if cf == DENSE else base.payload_nbytes_for(shape, cf)
+        return 4.0 * prod(shape) if cf == DENSE else base.exchanged_nbytes(shape, cf)
 
     return {name: prod(shape) for name, shape in shapes.items()}, nbytes

@@ -51,7 +51,7 @@ def test_sizes_and_supported_cf(cf):
         payload = powersgd.compress(normal(numel, 0, torch.float32), cf, Key("w", 0, shape))
         rank, sides = powersgd.rank(cf, shape), shape[0] + numel // shape[0]
         assert powersgd.floats_for(shape, cf) == (rank * sides if rank else numel)
-        assert payload.nbytes == powersgd.payload_nbytes_for(shape, cf)
+        assert payload.nbytes == powersgd.exchanged_nbytes(shape, cf)
         assert payload.nbytes == 4 * powersgd.floats_for(shape, cf)
         real = powersgd.supported_for(cf, shape)
         assert real == pytest.approx(numel / powersgd.floats_for(shape, cf))
@@ -80,7 +80,7 @@ def test_yields_the_same_sizes_whatever_the_data():
             generator.send(second)
     assert len(set(sizes)) == 1
     total = sum(sizes[0][0]) + sum(sizes[0][1])
-    assert total * 4 == sum(PowerSGD().payload_nbytes_for(s, 4.0) for s in SHAPES[:-1]) + 4
+    assert total * 4 == sum(PowerSGD().exchanged_nbytes(s, 4.0) for s in SHAPES[:-1]) + 4
 
 
 def test_bad_input_is_refused():
@@ -88,14 +88,6 @@ def test_bad_input_is_refused():
         return next(PowerSGD().rounds(*args, 1, lambda _: None))
 
     x = torch.zeros(2400)
-    with pytest.raises(ValueError, match="equally many"):
-        start([x], [4.0], [])
-    with pytest.raises(ValueError, match="not 0"):
-        start([], [], [])
-    with pytest.raises(ValueError, match="float32 or float64"):
-        start([x.half()], [4.0], [MATRIX])
-    with pytest.raises(ValueError, match="one dtype"):
-        start([x, x.double()], [4.0, 4.0], [MATRIX, MATRIX])
     with pytest.raises(ValueError, match=r"key\.shape"):
         start([x[:-1]], [4.0], [MATRIX])
     with pytest.raises(ValueError, match="cf must"):
@@ -286,7 +278,7 @@ def test_bytes_round_trip(key, cf):
 def test_half_precision_can_be_compressed(dtype):
     powersgd, tensor = PowerSGD(), low_rank(2, 0).to(dtype)
     payload = powersgd.compress(tensor, 12.0, MATRIX)
-    assert payload.nbytes == powersgd.payload_nbytes_for((40, 60), 12.0, dtype)
+    assert payload.nbytes == powersgd.floats_for((40, 60), 12.0) * dtype.itemsize
     assert payload.dtype == dtype
     lost = norm2(powersgd.decompress(payload).double() - tensor.double())
     assert lost < 1e-3 * norm2(tensor)
@@ -332,7 +324,7 @@ def test_truncation_is_what_the_same_rounds_give_at_that_rank():
             a = bucket[w][0]
             level = ranks[w].recompress(reported[w][0], cf / 4.0)
             kept = ranks[w].decompress(level)
-            assert level.nbytes == ranks[w].payload_nbytes_for((40, 60), cf, torch.float64)
+            assert level.nbytes == 8 * ranks[w].floats_for((40, 60), cf)
             assert float(level.energy) == pytest.approx(norm2(kept))
             assert float(level.error) == pytest.approx(norm2(a - kept))
             assert float(level.total) == pytest.approx(norm2(a))

@@ -103,7 +103,7 @@ def test_sizes_and_supported_cf(cf, numel):
     for _ in range(2):
         sizes.append(len(generator.send(torch.zeros(sizes[0]) if sizes else None)))
     assert sum(sizes) == sketch.floats(numel, cf)
-    assert sketch.payload_nbytes_for((numel,), cf) == 4 * sum(sizes)
+    assert sketch.exchanged_nbytes((numel,), cf) == 4 * sum(sizes)
     if kept(numel, cf) >= 8:
         assert sum(sizes) <= kept(numel, cf)
     assert sum(sizes) <= max(numel, 0)
