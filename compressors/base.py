@@ -21,8 +21,7 @@ MAX_NUMEL = 2**31 - 1
 class Key(NamedTuple):
     """A key names one tensor in one step, the same on every rank, and seeds random numbers.
 
-    name: of the parameter or bucket. step: number of the step.
-    shape: of the parameter, for compressors that see a matrix; () if it is not known.
+    name: of the parameter or bucket. shape: of the parameter; () if it is not known.
     rank: the one thing that differs between ranks: it seeds what ranks should draw independently.
     """
 
@@ -109,9 +108,8 @@ class Payload:
 
 
 def kept(numel: int, cf: float) -> int:
-    """Elements a sparsifier keeps of `numel` at `cf`: max(1, floor(numel / cf)), 0 of nothing.
-
-    The tolerance makes 10 * (24 / 10) the same CF as 24, whatever the last bit says."""
+    """Elements a sparsifier keeps of `numel` at `cf`: max(1, floor(numel / cf)), 0 of nothing."""
+    # The tolerance makes 10 * (24 / 10) the same CF as 24, whatever the last bit says.
     return min(numel, max(1, floor(numel / cf * (1 + 1e-12))))
 
 
@@ -172,9 +170,8 @@ class Compressor(ABC):
         return self.compress(memory, cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        """Compress what `payload` keeps by a further `factor` >= 1 (GraVAC section III): the result
-        is at CF payload.cf * factor, its `error` against the tensor that was compressed first,
-        which is not touched again. NotImplementedError unless `multilevel`."""
+        """Compress what `payload` keeps by a further `factor` >= 1 (GraVAC section III). Its error
+        is against the tensor that was compressed first. NotImplementedError unless `multilevel`."""
         raise NotImplementedError(f"compressor {self.name!r} does not compress in levels")
 
     @abstractmethod
@@ -196,9 +193,9 @@ class Compressor(ABC):
         CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
     def poison(self, payload: Payload, flag: Flag = True) -> Payload:
-        """`payload` with every floating-point value NaN, if `flag` is set: this is how a rank tells
-        the others that its gradient was not finite, without a collective of its own. To be
-        overridden, with `is_poisoned` and `void`, where no part is floating-point."""
+        """`payload` with every floating-point value NaN, if `flag` is set: so a rank tells the
+        others that its gradient was not finite. To be overridden, with `is_poisoned` and `void`,
+        where no part is floating-point."""
         if not any(p.is_floating_point() for p in payload.parts):
             raise NotImplementedError(f"{type(self).__name__} must override poison and is_poisoned")
         return _filled(payload, flag, nan)
@@ -214,7 +211,7 @@ class Compressor(ABC):
 
     def void(self, payload: Payload, flag: Flag = True) -> Payload:
         """`payload` with every floating-point value 0, so that it decodes to zeros, if `flag` is
-        set: nothing comes of a step in which some rank's payload is poisoned."""
+        set."""
         return _filled(payload, flag, 0.0)
 
     def indices(self, payload: Payload) -> Tensor | None:

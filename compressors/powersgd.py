@@ -5,12 +5,9 @@ Optimization" (NeurIPS 2019), Algorithm 1. A gradient M (n x m) on each rank, Q 
 
     P = orthonormal(sum(M Q));  Q = mean(M^T P);  every rank decodes P Q^T.
 
-P Q^T is the exact mean of the projections P P^T M of each rank's own M. So there are two choices
-of residual: against a rank's own projection (the paper's Algorithm 2; `report` is given that
-projection), or against the mean (PyTorch's hook; the rounds return that mean). The sums of either
-over the ranks are the same, and so is everything that is ever decoded. But with the second choice
-the differences between the ranks are never subtracted: they pile up, and the share of a that is
-kept falls for ever.
+P Q^T is the exact mean of the projections P P^T M of each rank's own M, and the residual is against
+a rank's own projection (the paper's Algorithm 2). Against the mean, as in PyTorch's hook, the same
+would be decoded, but differences between the ranks would never be subtracted and pile up.
 
 P and Q are stored transposed (r x n, r x m): products then run at the speed of memory at any rank
 (else 6 to 20 times slower for ranks 2 to 4, measured), and a lower rank is a prefix.
@@ -76,12 +73,9 @@ class Layout(NamedTuple):
 def layout(cf: float, numel: int, shape: tuple[int, ...] = ()) -> Layout:
     """How a tensor of `numel` elements and a parameter's `shape` is sent at `cf`.
 
-    The matrix is n = shape[0] by m = all the other dimensions (Vogels and others 2019, section 3).
-    If `shape` is () (not known), it is the largest nearly square one; the elements left over, fewer
-    than sqrt(numel), travel as they are.
-
-    rank = max(1, floor(n m / (cf (n + m)))), at most min(n, m). CF 1, vectors, and matrices whose
-    P and Q would be no smaller than they are themselves, travel uncompressed."""
+    The matrix is n = shape[0] by m = all the other dimensions (Vogels and others 2019, section 3),
+    nearly square if `shape` is () (not known). rank = max(1, floor(n m / (cf (n + m)))). CF 1, and
+    what would not become smaller, travels uncompressed."""
     cf = check_cf(cf)
     if shape and prod(shape) != numel:
         raise ValueError(f"key.shape must have the tensor's {numel} elements, got {shape}")
@@ -130,9 +124,8 @@ class PowerSGD(RoundsCompressor):
 
     The first all-reduce carries the P of all tensors and what travels uncompressed (see `layout`),
     the second one all Q. Each parameter's Q of the last step is where the next step starts ("warm
-    start", Vogels and others 2019, section 4.2). It comes out of a sum over the ranks, so it is the
-    same on all of them. A lower rank uses its first columns, and the others are kept for later;
-    beyond the highest rank so far, random columns are added.
+    start", Vogels and others 2019, section 4.2): a lower rank uses its first columns, and beyond
+    the highest rank so far random columns are added.
 
     seed: the same on all ranks; of the random columns.
 
@@ -184,10 +177,8 @@ class PowerSGD(RoundsCompressor):
         return [part.payload(p, q, rest) for part, p, q, rest in decoded]
 
     def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        """Starts from the Q of the last step, which stays as it is.
-
-        If that Q has too few columns, one more step of iteration is done, as a random start would
-        show far less than what PowerSGD keeps once it has run for a few steps."""
+        """If the last step's Q has too few columns, there is one more step of iteration: a random
+        start would show far less than what PowerSGD keeps once it has run for a few steps."""
         part = self._part(tensor, cf, key)
         p = orthonormal_rows(part.start @ part.matrix.t())
         q = p @ part.matrix
@@ -197,9 +188,7 @@ class PowerSGD(RoundsCompressor):
         return _own([part], [p], [q], squared_norms([part.flat]), False)[0]
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
-        """P and Q truncated to their first columns: what the same rounds would have given at that
-        rank. A tensor that went uncompressed, but would not at the larger CF, is compressed here.
-        """
+        """P and Q truncated to their first columns: what the rounds give at that rank."""
         cf = base.combined_cf(payload.cf, factor)
         then, now = layout_of(payload), layout(cf, payload.numel, payload.key.shape)
         p, q, rest = payload.parts
@@ -236,10 +225,6 @@ class PowerSGD(RoundsCompressor):
         sizes = layout(cf, numel, key.shape).sizes
         parts = base.split_bytes(data, *((size, dtype) for size in sizes))
         return Payload(parts, numel, cf, key, dtype=dtype)
-
-    def rank(self, cf: float, shape: tuple[int, ...]) -> int:
-        """The rank for a parameter of this shape at `cf`; 0 if it travels uncompressed."""
-        return layout(cf, prod(shape), shape).rank
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         """Of a tensor of unknown shape, which is seen as nearly square."""
@@ -298,11 +283,9 @@ class PowerSGD(RoundsCompressor):
         return orthonormal_rows(rows)
 
     def _keep(self, name: str, start: Tensor, rows: Tensor, bad: Flag) -> None:
-        """Start from `rows` the next time. If they are `bad`, nothing changes, except that on a
-        device those rows of `start` are kept that were not known before.
-
-        Rows of zeros (of a zero gradient) tell nothing: instead of them, those of `start` are kept,
-        from which they were computed."""
+        """Start from `rows` the next time, or from those of `start` where they are zero, as those
+        of a zero gradient are. If they are `bad`, nothing changes, except that on a device those
+        rows of `start` are kept that were not known before."""
         if bad is True:
             return
         rank, known = len(rows), self._known(name, rows.shape[1])
@@ -335,13 +318,11 @@ _WIDE = 8  # rows up to which the host works in double; beyond, that would cost 
 def orthonormal_rows(rows: Tensor) -> Tensor:
     """Orthonormal rows (r, n) whose first j span what the first j of `rows` span, for every j.
 
-    PowerSGD (Vogels and others 2019, Algorithm 1) orthogonalises with Gram-Schmidt, which divides
-    by zero for a zero gradient and loses orthogonality for nearly dependent columns. Householder
-    reflections do neither.
+    By Householder reflections: the paper's Gram-Schmidt divides by zero for a zero gradient and
+    loses orthogonality for nearly dependent columns.
 
     rows: (r, n) with r <= n. A row that is zero, or depends on the ones before it, becomes some
-    unit vector orthogonal to the others (always the same for the same `rows`). NaN only if `rows`
-    is not finite."""
+    unit vector orthogonal to the others. NaN only if `rows` is not finite."""
     if not rows.numel():
         return rows
     wide = rows.double() if len(rows) <= _WIDE or not is_host(rows.device) else rows

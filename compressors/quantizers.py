@@ -29,14 +29,12 @@ from compressors.wire.values import Block, BlockFormat, Half, Layout, Levels, Pa
 class Quantizer(Compressor):
     """A quantizer sends every element of a tensor, in a value format that the CF chooses.
 
-    The CF is fp32 bits / bits of an element. Scales are not counted in it, but in `payload_nbytes`.
-    Half-precision tensors are computed in float32 and sent in the same number of bits.
+    The CF is fp32 bits / bits of an element; scales are not counted in it.
 
     forms: the value format of each CF that can be done. Any other CF means the nearest of these
         (the smaller of two equally near), and that is the CF of the payload.
 
-    Not multilevel: quantizing quantized values once more would add a second error to the first one,
-    and be no cheaper than compressing the tensor itself.
+    Not multilevel: quantizing quantized values would add a second error, and be no cheaper.
     """
 
     multilevel = False
@@ -99,13 +97,10 @@ class HalfPrecision(Quantizer):
     """Half precision (CF 2) sends values of 16 bits, which an all-reduce can sum.
 
     Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and PyTorch's `fp16_compress_hook`
-    and `bf16_compress_hook`. The sum is formed on the wire in half precision, and what that rounds
-    away is in no rank's residual: error feedback covers the rounding of this rank's own values
-    only.
+    and `bf16_compress_hook`. What the sum on the wire rounds away is in no rank's residual.
 
     peers: number of ranks whose values can be summed without overflow. Values beyond the largest
         number / peers (fp16: 1023 for 64) are cut there, and the rest is sent in later steps.
-        Scaling all values down instead would make the small ones vanish, of which fp16 has more.
     """
 
     linear = True
@@ -141,8 +136,7 @@ class Int8(Quantizer):
     """This sends 8 bits a value (CF 4): x / scale rounded, with scale = max|x| / 127 over a bucket.
 
     As block-wise quantization of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-    (ICLR 2022), with even levels. A contraction, used with error feedback: no value is moved by
-    more than its own size, and the largest hardly at all.
+    (ICLR 2022), with even levels. A contraction, used with error feedback.
 
     bucket: number of consecutive values that share a scale, a power of two.
     """
@@ -158,19 +152,15 @@ class QSGD(Quantizer):
     """QSGD (CF 16, 32/3, 8, ..., 4) rounds to a few levels at random.
 
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding"
-    (NeurIPS 2017). Section 3.1 scales by the 2-norm; section 4 ("practical variants", used in all
-    of its experiments) by the largest magnitude of each bucket of consecutive values, with codes
-    of a fixed length. Elias coding is left out: its size depends on the data. A value takes
-    b = 2 to 8 bits: a sign and 2**(b - 1) - 1 levels.
+    (NeurIPS 2017), with codes of a fixed length: those of Elias would depend on the data. A value
+    takes b = 2 to 8 bits: a sign and 2**(b - 1) - 1 levels.
 
-    norm: "max" (section 4) or "l2" (section 3.1; larger steps, for the theory).
+    norm: a bucket is scaled by "max", its largest magnitude (section 4, used in all experiments
+        there), or "l2", its norm (section 3.1; larger steps, for the theory).
     bucket: number of consecutive values that share a scale, a power of two.
-    seed: of the random numbers. They also depend on the key: the tensor's name, the step and the
-        rank, so ranks that share a seed round independently.
-    error_feedback: the mean error is zero, so by default it is not fed back. Feeding it back
-        converges if C is a contraction, for which a bucket of n values needs s levels with
-        s**2 > (n - 1) / 8 ("max") or s**2 > n ("l2", Lemma 3.1); with True only the bit counts that
-        meet this are used: 5 bits and more for buckets of 512, 3 and more for 64.
+    seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
+    error_feedback: the mean error is zero, so by default it is not fed back. With True only the bit
+        counts are used for which that converges: 5 and more for buckets of 512, 3 and more for 64.
     """
 
     name = "qsgd"
@@ -195,10 +185,9 @@ class QSGD(Quantizer):
 def contracts(form: Levels) -> bool:
     """Whether C with this format is a contraction: E||x - C(x)||^2 < ||x||^2 for every x.
 
-    Squared errors and energies in units of the scale: a value of magnitude e < 1 has energy e^2 and
-    loses e - e^2 on average; the largest of the n values of a bucket has energy s^2, s being the
-    number of levels, and loses nothing. At worst (e = 1/4) the other n - 1 values together lose
-    (n - 1) / 8 more than their energy.
+    In units of the scale, a value e < 1 has energy e^2 and loses e - e^2 on average, at worst (at
+    1/4) 1/8 more than it has; the largest of a bucket has energy levels^2 and loses nothing. For
+    "l2" this is Lemma 3.1.
     """
     worst = form.bucket if form.norm == "l2" else (form.bucket - 1) / 8
     return form.levels**2 > worst
@@ -231,12 +220,10 @@ class Natural(OneFormat):
     magnitude there becomes 0, a bias far beyond the precision of any sum.
 
     Rounding is done on the bits: adding a random number to the mantissa carries into the exponent
-    with a probability equal to the mantissa. It is right for denormal numbers too, which become 0
-    or the smallest normal one.
+    with a probability equal to the mantissa. Denormal numbers become 0 or the smallest normal one.
 
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    error_feedback: unbiased, so by default the error is not fed back; but it is a contraction, and
-        can be.
+    error_feedback: unbiased, so by default the error is not fed back; it can be (a contraction).
 
     parts: offsets as powers of two, codes (uint8: sign, 7 bits of exponent; exponent 0 means 0).
     """
@@ -284,20 +271,14 @@ class Natural(OneFormat):
         most = torch.iinfo(form.integer).max
         field = scratch("bits", x.numel(), form.integer, x.device).view(x.shape)
         torch.bitwise_and(bits, most, out=field)
-        below = self._offsets(field.amax(dim=1), form, offsets)
+        largest = field.amax(dim=1) >> form.mantissa
+        below = (largest - 126).clamp_(0, form.top - 127)  # one above the largest is 127 or less
+        offsets.copy_(((below + 127) << form.mantissa).view(offsets.dtype))  # 2**below / lift
+        offsets.masked_fill_(largest > form.top, nan)
         field.add_(random, alpha=1 << form.mantissa - 16).bitwise_right_shift_(form.mantissa)
         field.sub_(below[:, None]).clamp_(0, 127)
         negative = torch.bitwise_right_shift(bits, form.sign - 7, out=random)
         return field.bitwise_or_(negative.bitwise_and_(128))
-
-    def _offsets(self, largest: Tensor, form: _Float, offsets: Tensor) -> Tensor:
-        """Fill `offsets` for blocks with these largest magnitudes, as integers, and return what to
-        subtract from the exponents there."""
-        largest = largest >> form.mantissa
-        below = (largest - 126).clamp_(0, form.top - 127)  # one above the largest is 127 or less
-        offsets.copy_(((below + 127) << form.mantissa).view(offsets.dtype))  # 2**below / lift
-        offsets.masked_fill_(largest > form.top, nan)
-        return below
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         offsets, codes = parts

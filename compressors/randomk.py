@@ -121,9 +121,8 @@ class RandomK(Compressor):
 def shared_indices(seed: int, key: Key, numel: int, k: int, device: torch.device) -> Tensor:
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
-    index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all indices differ,
-    those for a smaller k come first, and each is equally likely because the start is. No product
-    reaches 2**62. They are int32 on the host and int64 on a device.
+    index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all differ, those for
+    a smaller k come first, and each is equally likely. No product reaches 2**62.
     """
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=device)

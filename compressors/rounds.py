@@ -47,15 +47,12 @@ class RoundsCompressor(Compressor):
         cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
             order, on every rank.
 
-        A tensor to which this rank contributes nothing in this step is zero.
-
         Each of the `rounds_count` yields hands out one flat tensor to be summed over all ranks
         (perhaps empty) and is sent the sum, which it may overwrite; their sizes are a function of
         (shapes, cfs) alone. `report` is called once, between the first sum and the second yield,
-        with one payload for each tensor: the part of *this rank's* a that is kept, zero of zeros.
-        Its energies are known, `recompress` gives those of larger CFs, and the mean
-        of these payloads over the ranks is what every rank decodes: subtracting it from a leaves
-        this rank's residual. It is valid until the generator ends.
+        with one payload for each tensor, valid until the generator ends: the part of *this rank's*
+        a that is kept, which subtracted from a leaves this rank's residual, and whose mean over the
+        ranks is what every rank decodes. Its energies are known.
 
         Returns one payload a tensor: the mean that every rank decodes. If any rank's tensors are
         not finite, all the payloads of the bucket are NaN (`is_poisoned`) on every rank, what is

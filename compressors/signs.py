@@ -36,12 +36,10 @@ class OneBit(OneFormat):
     """1-bit SGD (CF 32) sends signs, decoded to the mean of the column's elements of that sign.
 
     Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
-    Distributed Training of Speech DNNs" (Interspeech 2014), section 3: threshold 0, two
-    reconstruction values for each column, error feedback. A contraction.
+    Distributed Training of Speech DNNs" (Interspeech 2014), section 3. A contraction.
 
     column: consecutive elements that make up a column, a power of two; each column costs 64 bits
-        more. Payload sizes have to follow from the number of elements alone, so columns cannot
-        follow the shape of the matrix.
+        more.
 
     parts: for each column the mean of the negative values, and by how much the other mean exceeds
     it; packed signs.
@@ -124,9 +122,8 @@ class SignSGD(OneFormat):
     """EF-signSGD (CF 32) sends the signs of all elements (+ for 0), and one mean magnitude.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML
-    2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. C is a
-    contraction: it keeps ||a||_1^2 / (n ||a||^2) of the energy, which is 64% of normally
-    distributed values.
+    2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. A
+    contraction: it keeps 64% of the energy of normally distributed values.
 
     parts: mean|x| (one element), signs (one bit each).
     """
@@ -177,10 +174,9 @@ class TwoBit(OneFormat):
     every element in two bits. An element moves by at most t in a step; the rest is fed back.
 
     threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: 0.9
-        times the root mean square of the tensor. That multiple loses least of normally distributed
-        values (34% of their energy) and hardly more than the least of Laplace-distributed ones
-        (42%). C is a contraction only with None, but error feedback sends everything in the end
-        with either.
+        times the root mean square of the tensor, which loses least of normally distributed values
+        (34% of their energy). C is a contraction only with None, but error feedback sends
+        everything in the end with either.
 
     parts: t (one element), -1, 0 or 1 for each element (two bits each).
     """
@@ -237,9 +233,8 @@ class TernGrad(OneFormat):
     (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
     a contraction (the error is several times the gradient), so the error is not fed back.
 
-    clip: s is max|x| over the tensor, but at most so many standard deviations, taken about zero;
-        elements beyond become +-s. The paper's 2.5 makes the variance smaller, at the price of a
-        bias. None: no clipping; then C is unbiased.
+    clip: s is max|x| over the tensor, but at most so many standard deviations, taken about zero:
+        less variance, at the price of a bias. None: no clipping; then C is unbiased.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
 
     parts: s (one element), -1, 0 or 1 for each element (five to a byte).

@@ -3,24 +3,19 @@
 Ivkin and others, "Communication-efficient Distributed SGD with Sketching" (NeurIPS 2019),
 Algorithm 1; Rothchild and others, "FetchSGD" (ICML 2020). Sketches are linear: those of all ranks
 are summed (round 1), every rank reads the same k coordinates off the sum, and their exact values
-are summed (round 2). The bytes do not grow with the number of ranks, as they do for gathered
-top-k, and what is sent is an exact projection, so the residual is exact.
+are summed (round 2). The bytes do not grow with the number of ranks, and the residual is exact.
 
-The hashes change with every step. If they stay the same, elements that cancel with others in the
-table are never sent: of a constant gradient 85% had not been sent after 600 steps at CF 10
-(measured). FetchSGD has to keep its hashes, because its memory is a sketch; here the memory is the
-full residual.
+The hashes change with every step, or else elements that cancel with others in the table would never
+be sent. (FetchSGD has to keep its hashes, because its memory is a sketch.)
 
 A table of at most numel / cf numbers can only find coordinates that stand far out. In a normally
-distributed gradient it finds no more than chance would, and with error feedback works like
-random-k; in a heavy-tailed one (Student's t with 3 degrees of freedom, CF 100) it finds five times
-as much, which is a seventh of what top-k keeps (measured).
+distributed gradient it finds no more than chance would; in a heavy-tailed one (Student's t with 3
+degrees of freedom, CF 100) five times as much, a seventh of what top-k keeps (measured).
 
 A count sketch (Charikar, Chen, Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002)
-is a table of signed sums from which the large elements can be read off. Every row of the table adds
-each element, with a sign, to one of its columns; sign and column are hashes of the position. An
-element's estimate is the median over the rows of its sign times the sum it was added to. The
-sketch of a sum is the sum of the sketches.
+is a table of signed sums. Every row of it adds each element, with a sign, to one of its columns;
+sign and column are hashes of the position. An element's estimate is the median over the rows of its
+sign times the sum it was added to.
 """
 
 from __future__ import annotations
@@ -79,9 +74,6 @@ class _Part(NamedTuple):
 class Sketch(RoundsCompressor):
     """Count-sketch compression sends about numel / cf numbers: values, and a table to find them.
 
-    The sum over the ranks of such tables tells which coordinates are heavy; the values are those
-    of the heaviest.
-
     rows: of the table, an odd number. More rows give surer estimates of fewer heavy coordinates.
     share: of the numbers that are values, between 0 and 1.
     seed: of the hashes, the same on all ranks.
@@ -89,8 +81,8 @@ class Sketch(RoundsCompressor):
     parts: indices (int32, k elements, by falling estimate), values (k elements). If table and
     values would be no smaller than the tensor, there are no indices, and all values.
 
-    `recompress` keeps the first of the coordinates found. A table for the larger CF would be
-    smaller and find worse ones, so its energy is the most that the larger CF can keep.
+    `recompress` keeps the first of the coordinates found: the most that the larger CF, whose table
+    is smaller, can keep.
     """
 
     name = "sketch"
@@ -234,9 +226,8 @@ class CountSketch:
         return (sums[:, : self.columns] - sums[:, self.columns :]).to(x.dtype)
 
     def heaviest(self, table: Tensor, k: int, numel: int) -> Tensor:
-        """Positions (int32) of the `k` largest estimates of `numel`, the largest first. `table`
-        must be finite. Among equals the lower one comes first, so all ranks find the same, in the
-        same order, whatever their devices."""
+        """Positions (int32) of the `k` largest estimates of `numel`, the largest first, among equal
+        ones the lower. `table` must be finite."""
         signed = torch.cat([table, -table], 1)
         estimate = table.new_empty(numel)
         for start, stop in block_bounds(estimate, CACHE_BLOCK):
@@ -249,8 +240,8 @@ class CountSketch:
         return at[take(estimate, at).argsort(descending=True, stable=True)]
 
     def _slots(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
-        """For each row the columns that the elements from `start` to `stop` go to, by arithmetic on
-        signed integers of 64 bits: products and sums wrap around as those of unsigned ones do."""
+        """For each row the columns that the elements from `start` to `stop` go to. Products and
+        sums of signed integers wrap around as those of unsigned ones do."""
         positions = torch.arange(start, stop, device=device)
         for factor, offset in self.hashes:
             if is_host(device):  # NumPy multiplies three times as fast

@@ -34,10 +34,9 @@ from compressors.wire.values import ValueFormat, make_values
 class SparsePayload(Payload):
     """A sparse payload holds a few elements, in a fixed number of slots.
 
-    parts: indices (int32, ascending), then the coded values, `capacity` of them. On the wire the
-        values come first, then the indices in the smallest of their formats. There are at most as
-        many indices as slots, on a device exactly as many: there slots that hold nothing come last,
-        with index `numel` and value 0.
+    parts: indices (int32, ascending), then the coded values, `capacity` of them; on the wire the
+        values come first. There are at most as many indices as slots, on a device exactly as many:
+        there slots that hold nothing come last, with index `numel` and value 0.
     full: whether there are always as many indices as slots.
     sent: the values after coding, if that loses something; None after receiving.
     """
@@ -210,9 +209,7 @@ class TopK(Sparsifier):
     exact selection; GraVAC's compressor. With error feedback C(a) is a contraction:
     ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich et al., "Sparsified SGD with Memory", 2018).
 
-    On a CPU the lower index wins among equal magnitudes; on another device any may. How the
-    elements are found in little more time than it takes to read the tensor is told in
-    `compressors.kernels.host`.
+    On a CPU the lower index wins among equal magnitudes; on another device any may.
     """
 
     name = "topk"

@@ -6,13 +6,9 @@
     RedSync    a number between the mean and the maximum of the magnitudes, found by bisection
     AdaComp    in each small bin of neighbours, the maximum of that bin
 
-The first three find their threshold in a sample, before the tensor is gone through; one pass over
-the tensor then does all the rest. No more than k = max(1, floor(numel / cf)) elements are ever
-kept: if more of them reach the threshold, the k largest are (Deep Gradient Compression calls this
-hierarchical selection). At least one element is kept. Values are sent as they are, not as signs
-times a mean.
-
-On the host thresholds are floats, on a device 0-dim tensors: nobody waits for their values.
+The first three find their threshold in a sample, and one pass over the tensor does the rest. At
+least one element is kept, and at most k = max(1, floor(numel / cf)): if more reach the threshold,
+the k largest are (Deep Gradient Compression calls this hierarchical selection).
 """
 
 from __future__ import annotations
@@ -52,10 +48,8 @@ def sample_size(numel: int, k: int, rank: int) -> int:
 
 
 def sample_magnitudes(tensor: Tensor, add: Tensor | None, size: int, start: int = 0) -> Tensor:
-    """Magnitudes of `size` or somewhat more evenly spread elements of `tensor` + `add`.
-
-    start: position of the first of them, modulo the stride. The stride is odd, so that patterns of
-    the usual even layer widths do not fall in step with it."""
+    """Magnitudes of `size` or somewhat more evenly spread elements of `tensor` + `add`, from
+    position `start` on. The stride is odd, so as not to fall in step with usual layer widths."""
     stride = (max(1, tensor.numel() // size) - 1) | 1
     part = slice(start % stride, None, stride)
     return (tensor[part] if add is None else tensor[part] + add[part]).abs()
@@ -71,14 +65,11 @@ class DGC(ThresholdSparsifier):
     """Deep Gradient Compression is top-k with a threshold that is estimated from a sample.
 
     Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth
-    for Distributed Training" (ICLR 2018), sections 3 and 5: sample 0.1% to 1% of the magnitudes,
-    take the top-k threshold of the sample, and if far more than k elements reach it, select once
-    more among those. Momentum correction, momentum factor masking, clipping and warm-up are the
-    business of the memory and the policy.
+    for Distributed Training" (ICLR 2018), sections 3 and 5. Momentum correction, momentum factor
+    masking, clipping and warm-up are the business of the memory and the policy.
 
-    The sample is evenly spread and starts at another element in each step, as a function of the
-    step number, where the paper samples at random. If 1% of a tensor is too little to tell a
-    threshold, more is sampled; a small tensor is sampled whole, and then this is top-k."""
+    The sample is evenly spread and starts at another element in each step, where the paper samples
+    at random. A small tensor is sampled whole, and then this is top-k."""
 
     name = "dgc"
     masking = 1.0
@@ -91,8 +82,7 @@ class DGC(ThresholdSparsifier):
         return sample_threshold(sample, k / tensor.numel())
 
     def sample_size(self, numel: int, k: int) -> int:
-        """0.1% to 1%, at most 65,536 without need, and so many that 32 of them reach the threshold
-        (18% standard error of the count)."""
+        """0.1% to 1%, and so many that 32 reach the threshold (18% standard error of the count)."""
         return min(numel, int(max(0.001 * numel, min(0.01 * numel, 65_536), 32 * numel / k)))
 
 
@@ -104,9 +94,7 @@ class Threshold(ThresholdSparsifier):
     Descent" (EMNLP 2017), with one that is estimated from a sample.
 
     threshold: a number > 0, the same for every tensor, in the unit of the gradients (at CF 1
-        everything is kept all the same); None: in each step the magnitude that k elements of the
-        tensor reach, estimated from a sample of which 32 or more reach it (18% standard error of
-        the count).
+        everything is kept all the same); None: what k elements reach, estimated in each step.
     """
 
     name = "threshold"
@@ -141,17 +129,13 @@ class SIDCo(ThresholdSparsifier):
         stage 1: fit all magnitudes; the threshold is what a quarter of them should exceed
         stage m: fit by how much the others exceed the last threshold; raise it
 
-    The last of M stages ends at the share k / numel: stage 1 keeps 1/4, each other stage
-    (4 k / numel) ** (1 / (M - 1)), as in the authors' code. The paper moves M step by step, from
-    the counts that it saw. Here that one of M = 1 to 4 is taken which comes nearest to k in the
-    sample, so nothing is carried from step to step.
+    Stage 1 keeps 1/4, each other of M stages (4 k / numel) ** (1 / (M - 1)), as in the authors'
+    code. The paper moves M step by step; here that one of M = 1 to 4 is taken which comes nearest
+    to k in the sample, so nothing is carried from step to step. Zeros, which no continuous
+    distribution has, are left out and allowed for in the share.
 
     distribution: "exponential" (the paper's choice for speed), "gamma" (then generalised Pareto) or
         "pareto" (generalised Pareto): SIDCo-E, SIDCo-GP and SIDCo-P.
-
-    The distribution is fitted to a sample instead of all (4,096 to 65,536 magnitudes: 1.6% to 0.4%
-    error of their mean). Zeros, which no continuous distribution has, are left out and allowed for
-    in the share.
     """
 
     name = "sidco"
@@ -212,10 +196,8 @@ def staged_thresholds(xp: Any, x: Any, log_share: Any, distribution: str) -> Any
 
 def fitted_quantiles(xp: Any, x: Any, log_shares: Any, distribution: str) -> Any:
     """What a share of a distribution exceeds that is fitted to what is not 0 in a row of `x`
-    (float64), by moments, in closed form (section 2 of the paper); nan if all is 0.
-
-    The gamma distribution's quantile is an approximation that is meant for shapes <= 1 (Minka's
-    estimate), the other one is of the generalised Pareto distribution."""
+    (float64), by moments, in closed form (section 2 of the paper); nan if all is 0. For gamma it is
+    an approximation that is meant for shapes <= 1 (Minka's estimate)."""
     count = xp.count_nonzero(x, 1)
     mean = x.sum(1) / count
     exponential = -mean * log_shares
@@ -237,7 +219,6 @@ def fitted_quantiles(xp: Any, x: Any, log_shares: Any, distribution: str) -> Any
 
 # RedSync -----------------------------------------------------------------------------------------
 
-
 _ROUNDS = 30
 _ENOUGH = 0.9  # of k
 
@@ -250,10 +231,9 @@ class RedSync(Sparsifier):
     threshold = mean + ratio (max - mean), the ratio bisected until the count of elements above
     fits. The paper accepts k to 2k elements; what is sent here has k slots, so 0.9k to k are.
 
-    If 30 bisections do not lead there (many equal magnitudes, or a maximum beyond all proportion),
-    the count nearest below k that was seen is taken, or, if more than k elements equal the maximum,
-    k of those. If fewer than k elements reach the mean (CF below 2.4 for a normal distribution),
-    the threshold is sought between 0 and the mean. At CF 1 all elements are kept.
+    If 30 bisections do not lead there, the count nearest below k that was seen is taken. If fewer
+    than k elements reach the mean (CF below 2.4 for a normal distribution), the threshold is sought
+    between 0 and the mean. At CF 1 all elements are kept.
     """
 
     name = "redsync"
@@ -266,10 +246,8 @@ class RedSync(Sparsifier):
 
 
 def bisect(magnitudes: Array, mean: float, k: int) -> float:
-    """A threshold that at most `k` magnitudes reach (more if more than `k` equal the maximum).
-
-    magnitudes: the `k` + 1 largest are among them. mean: of all magnitudes. If it or the maximum is
-    not finite, the result is 0."""
+    """A threshold that at most `k` magnitudes reach (more if more than `k` equal the maximum); 0 if
+    the mean or the maximum is not finite. magnitudes: the `k` + 1 largest are among them."""
 
     def count(threshold: float) -> int:
         return int(np.count_nonzero(magnitudes >= magnitudes.dtype.type(threshold)))
@@ -293,9 +271,7 @@ def bisect(magnitudes: Array, mean: float, k: int) -> float:
 
 
 def bisect_at_once(largest: Tensor, mean: Tensor, k: int) -> Tensor:
-    """What `bisect` finds, in tensor arithmetic.
-
-    largest: the k + 1 largest magnitudes, descending.
+    """What `bisect` finds, in tensor arithmetic. largest: the k + 1 largest magnitudes, descending.
 
     Round j ends at the lowest of 2**j + 1 evenly spaced thresholds that at most `k` magnitudes
     reach, so the lowest above the last of `largest`: there all rounds are computed at once."""
@@ -326,13 +302,11 @@ class AdaComp(Sparsifier):
         H = G + latest gradient          (the soft threshold: what G is about to become)
         an element is sent if |H| >= the maximum of |G| over its bin
 
-    Zeros are not sent; if the rule lets more than k elements through, the k with the largest |G|
-    are sent, and at least one element always is. The latest gradient is what `compress_sum` adds.
-    `compress`, which knows of none, takes the tensor itself for it, so the two do not keep the same
-    elements (and tensors cannot be joined).
+    Zeros are not sent, and at most the k elements with the largest |G|. The latest gradient is what
+    `compress_sum` adds; `compress`, which knows of none, takes the tensor itself for it, so the two
+    do not keep the same elements (and tensors cannot be joined).
 
-    bin_size: elements a bin, up to 131,072 (the paper: 50 in convolutions, 500 elsewhere); None:
-        numel / k, so that there are as many bins as slots.
+    bin_size: elements a bin (the paper: 50 in convolutions, 500 elsewhere); None: numel / k.
     """
 
     name = "adacomp"

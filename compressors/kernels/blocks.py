@@ -38,9 +38,8 @@ CACHE_BLOCK = 1 << 17
 """Elements that selection reads at a time: they fit the second-level cache, with some scratch."""
 
 CODE_BLOCK = 1 << 19
-"""Elements that quantizers work on at a time on the host: 2 MB of float32, so that a block and its
-scratch stay in the last-level cache, and starting some 20 operations for it costs little beside
-doing them (measured: a quarter of this takes 1.3 to 1.8 times as long). Part of the wire format."""
+"""Elements that quantizers work on at a time on the host: a block and its scratch stay in the
+last-level cache (a quarter of this takes 1.3 to 1.8 times as long). Part of the wire format."""
 
 _local = threading.local()
 
@@ -129,8 +128,8 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def scratch(use: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Working memory of `count` elements with arbitrary contents. On the host the next call of the
-    same thread with the same `use` (a name) and dtype returns the same memory."""
+    """Working memory of `count` elements. On the host the next call of the same thread with the
+    same `use` (a name) and dtype returns the same memory."""
     if not is_host(device):
         return torch.empty(count, dtype=dtype, device=device)
     buffers: dict[tuple[str, torch.dtype], Tensor] = _local.__dict__.setdefault("buffers", {})

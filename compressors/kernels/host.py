@@ -5,13 +5,11 @@ it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 
 are equal, the element with the lower index is chosen, so every selection is a function of the
 values alone.
 
-Exact selection costs little more than reading the tensor, where `torch.topk` on a whole gradient
-costs some 60 copies of it. One pass over blocks that fit the cache adds the new gradient, sums the
-squared norm, and collects the elements at or above a threshold that is guessed from a strided
-sample. The guess is meant to be a little too low; the k largest elements are then found among the
-few collected. The result never depends on the guess: if it was too high, so that fewer than k
-elements are collected, a lower one is tried; if it was too low, it is raised on the way, by
-dropping all but the k largest once more than twice k elements are held.
+Exact selection costs little more than reading the tensor, where `torch.topk` costs some 60 copies
+of it. One pass over blocks that fit the cache adds the new gradient, sums the squared norm, and
+collects the elements that reach a threshold guessed from a strided sample; the k largest are found
+among those few. The result never depends on the guess: if fewer than k elements reach it, a lower
+one is tried; if more than twice k do, it is raised on the way.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
 
 
 def block_norm(x: Tensor) -> float:
-    """||x||^2 of one block: in single precision unless that overflows or vanishes."""
+    """||x||^2 of one block."""
     block = x.numpy()
     return checked_norm(block_square(block), block)
 
@@ -130,8 +128,7 @@ def largest_positions(x: Array, k: int) -> NDArray[np.intp]:
 
 def _rank_value(x: Array, k: int) -> float:
     """The `k`-th largest element of `x`, 1 <= k <= x.size, faster than by partitioning: two
-    elements of a strided sample bracket it, and what is inside the bracket is partitioned. If the
-    sample misled, so that the k-th largest is not inside, all is partitioned."""
+    elements of a strided sample bracket it, and what is inside (else all) is partitioned."""
     if x.size < _PARTITION_BELOW:
         return _partitioned(x, k)
     sample = x[:: max(x.size // _RANK_SAMPLE | 1, _RANK_STRIDE)]
@@ -180,8 +177,8 @@ class Candidates:
         self.total = self.magnitudes = 0.0
 
     def extend(self, indices: NDArray[np.int32], values: Array) -> None:
-        """Append a run. Where too many are held, keep the k largest so far: later elements must
-        exceed the smallest of them, as an equal one has a higher index."""
+        """Append a run; keep the k largest so far if too many are held. Later elements must exceed
+        the smallest of them, as an equal one has a higher index."""
         self.indices.append(indices)
         self.values.append(values)
         self.count += indices.size
@@ -227,8 +224,8 @@ def select_above(x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Se
 def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch) -> Selected:
     """As `select_above`, with the threshold that `search` finds by counting; k < numel.
 
-    It counts among the k + 1 largest elements or somewhat more, which the one pass over the tensor
-    has gathered: among those every count up to k is that of the whole tensor."""
+    It counts among the k + 1 largest elements or somewhat more: up to k, counts are the same there
+    as in the whole tensor."""
     array = x.numpy()
     with np.errstate(all="ignore"):
         candidates = _gather(array, k + 1, _array(add), sum_magnitudes=True)
@@ -245,10 +242,9 @@ def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selecte
     """The elements x_i != 0 with |x_i + latest_i| at or above the maximum of |x| over their bin of
     `bin_size` neighbours (1 to CACHE_BLOCK); latest is `add`, or `x` if that is None.
 
-    If there are more than `k` of them, the `k` largest; if there are none, the largest of all
-    elements. The rule usually lets far more than k elements through: so that not all of them are
-    gathered first, a few bins tell a magnitude that somewhat more than k elements will reach. If
-    they mislead, a second pass gathers all."""
+    If there are more than `k` of them, the `k` largest; if there are none, the largest of all. So
+    that not all are gathered first, a few bins tell a magnitude that somewhat more than k of them
+    will reach. If they mislead, a second pass gathers all."""
     array, latest = x.numpy(), _array(add)
     with np.errstate(all="ignore"):
         guess = _guess_in_bins(array, bin_size, k, latest)
@@ -262,8 +258,8 @@ def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selecte
 
 
 def _gather(x: Array, k: int, add: Array | None, sum_magnitudes: bool = False) -> Candidates:
-    """Candidates with at least the `k` largest among them; all elements of short tensors, for a
-    large share, and where fewer than `k` compare at all because the others are NaN."""
+    """Candidates with the `k` largest among them: all elements of short tensors, for a large share,
+    and where fewer than `k` compare at all because the others are NaN."""
     if x.size >= _PLAIN_BELOW and _PLAIN_CF * k <= x.size:
         sample = _sample(x, add)
         rank = _rank_bounds(sample.size, k / x.size)[1]
@@ -297,8 +293,7 @@ def _guess(sample: Array, rank: int) -> float:
 
 
 def _guess_in_bins(x: Array, bin_size: int, k: int, add: Array | None) -> float:
-    """A magnitude that somewhat more than `k` of the elements let through should reach, or 0 if
-    that cannot be told."""
+    """What somewhat more than `k` of the elements let through should reach; 0 if unknown."""
     bins = x.size // bin_size
     if x.size < _GUESS_BINS_FROM or bins == 0:
         return 0.0
@@ -386,9 +381,7 @@ def _peaks(magnitude: Array, bin_size: int) -> Array:
 
 def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
     """Make `out` (uint8) a bit map, the first bit in a byte's lowest, with those set that are at
-    `positions` (ascending).
-
-    present: of which positions that is so (bool); None: of all. On the host always None."""
+    `positions` (ascending) and `present` (bool; None: all, as always on the host)."""
     at, packed = positions.numpy(), out.numpy()
     nbits = 8 * packed.size
     flags = np.empty(min(_BITS_BLOCK, nbits), np.bool_)
@@ -403,10 +396,8 @@ def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
 
 
 def find_bits(data: Tensor, count: int) -> Tensor:
-    """Ascending positions of the first `count` bits that are set in `data` (uint8).
-
-    If fewer are set, there are as many positions as those, on a device followed by 8 * len(data) up
-    to `count`. On the host int32 if that can hold them, else int64."""
+    """Ascending positions of the first `count` bits that are set in `data` (uint8), or of as many
+    as there are; on a device followed by 8 * len(data) up to `count`."""
     packed = data.numpy()
     dtype = np.int32 if 8 * packed.size <= 1 << 31 else np.int64
     parts = [np.empty(0, dtype)]

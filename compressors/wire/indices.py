@@ -29,16 +29,15 @@ from compressors.wire.packing import (
 class IndexFormat:
     """An index format writes at most `capacity` of the positions in range(numel) as bytes.
 
-    How many positions there are is told by the bytes themselves. 0 <= capacity <= numel < 2**31. On
-    a device there are always `capacity` indices: places that hold nothing come last, as `numel`.
+    How many there are is told by the bytes. 0 <= capacity <= numel < 2**31. On a device there are
+    always `capacity` indices: places that hold nothing come last, as `numel`.
 
-    low: None for a bit map, which has a bit for every element of the tensor, set if it is kept: the
-        smallest format where about a fourth of the elements or more are kept. A number for the
-        Elias-Fano code, which with the best `low` takes about 0.6 bits an index more than the least
-        that is possible: the `low` lowest bits (0 to 30) of an index are written as they are, the
-        others (its high part) in unary. High parts never fall, so in a map of (capacity + number of
-        high parts) bits, bit (high part + rank) is set for each index: no two meet, and the rank is
-        the number of bits set below. The low bits follow, with a slot for each of `capacity`.
+    low: None for a bit map, which has a bit for every element of the tensor: the smallest format
+        where about a fourth or more are kept. A number for the Elias-Fano code: the `low` lowest
+        bits (0 to 30) of an index are written as they are, the others (its high part) in unary.
+        High parts never fall, so in a map of (capacity + number of high parts) bits, bit (high part
+        + rank) is set for each index: no two meet, and the rank is the number of bits set below.
+        The low bits follow, with a slot for each of `capacity`.
     """
 
     low: int | None
@@ -124,11 +123,10 @@ class IndexFormat:
     def _decode_on_device(
         self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
     ) -> tuple[Tensor, Flag]:
-        """One more index than there can be is decoded. Indices that are not present, and those that
-        are beyond the last element, become `numel` plus the bits that their slots hold; the last
-        one has no slot. So each must be below the next one if it is present, else not above it:
-        then the last one, which is `numel`, bounds all of them, and there are no bits in slots that
-        hold nothing."""
+        """One more index than there can be is decoded. Those that are not present, or beyond the
+        last element, become `numel` plus the bits in their slots; the last one has no slot. Each
+        must be below the next one if it is present, else not above it: then the last one, `numel`,
+        bounds all, and slots that hold nothing have no bits."""
         positions = device.find_bits(bits, capacity + 1)
         present = positions < 8 * bits.numel()
         follows: Flag = False

@@ -1,10 +1,9 @@
 """The bit packer: whole numbers below a power of two, or below 3, in as few bytes as they take.
 
-A number is cut into digits of 8, 4, 2 and 1 bits, as its bits are made up of these, the lowest bits
-first; a number below 3 is one digit of base 3. A byte holds several digits of one base: five of
-base 3, since 3**5 = 243. The digits of all numbers are cut into as many runs of equal length, which
-are laid above each other in the same bytes: byte j = sum over i of base**i * digit[j + i * length].
-So packing is a handful of operations on whole runs of bytes.
+A number is cut into digits of 8, 4, 2 and 1 bits, the lowest bits first; a number below 3 is one
+digit of base 3. A byte holds several digits of one base: five of base 3, since 3**5 = 243. The
+digits of all numbers are cut into as many runs of equal length, which are laid above each other in
+the same bytes: byte j = sum over i of base**i * digit[j + i * length].
 
 What works on `Numbers` takes NumPy arrays that share the memory of host tensors (see `native`), and
 tensors of a device as they are: NumPy starts an operation on a small array five times faster.
@@ -172,10 +171,9 @@ def _powers(base: int, where: torch.device) -> Tensor:
 # Codes of values ---------------------------------------------------------------------------------
 #
 # Eight codes of b bits take b bytes, five of base 3 one byte. Codes are packed block by block of
-# CODE_BLOCK, each block filled up to a multiple of eight (five). So they lie in memory as eight
-# rows, their bytes as b rows, and a column of bytes depends on one column of codes alone. On a
-# device all blocks are packed by the same few operations: the rows of the last one are made as long
-# as those of the others, and what that adds to the bytes is cut off again.
+# CODE_BLOCK, each filled up to a multiple of eight (five). They lie in memory as eight rows, their
+# bytes as b rows. On a device all blocks are packed by the same few operations: the rows of the
+# last one are made as long as those of the others, and what that adds is cut off again.
 
 
 def codes_nbytes(count: int, levels: int) -> int:

@@ -2,9 +2,8 @@
 
 A `ValueFormat` turns the values that a sparsifier keeps (`TopK(values="bf16")`), or all values of a
 tensor (`compressors.quantizers`), into the parts of a payload. A `BlockFormat` does so on the host
-for one block that fits the cache at a time, so that adding the new gradient, rounding, packing and
-summing squared norms read the tensor from memory once; and on a device for the whole tensor, by few
-operations. The bytes on the wire are the same.
+for one block that fits the cache at a time, so that the tensor is read from memory once, and on a
+device for the whole tensor, by few operations. The bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ Parts = tuple[Tensor, ...]
 class ValueFormat(ABC):
     """A value format writes the values of a flat tensor as the parts of a payload.
 
-    Any pattern of bytes decodes to something. At least one part holds floating-point numbers
-    (values or scales) and is not empty if there is a value: if all numbers of such a part are NaN,
-    all values decode to NaN, and if all are 0, to 0.
+    Any pattern of bytes decodes to something. At least one part holds floating-point numbers: if
+    these are all NaN, all values decode to NaN, and if all are 0, to 0.
 
     name: the registered name, or that of the compressor.
     lossless: decodes to exactly what was encoded.
@@ -92,8 +90,7 @@ class ValueFormat(ABC):
 
 
 class Block(NamedTuple):
-    """A block is a run of neighbouring elements `x` (float32 or float64) from position `start` of
-    the tensor `key` on."""
+    """A block is a run of elements `x` (float32 or float64) of a tensor, from `start` on."""
 
     x: Tensor
     start: int
@@ -102,7 +99,7 @@ class Block(NamedTuple):
 
 class Blocks:
     """This iterates over the blocks of `x` on the host, as often as needed. The first time round,
-    `add` is added to each block in place before it is handed out, which makes `total` ||x||^2."""
+    `add` is added to each block in place, and then `total` is ||x||^2."""
 
     def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
         self.x, self.key = x.detach(), key
@@ -141,16 +138,13 @@ class BlockFormat(ValueFormat):
 
     @abstractmethod
     def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
-        """Encode a block on the host into its slices of the parts.
-
-        Returns the squared norms of what is kept and of what is lost (the latter is not looked at
-        if `projection`)."""
+        """Encode a block on the host into its slices of the parts. Returns the squared norms of
+        what is kept and of what is lost (not looked at if `projection`)."""
 
     @abstractmethod
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        """Encode flat `x` (at least one element, float32 or float64) on a device, reading no value.
-
-        Returns the parts, and what they decode to (to rounding), as long as `x`."""
+        """Encode flat `x` (not empty, float32 or float64) on a device. Returns the parts, and what
+        they decode to (to rounding)."""
 
     @abstractmethod
     def decode_block(self, parts: Parts, out: Tensor) -> None:
@@ -178,9 +172,7 @@ class BlockFormat(ValueFormat):
 
 
 def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tuple[Parts, Tensor]:
-    """x += add in place (if given), then encode x.
-
-    Returns the parts and the energies (see `Payload`)."""
+    """x += add in place (if given), then encode x. Returns the parts and `Payload.energies`."""
     if not is_host(x.device):
         x = x.detach() if add is None else x.detach().add_(add.detach())
         parts, kept = _encode_on_device(form, x, key)
@@ -267,8 +259,7 @@ class Levels(BlockFormat):
     seed: x / scale is rounded up or down at random so that E[scale * q] = x; None: it is rounded to
         the nearest.
 
-    A scale is never below the smallest normal number, so that a bucket of zeros is no special case:
-    what is smaller than half of that number is lost (and fed back).
+    A scale is never below the smallest normal number, so that a bucket of zeros is no special case.
 
     parts: scales (float64 for float64, else float32), codes (uint8): q in 8 bits of two's
     complement, or q + levels packed.
@@ -366,11 +357,10 @@ def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
 
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
     """Fill a block on the host with whole numbers, uniform from 0 to 65535: a function of `seed`,
-    the tensor, step and rank in `key`, and the block's start. No global random state is touched.
+    `key` and `start`. This biases stochastic rounding by less than 2**-16 of a step.
 
-    Sixteen bits bias stochastic rounding by less than 2**-16 of a step. Drawing is its slowest
-    part, so each random word serves four elements, a quarter of the length of `out` apart: as it
-    is, and times powers of an odd number, which permute the words.
+    Drawing is slow, so each random word serves four elements, a quarter of the length of `out`
+    apart: as it is, and times powers of an odd number, which permute the words.
     """
     each = -(-out.numel() // _USES)
     drawn = np.asarray(_seeded(_digest(seed, key, start)).random_raw(-(-each // 4)))

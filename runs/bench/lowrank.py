@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from compressors import PowerSGD
 from compressors.base import Key
+from compressors.powersgd import layout
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 
 SHAPES = {
@@ -109,7 +111,7 @@ def _compare(name: str, shapes: list[tuple[int, int]], rank: int, rounds: int, s
     rows, cols = shapes[0]
     cf = rows * cols / ((rows + cols) * rank)
     compressor = PowerSGD()
-    assert compressor.rank(cf, shapes[0]) == rank
+    assert layout(cf, prod(shapes[0]), shapes[0]).rank == rank
     times = interleaved(
         {
             "hook": partial(_hook_step, state, bucket, buffer, grad),
