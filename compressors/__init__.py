@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from compressors.base import (
-    Compressor,
-    CorruptPayload,
-    Key,
-    NoCompression,
-    Payload,
-    check_cf,
-    kept,
-)
+from compressors.base import Compressor, CorruptPayload, Key, NoCompression, Payload, check_cf, kept
 from compressors.grace import GraceCompressor
 from compressors.powersgd import PowerSGD
 from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural

@@ -259,8 +259,7 @@ class Compressor(ABC):
 
 
 class NoCompression(Compressor):
-    """This compressor does nothing: it sends the dense gradient, as DDP itself would, at CF 1. The
-    payload is the tensor, not a copy: write it before the tensor changes."""
+    """This sends the dense gradient, as DDP itself would. The payload is the tensor, not a copy."""
 
     name = "none"
     linear = True

@@ -2,8 +2,7 @@
 
 Xu and others, "GRACE: A Compressed Communication Framework for Distributed Machine Learning"
 (ICDCS 2021): `compress(tensor, name) -> (tensors, ctx)` and `decompress(tensors, ctx) -> tensor`.
-The tensors travel; ctx does not, so each rank decodes what it receives with its own ctx of the
-same tensor and step, as GRACE does.
+The tensors travel; ctx does not, so each rank decodes with its own ctx, as GRACE does.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf, nan
 
@@ -69,7 +70,9 @@ class RoundsCompressor(Compressor):
     def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         """What the rounds of a world of one rank report (`tensor` is float32 or float64)."""
         reported: list[Payload] = []
-        lockstep([self.rounds([tensor], [cf], [key], 1, reported.extend)])
+        rounds = self.rounds([tensor], [cf], [key], 1, reported.extend)
+        with suppress(StopIteration):
+            rounds.send(next(rounds).clone())
         return reported[0]
 
     def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
@@ -108,20 +111,3 @@ def projection_energies(
     energy = torch.stack([total if all_kept else part for all_kept, total, part in each])
     fill_if(bad, energy, nan)
     return torch.stack([totals, energy, (totals - energy).clamp(min=0.0)], 1).unbind()
-
-
-def lockstep(ranks: Sequence[Rounds]) -> list[list[Payload]]:
-    """Run the rounds of several ranks in one process: what an exchange does, without one.
-
-    Returns what each rank's generator returned, after as many rounds on all of them."""
-    handed = [next(rank) for rank in ranks]
-    results: list[list[Payload]] = []
-    while not results:
-        total = torch.stack(handed).sum(0)
-        handed = []
-        for rank in ranks:
-            try:
-                handed.append(rank.send(total.clone()))
-            except StopIteration as stop:
-                results.append(stop.value)
-    return results

@@ -17,14 +17,7 @@ from torch import Tensor
 from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
 from compressors.kernels import kernels_for, squared_norm, squared_norms
-from compressors.kernels.blocks import (
-    Flag,
-    Selected,
-    check_same_length,
-    energies,
-    is_host,
-    on_host,
-)
+from compressors.kernels.blocks import Flag, Selected, check_same_length, energies, is_host, on_host
 from compressors.kernels.device import take_present
 from compressors.wire.indices import choose_format
 from compressors.wire.values import ValueFormat, make_values

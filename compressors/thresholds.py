@@ -160,7 +160,7 @@ class SIDCo(ThresholdSparsifier):
         return found
 
 
-# The following is the same in NumPy on the host and in torch on a device: `xp` is either module.
+# `xp` is NumPy on the host and torch on a device.
 
 
 def fitted_threshold(xp: Any, x: Any, wanted: float, distribution: str) -> Any:

@@ -47,10 +47,8 @@ _local = threading.local()
 class Selected(NamedTuple):
     """This is the result of a selection: the elements that are kept of a flat tensor x.
 
-    indices: their positions (int32, ascending). values: the elements there. total: ||x||^2.
-
-    On a device there are as many as were asked for at most. Places for which no element was found
-    come last: their index is the number of elements of x, their value 0.
+    indices: their positions (int32, ascending). values: the elements there. total: ||x||^2. On a
+    device places for which no element was found come last, with index x.numel() and value 0.
     """
 
     indices: Tensor
@@ -154,8 +152,7 @@ def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def block_bounds(x: Tensor, size: int = CODE_BLOCK) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each block of `size` elements of flat `x`; on a device, where starting
-    operations is what costs, the whole tensor is one block."""
+    """(start, stop) of each block of `size` elements of flat `x`; on a device one for all."""
     size = size if is_host(x.device) else max(x.numel(), 1)
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 

@@ -16,13 +16,7 @@ from torch import Tensor
 from compressors.base import CorruptPayload
 from compressors.kernels import device, host
 from compressors.kernels.blocks import Flag, is_host
-from compressors.wire.packing import (
-    Numbers,
-    native,
-    numbers_nbytes,
-    pack_numbers,
-    unpack_numbers,
-)
+from compressors.wire.packing import Numbers, native, numbers_nbytes, pack_numbers, unpack_numbers
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ class IndexFormat:
                 raise CorruptPayload("payload must be zero where it holds nothing")
             at <<= low
             at |= slots[: at.size]
-        if at.size and (at[0] < 0 or at[-1] >= numel or not (at[1:] > at[:-1]).all()):
+        if at.size and (at[-1] >= numel or not (at[1:] > at[:-1]).all()):
             raise CorruptPayload(f"indices must ascend within [0, {numel}), got {at[0]}...{at[-1]}")
         return torch.from_numpy(at.astype(np.int32, copy=False))
 

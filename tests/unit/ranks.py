@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressors.base import Key, Payload
-from compressors.rounds import RoundsCompressor, lockstep
+from compressors.rounds import Rounds, RoundsCompressor
 
 
 def exchange(
@@ -35,6 +35,23 @@ def exchange(
         for i, (rank, tensors, own) in enumerate(zip(ranks, buckets, reported, strict=True))
     ]
     return reported, lockstep(generators)
+
+
+def lockstep(ranks: Sequence[Rounds]) -> list[list[Payload]]:
+    """Run the rounds of several ranks in one process: what an exchange does, without one.
+
+    Returns what each rank's generator returned, after as many rounds on all of them."""
+    handed = [next(rank) for rank in ranks]
+    results: list[list[Payload]] = []
+    while not results:
+        total = torch.stack(handed).sum(0)
+        handed = []
+        for rank in ranks:
+            try:
+                handed.append(rank.send(total.clone()))
+            except StopIteration as stop:
+                results.append(stop.value)
+    return results
 
 
 def same(left: Payload, right: Payload) -> bool:

@@ -9,11 +9,10 @@ import torch
 
 from compressors.base import Key
 from compressors.powersgd import PowerSGD
-from compressors.rounds import lockstep
 from compressors.sketch import Sketch
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.matrices import KEYS, buckets
-from tests.unit.ranks import exchange
+from tests.unit.ranks import exchange, lockstep
 
 SHAPES = ((100, 100), (250, 40), (50, 200), (80, 125), (40, 250))
 both = pytest.mark.parametrize("make", [PowerSGD, Sketch])
