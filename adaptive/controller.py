@@ -2,8 +2,7 @@
 
 A step's statistics are summed by a small all-reduce that starts at its last bucket and is read at
 the next step's first, so nothing waits and decisions lag one step; on a device, which copies the
-sum to the host meanwhile, always two. The plan is applied at a step boundary only: every bucket of
-a step uses the same one.
+sum to the host meanwhile, always two. Every bucket of a step uses the same plan.
 """
 
 from __future__ import annotations

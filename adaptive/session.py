@@ -33,15 +33,8 @@ from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
-from adaptive.step_watch import (
-    CHANGED,
-    FALLEN_BACK,
-    THROWN_AWAY,
-    UNSCALED,
-    UNSTEPPED,
-    StepWatch,
-)
-from adaptive.timeline.records import Header, Recorder
+from adaptive.step_watch import CHANGED, FALLEN_BACK, THROWN_AWAY, UNSCALED, UNSTEPPED, StepWatch
+from adaptive.timeline.records import Recorder
 from compressors.base import CorruptPayload
 from policies import DENSE
 from policies import state as saved
@@ -125,15 +118,12 @@ class Session:
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
-        self._context = start_policy(settings, self._sizes)
+        context = start_policy(settings, self._sizes)
+        self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
         candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *settings.hooks}
         self._requested = RequestedStatistics(
-            settings.policy,
-            parameters.values(),
-            sorted(candidates),
-            as_one,
-            settings.shadow_sample,
+            settings.policy, parameters.values(), sorted(candidates), as_one, settings.shadow_sample
         )
         self._memory.choose(self._optimizer)
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
@@ -156,9 +146,6 @@ class Session:
             ),
         )
         return "\n".join(lines)
-
-    def _header(self) -> Header:
-        return make_header(self.settings, self._sizes, self._context, self._memory.now.name)
 
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood. A collective; the error of a rank
@@ -198,15 +185,8 @@ class Session:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
         self._check_whole()
-        step = self.controller.step
-        with self._noting_failure(step):
-            reduced, finish = self._reduce(bucket)
-
-        def arrived(future: Future[Tensor]) -> Tensor:
-            with self._noting_failure(step):
-                return finish(future.value())
-
-        return reduced.then(arrived)
+        with self._noting_failure(self.controller.step):
+            return self._reduce(bucket)
 
     @contextmanager
     def _noting_failure(self, step: int) -> Iterator[None]:
@@ -226,8 +206,7 @@ class Session:
                 f"since: start anew, or load a checkpoint on all ranks ({error})"
             )
 
-    def _reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], Callable[[Tensor], Tensor]]:
-        """A future of the bucket's mean, and what is to be done with the mean when it is there."""
+    def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         controller = self.controller
         if bucket.index() == 0:
             self._begin_step()
@@ -248,26 +227,23 @@ class Session:
         elif plan.send == DENSE:
             done = self._reducer.dense(step, work, parameters)
         else:
+            strategy, leader = self._choice.pick(self._sizes.bucket_nbytes(cfs)), controller.leader
             done = self._reducer.compressed(
-                step,
-                work,
-                parameters,
-                self._choice.pick(self._sizes.bucket_nbytes(cfs)),
-                controller.leader,
-                bucket.index(),
-                bucket.is_last(),
+                step, work, parameters, strategy, leader, bucket.index(), bucket.is_last()
             )
         if bucket.is_last():
             self._end_step(scale)
         stopwatch.hook_left(entered, drain(self._pipeline.waits))
 
-        def finish(mean: Tensor) -> Tensor:
-            if scale is not None:
-                mean = buffer.copy_(mean.mul_(scale))
-            stopwatch.bucket_done(drain(self._pipeline.decoded))
-            return mean
+        def finish(future: Future[Tensor]) -> Tensor:
+            with self._noting_failure(step.number):
+                mean = future.value()
+                if scale is not None:
+                    mean = buffer.copy_(mean.mul_(scale))
+                stopwatch.bucket_done(drain(self._pipeline.decoded))
+                return mean
 
-        return done, finish
+        return done.then(finish)
 
     def _begin_step(self) -> None:
         """What comes before the first bucket."""

@@ -1,9 +1,9 @@
 """What is measured of the gradients only if a policy asks: a shadow ladder, layers, their sum.
 
 A layer is a parameter. Accordion asks for the norm of the sum of the decoded mean gradients over an
-interval, policies that give layers CFs of their own for the gains layer by layer. The latter are
-added up locally, step by step, and agreed only in the steps whose plan reads them: with many layers
-they would be more than what a step at a large CF sends.
+interval, policies that give layers CFs of their own for the gains layer by layer: added up locally,
+and agreed only in the steps whose plan reads them, since with many layers they would be more than
+what a step at a large CF sends.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ class LayerStatistics:
 class RequestedStatistics:
     """What is measured of the gradients only because the policy asks for it.
 
-    cfs: of the shadow ladder, if there is to be one. whole_buckets: a bucket is compressed as one.
-    share: of a shadow ladder's elements, see `ShadowLadder`.
+    cfs, whole_buckets, share: of the shadow ladder, if there is to be one.
     """
 
     def __init__(
@@ -149,23 +148,15 @@ class RequestedStatistics:
     ) -> None:
         self.ladder = tuple(cfs) if policy.shadow else ()
         """CFs of the shadow ladder."""
-        self._with_signal = policy.gain == "signal"
-        self._whole_buckets, self._share = whole_buckets, share
         self._shadow: ShadowLadder | None = None
         self.layers = LayerStatistics(parameters, self.ladder) if policy.layerwise else None
+        self._options = (policy.gain == "signal", self.layers, whole_buckets, share)
         self.sums = GradientSum()
 
     def follow(self, memory: NoMemory) -> None:
         """From here on gradients are accumulated by this memory's rule."""
         if self.ladder:
-            self._shadow = ShadowLadder(
-                self.ladder,
-                memory,
-                self._with_signal,
-                self.layers,
-                self._whole_buckets,
-                self._share,
-            )
+            self._shadow = ShadowLadder(self.ladder, memory, *self._options)
 
     @property
     def peers(self) -> Peers | None:

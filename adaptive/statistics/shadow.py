@@ -9,6 +9,7 @@ top-k a CF and a step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
 from math import inf
@@ -105,56 +106,48 @@ class ShadowGroup:
                 self.arrays[name] = torch.where(poisoned, old, array)
 
 
+@dataclass(eq=False)
 class ShadowLadder:
     """The residual of every CF on a sample of each gradient, and what they tell of each step.
 
     It keeps the largest elements, whatever the rule of the sparsifier that it stands for.
 
-    cfs: ascending. memory: the one in use, whose momentum and masking the shadow follows. signal:
-    find the products that signal gain is made of as well (signal.py); they are of plain error
-    feedback, so that the shadow then leaves momentum out. layers: told of each layer, if somebody
-    asks. whole_buckets: the parameters of a bucket are compressed as one. share: of the elements of
-    what is large.
+    cfs: ascending. memory: the one in use, whose momentum and masking the shadow follows; not with
+    `signal`, which also finds the products that signal gain is made of (signal.py), of plain error
+    feedback. layers: told of each layer, if somebody asks. whole_buckets: the parameters of a
+    bucket are compressed as one. share: of the elements of what is large.
     """
 
-    def __init__(
-        self,
-        cfs: Sequence[float],
-        memory: NoMemory,
-        signal: bool = False,
-        layers: LayerStatistics | None = None,
-        whole_buckets: bool = False,
-        share: float = SHARE,
-    ) -> None:
-        self.cfs = tuple(cfs)
-        self.peers = Peers(len(self.cfs)) if signal else None
-        self._memory = memory
-        self._layers = None if whole_buckets else layers
-        self._whole_buckets = whole_buckets
-        self._share = share
-        self._group_of: dict[ModelParameter, ShadowGroup] = {}
-        self._strides: dict[ModelParameter, int] = {}
-        self._moving: set[ModelParameter] = set()  # that have a velocity here
-        masks = [memory.masks(cf) for cf in self.cfs]
+    cfs: tuple[float, ...]
+    memory: NoMemory
+    signal: bool = False
+    layers: LayerStatistics | None = None
+    whole_buckets: bool = False
+    share: float = SHARE
+    _group_of: dict[ModelParameter, ShadowGroup] = field(default_factory=dict)
+    _strides: dict[ModelParameter, int] = field(default_factory=dict)
+    _moving: set[ModelParameter] = field(default_factory=set)  # that have a velocity here
+
+    def __post_init__(self) -> None:
+        self.peers = Peers(len(self.cfs)) if self.signal else None
+        masks = [self.memory.masks(cf) for cf in self.cfs]
         self._masked = torch.tensor(masks)[:, None] if any(masks) else None
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
-        """Take in a bucket's local gradients; add what each CF keeps and loses to the tally. The
-        gradients are left as they are, and those of a poisoned bucket must be zero.
+        """Take in a bucket's local gradients, which in a poisoned bucket must be zero; add what
+        each CF keeps and loses to the tally.
 
         On the host a poisoned bucket is passed over, and a parameter that is skipped keeps its
-        residual. On a device the host cannot know of either. A poisoned bucket goes through the
-        same operations, and masks see to it that nothing is added to any sum and that what is kept
-        stays as it was; only a velocity that would have begun in this step (with the memory's, or
-        undampened) begins in the next one as any other, from zero. A skipped parameter is treated
-        as one with a gradient of zero, so that elements of its residual count as sent; only models
-        that may leave parameters unused have such."""
+        residual. On a device, where the host knows of neither, masks see to it that a poisoned
+        bucket changes nothing, but that a velocity that would have begun in this step (with the
+        memory's, or undampened) begins in the next one from zero; and a skipped parameter is one
+        with a gradient of zero, so that elements of its residual count as sent."""
         if bucket.poisoned is True:
             return
         # Skipped ones, too: which they are may differ between ranks, and what is sampled must not.
         parts = [part for part in bucket.parts if part.grad.numel()]
         singly = [[part] for part in parts]
-        for section in [parts] if self._whole_buckets else singly:
+        for section in [parts] if self.whole_buckets else singly:
             self._choose_stride([part.parameter for part in section])
         together = [parts] if bucket.whole else singly
         if on_host(bucket.work):
@@ -237,8 +230,8 @@ class ShadowLadder:
         error, all_of_it = (levels @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
         tally.at("shadow_total").add_(all_of_it)
-        if self._layers is not None:
-            self._layers.add_levels(group.parameters, levels * sections.weights)
+        if self.layers is not None and not self.whole_buckets:
+            self.layers.add_levels(group.parameters, levels * sections.weights)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
         """The same for samples that are looked at together, from the first time on. What was kept
@@ -247,8 +240,8 @@ class ShadowLadder:
         if len(known) <= 1 and None not in known:
             return
         numel = sum(parameter.tensor.numel() for parameter in parameters)
-        least = WHOLE_BUCKET if self._whole_buckets else WHOLE
-        stride = max(1, numel // max(least, int(numel * self._share)))
+        least = WHOLE_BUCKET if self.whole_buckets else WHOLE
+        stride = max(1, numel // max(least, int(numel * self.share)))
         for parameter in parameters:
             if self._strides.get(parameter) != stride:
                 self._group_of.pop(parameter, None)
@@ -276,7 +269,7 @@ class ShadowLadder:
         zeros in g."""
         a = group.array("residual", len(self.cfs))
         plain = self.peers is not None
-        rules = {p: () if plain else tuple(self._memory.rules(p, self.cfs)) for p in sending}
+        rules = {p: () if plain else tuple(self.memory.rules(p, self.cfs)) for p in sending}
         if not any(rules.values()):
             return a.add_(g)
         u = group.array("velocity", len(self.cfs))
@@ -303,7 +296,7 @@ class ShadowLadder:
         self._moving.add(parameter)
         if not parameter.started or parameter.velocity is None:
             return True
-        factors = torch.tensor(self._memory.entering(parameter, self.cfs), dtype=torch.float64)
+        factors = torch.tensor(self.memory.entering(parameter, self.cfs), dtype=torch.float64)
         velocity = sampled([parameter.velocity], [self._strides[parameter]])
         velocities.copy_(factors.to(velocity.device)[:, None] * velocity)
         return False

@@ -7,13 +7,12 @@ multiplies its own c_t and g_{t+1}: summed over ranks whose shards are alike tha
 expectation of the product of the workers' averages (with unlike shards it also counts, as signal,
 how much the ranks' own gradients differ from their mean).
 
-The other gradient may also be another rank's in the same step: E<c_t of rank i, g_t of rank j> is
-the product of what i keeps with the true gradient *here*, since a peer's gradient has not moved
-along this step's own noise, as the next step's has. A rank knows its own c; of the others'
-gradients it learns the sum of a small sketch in the statistics: signs drawn alike on every rank and
-fresh in every step, elements added up in WIDTH places. Products of sketches are unbiased, with a
-relative standard deviation of 1 / sqrt(WIDTH) of the product of the norms (Charikar and others,
-2002), below the noise that a step's product has anyway.
+The other gradient may also be another rank's in the same step, which has not moved along this
+step's own noise, as the next step's has: E<c_t of rank i, g_t of rank j>. A rank knows its own c;
+of the others' gradients it learns the sum of a small sketch in the statistics: signs drawn alike on
+every rank and fresh in every step, elements added up in WIDTH places. Products of sketches are
+unbiased, with a relative standard deviation of 1 / sqrt(WIDTH) of the product of the norms
+(Charikar and others, 2002), below the noise that a step's product has anyway.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 compute: forward and backward, from the first forward after the exchange (so with all micro-batches
 of an accumulation) to the last hook call. compress: in hook calls. exchange: backward then waits
 for the network (what is not hidden behind backward). decode: it waits for what was received to be
-decoded on the process group's threads. The rest is the optimizer, and waiting for input. On a
-device all this is what its stream did.
+decoded on the process group's threads. The rest is the optimizer, and waiting for input.
 
-A timestamp is a reading of the host's clock, or on an accelerator, whose stream the host runs ahead
-of, an event on that stream. Nothing waits for the device: by the time the ranks' statistics of one
-step are read, at the next step's start, the device has passed whatever came before the step that
-they are of. So a step on a device is told of one step later than a step on the host.
+A timestamp is a reading of the host's clock, or on a device, whose stream the host runs ahead of,
+an event on that stream. Nothing waits for the device: a step is told of one step later than on the
+host, when the device has surely passed it.
 """
 
 from __future__ import annotations
@@ -134,10 +132,10 @@ def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> 
 
 
 class ForwardMark:
-    """A forward pre-hook that notes when a step's forward began.
+    """A forward pre-hook that notes when a step's forward began; one without gradients (an
+    evaluation between two steps) does not count, and a compiled one cannot be seen.
 
-    Forwards without gradients (an evaluation between two steps) do not count, and a compiled one
-    cannot be seen. timestamps: None for the copy that a copied or pickled model takes along.
+    timestamps: None for the copy that a copied or pickled model takes along.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp] | None = None) -> None:

@@ -1,13 +1,9 @@
 """The statistics of one step: declared once, added up on the gradients' device, agreed by one sum.
 
-`Statistics` declares every number: how the ranks' values become one (their sum or their mean), how
-many there are of it, whether it is known to the host or found on the device, and whether the
-policy's report has it. The vector that is summed over the ranks, what is read back from it and the
-`StepReport` follow from the declaration, so a new number is named there (and in
-`policies.StepReport`, if policies are to know it).
-
-After the sum every rank holds the same bits (measured for gloo and NCCL rings), which makes every
-number of `Statistics` an agreed one.
+The vector that is summed over the ranks, what is read back from it and the `StepReport` follow from
+the declaration in `Statistics`, so a new number is named there (and in `policies.StepReport`, if
+policies are to know it). After the sum every rank holds the same bits (measured for gloo and NCCL
+rings), which makes every number of `Statistics` an agreed one.
 """
 
 from __future__ import annotations
@@ -25,9 +21,9 @@ from policies import Measurement
 
 
 def _number(agree: str, host: bool = False, reported: bool = False, only: str = "") -> Any:
-    """A number of the step. agree: "sum" or "mean" over the ranks. host: whoever tells it knows it
-    as a Python number; nan if nobody does. reported: by its name, in the `StepReport`. only: what
-    of a `Tally` must be asked for, or it is not in the vector."""
+    """A number of the step. agree: "sum" or "mean" over the ranks. host: known as a Python number;
+    nan if nobody tells it. reported: by its name, in the `StepReport`. only: what of a `Tally` must
+    be asked for, or it is not in the vector."""
     metadata = {"agree": agree, "host": host, "reported": reported, "only": only}
     return field(default=nan, metadata=metadata)
 

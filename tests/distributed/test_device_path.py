@@ -238,3 +238,42 @@ def test_what_is_corrupt_on_one_rank_is_told_on_all_a_few_steps_later() -> None:
     told = run_ranks(2, _corrupt)
     assert told[0] == told[1]
     assert "a payload that no compressor can have sent has arrived on some rank" in told[0]
+
+
+class _WithSignal(ByStep):
+    """Asks for signal gain."""
+
+    shadow = True
+    gain = "signal"
+
+    def candidates(self) -> tuple[float, ...]:
+        return (10.0, 100.0)
+
+
+def _peers_of_each_step(rank: int) -> list[list[float]]:
+    """What sketches tell with plain error feedback, and where momentum correction is given up. The
+    learning rate is 0, so that the gradients are the same."""
+    blocks.force_device_path = True
+    found = []
+    for momentum in (0.0, 0.9):
+        model = DDP(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=momentum)
+        policy = _WithSignal([10.0])
+        compressor = AdaptiveCompressor("topk", (1, 100), policy=policy)
+        compressor.attach(model, optimizer=optimizer)
+        for step in range(10):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            if step == 3 and momentum:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        assert compressor.state_dict()["memory_kind"] == "residual"
+        found.append([report.peers_total for report in policy.reports])
+    return found
+
+
+def test_each_steps_sketches_are_told_of_that_step_when_momentum_is_given_up() -> None:
+    for plain, fallen_back in run_ranks(2, _peers_of_each_step):
+        lost = [told for told, same in zip(fallen_back, plain, strict=True) if told != same]
+        assert lost in ([], [0.0])  # of the step before
+        assert fallen_back[-1] != 0

@@ -253,7 +253,7 @@ TEN = tuple(float(cf) for cf in np.geomspace(10, 1000, 10))
 
 def _operations(kind: str, whole_buckets: bool, sizes: Sequence[int]) -> int:
     run = Run(kind, whole_buckets, sizes, TEN, device="meta")
-    run.ladder._share = 1 / 64
+    run.ladder.share = 1 / 64
     work = torch.empty(sum(sizes), device="meta")
     flag = torch.empty((), dtype=torch.bool, device="meta")
     for step in range(2):
