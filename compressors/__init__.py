@@ -58,11 +58,8 @@ _registry: dict[str, Callable[..., Compressor]] = {each.name: each for each in _
 
 
 def register(name: str, factory: Callable[..., Compressor]) -> None:
-    """Make `name` usable wherever a compressor is chosen by name.
-
-    factory: is called without arguments; for example, the class. ValueError if the name is already
-        taken or has a "+" in it.
-    """
+    """Make `name` usable wherever a compressor is chosen by name; `factory`, for example the class,
+    is called without arguments. ValueError if the name is taken or has a "+" in it."""
     if name in _registry:
         raise ValueError(f"name must not be registered yet, got {name!r}")
     if "+" in name:

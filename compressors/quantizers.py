@@ -23,7 +23,7 @@ from compressors.kernels import blocks
 from compressors.kernels.blocks import CODE_BLOCK, check_same_length, scratch, scratch_like, widened
 from compressors.kernels.host import block_norm
 from compressors.wire import values
-from compressors.wire.values import Block, BlockFormat, Half, Layout, Levels, Parts
+from compressors.wire.values import BlockFormat, Half, Layout, Levels, Parts
 
 
 class Quantizer(Compressor):
@@ -239,15 +239,15 @@ class Natural(OneFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((-(-count // CODE_BLOCK), widened(dtype)), (count, torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         offsets, codes = parts
-        random = scratch_like("random", block.x).view(_FLOATS[block.x.dtype].integer)
-        values.fill_random16(random, self.seed, block.key, block.start)
-        codes.copy_(self._codes(block.x[None], random[None], offsets)[0])
-        kept = scratch_like("kept", block.x)
+        random = scratch_like("random", x).view(_FLOATS[x.dtype].integer)
+        values.fill_random16(random, self.seed, key, start)
+        codes.copy_(self._codes(x[None], random[None], offsets)[0])
+        kept = scratch_like("kept", x)
         self.decode_block(parts, kept)
         energy = block_norm(kept)
-        return energy, block_norm(torch.sub(block.x, kept, out=kept))
+        return energy, block_norm(torch.sub(x, kept, out=kept))
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
         count, integer = x.numel(), _FLOATS[x.dtype].integer

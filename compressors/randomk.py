@@ -19,7 +19,6 @@ from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
 from compressors.kernels import add_and_norm, squared_norm
 from compressors.kernels.blocks import Scalar, energies, is_host
-from compressors.sparsifier import add_at, take
 from compressors.wire.values import ValueFormat, make_values
 
 
@@ -61,7 +60,8 @@ class RandomK(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
-        add_at(out, self._indices(payload), self._decoded(payload), scale)
+        values = self._decoded(payload).to(out.dtype)
+        out.detach().index_add_(0, self._indices(payload), values, alpha=scale)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return self.values.nbytes(kept(numel, cf), dtype)
@@ -81,7 +81,8 @@ class RandomK(Compressor):
         base.check_flat(tensor)
         cf, numel = base.check_cf(cf), tensor.numel()
         indices = shared_indices(self.seed, key, numel, kept(numel, cf), tensor.device)
-        return self._payload(take(tensor, indices), 1.0, total, numel, cf, key)
+        values = tensor.detach().index_select(0, indices)
+        return self._payload(values, 1.0, total, numel, cf, key)
 
     def _payload(
         self, values: Tensor, scaled: float, total: Scalar, numel: int, cf: float, key: Key

@@ -29,7 +29,7 @@ from compressors.kernels.host import block_norm
 from compressors.quantizers import OneFormat
 from compressors.wire import values
 from compressors.wire.packing import codes_nbytes, pack_bits, pack_codes, unpack_bits, unpack_codes
-from compressors.wire.values import Block, Blocks, Layout, Parts
+from compressors.wire.values import Blocks, Layout, Parts
 
 
 class OneBit(OneFormat):
@@ -59,9 +59,9 @@ class OneBit(OneFormat):
         columns = -(-count // self.column)
         return ((2 * columns, widened(dtype)), (-(-count // 8), torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         means, packed = parts
-        x, column = block.x, self.column
+        column = self.column
         work = scratch_like("work", x)
         positive = reduce_rows(work.copy_(_pack_signs(x, packed)), column, _sum)
         negative = torch.full_like(positive, column)
@@ -139,15 +139,15 @@ class SignSGD(OneFormat):
 
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         count = blocks.x.numel()
-        sums = [torch.abs(block.x, out=scratch_like("work", block.x)).sum() for block in blocks]
+        sums = [torch.abs(x, out=scratch_like("work", x)).sum() for x, _ in blocks]
         (scale,) = shared
         scale.copy_(torch.stack(sums).double().sum() / count)
         _drop_tiny(scale)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
-        _pack_signs(block.x, packed)
-        return block.x.numel() * float(scale) ** 2, 0.0
+        _pack_signs(x, packed)
+        return x.numel() * float(scale) ** 2, 0.0
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
         mean = torch.linalg.vector_norm(x, 1, dtype=torch.float64) / x.numel()
@@ -204,9 +204,9 @@ class TwoBit(OneFormat):
         t.fill_(0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms)
         t.clamp_(min=torch.finfo(t.dtype).tiny)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         t, packed = parts
-        steps = torch.div(block.x, t, out=scratch_like("work", block.x))
+        steps = torch.div(x, t, out=scratch_like("work", x))
         q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
         truncated = scratch("truncated", q.numel(), torch.int8, q.device).copy_(q)
         q.copy_(truncated)  # trunc_ is 20 times slower
@@ -257,18 +257,18 @@ class TernGrad(OneFormat):
     def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
         (scale,) = shared
         scale.zero_()
-        for block in blocks:
-            magnitude = torch.abs(block.x, out=scratch_like("work", block.x))
+        for x, _ in blocks:
+            magnitude = torch.abs(x, out=scratch_like("work", x))
             torch.maximum(scale, magnitude.amax(), out=scale)
         if self.clip is not None:
             scale.clamp_(max=self.clip * sqrt(blocks.total / blocks.x.numel()))
         scale.mul_(values.WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         scale, packed = parts
-        steps = torch.div(block.x, scale, out=scratch_like("work", block.x))
-        t = scratch_like("levels", block.x)
-        values.fill_random16(t, self.seed, block.key, block.start)
+        steps = torch.div(x, scale, out=scratch_like("work", x))
+        t = scratch_like("levels", x)
+        values.fill_random16(t, self.seed, key, start)
         clipped = steps
         if self.clip is not None:
             clipped = torch.clamp(steps, -1, 1, out=scratch_like("clipped", steps))

@@ -42,7 +42,6 @@ from compressors.rounds import (
     projection_energies,
     zeros_if,
 )
-from compressors.sparsifier import add_at, take
 
 
 class Budget(NamedTuple):
@@ -131,7 +130,7 @@ class Sketch(RoundsCompressor):
             for part, summed in zip(parts, sums, strict=True)
         ]
         pairs = zip(parts, found, strict=True)
-        own = [take(part.flat, at) if part.budget.k else part.flat for part, at in pairs]
+        own = [part.flat.index_select(0, at) if part.budget.k else part.flat for part, at in pairs]
         sent = [values[: part.budget.k] for part, values in zip(parts, own, strict=True)]
         second = torch.cat(sent)
         whole = [not part.budget.k for part in parts]
@@ -173,7 +172,7 @@ class Sketch(RoundsCompressor):
         base.check_out(out, payload)
         indices, values = payload.parts
         if indices.numel():
-            add_at(out, indices, values, scale)
+            out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
         else:
             out.detach().add_(values, alpha=scale)
 
@@ -237,7 +236,7 @@ class CountSketch:
         if not is_host(table.device):
             return estimate.sort(descending=True, stable=True).indices[:k].int()
         at = kernels_for(estimate).largest(estimate, k)
-        return at[take(estimate, at).argsort(descending=True, stable=True)]
+        return at[estimate.index_select(0, at).argsort(descending=True, stable=True)]
 
     def _slots(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
         """For each row the columns that the elements from `start` to `stop` go to. Products and

@@ -106,7 +106,7 @@ class Sparsifier(Compressor):
         values = self._decoded(payload) if payload.exact is None else payload.exact
         k = min(kept(payload.numel, cf), values.numel())
         positions = kernels_for(values).largest(values, k)
-        indices, values = take(payload.parts[0], positions), take(values, positions)
+        indices, values = (x.index_select(0, positions) for x in (payload.parts[0], values))
         chosen = Selected(indices, values, payload.scalars[0])
         return self._payload(chosen, payload.numel, cf, payload.key)
 
@@ -115,7 +115,7 @@ class Sparsifier(Compressor):
         indices, values = payload.parts[0], self._decoded(payload)
         if not is_host(out.device) and not self.exact_count:
             indices = indices.clamp(max=payload.numel - 1)  # slots that hold nothing add 0 there
-        add_at(out, indices, values, scale)
+        out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
         return self.values.nbytes(kept(numel, cf), dtype) + self.index_nbytes(numel, cf)
@@ -150,7 +150,8 @@ class Sparsifier(Compressor):
         """The payload of flat `tensor` at the indices that another rank chose and packed."""
         base.check_flat(tensor)
         indices, corrupt = self._unpacked(packed, tensor.numel(), cf)
-        values = (take if is_host(tensor.device) else take_present)(tensor.detach(), indices)
+        flat, host = tensor.detach(), is_host(tensor.device)
+        values = flat.index_select(0, indices) if host else take_present(flat, indices)
         chosen = Selected(indices, values, squared_norm(tensor))
         return replace(self._payload(chosen, tensor.numel(), cf, key), corrupt=corrupt)
 
@@ -210,13 +211,3 @@ class TopK(Sparsifier):
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
         return kernels_for(tensor).select(tensor, k, add)
-
-
-def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
-    """out[indices] += scale * values, in place, for indices that differ from each other."""
-    out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
-
-
-def take(tensor: Tensor, indices: Tensor) -> Tensor:
-    """tensor[indices], a new tensor."""
-    return torch.index_select(tensor.detach(), 0, indices)

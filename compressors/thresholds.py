@@ -41,9 +41,8 @@ class ThresholdSparsifier(Sparsifier):
 
 
 def sample_size(numel: int, k: int, rank: int) -> int:
-    """How many of `numel` magnitudes to look at, to estimate a threshold that `k` of them reach.
-
-    One in 32, but 4,096 to 65,536, and so many that about `rank` of the sample reach it."""
+    """How many of `numel` magnitudes to look at for a threshold that `k` of them reach: one in 32,
+    but 4,096 to 65,536, and so many that about `rank` of the sample reach it."""
     return min(numel, max(4096, min(65_536, numel // 32), ceil(rank * numel / k)))
 
 
@@ -314,10 +313,9 @@ class AdaComp(Sparsifier):
 
     def __init__(self, bin_size: int | None = None, values: str | ValueFormat = "fp32") -> None:
         super().__init__(values)
-        largest = CACHE_BLOCK
-        if bin_size is not None and (not isinstance(bin_size, int) or not 1 <= bin_size <= largest):
+        if not (bin_size is None or (isinstance(bin_size, int) and 1 <= bin_size <= CACHE_BLOCK)):
             raise ValueError(
-                f"bin_size must be an integer from 1 to {largest} or None, got {bin_size!r}"
+                f"bin_size must be an integer from 1 to {CACHE_BLOCK} or None, got {bin_size!r}"
             )
         self.bin_size = bin_size
 

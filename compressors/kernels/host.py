@@ -143,8 +143,8 @@ def _rank_value(x: Array, k: int) -> float:
 
 
 def _rank_bounds(sample: int, share: float) -> tuple[int, int]:
-    """Ranks (low, high) in a sample of that many elements, 4 standard deviations on either side of
-    the element with `share` of the whole array at or above it; either may be out of the sample."""
+    """Ranks in a sample of that many elements, 4 standard deviations on either side of the element
+    that a `share` of the whole array reaches; either may be out of the sample."""
     wanted = sample * share
     margin = 4.0 * (wanted * (1.0 - share)) ** 0.5 + 4.0
     return int(wanted - margin), int(wanted + margin) + 1

@@ -36,10 +36,6 @@ class IndexFormat:
 
     low: int | None
 
-    @property
-    def name(self) -> str:
-        return "bitmap" if self.low is None else f"elias-fano{self.low}"
-
     def nbytes(self, numel: int, capacity: int) -> int:
         """Bytes that `encode` makes: a pure function, the same on all ranks."""
         slots = numbers_nbytes(capacity, 1 << self.low) if self.low else 0

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from hashlib import blake2b
 from math import inf, isnan, nan
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,7 +72,7 @@ class ValueFormat(ABC):
 
     @abstractmethod
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        """(elements, dtype) of each part for `count` values of a tensor of `dtype`."""
+        """The layout for `count` values of a tensor of `dtype`."""
 
     @abstractmethod
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
@@ -89,24 +88,16 @@ class ValueFormat(ABC):
         return sum(elements * part.itemsize for elements, part in self.layout(count, dtype))
 
 
-class Block(NamedTuple):
-    """A block is a run of elements `x` (float32 or float64) of a tensor, from `start` on."""
-
-    x: Tensor
-    start: int
-    key: Key
-
-
 class Blocks:
-    """This iterates over the blocks of `x` on the host, as often as needed. The first time round,
-    `add` is added to each block in place, and then `total` is ||x||^2."""
+    """This iterates over the blocks of `x` on the host (float32 or float64), and where they start.
+    The first time round, `add` is added to each in place, and then `total` is ||x||^2."""
 
-    def __init__(self, x: Tensor, add: Tensor | None, key: Key) -> None:
-        self.x, self.key = x.detach(), key
+    def __init__(self, x: Tensor, add: Tensor | None) -> None:
+        self.x = x.detach()
         self._add = None if add is None else add.detach()
         self.total = nan
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         total, add, self._add = 0.0, self._add, None
         for start, stop in block_bounds(self.x):
             x = self.x[start:stop]
@@ -115,7 +106,7 @@ class Blocks:
             x = x.to(widened(x.dtype))
             if isnan(self.total):
                 total += block_square(x.numpy())
-            yield Block(x, start, self.key)
+            yield x, start
         if isnan(self.total):
             self.total = checked_norm(total, self.x.numpy()) if on_host(self.x) else total
 
@@ -137,9 +128,9 @@ class BlockFormat(ValueFormat):
         """Go through `blocks` (at least one) and fill the `shared` parts, if there are any."""
 
     @abstractmethod
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
-        """Encode a block on the host into its slices of the parts. Returns the squared norms of
-        what is kept and of what is lost (not looked at if `projection`)."""
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+        """Encode the block `x`, from `start` on, on the host into its slices of the parts. Returns
+        the squared norms of what is kept and of what is lost (not looked at if `projection`)."""
 
     @abstractmethod
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
@@ -178,14 +169,14 @@ def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tu
         parts, kept = _encode_on_device(form, x, key)
         return parts, squared_norms([x, kept, x - kept])
     parts = _empty(form, x)
-    blocks = Blocks(x, add, key)
+    blocks = Blocks(x, add)
     energy = error = 0.0
     with np.errstate(all="ignore"):
         if form.shared and x.numel():
             form.fill_shared(blocks, parts[: form.shared])
-        for block in blocks:
-            slices = form.slices(parts, block.start, block.x.numel(), x.dtype)
-            kept_here, lost_here = form.encode_block(block, slices)
+        for block, start in blocks:
+            slices = form.slices(parts, start, block.numel(), x.dtype)
+            kept_here, lost_here = form.encode_block(block, start, key, slices)
             energy, error = energy + kept_here, error + lost_here
     lost = projection_error(blocks.total, energy) if form.projection else error
     return parts, energies(blocks.total, energy, lost, x)
@@ -232,13 +223,13 @@ class Half(BlockFormat):
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, self.half),)
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         (values,) = parts
-        work = torch.clamp(block.x, -self.limit, self.limit, out=scratch_like("work", block.x))
+        work = torch.clamp(x, -self.limit, self.limit, out=scratch_like("work", x))
         values.copy_(work)
         work.copy_(values)
         energy = block_norm(work)
-        return energy, block_norm(torch.sub(block.x, work, out=work))
+        return energy, block_norm(torch.sub(x, work, out=work))
 
     def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
         values = x.clamp(-self.limit, self.limit).to(self.half)
@@ -281,18 +272,18 @@ class Levels(BlockFormat):
         size = count if self.bits == 8 else codes_nbytes(count, 1 << self.bits)
         return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
 
-    def encode_block(self, block: Block, parts: Parts) -> tuple[float, float]:
+    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
         scales, packed = parts
-        steps, q = scratch_like("work", block.x), scratch_like("levels", block.x)
-        columns = numbers_of_rows(scales, block.x, self.bucket)
-        matrices = rows(block.x, self.bucket), columns, rows(steps, self.bucket)
-        for x, scale, work in zip(*matrices, strict=True):
-            self._scale(x, scale, work)
-            torch.div(x, scale, out=work)
+        steps, q = scratch_like("work", x), scratch_like("levels", x)
+        columns = numbers_of_rows(scales, x, self.bucket)
+        matrices = rows(x, self.bucket), columns, rows(steps, self.bucket)
+        for matrix, scale, work in zip(*matrices, strict=True):
+            self._scale(matrix, scale, work)
+            torch.div(matrix, scale, out=work)
         if self.seed is None:
             torch.round(steps, out=q)
         else:
-            fill_random16(q, self.seed, block.key, block.start)
+            fill_random16(q, self.seed, key, start)
             torch.add(steps, q, alpha=STEP, out=q).floor_()
         squares = scales.double().square()
         energy = _weighted(squares, q, self.bucket)
@@ -357,11 +348,8 @@ def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
 
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
     """Fill a block on the host with whole numbers, uniform from 0 to 65535: a function of `seed`,
-    `key` and `start`. This biases stochastic rounding by less than 2**-16 of a step.
-
-    Drawing is slow, so each random word serves four elements, a quarter of the length of `out`
-    apart: as it is, and times powers of an odd number, which permute the words.
-    """
+    `key` and `start`. As drawing is slow, each random word serves four elements, a quarter of the
+    length of `out` apart: as it is, and times powers of an odd number, which permute the words."""
     each = -(-out.numel() // _USES)
     drawn = np.asarray(_seeded(_digest(seed, key, start)).random_raw(-(-each // 4)))
     words, array = drawn.view(np.uint16)[:each], out.numpy()

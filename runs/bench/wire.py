@@ -27,7 +27,7 @@ def bench_wire(numel: int) -> list[Row]:
                 ours = compressor.payload_nbytes(size, cf) / k
                 bound = bound_nbytes(size, k) / k + value_bytes
                 what = f"{name} CF {cf:g} of {size / 1e6:g} M: bytes / kept element"
-                detail = f"bound {bound:.2f}, indices as {choose_format(size, k).name}"
+                detail = f"bound {bound:.2f}, {choose_format(size, k)}"
                 rows.append(Row(what, ours, goal, detail))
     return rows
 

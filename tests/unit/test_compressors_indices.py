@@ -15,10 +15,10 @@ from compressors.wire.indices import FORMATS, IndexFormat, choose_format
 from runs.bench.wire import bound_nbytes
 from tests.unit.device_path import device_path
 
-every_format = pytest.mark.parametrize("form", [*FORMATS, IndexFormat(0)], ids=lambda f: f.name)
+every_format = pytest.mark.parametrize("form", [*FORMATS, IndexFormat(0)], ids=str)
 some_formats = pytest.mark.parametrize(
     "form", [*map(IndexFormat, (None, 0, 3, 8, 11, 30))],
-    ids=lambda f: f.name,
+    ids=str,
 )  # fmt: skip
 
 
