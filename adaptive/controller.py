@@ -37,11 +37,9 @@ log = logging.getLogger("adaptive")
 
 
 class _Pending(NamedTuple):
-    """A step whose statistics are under way.
-
-    report: with what is known of it already. layer_cfs: of the layers that were sent at another CF
-    than the report's. read_sum: it holds the norm of a sum that was read. tally: this rank's.
-    sketches: this rank's, for signal gain. summed: the ranks' tallies."""
+    """A step whose statistics are under way: with what is known of it already, the layers that
+    were sent at other CFs, whether the norm of a sum was read, this rank's tally and sketches (for
+    signal gain), and the sum of the ranks' tallies."""
 
     report: StepReport
     layer_cfs: Mapping[str, float]

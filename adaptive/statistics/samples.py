@@ -67,8 +67,8 @@ class Sections:
 
 
 def sampled(grads: Sequence[Tensor], strides: Sequence[int]) -> Tensor:
-    """Every stride-th element of each gradient (flat), one sample after the other, as a tensor that
-    may be one of the gradients; on a device in single precision."""
+    """Every stride-th element of each gradient (flat), one sample after the other: perhaps a view
+    of a gradient; on a device in single precision."""
     samples = [grad.detach()[::stride] for grad, stride in zip(grads, strides, strict=True)]
     sample = samples[0] if len(samples) == 1 else torch.cat(samples)
     return sample if on_host(sample) else sample.float()
@@ -78,8 +78,8 @@ def largest(a: Tensor, sections: Sections, above: Array) -> Tensor:
     """In each row and section the elements of largest magnitude, as a mask; as many as are wanted
     there, and all that equal the smallest of them.
 
-    above: (rows,), magnitudes above which to look first, zeros to begin with; updated for the next
-    step. They save time on the host, and never change what is found.
+    above: (rows,), magnitudes above which to look first, updated for the next step: on the host
+    they save time, and never change what is found.
     """
     if on_host(a):
         return torch.from_numpy(_partitioned(a.numpy(), sections.wanted[0], above))
@@ -126,8 +126,8 @@ def energies(rows: Tensor, sections: Sections) -> Tensor:
 
 
 def inner(rows: Tensor, x: Tensor) -> Tensor:
-    """Inner product of each row with `x`. On the host of the first one by itself: BLAS adds up the
-    product of a matrix in another order than that of a vector, and runs are repeated to the bit."""
+    """Inner product of each row with `x`. On the host of the first one by itself: BLAS adds up a
+    matrix's in another order, and runs are repeated to the bit."""
     if not on_host(rows):
         return rows @ x
     matrix, vector = rows.numpy(), x.numpy()

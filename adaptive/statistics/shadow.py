@@ -43,9 +43,9 @@ SHARE = 1 / 64
 
 
 class ShadowGroup:
-    """What is kept of the samples of several parameters, as arrays over all of these samples, one
-    after the other: residual (CFs, elements), and where they are wanted velocity (CFs, elements),
-    and the last step's gradient and what each CF sent of it, sent (1 + CFs, elements).
+    """What is kept of the samples of several parameters, one after the other: residual (CFs,
+    elements), where it is wanted velocity (CFs, elements), and for signal gain the last step's
+    gradient and what each CF sent of it, sent (1 + CFs, elements).
 
     together: the parameters of each section, in order: what is compressed as one. strides: of each
     one's sample. above: where the largest are looked for first; speed, not state.
@@ -265,8 +265,7 @@ class ShadowLadder:
         self, group: ShadowGroup, g: Tensor, sending: Collection[ModelParameter]
     ) -> Tensor:
         """The residuals become the error-fed gradients, by the memory's own rule (with signal gain
-        by plain error feedback). Those of parameters that do not send stay what they are: they have
-        zeros in g."""
+        by plain error feedback). Those of parameters that do not send have zeros in g, and stay."""
         a = group.array("residual", len(self.cfs))
         plain = self.peers is not None
         rules = {p: () if plain else tuple(self.memory.rules(p, self.cfs)) for p in sending}

@@ -37,13 +37,12 @@ def _numbers(per: str, only: str = "") -> Any:
 @dataclass
 class Tally:
     """This rank's part of the statistics of one step: a float64 vector on the gradients' device,
-    into which whoever measures adds; nobody waits for a device. How long it is follows from what is
-    asked for in the step, which is the same on every rank.
+    into which whoever measures adds. Its length follows from what is asked for in the step, which
+    is the same on every rank.
 
     cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
     many numbers of the layers, and of signal gain's sketch. by_energy: energies are to be agreed
-    rank by rank. ranks: world size; rank: this one's. known: the numbers that the host knows, by
-    name.
+    rank by rank. ranks: world size. known: the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -81,8 +80,7 @@ class Tally:
         return self.vector[self.places["total"].start : self.places["sample_error"].stop]
 
     def add_levels(self, levels: Tensor, sampled: Tensor) -> None:
-        """Add what each CF keeps and loses of a tensor, and of its sample: (CFs, 3), the energies
-        of their payloads."""
+        """Add the energies of the payloads of a tensor, and of its sample: (CFs, 3)."""
         own, sample = levels.t(), sampled.t()
         parts = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])
         self._levels().add_(torch.cat(parts))
@@ -101,8 +99,7 @@ class Tally:
         self.at("sample_error").add_((added[1] - sample_error) * share)
 
     def spoil(self, flag: Flag) -> None:
-        """If the flag is set, a bucket's gradients are not finite: policies are to pass over this
-        step's statistics."""
+        """If a bucket's gradients are not finite, policies are to pass over this step."""
         for name in ("grad", "total", "sample_total"):
             fill_if(flag, self.at(name), nan)
         self.at("spoiled").add_(flag)
