@@ -335,11 +335,14 @@ def _collect(
         if sum_magnitudes:
             candidates.magnitudes += _block_sum(magnitude)
         above = candidates.compare(magnitude, candidates.threshold, out=mask[: block.size])
-        if bins:
-            peaks = np.repeat(_peaks(magnitude, size), size)[: block.size]
+        peaks = _peaks(magnitude, size) if bins else magnitude
+        if bins and not candidates.threshold:  # nearly all elements are to be looked at
             coming = np.add(block, latest[start : start + step], out=magnitude)
-            above &= np.abs(coming, out=coming) >= peaks
+            above &= np.abs(coming, out=coming) >= np.repeat(peaks, size)[: block.size]
         found = np.flatnonzero(above)
+        if bins and candidates.threshold:
+            coming = np.abs(block.take(found) + latest[start : start + step].take(found))
+            found = found[coming >= peaks.take(found // size)]
         if found.size:
             candidates.extend((found + start).astype(np.int32), block.take(found))
     candidates.total = checked_norm(candidates.total, x)
