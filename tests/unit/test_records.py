@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
@@ -397,4 +398,5 @@ def test_whatever_is_in_a_file_what_is_read_has_sense(
             assert all(isinstance(v, (int, float)) and abs(v) != float("inf") for v in flat)
         assert all(isfinite(event.cf) and event.cf >= 1 for event in recorded.events)
         keep_before(path, 2)
-        read_records(path)
+        with suppress(ValueError):  # the steps before may be those that are damaged
+            read_records(path)
