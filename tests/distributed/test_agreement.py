@@ -78,7 +78,10 @@ def _disagreeable(rank: int, policy: Any, slow_rank: int, steps: int) -> dict[st
     "policy",
     [
         GraVAC(epsilon=0.3, omega=0.2, window=8, dense_window=4),
-        GraVAC(epsilon=0.5, omega=0.2, window=5, gain="error_fed", scaling="geometric"),
+        pytest.param(
+            GraVAC(epsilon=0.5, omega=0.2, window=5, gain="error_fed", scaling="geometric"),
+            marks=pytest.mark.long,
+        ),
         Accordion(interval=7, eta=0.3),
     ],
     ids=["gradient", "error_fed", "accordion"],

@@ -87,7 +87,13 @@ def _train_with_each(rank: int, changes: bool) -> dict[str, float]:
     return {str(each): _train(rank, *each, changes) for each in SETTINGS}
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["attached", "detached and attached"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="attached"),
+        pytest.param(True, id="detached and attached"),
+    ],
+)
 def test_replicas_stay_equal_where_ranks_use_other_parameters(changes: bool) -> None:
     nothing = dict.fromkeys(map(str, SETTINGS), 0.0)
     assert run_ranks(2, _train_with_each, changes) == [nothing, nothing]

@@ -112,8 +112,8 @@ def _stage(rank: int, policy: str, base: str, folder: str, start: int) -> dict[s
     ("policy", "base", "old", "new"),
     [
         ("goodput", "topk", 2, 4),
-        ("gravac", "topk", 4, 2),
-        ("accordion", "redsync", 3, 2),
+        pytest.param(*("gravac", "topk", 4, 2), marks=pytest.mark.long),
+        pytest.param(*("accordion", "redsync", 3, 2), marks=pytest.mark.long),
         ("budget", "powersgd", 2, 3),
         ("layerwise", "topk", 2, 1),
     ],

@@ -20,6 +20,8 @@ from policies import policy_names
 from tests.integration.commands import ROOT
 from tests.integration.golden import FILE, RUNS
 
+pytestmark = pytest.mark.long
+
 WRITTEN = json.loads(FILE.read_text(encoding="utf-8"))
 MAKE = "python -m tests.integration.golden"
 

@@ -19,6 +19,8 @@ from runs.replay.replay import replay
 from runs.replay.source import read_source
 from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
 
+pytestmark = pytest.mark.long
+
 STEPS = 60
 NESTED = "Layerwise(Accordion(low=10, high=GraVAC(window=6, dense_window=3), interval=7), window=9)"
 RUNS = ("gravac:window=6", "topk@20:probe=100/500")
@@ -52,7 +54,6 @@ def test_a_policy_replays_its_own_record_bit_for_bit(folders: dict[str, Path], c
         _replays_its_own_record(folder, capfd)
 
 
-@pytest.mark.long
 def test_so_do_policies_made_of_others(text: Path, tmp_path: Path, capfd: Any) -> None:
     for folder in _recorded(MORE_RUNS, text, tmp_path).values():
         _replays_its_own_record(folder, capfd)

@@ -18,6 +18,8 @@ from runs.__main__ import main
 from runs.records import read_records
 from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
 
+pytestmark = pytest.mark.long
+
 STEPS = 14
 CONTENDERS = ("dense", "gravac:window=4")
 RUNS = DENSE, GRAVAC = ["dense-seed0", "gravac_window=4-seed0"]

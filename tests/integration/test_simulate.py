@@ -38,6 +38,7 @@ def _states(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=True) for path in files]
 
 
+@pytest.mark.long
 def test_it_does_what_train_does_to_the_bit(text: Path, tmp_path: Path, capsys: Any) -> None:
     ours, theirs = tmp_path / "simulated", tmp_path / "real"
     common = ("--workers", "2", "--steps", "16", "--checkpoint-every", "16", "--eval-every", "8")

@@ -178,7 +178,7 @@ def test_interrupted_and_resumed_equals_straight_under_torchrun(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("killed", ["worker", "parent"])
+@pytest.mark.parametrize("killed", ["worker", pytest.param("parent", marks=pytest.mark.long)])
 def test_killing_one_process_ends_all(
     killed: str, text: Path, tmp_path: Path, start: Start
 ) -> None:
@@ -198,6 +198,7 @@ def test_killing_one_process_ends_all(
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_sigterm_stops_cleanly_and_a_checkpoint_that_does_not_fit_is_refused(
     text: Path, tmp_path: Path, start: Start
 ) -> None:

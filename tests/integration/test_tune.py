@@ -65,6 +65,7 @@ def shared(
     return case, commands
 
 
+@pytest.mark.long
 def test_two_processes_share_a_study_and_a_failure_does_not_stop_it(
     shared: tuple[Case, list[Command]],
 ) -> None:
@@ -84,6 +85,7 @@ def test_two_processes_share_a_study_and_a_failure_does_not_stop_it(
         json.loads(command.out)  # JSON and nothing else on stdout
 
 
+@pytest.mark.long
 def test_its_files_and_its_front(shared: tuple[Case, list[Command]], capfd: Any) -> None:
     case, _ = shared
     folder = case.tuning.folder
@@ -119,6 +121,7 @@ def test_its_files_and_its_front(shared: tuple[Case, list[Command]], capfd: Any)
     assert names["compressor"]._settings.policy.window == settings["settings"]["window"]
 
 
+@pytest.mark.long
 def test_its_trials_are_in_tensorboards_hparams(shared: tuple[Case, list[Command]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -224,6 +227,7 @@ def test_a_pruned_trial_stops_on_all_ranks_and_the_same_processes_go_on(
 # -- screening on a record -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_best_on_a_record_go_to_real_runs(
     shared: tuple[Case, list[Command]],
     text: Path,
