@@ -26,27 +26,20 @@ from adaptive import (
     GraVAC,
     Layerwise,
     Policy,
-    Schedule,
     Warmup,
 )
 from tests.distributed.setting import Clock, loss_of, same, small_net
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "accordion": lambda: Accordion(GraVAC(window=4, dense_window=3), interval=4),
     "accordion per layer": lambda: Accordion(interval=4, per_layer=True),
     "budget": lambda: Budget(window=6),
-    "budget of bytes": lambda: Budget(bytes_per_step=900),
-    "fixed": lambda: Fixed(cf=8, probe=(20,)),
     "goodput": lambda: Goodput(opening=3, cooldown=2),
     "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05, retry=1),
-    "gravac, signal gain": lambda: GraVAC(window=4, dense_window=3, gain="signal"),
     "layerwise": lambda: Layerwise(Fixed(cf=8), window=4),
-    "schedule": lambda: Schedule({0: 4, 5: 20}),
     "warmup": lambda: Warmup(Goodput(), steps=2, stages=2),
 }
 RUNS = [
     *((policy, "topk") for policy in POLICIES),
-    ("gravac", "dgc"),
     ("gravac", "powersgd"),
     ("gravac", "sketch"),
 ]
@@ -174,7 +167,7 @@ def test_a_damaged_state_changes_nothing_or_loads_whole(run: _Run, data: st.Data
 
 
 def test_a_state_of_another_model_names_the_parameters() -> None:
-    run = _Run("fixed", "topk")
+    run = _Run("budget", "topk")
     run.train(3)
     state = run.state()
     here = state["parameters"]
