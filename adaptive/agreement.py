@@ -89,4 +89,4 @@ def compare_replicas(
 
 def _checksum(tensor: Tensor) -> int:
     plain = tensor.detach().cpu().contiguous().flatten()
-    return crc32(plain.view(torch.uint8).numpy().tobytes())
+    return crc32(plain.view(torch.uint8).numpy().data)

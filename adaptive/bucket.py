@@ -113,6 +113,11 @@ class Unit:
         """All of it sends nothing this step, as the host knows."""
         return all(piece.part.skipped is True for piece in self.ranges)
 
+    @property
+    def sent_whole(self) -> bool:
+        """None of it is skipped this step, as the host knows."""
+        return all(piece.part.skipped is False for piece in self.ranges)
+
 
 @dataclass(eq=False)
 class Bucket:
@@ -163,6 +168,10 @@ class Bucket:
         tally.spoil(self.poisoned)
         fill_if(self.poisoned, self.work, 0.0)
         return energies
+
+    def of(self, unit: Unit) -> Tensor:
+        """The unit's slice of `work`."""
+        return self.work[unit.start : unit.stop]
 
     def room(self, use: str, numel: int) -> Tensor:
         """Working memory for one use, with whatever was left there."""

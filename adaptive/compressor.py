@@ -59,8 +59,9 @@ class AdaptiveCompressor:
     dense_below: tensors of fewer elements than this are sent uncompressed.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
-        "shared_indices" (sparsifiers: one rank chooses for all). "auto": the fastest by a cost
-        model of the network, which is measured when there is a choice.
+        "shared_indices" (sparsifiers with fp32 values: the ranks take turns in choosing the indices
+        for all), "shared_indices_by_energy" (the rank with the largest error-fed gradient chooses).
+        "auto": the fastest by a cost model of the network, measured when there is a choice.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     memory: "residual" feeds back errors. "momentum": momentum correction (DGC, section 3), for SGD

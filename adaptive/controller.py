@@ -54,9 +54,9 @@ class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
     lr: the learning rate. device: of the gradients. carrying: the residual may hold something.
-    residual_first: and nothing is to be compressed before that is sent. agreed: the statistics of
-    the last step that the ranks have agreed on. corrupt: something has arrived that no rank can
-    have sent.
+    residual_first: that must be sent, by a dense step, before anything is compressed. agreed: the
+    statistics of the last step that the ranks have agreed on. corrupt: something has arrived that
+    no rank can have sent.
     """
 
     _fields = saved.declare(
@@ -285,8 +285,7 @@ class Controller(saved.Stateful):
             self._spoiled.add(step)
         self.corrupt = self.corrupt or agreed.corrupt > 0
         if pending.sketches is not None and requested.peers is not None:
-            total = torch.tensor(agreed.sketch, dtype=torch.float64)
-            requested.peers.receive(pending.sketches, total)
+            requested.peers.receive(pending.sketches, pending.tally.at("sketch"))  # the ranks' sum
         emptied = pending.report.cf == DENSE and not agreed.spoiled
         if emptied and step > self._compressed_last:
             self.carrying = self.residual_first = False

@@ -54,8 +54,11 @@ class ModelParameter:
 
 
 class ModelParameters(dict[Tensor, ModelParameter]):
-    """By parameter. model: None when the hook was registered without one; parameters are then
-    found one by one, and have no names."""
+    """What is kept of each parameter of a model.
+
+    model: None when the hook was registered without one; parameters are then
+    found one by one, and have no names.
+    """
 
     def __init__(self, model: DistributedDataParallel | None) -> None:
         super().__init__()

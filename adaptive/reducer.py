@@ -74,8 +74,8 @@ class Step:
 class Reducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
-    memory: may be another one from a next step on. settling: backwards after which DDP cuts no
-    buckets anew. clip_norm: largest norm of a parameter's local gradient, scaled by 1/sqrt(N).
+    memory: may be replaced between steps. settling: backwards after which DDP no longer rebuilds
+    its buckets. clip_norm: largest norm of a parameter's local gradient, scaled by 1/sqrt(N).
     """
 
     granularity: Granularity
@@ -115,7 +115,8 @@ class Reducer:
         before = step.tally.copy_of_levels() if strategy.sharded else None
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
-        sums = [payload.parts[0] for payload in payloads if strategy.takes_sums]
+        # `report` keeps no list of all payloads alive: those that are gathered can go once packed.
+        sums = [payload.parts[0] for payload in payloads] if strategy.takes_sums else []
 
         def report(made: Sequence[Payload]) -> None:
             if added is not None:
@@ -172,9 +173,10 @@ class Reducer:
             if not sending and step.on_mean is None:
                 return mean
             poisoned = all_finite(mean) ^ True
+            undo = but_not(poisoned, not_finite)
             for part in sending:
-                undo = but_not(but_not(poisoned, not_finite), part.skipped)
-                memory.end_dense(part.parameter, either(poisoned, part.skipped), undo)
+                skipped = part.skipped
+                memory.end_dense(part.parameter, either(poisoned, skipped), but_not(undo, skipped))
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
             _tell_means(step, parameters, mean, poisoned)
@@ -207,12 +209,12 @@ class Reducer:
     def _fold(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
         """Add what the memory holds of these parts to their gradients, and measure the sum."""
         units = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
-        samples = [strided_sample(_gradient(bucket, unit)).clone() for unit in units]
+        samples = [strided_sample(bucket.of(unit)).clone() for unit in units]
         for part in parts:
             self.memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
-                levels = compress_levels(unit, _gradient(bucket, unit))
+                levels = compress_levels(unit, bucket.of(unit))
                 record_levels(unit, levels, sample, step.tally)
 
 
@@ -239,7 +241,7 @@ def _payload(
 
 def _record(step: Step, bucket: Bucket, unit: Unit, levels: Sequence[Payload]) -> None:
     """Add what the levels of a unit keep to the statistics, and what they would of its gradient."""
-    record_levels(unit, levels, strided_sample(_gradient(bucket, unit)), step.tally)
+    record_levels(unit, levels, strided_sample(bucket.of(unit)), step.tally)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:
@@ -270,22 +272,17 @@ def _decode(
         own = means[exchange.rank] if sent is None else compressor.void(sent[i], poisoned)
         memory.take_off(unit, own)
         memory.clear_velocity(unit, own, poisoned)
-        mean = _gradient(bucket, unit)
+        mean = bucket.of(unit)
         if isinstance(compressor, RoundsCompressor):
             compressor.write_to(mean, means[0])
             continue
         mean.zero_()
         for payload in means:
             compressor.add_to(mean, payload, received.scale)
-            corrupt = corrupt | payload.corrupt
+            corrupt = either(corrupt, payload.corrupt)
     exchange.count_corrupt(corrupt)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
-    memory.keep(received.lost, exchange.world_size)
-
-
-def _gradient(bucket: Bucket, unit: Unit) -> Tensor:
-    """The unit's slice of the bucket."""
-    return bucket.work[unit.start : unit.stop]
+    memory.add_lost(received.lost, exchange.world_size)
 
 
 def _tell_means(

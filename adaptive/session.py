@@ -100,8 +100,8 @@ class Session:
     def _agree(
         self, prepare: Callable[[], str], optimizer: Optimizer | None, scaler: GradScaler | None
     ) -> None:
-        """Attach, if all ranks can `prepare`, and alike. A collective; the error of a rank that
-        cannot is raised on all."""
+        """Run `prepare` on every rank, and attach if none fails and all describe the same. A
+        collective; the error of a rank is raised on all."""
         self._optimizer, self._scaler = optimizer, scaler
         handed_over = f"optimizer {describe(optimizer)}, scaler={scaler is not None}"
         try:
@@ -156,6 +156,7 @@ class Session:
             return ""
 
         self._agree(prepare, optimizer, scaler)
+        self._gave_up_momentum = False
         self._start_watching()
         self.controller.forced_dense = False
 
@@ -277,7 +278,9 @@ class Session:
         controller, watch = self.controller, self._watch
         controller.end_step(watch.take_found())
         self._reducer.end_backward()
-        watch.backward_ends(scale, compare=bool(self._memory.now.keeps))
+        # After `detach` nobody would compare them.
+        compare = bool(self._memory.now.keeps) and not controller.forced_dense
+        watch.backward_ends(scale, compare)
         kept = watch.thrown_away and self._memory.holds_something()
         watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 

@@ -67,12 +67,12 @@ class Sizes:
         nbytes = self.payload_nbytes(cfs.send)
         for layer, cf in cfs.sent_layers.items():
             nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)
-        return nbytes / ceil(max(1, 4 * self.numel() / BUCKET))
+        return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / BUCKET))
 
     def wire_bytes(self, cf: float) -> float:
         """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
         if self._without_base(cf):
-            return reduce_wire_bytes(4 * self.numel() / cf, self.world_size)
+            return reduce_wire_bytes(self.payload_nbytes(DENSE) / cf, self.world_size)
         gathered = self.choice.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
         on_wire = gather_wire_bytes if gathered else reduce_wire_bytes
         return on_wire(self.payload_nbytes(cf), self.world_size)

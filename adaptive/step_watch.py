@@ -58,8 +58,9 @@ _TOLERANCE = 1e-5
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces. unstepped: the last synchronised backward has not been
-    followed by a step. thrown_away: the gradients of the one before were cleared before it ran.
+    parameters: those that DDP reduces. unstepped: no optimizer step has followed the last
+    synchronised backward. thrown_away: none followed the one before it either, and its gradients
+    were cleared.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:

@@ -197,7 +197,9 @@ class Compressor(ABC):
         others that its gradient was not finite. To be overridden, with `is_poisoned` and `void`,
         where no part is floating-point."""
         if not any(p.is_floating_point() for p in payload.parts):
-            raise NotImplementedError(f"{type(self).__name__} must override poison and is_poisoned")
+            raise NotImplementedError(
+                f"{type(self).__name__} must override poison, is_poisoned and void"
+            )
         return _filled(payload, flag, nan)
 
     def is_poisoned(self, payload: Payload) -> Flag:

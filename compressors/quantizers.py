@@ -159,8 +159,9 @@ class QSGD(Quantizer):
         there), or "l2", its norm (section 3.1; larger steps, for the theory).
     bucket: number of consecutive values that share a scale, a power of two.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    error_feedback: the mean error is zero, so by default it is not fed back. With True only the bit
-        counts are used for which that converges: 5 and more for buckets of 512, 3 and more for 64.
+    error_feedback: the mean error is zero, so by default it is not fed back. With True,
+        only the bit counts for which feeding it back converges are used: 5 and more for buckets of
+        512, 3 and more for 64.
     """
 
     name = "qsgd"

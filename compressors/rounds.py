@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf, nan
+from math import nan
 
 import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Key, Payload, check_cf, check_flat
-from compressors.kernels.blocks import Flag, fill_if, is_host
+from compressors.kernels import all_finite
+from compressors.kernels.blocks import Flag, fill_if
 
 Rounds = Generator[Tensor, Tensor, list[Payload]]
 """Yields tensors to be summed over the ranks, is sent the sums, returns the decoded payloads."""
@@ -51,9 +52,9 @@ class RoundsCompressor(Compressor):
         Each of the `rounds_count` yields hands out one flat tensor to be summed over all ranks
         (perhaps empty) and is sent the sum, which it may overwrite; their sizes are a function of
         (shapes, cfs) alone. `report` is called once, between the first sum and the second yield,
-        with one payload for each tensor, valid until the generator ends: the part of *this rank's*
-        a that is kept, which subtracted from a leaves this rank's residual, and whose mean over the
-        ranks is what every rank decodes. Its energies are known.
+        with one payload for each tensor: what is kept of *this rank's* a. Subtracted from a it
+        leaves this rank's residual, and its mean over the ranks is what every rank decodes. The
+        payloads are valid until the generator ends, and their energies are known.
 
         Returns one payload a tensor: the mean that every rank decodes. If any rank's tensors are
         not finite, all the payloads of the bucket are NaN (`is_poisoned`) on every rank, what is
@@ -86,11 +87,7 @@ class RoundsCompressor(Compressor):
 
 def not_finite(x: Tensor) -> Flag:
     """Whether anything in `x` is not finite."""
-    if not x.numel():
-        return False
-    if is_host(x.device):
-        return not bool(x.isfinite().all())
-    return (torch.linalg.vector_norm(x, inf) < inf).logical_not()  # fewer operations than isfinite
+    return all_finite(x) ^ True
 
 
 def zeros_if(flag: Flag, x: Tensor) -> Tensor:

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import CorruptPayload, Key, Payload, kept
-from compressors.kernels import kernels_for, squared_norm, squared_norms
-from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if, is_host
+from compressors.kernels import squared_norm, squared_norms
+from compressors.kernels.blocks import CACHE_BLOCK, Flag, block_bounds, energies, fill_if, is_host
+from compressors.kernels.host import Candidates
 from compressors.rounds import (
     Report,
     Rounds,
@@ -180,9 +181,11 @@ class Sketch(RoundsCompressor):
         k, _, dense = self.budget(numel, cf)
         sent, values = base.split_bytes(data, (k, torch.int32), (k + dense, dtype))
         indices = sent.clamp(0, max(numel - 1, 0))
-        corrupt = (indices != sent).any()
-        if is_host(data.device) and corrupt:
-            raise CorruptPayload(f"indices must be within [0, {numel})")
+        corrupt: Flag = (indices != sent).any()
+        if is_host(data.device):
+            if corrupt:
+                raise CorruptPayload(f"indices must be within [0, {numel})")
+            corrupt = False
         return Payload((indices, values), numel, cf, key, dtype=dtype, corrupt=corrupt)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -228,15 +231,21 @@ class CountSketch:
         """Positions (int32) of the `k` largest estimates of `numel`, the largest first, among equal
         ones the lower. `table` must be finite."""
         signed = torch.cat([table, -table], 1)
-        estimate = table.new_empty(numel)
-        for start, stop in block_bounds(estimate, CACHE_BLOCK):
-            rows = zip(signed, self._slots(start, stop, table.device), strict=True)
-            found = [row.index_select(0, slots) for row, slots in rows]
-            torch.abs(_median(found), out=estimate[start:stop])
         if not is_host(table.device):
-            return estimate.sort(descending=True, stable=True).indices[:k].int()
-        at = kernels_for(estimate).largest(estimate, k)
-        return at[estimate.index_select(0, at).argsort(descending=True, stable=True)]
+            estimates = self._estimates(signed, 0, numel)
+            return estimates.sort(descending=True, stable=True).indices[:k].int()
+        held = Candidates(k, 0.0)
+        for start in range(0, numel, CACHE_BLOCK):
+            block = self._estimates(signed, start, min(start + CACHE_BLOCK, numel)).numpy()
+            at = np.flatnonzero(held.compare(block, held.threshold))
+            held.extend((at + start).astype(np.int32), block.take(at))
+        indices, values = map(torch.from_numpy, held.largest())
+        return indices[values.argsort(descending=True, stable=True)]
+
+    def _estimates(self, signed: Tensor, start: int, stop: int) -> Tensor:
+        """Magnitudes of the estimates from `start` to `stop`."""
+        rows = zip(signed, self._slots(start, stop, signed.device), strict=True)
+        return _median([row.index_select(0, slots) for row, slots in rows]).abs_()
 
     def _slots(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
         """For each row the columns that the elements from `start` to `stop` go to. Products and

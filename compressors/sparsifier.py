@@ -98,7 +98,10 @@ class Sparsifier(Compressor):
 
     def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
         check_same_length(memory, tensor)
-        return self._compress(memory, tensor.detach().to(memory), cf, key)
+        if tensor.dtype == memory.dtype and tensor.device == memory.device:
+            return self._compress(memory, tensor.detach(), cf, key)
+        memory.detach().add_(tensor.detach())
+        return self._compress(memory, None, cf, key)
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """Keeps the largest of the elements in `payload`, whatever rule chose those."""

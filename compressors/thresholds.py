@@ -303,7 +303,7 @@ class AdaComp(Sparsifier):
 
     Zeros are not sent, and at most the k elements with the largest |G|. The latest gradient is what
     `compress_sum` adds; `compress`, which knows of none, takes the tensor itself for it, so the two
-    do not keep the same elements (and tensors cannot be joined).
+    do not keep the same elements.
 
     bin_size: elements a bin (the paper: 50 in convolutions, 500 elsewhere); None: numel / k.
     """

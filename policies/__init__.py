@@ -3,7 +3,7 @@ share (no torch, no I/O, no clock).
 
 base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
 (with exploration.py and drift.py), accordion.py, budget.py, layerwise.py, baselines.py. They share
-estimators.py, signal_gain.py, step_time.py, and checks of settings (checks.py) and states.
+estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved states).
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Policy(ABC):
     """
 
     name: str = ""
-    gain: GainKind = "gradient"  # the definition that it decides on, and T_comp in the timeline
+    gain: GainKind = "gradient"  # by which it decides; T_comp in the timeline uses it too
     shadow: bool = False  # it needs the steady-state gains of its candidates
     layerwise: bool = False  # its plans may give layers CFs of their own, and read their reports
 
@@ -254,6 +254,7 @@ class DeclaredPolicy(Stateful, Policy):
             value = getattr(self, each.name)
             if "check" in each.metadata and not (value is None and each.metadata["or_none"]):
                 setattr(self, each.name, each.metadata["check"](each.name, value))
+        self.shadow = self.shadow or self.gain == "signal"
 
     def _saved_settings(self) -> dict[str, Any]:
         """What a saved state must agree with, in JSON-like values."""

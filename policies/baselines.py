@@ -47,7 +47,6 @@ class Fixed(DeclaredPolicy):
         if isinstance(self.probe, str) or not isinstance(self.probe, Iterable):
             raise TypeError(f"probe={self.probe!r}: must be a sequence of CFs > 1")
         self.probe = tuple(sorted({checks.real("probe", cf, above=1) for cf in self.probe}))
-        self.shadow = self.gain == "signal"
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
@@ -90,7 +89,6 @@ class Schedule(DeclaredPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shadow = self.gain == "signal"
         if not isinstance(self.pieces, Mapping):
             raise TypeError(f"pieces={self.pieces!r}: must be a mapping {{step: CF}}")
         if not self.pieces:

@@ -173,7 +173,8 @@ class DriftMonitor(Stateful):
             self._seconds.add(report.seconds - report.coding_seconds)
             self._waits.add(report.wait_seconds)
         if cf == self._chosen:
-            of_step = report.gain(cf, self.statistics.kind)  # of signal gain that is only noise
+            # The signal gain of a single step would be noise: there the average is what counts.
+            of_step = report.gain(cf, self.statistics.kind)
             gain = of_step if self.statistics.signal is None else self.statistics.gain(cf)
             self._gain.add(nan if gain is None else gain)
         self._window_step += 1

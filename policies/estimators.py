@@ -66,7 +66,8 @@ class Averages(Stateful):
 class Backoff(Stateful):
     """A wait that doubles with each failure in a row and is itself again after a success.
 
-    steps: the first wait. max_doublings: the wait grows to 2^max_doublings times the first.
+    steps: the wait; the argument is the first one. max_doublings: it grows to 2^max_doublings times
+    the first.
     """
 
     _fields = declare(steps=int)

@@ -93,7 +93,6 @@ class GraVAC(DeclaredPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shadow = self.gain == "signal"
         self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:

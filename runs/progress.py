@@ -17,8 +17,11 @@ SECONDS = 5.0
 
 
 class Progress:
-    """first, total: steps done already and in all. emulated: what to say of the link, or "".
-    gain: which gain to show."""
+    """A progress line of a training run, printed as the steps are done.
+
+    first, total: steps done already and in all. emulated: what to say of the link, or "".
+    gain: which gain to show.
+    """
 
     def __init__(
         self,

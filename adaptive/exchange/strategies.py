@@ -26,7 +26,7 @@ from compressors import Compressor
 from compressors.base import Payload
 from compressors.grace import GraceCompressor
 from compressors.kernels import all_finite
-from compressors.kernels.blocks import Flag, fill_if, fresh
+from compressors.kernels.blocks import Flag, either, fill_if, fresh
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
@@ -129,11 +129,11 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
         for payload in payloads:
             flag = unit.compressor.is_poisoned(payload)
             unit.compressor.add_to(mean, unit.compressor.void(payload, flag), 1 / len(payloads))
-            poisoned = poisoned | flag
+            poisoned = either(poisoned, flag)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
         second.append(unit.compressor.compress(mean, unit.cf, key))
-    poisoned = poisoned | (all_finite(room) ^ True)
+    poisoned = either(poisoned, all_finite(room) ^ True)
     pairs = zip(mine, second, strict=True)
     second = [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
     wire = work.new_zeros(max(sizes), dtype=torch.uint8)  # the collective wants equal sizes
@@ -206,12 +206,16 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
     )
     handed_out = next(rounds)
     fill_if(out.bucket.poisoned, handed_out, nan)
+    for _ in range(compressor.rounds_count - 1):
+        total = yield exchange.all_reduce(handed_out)
+        handed_out = rounds.send(total)
+    total = yield exchange.all_reduce(handed_out)
     try:
-        while True:
-            total = yield exchange.all_reduce(handed_out)
-            handed_out = rounds.send(total)
+        rounds.send(total)  # on a thread of the process group, where nothing may be issued
     except StopIteration as stop:
         means: list[Payload] = stop.value
+    else:
+        raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
     return Received([[mean] for mean in means], any_poisoned(out.units, means), 1.0, own)
 
 
@@ -251,7 +255,7 @@ def any_poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
     """Some rank has poisoned what it sent."""
     flag: Flag = False
     for unit, payload in zip(units, payloads, strict=True):
-        flag = flag | unit.compressor.is_poisoned(payload)
+        flag = either(flag, unit.compressor.is_poisoned(payload))
     return flag
 
 

@@ -60,13 +60,15 @@ class BucketMemory:
         for _, alike in groupby(parts, lambda part: self._moves(part, parts[part])):
             run = self._run(list(alike))
             self._runs.update(dict.fromkeys(run.parts, run))
+        # Each unit lies in one run: then whoever compresses it adds the addend, in the same pass.
+        # Otherwise it is added when the run is opened, for all units of the run.
         self._fused = all(len({self._runs.get(part) for part, *_ in u.ranges}) == 1 for u in units)
 
     def open(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """The unit's error-fed gradient: a tensor, and what whoever compresses it is to add to that
         in place, if there is more. A skipped part is not opened, and counts as zero; neither is any
         of a bucket that is known to be poisoned, whose gradients are zero."""
-        grads = self._bucket.work[unit.start : unit.stop]
+        grads = self._bucket.of(unit)
         if self._bucket.poisoned is True or unit.skipped or not self._memory.keeps:
             return grads, None
         for part, _, _ in unit.ranges:
@@ -75,7 +77,7 @@ class BucketMemory:
         addend = run.addend
         if addend is not None:
             addend = addend[unit.start - run.start :][: unit.numel]
-        if all(piece.part.skipped is False for piece in unit.ranges):
+        if unit.sent_whole:
             return residual, addend
         if addend is not None:
             residual.add_(addend)
@@ -98,10 +100,10 @@ class BucketMemory:
         if not self._memory.keeps or unit.skipped:
             return
         residual = self._kept("residual", unit)
-        if all(piece.part.skipped is False for piece in unit.ranges):
+        if unit.sent_whole:
             unit.compressor.subtract_from(residual, payload)
         else:
-            sent = self._bucket.work[unit.start : unit.stop].zero_()
+            sent = self._bucket.of(unit).zero_()
             unit.compressor.add_to(sent, payload)
             residual.sub_(_fill_skipped(unit, sent))
 
@@ -118,9 +120,11 @@ class BucketMemory:
         _fill_skipped(unit, sent)
         self._kept("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
 
-    def keep(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
+    def add_lost(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
         """Add so many times what a second compression has lost to what the memory holds."""
-        for unit, values in lost if self._memory.keeps else ():
+        if not self._memory.keeps:
+            return
+        for unit, values in lost:
             for part, _, _ in unit.ranges:
                 part.parameter.open_residual()
             self._kept("residual", unit).add_(values, alpha=times)

@@ -135,7 +135,8 @@ class MomentumMemory(Residual):
 
     def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
         # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
-        # room for it; only in the step that empties a residual does it cost an allocation.
+        # room for it, a filled one costs a copy. On the host that is one step; on a device it is
+        # every dense step until the ranks have agreed that the residual is empty.
         saved = None
         if self.rule(parameter).momentum and parameter.filled:
             saved = grad.clone()

@@ -23,7 +23,7 @@ from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm
-from compressors.kernels.blocks import Flag
+from compressors.kernels.blocks import Flag, Scalar
 from policies import LayerReport, Policy
 from policies.state import together
 
@@ -47,14 +47,15 @@ class GradientSum:
     def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
         """Norm of the sum since the last reading, 0-dim and in double, and that of each parameter;
         a new sum begins."""
-        total_energy, norms = torch.zeros((), dtype=torch.float64), {}
+        total_energy: Scalar = 0.0
+        norms = {}
         # Means arrive in an order that differs from run to run.
         for parameter, total in sorted(self._totals.items(), key=lambda item: item[0].name):
             energy = torch.as_tensor(squared_norm(total), dtype=torch.float64)
             norms[parameter] = energy.sqrt()
-            total_energy = total_energy.to(energy.device) + energy
+            total_energy = total_energy + energy
             total.zero_()
-        return total_energy.sqrt(), norms
+        return torch.as_tensor(total_energy, dtype=torch.float64).sqrt(), norms
 
     def state_dict(self) -> dict[str, Tensor]:
         return {parameter.name: total.clone() for parameter, total in self._totals.items()}

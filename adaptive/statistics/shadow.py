@@ -187,7 +187,8 @@ class ShadowLadder:
         parts, sections = [*chain.from_iterable(together)], group.sections
         g = sampled([part.grad for part in parts], group.strides)
         host = on_host(g)
-        before = {} if host else {name: each.clone() for name, each in group.arrays.items()}
+        arrays = {} if host else group.arrays  # "sent" is replaced, not written to
+        before = {name: x if name == "sent" else x.clone() for name, x in arrays.items()}
         skipped = [group.places[part.parameter] for part in parts if part.skipped is True]
         sending = [part.parameter for part in parts if part.skipped is not True]
         a = self._accumulate(group, g, sending)

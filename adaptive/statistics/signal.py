@@ -66,14 +66,14 @@ class Peers:
 
     def receive(self, own: Tensor, total: Tensor) -> None:
         """own: what `end_step` returned. total: the sum over ranks of that step's sketches."""
-        self._found = inner(own, total.to(own.device) - own[0])
+        self._found = inner(own, total - own[0])
 
     def begin_step(self, tally: Tally) -> None:
         """Add the products of the last step received to the tally, unless that was done before."""
         found = self._found.to(tally.vector.device)  # a state may have been loaded
         tally.at("peers_total").add_(found[:1])
         tally.at("peers").add_(found[1:])
-        self._found = torch.zeros_like(self._found)
+        self._found = torch.zeros_like(found)
         self._sketches.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The sink that writes TensorBoard's event files.
 
 Scalars are named cf/*, gain/*, throughput/*, bytes/*, time/*, policy/*, gradient/*, and cf_layer/*
-where layers have CFs of their own. Those of a step are written as one record of the file: that
-costs a tenth of as many calls of `SummaryWriter.add_scalar`.
+where layers have CFs of their own; at the end final/*. Those of a step are written as one record of
+the file: that costs a tenth of as many calls of `SummaryWriter.add_scalar`.
 
 Importing this needs no tensorboard package; making a `TensorBoardTimeline` does.
 """

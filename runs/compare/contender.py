@@ -33,7 +33,9 @@ _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 
 @dataclass(frozen=True)
 class Contender:
-    """label: as the user wrote it. given: train's options that it stands for."""
+    """A contender is one set of train's options, run with every seed.
+
+    label: as the user wrote it. given: train's options that it stands for."""
 
     label: str
     given: dict[str, Any]

@@ -15,7 +15,9 @@ from adaptive import StepRecord
 
 @dataclass(frozen=True)
 class Exploration:
-    """steps: that explored. nbytes: that a worker sent in them."""
+    """What a run spent on exploring.
+
+    steps: that explored. nbytes: that a worker sent in them."""
 
     steps: int
     nbytes: float

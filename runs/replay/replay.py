@@ -22,10 +22,13 @@ from runs.stages import counted
 
 @dataclass(frozen=True)
 class Replayed:
-    """plans: one a step. events: switches and judgements, as the controller would record them.
+    """What a policy would have done on a record.
+
+    plans: one a step. events: switches and judgements, as the controller would record them.
     followed: steps, from the first on, whose plans are those of the record. largest: the largest
     CF whose gain was ever measured. sums: readings of a summed gradient that are modelled.
-    layers: readings of layers that are. guessed: steps whose steady-state gains are."""
+    layers: readings of layers that are. guessed: steps whose steady-state gains are.
+    """
 
     plans: tuple[Plan, ...]
     events: tuple[Event, ...]

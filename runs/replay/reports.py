@@ -44,7 +44,9 @@ _UNTIMED = _Costs(nan, nan, nan, nan)
 
 
 class Reports:
-    """Of one record, for any number of replays. guessed: some steady-state gain was modelled."""
+    """The reports that a policy gets from one record, for any number of replays.
+
+    guessed: some steady-state gain was modelled."""
 
     def __init__(self, recorded: Recorded) -> None:
         self.recorded = recorded

@@ -14,7 +14,9 @@ ACCEPTED = f"accepted: a run's log folder, or its {TIMELINE_FILE}"
 
 @dataclass(frozen=True)
 class Source:
-    """config: of the recorded run; None if only the timeline is there."""
+    """A recorded run: its timeline, and its settings where they are known.
+
+    config: of the recorded run; None if only the timeline is there."""
 
     path: Path
     recorded: Recorded

@@ -39,8 +39,11 @@ files in the folder: report.html, report.json, and each picture as a PNG."""
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """given: log folders as the user wrote them. target: None is chosen from the runs.
-    networks: of the modelled seconds. json: the result on stdout."""
+    """The options of `python -m runs report`.
+
+    given: log folders as the user wrote them. target: None is chosen from the runs.
+    networks: of the modelled seconds. json: the result on stdout.
+    """
 
     given: tuple[str, ...]
     out: Path

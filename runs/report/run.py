@@ -42,11 +42,14 @@ class Ending:
 
 @dataclass(frozen=True)
 class Run:
-    """name: unique in the report. config: None if only the timeline is there. trained: steps done,
+    """A run of the report, as its files tell it.
+
+    name: unique in the report. config: None if only the timeline is there. trained: steps done,
     as far as the files tell. evaluations: (steps done, quality) in order,
     nan for what was not finite. rate: steps/s by the
     slices of a comparison; nan otherwise. ending: None if the run has no result yet. damage: what
-    was left out of its files, in sentences."""
+    was left out of its files, in sentences.
+    """
 
     name: str
     folder: Path

@@ -28,8 +28,11 @@ class Reached:
 
 @dataclass(frozen=True)
 class Row:
-    """reached: None if the target never was, or there is none (`has_target`). modelled: seconds
-    at the end of each step, by network; empty for a run without records."""
+    """A row of the report's table: one run.
+
+    reached: None if the target never was, or there is none (`has_target`). modelled: seconds
+    at the end of each step, by network; empty for a run without records.
+    """
 
     run: Run
     has_target: bool

@@ -12,7 +12,9 @@ from runs.report.run import Run
 
 @dataclass(frozen=True)
 class Target:
-    """basis: where it comes from, in words."""
+    """The quality that the runs of a report are compared at.
+
+    basis: where it comes from, in words."""
 
     quality: float
     basis: str

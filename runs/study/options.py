@@ -45,7 +45,9 @@ files in the log folder: study.json, table.txt, signal.png, and each run's own i
 
 @dataclass(frozen=True)
 class Run:
-    """part: "fixed", "moved" or "chosen". label: of the runs that differ in the seed alone."""
+    """A training run of the study.
+
+    part: "fixed", "moved" or "chosen". label: of the runs that differ in the seed alone."""
 
     part: str
     label: str
@@ -54,7 +56,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """drop: step from which on the learning rate is a tenth."""
+    """The settings of `python -m runs study`.
+
+    drop: step from which on the learning rate is a tenth."""
 
     runs: tuple[Run, ...]
     cfs: tuple[float, ...]

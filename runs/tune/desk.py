@@ -43,7 +43,9 @@ class Order:
 
 
 class Desk:
-    """owner: the process that answers for the trials. out: where text for people goes."""
+    """The desk of a study, on rank 0: it hands out trials and notes how they end.
+
+    owner: the process that answers for the trials. out: where text for people goes."""
 
     def __init__(self, tuning: Tuning, owner: str, out: TextIO) -> None:
         self._tuning, self._owner, self._out = tuning, owner, out

@@ -20,10 +20,13 @@ LEAST = 8
 
 @dataclass(frozen=True)
 class Findings:
-    """trials: all but those that were given up, in order. front: the trials that no other beats in
+    """What a study has found so far.
+
+    trials: all but those that were given up, in order. front: the trials that no other beats in
     everything, best quality first; with one objective the best alone. pick: of those the one whose
     settings are shown; None before a trial is complete. importances: by objective, then by
-    parameter, sum 1; empty where too little is known."""
+    parameter, sum 1; empty where too little is known.
+    """
 
     trials: tuple[FrozenTrial, ...]
     front: tuple[FrozenTrial, ...]

@@ -26,7 +26,9 @@ ACCEPTED = {
 
 @dataclass(frozen=True)
 class Objective:
-    """names: of ACCEPTED. target: the quality that bytes or seconds are counted to.
+    """What a study minimises or maximises.
+
+    names: of ACCEPTED. target: the quality that bytes or seconds are counted to.
 
     network: seconds are modelled on it, by compare's model; None: as measured.
     """

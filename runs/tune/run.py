@@ -28,8 +28,11 @@ TRIALS_A_START = 20
 
 @dataclass
 class Place:
-    """rank, world_size: torchrun's; 0 and None where we start the workers ourselves. interrupt: of
-    the process group, which torchrun's processes enter once, for all studies."""
+    """The place of this process among those that torchrun has started.
+
+    rank, world_size: torchrun's; 0 and None where we start the workers ourselves. interrupt: of
+    the process group, which torchrun's processes enter once, for all studies.
+    """
 
     rank: int
     world_size: int | None

@@ -43,7 +43,9 @@ SCREENED = "screened"
 
 @dataclass(frozen=True)
 class Screened:
-    """t_comp: modelled compression throughput, gain-weighted steps/s."""
+    """What a record promises of one setting.
+
+    t_comp: modelled compression throughput, gain-weighted steps/s."""
 
     values: dict[str, Value]
     t_comp: float

@@ -25,7 +25,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Session:
-    """most: trials that these processes run; None: all that are left. owner: of those trials."""
+    """The part that these processes have in a study.
+
+    most: trials that these processes run; None: all that are left. owner: of those trials."""
 
     tuning: Tuning
     owner: str

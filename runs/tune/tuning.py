@@ -28,8 +28,11 @@ class Screen:
 
 @dataclass(frozen=True)
 class Tuning:
-    """common: train's options, the same for all trials. seeds: each trial trains with all of them.
-    trials: wanted in all, by all processes. url: of the storage. command: starts it again."""
+    """The settings of `python -m runs tune`.
+
+    common: train's options, the same for all trials. seeds: each trial trains with all of them.
+    trials: wanted in all, by all processes. url: of the storage. command: starts it again.
+    """
 
     common: dict[str, Any]
     seeds: tuple[int, ...]

@@ -23,24 +23,25 @@ pytestmark = pytest.mark.long
 
 STEPS = 60
 NESTED = "Layerwise(Accordion(low=10, high=GraVAC(window=6, dense_window=3), interval=7), window=9)"
-RUNS = ("gravac:window=6", "topk@20:probe=100/500")
-MORE_RUNS = ("accordion:interval=7,cf_range=10/200", f"expression:expression={NESTED}")
+RUNS = (
+    "gravac:window=6",
+    "accordion:interval=7,cf_range=10/200",
+    "topk@20:probe=100/500",
+    f"expression:expression={NESTED}",
+)
 
 
 @pytest.fixture(scope="module")
 def folders(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Log folders of real runs, by the contender that made them."""
-    return _recorded(RUNS, text, tmp_path_factory.mktemp("replay"))
-
-
-def _recorded(runs: tuple[str, ...], text: Path, folder: Path) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("replay")
     given = {"data": str(text), "steps": STEPS, "batch_size": 1, "log_dir": str(folder / "log")}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    words += ["--slice=0", *(f"--contender={run}" for run in runs)]
+    words += ["--slice=0", *(f"--contender={run}" for run in RUNS)]
     command = (*python_m("compare"), *words)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
-    comparison = make_comparison({**given, "contender": list(runs)})
+    comparison = make_comparison({**given, "contender": list(RUNS)})
     return {c.label: comparison.config(c, 0).folder for c in comparison.contenders}
 
 
@@ -49,18 +50,11 @@ def _result(capfd: Any, *words: object) -> dict[str, Any]:
     return dict(json.loads(capfd.readouterr().out))
 
 
-def test_a_policy_replays_its_own_record_bit_for_bit(folders: dict[str, Path], capfd: Any) -> None:
-    for folder in folders.values():
-        _replays_its_own_record(folder, capfd)
-
-
-def test_so_do_policies_made_of_others(text: Path, tmp_path: Path, capfd: Any) -> None:
-    for folder in _recorded(MORE_RUNS, text, tmp_path).values():
-        _replays_its_own_record(folder, capfd)
-
-
-def _replays_its_own_record(folder: Path, capfd: Any) -> None:
-    source = read_source(str(folder))
+@pytest.mark.parametrize("run", RUNS)
+def test_a_policy_replays_its_own_record_bit_for_bit(
+    run: str, folders: dict[str, Path], capfd: Any
+) -> None:
+    source = read_source(str(folders[run]))
     assert source.config is not None
     assert len(source.recorded.steps) == STEPS
     policy = start_policy(source.config, source)
@@ -79,10 +73,10 @@ def _replays_its_own_record(folder: Path, capfd: Any) -> None:
         status = {k: v for k, v in again.status().items() if k not in ("t_sys", "t_comp")}
         assert repr(status) == repr(dict(record.status))  # nan is nan
 
-    result = _result(capfd, folder)
+    result = _result(capfd, folders[run])
     assert result["identical"]
     assert result["same_cf_steps"] == STEPS
-    assert main(["replay", str(folder)]) == 0
+    assert main(["replay", str(folders[run])]) == 0
     assert "identical to the record" in capfd.readouterr().out
 
 
@@ -96,7 +90,7 @@ def test_the_file_alone_is_enough_with_the_same_settings(
 
 
 def test_another_policy_is_modelled_and_says_so(folders: dict[str, Path], capfd: Any) -> None:
-    folder = folders[RUNS[1]]
+    folder = folders[RUNS[2]]
     # CF 20 of the record is on the way from 10 to 1000: measured at 20, 100 and 500.
     result = _result(capfd, folder, "--policy", "gravac", "--window", 5, "--epsilon", 0.05)
     assert not result["identical"]

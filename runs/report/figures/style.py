@@ -24,8 +24,11 @@ _LONGEST = 36
 
 @dataclass(frozen=True)
 class Picture:
-    """file: name of the PNG. alt: what is to be seen, for those who cannot. height: inches.
-    draw: fills an empty figure."""
+    """A picture of the report, drawn when the page is written.
+
+    file: name of the PNG. alt: what is to be seen, for those who cannot. height: inches.
+    draw: fills an empty figure.
+    """
 
     file: str
     heading: str

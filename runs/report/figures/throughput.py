@@ -27,7 +27,9 @@ FILE = "throughput.png"
 
 @dataclass(frozen=True)
 class Point:
-    """Of the steps sent at `cf`: quartiles of T_comp, median T_sys, and how many were timed."""
+    """The compression throughput of the steps that were sent at one CF.
+
+    Quartiles of T_comp, median T_sys, and how many were timed."""
 
     cf: float
     low: float
