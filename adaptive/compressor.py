@@ -37,7 +37,7 @@ from policies import state as saved
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 9
+_STATE_VERSION = 10
 
 
 class AdaptiveCompressor:
@@ -178,6 +178,8 @@ class AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
         calls `model.register_comm_hook(compressor, adaptive_hook)` afterwards."""
         check_model(model)
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner  # of Accelerate, and other wrappers
         is_optimizer = isinstance(optimizer, Optimizer | None)
         require(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer or None")
         scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from adaptive.memory.model_memory import MemoryChoice
 
 GRANULARITIES = ("auto", "layer", "bucket")
-MEMORIES = ("auto", "residual", "momentum", "none")
+MEMORIES = ("auto", "residual", "momentum", "updates", "none")
 
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""

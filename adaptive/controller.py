@@ -21,6 +21,7 @@ from torch import Tensor
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import ModelledClock
+from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
@@ -53,10 +54,10 @@ class _Pending(NamedTuple):
 class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
-    lr: the learning rate. device: of the gradients. carrying: the residual may hold something.
-    residual_first: that must be sent, by a dense step, before anything is compressed. agreed: the
-    statistics of the last step that the ranks have agreed on. corrupt: something has arrived that
-    no rank can have sent.
+    lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
+    may hold something. residual_first: that must be sent, by a dense step, before anything is
+    compressed. agreed: the statistics of the last step that the ranks have agreed on. corrupt:
+    something has arrived that no rank can have sent.
     """
 
     _fields = saved.declare(
@@ -76,6 +77,7 @@ class Controller(saved.Stateful):
     requested: RequestedStatistics
     sizes: Sizes
     lr: Callable[[], float]
+    memory: Callable[[], NoMemory]
     device: torch.device
     step: int = 0
     cf: float = DENSE
@@ -155,6 +157,7 @@ class Controller(saved.Stateful):
             ladder=requested.ladder if shadow else (),
             layers=0 if layers is None else layers.numel,
             sketch=0 if peers is None else WIDTH,
+            sketches=self.memory().sketches,
             by_energy=self.sizes.choice.by_energy,
             ranks=self.exchange.world_size,
             rank=self.exchange.rank,
@@ -283,6 +286,7 @@ class Controller(saved.Stateful):
         self._spoiled = {each for each in self._spoiled if each > step - 4}
         if agreed.spoiled:
             self._spoiled.add(step)
+        self.memory().learn(agreed)
         self.corrupt = self.corrupt or agreed.corrupt > 0
         if pending.sketches is not None and requested.peers is not None:
             requested.peers.receive(pending.sketches, pending.tally.at("sketch"))  # the ranks' sum

@@ -3,7 +3,8 @@
 1. Open the bucket: look at the local gradients, clip them, add up their norms. A bucket with a
    gradient that is not finite is poisoned, so that it ends non-finite on every rank, as in dense
    DDP, and no memory is touched by it.
-2. Accumulate each gradient into the memory (`adaptive.memory`).
+2. Accumulate each gradient into the memory (`adaptive.memory`), which may first turn gradients into
+   something else, in which everything from there on is.
 3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
    payload (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
@@ -107,7 +108,7 @@ class Reducer:
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
         rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
-        bucket = self._open(step, buffer, parameters, rooms)  # 1
+        bucket = self._open(step, buffer, parameters, rooms, self.memory.turn)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
         units = self.granularity.cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
@@ -134,6 +135,7 @@ class Reducer:
             if received.poisoned is not True:
                 _decode(bucket, units, received, memory, self.exchange)  # 6
                 _tell_means(step, parameters, bucket.work, received.poisoned)
+                self.memory.hand_out(index, parameters, bucket.work)
             fill_if(received.poisoned, bucket.work, nan)
             return _written_back(bucket, buffer)
 
@@ -193,6 +195,7 @@ class Reducer:
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
         rooms: dict[str, Tensor],
+        turn: Callable[[Bucket, StepCFs, Tally], None] | None = None,
     ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
@@ -203,6 +206,8 @@ class Reducer:
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, rooms)
         energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
+        if turn is not None:
+            turn(bucket, step.cfs, step.tally)
         self.requested.observe(bucket, energies, step.tally)
         return bucket
 

@@ -69,7 +69,7 @@ class Session:
         rank, world_size = self.exchange.rank, self.exchange.world_size
         self._parameters = ModelParameters(model)
         self._watch = StepWatch(self._parameters)
-        self._memory = ModelMemory(settings.memory, self._parameters)
+        self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
         device = self._parameters.device
@@ -93,6 +93,7 @@ class Session:
             self._requested,
             self._sizes,
             lambda: learning_rate(self._optimizer),
+            lambda: self._memory.now,
             device,
         )
         self._start_watching()
@@ -257,6 +258,8 @@ class Session:
             )
         if not controller.carrying:
             self._memory.emptied()
+        if controller.plan.send in (DENSE, *self.settings.hooks):
+            self._memory.now.settle(self.exchange)
         if every := self.settings.debug:
             compared = () if controller.step % every else self._parameters.values()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
@@ -307,6 +310,7 @@ class Session:
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._choice.link).values()),
             "memory": self._memory.state_dict(),
+            "scales": scales.state_dict() if (scales := self._memory.now.scales) else {},
             **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
         }
@@ -325,9 +329,13 @@ class Session:
                 "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
             )
         loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
+        scales = self._memory.now.scales
+        loaded += [scales] if scales is not None else []
         with undone_on_error((base, controller.policy), loaded):
             check_state(state, expected, by_name, len(requested.ladder))
             base.load_state_dict(saved.read(state, "compressor", Mapping))
+            if scales is not None:
+                scales.load_state_dict(saved.read(state, "scales", Mapping))
             controller.load_state_dict(saved.read(state, "controller", Mapping), same_clock)
             if state["resharded_from"] is not None:
                 controller.policy.rescale()

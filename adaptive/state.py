@@ -14,13 +14,14 @@ from torch import Tensor
 
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory
+from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameter
 from policies.state import read, together
 
 State = Mapping[str, Any]
 
 CONTENTS = (
-    *("compressor", "link", "memory", "shadow", "sum", "layers", "peers"),
+    *("compressor", "link", "memory", "scales", "shadow", "sum", "layers", "peers"),
     *("controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
@@ -70,12 +71,12 @@ def check_state(
         for name, parameter in by_name.items()
     }
     plain = {"lag": float, "to_full_lag": float, "stepped": bool}
-    keeps = {kind.name: kind.keeps for kind in (NoMemory, Residual, MomentumMemory)}
+    keeps = {kind.name: kind.keeps for kind in (NoMemory, Residual, MomentumMemory, UpdateMemory)}
     tensors = keeps[expected["memory_kind"]]
     memory = {name: {**dict.fromkeys(tensors, each), **plain} for name, each in flat.items()}
     check_like("memory", state["memory"], memory)
     for name, kept in state["memory"].items():
-        whole = ("velocity" in kept) == ("lag" in kept) == ("to_full_lag" in kept)
+        whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
         together(whole, f"the memory of {name!r} has lost something")
     check_like("sum", state["sum"], flat, finite=False)
     check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))

@@ -60,7 +60,8 @@ class StepWatch:
 
     parameters: those that DDP reduces. unstepped: no optimizer step has followed the last
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
-    were cleared.
+    were cleared. changed: what the script has multiplied the energy of the gradients by between the
+    last backward and step, a 0-dim tensor; None if it has not touched them.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
@@ -74,6 +75,7 @@ class StepWatch:
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
+        self.changed: Tensor | None = None
         me = weakref.proxy(self)  # torch's hooks must not keep it alive
         handles: list[Any] = [
             register_optimizer_step_pre_hook(lambda *args: me._before_step(*args)),
@@ -141,6 +143,7 @@ class StepWatch:
         if not now:
             return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
+        self.changed = None
         if before.device.type == "cpu" and torch.equal(before, after):
             return  # as almost always; where looking would wait for a device, nobody looks
         same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
@@ -148,6 +151,9 @@ class StepWatch:
             unscaled = before / self._scale
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
+        unscaled = before if self._scale is None else before / self._scale
+        changed = after.square().sum() / unscaled.square().sum()
+        self.changed = torch.where(same.all(), 1.0, changed)
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
+from policies.state import Stateful
 
 if TYPE_CHECKING:
+    from adaptive.bucket import Bucket, StepCFs
     from adaptive.exchange.collectives import Exchange
     from adaptive.memory.momentum import MomentumRule
+    from adaptive.statistics.vector import Statistics, Tally
 
 
 class NoMemory:
@@ -34,6 +37,10 @@ class NoMemory:
     name = "none"
     keeps: tuple[str, ...] = ()
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
+    sketches = 0
+    """Numbers in a sketch of what is sent, on which the ranks are to agree; see `learn`."""
+    scales: Stateful | None = None
+    """What it has learnt of the model as a whole."""
     may_fall_back = False
     """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
@@ -65,6 +72,19 @@ class NoMemory:
         elif parameter.filled:
             assert parameter.residual is not None
             parameter.residual.masked_fill_(poisoned ^ True, 0.0)
+
+    def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
+        """Before a compressed step: turn a bucket's gradients, in place, into what is to be sent in
+        their stead."""
+
+    def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
+        """Turn the decoded mean of bucket `index`, in place, into what `p.grad` is to hold."""
+
+    def settle(self, exchange: Exchange) -> None:
+        """Before the first bucket of a dense step: agree on what it needs (a collective)."""
+
+    def learn(self, agreed: Statistics) -> None:
+        """Take in what the ranks have agreed on of a step."""
 
     def idle(self, parameter: ModelParameter) -> bool:
         """A dense step has nothing to fold in, now and for this parameter."""

@@ -40,15 +40,20 @@ def describe(optimizer: Optimizer | None) -> str:
     """What must be alike on all ranks."""
     if optimizer is None:
         return "none"
-    momenta = [group.get("momentum") for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} with momentum {momenta}"
+    settings = ("momentum", "betas", "amsgrad", "centered")
+    kept = [
+        {name: group[name] for name in settings if name in group}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} with {kept}, stepped before: {bool(optimizer.state)}"
 
 
 class Handover:
     """Neutralises settings of an optimizer while its `step()` runs, by torch's step hooks.
 
     neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
-    prepare: called for each of these groups before, when all gradients are there.
+    prepare: called for each of these groups before, when all gradients are there. after: once the
+    optimizer has stepped.
     """
 
     def __init__(
@@ -57,11 +62,13 @@ class Handover:
         neutral: Group,
         taken: Callable[[Group], bool],
         prepare: Callable[[Group], None],
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer = optimizer
         self._neutral = neutral
         self._taken = taken
         self._prepare = prepare
+        self._after = after
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
@@ -108,3 +115,4 @@ class Handover:
             for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
                 group.update({name: own[name] for name in self._neutral})
             self._own = None
+            self._after()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from math import log10
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from adaptive.config import MEMORIES, masking_cf, momentum_or_none
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
+from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from policies import DENSE, checks
+
+if TYPE_CHECKING:
+    from adaptive.step_watch import StepWatch
 
 
 class MemoryChoice:
@@ -30,7 +36,7 @@ class MemoryChoice:
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_at(2.0)  # a compressor of the user's own is found out here
         self._masking = masking_cf(masking, base.masking)
-        if self.kind in ("residual", "momentum") and not base.error_feedback:
+        if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
                 f"memory must be 'none' or 'auto' for base {base.name!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
@@ -41,14 +47,30 @@ class MemoryChoice:
                 f"memory={self.kind!r}"
             )
 
-    def make(self, optimizer: Optimizer | None, parameters: ModelParameters) -> NoMemory:
+    def make(
+        self,
+        optimizer: Optimizer | None,
+        parameters: ModelParameters,
+        ranks: int,
+        changed: Callable[[], Tensor | None],
+    ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
-        does not go with what was asked for."""
+        does not go with what was asked for. ranks, changed: see `UpdateMemory`."""
         maybe_unused, momentum = parameters.maybe_unused, self._momentum
         if self.kind == "none" or not self._base.error_feedback:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
             return Residual(maybe_unused)
+        if self.kind in ("auto", "updates") and steps_for(optimizer):
+            assert optimizer is not None
+            return UpdateMemory(optimizer, parameters, ranks, self._update_lag_at, changed)
+        if self.kind == "updates":
+            raise ValueError(
+                f"memory='updates' needs an optimizer of torch's that makes the update of each "
+                f"element by itself, attach(model, optimizer=...): "
+                f"{', '.join(kind.__name__ for kind in OPTIMIZERS)}, not differentiable; got "
+                f"{type(optimizer).__name__ if optimizer else None}"
+            )
         if isinstance(optimizer, SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
             if momentum is None:
                 return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
@@ -77,6 +99,11 @@ class MemoryChoice:
             f"the compressor's momentum_lag({cf:g})", self._base.momentum_lag(cf)
         )
 
+    def _update_lag_at(self, cf: float) -> float:
+        """The same in the stead of an optimizer that divides by a second moment: what waits makes
+        momentum superfluous from CF 10 on (docs/defaults.md)."""
+        return self._lag if self._lag is not None and cf > DENSE else max(0.0, 1 - log10(cf))
+
     def __str__(self) -> str:
         settings = f"momentum={self._momentum}, momentum_lag={self._lag}, masking={self._masking}"
         return f"memory={self.kind!r}, {settings}"
@@ -85,21 +112,29 @@ class MemoryChoice:
 class ModelMemory:
     """The memory of one model. now: the one in use."""
 
-    def __init__(self, choice: MemoryChoice, parameters: ModelParameters) -> None:
+    def __init__(
+        self, choice: MemoryChoice, parameters: ModelParameters, ranks: int, watch: StepWatch
+    ) -> None:
         self.now = NoMemory(parameters.maybe_unused)
         self._choice = choice
         self._parameters = parameters
+        self._ranks = ranks
+        self._watch = watch
 
     def choose(self, optimizer: Optimizer | None) -> None:
         """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
         with what was asked for."""
-        self.now = self._choice.make(optimizer, self._parameters)
+        watch = self._watch
+        self.now = self._choice.make(
+            optimizer, self._parameters, self._ranks, lambda: watch.changed
+        )
         for parameter in self._parameters.values():
             self.now.take_over(parameter)
 
     def warning(self, optimizer: Optimizer | None) -> str:
         """What whoever handed this optimizer over should know; nothing if that is as expected."""
-        if optimizer is None or isinstance(optimizer, SGD) or not self.now.keeps:
+        known = isinstance(optimizer, SGD) or isinstance(self.now, UpdateMemory)
+        if optimizer is None or known or not self.now.keeps:
             return ""
         return (
             f"optimizer {type(optimizer).__name__} is not torch's SGD: gradients are compressed "
