@@ -157,7 +157,7 @@ class Controller(saved.Stateful):
             ladder=requested.ladder if shadow else (),
             layers=0 if layers is None else layers.numel,
             sketch=0 if peers is None else WIDTH,
-            sketches=self.memory().sketches,
+            updates=self.memory().scales is not None,
             by_energy=self.sizes.choice.by_energy,
             ranks=self.exchange.world_size,
             rank=self.exchange.rank,

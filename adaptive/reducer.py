@@ -208,18 +208,26 @@ class Reducer:
         energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
         if turn is not None:
             turn(bucket, step.cfs, step.tally)
+            bucket.turned = True
         self.requested.observe(bucket, energies, step.tally)
         return bucket
 
     def _fold(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Add what the memory holds of these parts to their gradients, and measure the sum."""
+        """Add what the memory holds of these parts to their gradients, and measure the sum (of what
+        would be compressed)."""
         units = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
-        samples = [strided_sample(bucket.of(unit)).clone() for unit in units]
+        measured = bucket.work
+        if units:
+            grads = [part.grad for part in bucket.parts]
+            of = [part.parameter for part in bucket.parts]
+            turned = self.memory.preview(of, grads, [1] * len(grads))
+            measured = bucket.work if turned is grads else torch.cat([*turned])
+        samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
         for part in parts:
             self.memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
-                levels = compress_levels(unit, bucket.of(unit))
+                levels = compress_levels(unit, measured[unit.start : unit.stop])
                 record_levels(unit, levels, sample, step.tally)
 
 

@@ -37,10 +37,8 @@ class NoMemory:
     name = "none"
     keeps: tuple[str, ...] = ()
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
-    sketches = 0
-    """Numbers in a sketch of what is sent, on which the ranks are to agree; see `learn`."""
     scales: Stateful | None = None
-    """What it has learnt of the model as a whole."""
+    """Of a memory that sends updates, not gradients: what it has learnt of their norms."""
     may_fall_back = False
     """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
@@ -76,6 +74,13 @@ class NoMemory:
     def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
         """Before a compressed step: turn a bucket's gradients, in place, into what is to be sent in
         their stead."""
+
+    def preview(
+        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """What `turn` would make of samples of gradients, every stride-th element of each (flat);
+        it changes nothing."""
+        return grads
 
     def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """Turn the decoded mean of bucket `index`, in place, into what `p.grad` is to hold."""

@@ -14,8 +14,9 @@ times the learning rate of the moment, and the optimizer itself passes over the 
 dense step it does all its work itself, as if nobody else was there.
 
 A rank's own second moment also holds the noise that averaging over N ranks takes away, so that the
-mean of the ranks' updates is too small, by a factor between 1 and sqrt(N). How large it is follows
-from the energy of the ranks' updates and that of their sum (of sketches), and it is put right.
+mean of the ranks' updates is too small, by a factor between 1 and sqrt(N). How much of an element's
+second moment is noise, its first moment tells: an average over steps of mere noise is small. So
+the update is enlarged element by element, and nobody has to send anything for it.
 
 What momentum holds back and what a residual holds are the same: updates yet to be delivered. With
 both they would be late twice, so in compressed steps momentum keeps only a share of its lag, and
@@ -29,12 +30,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import isfinite, nan, sqrt
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
@@ -44,7 +43,7 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.parameters import ModelParameter, ModelParameters
 from compressors.kernels import squared_norms
-from compressors.kernels.blocks import fill_if, fill_up
+from compressors.kernels.blocks import fill_if
 from policies import state as saved
 
 if TYPE_CHECKING:
@@ -57,11 +56,11 @@ OPTIMIZERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """In an optimizer's state of a parameter: they also hold the gradient's noise."""
 
-SKETCH = 64
-"""Numbers in the sketch of a rank's updates."""
+NORM_DECAY = 0.9
+"""Of the averages over steps of the norms of gradients and updates."""
 
-NOISE_DECAY, NORM_DECAY = 0.98, 0.9
-"""Of the averages over steps of what the ranks have agreed on."""
+_LEAST = 1e-30
+"""Added to second moments, so that none is zero."""
 
 TINY = 1e-6
 """What updates are multiplied by in `p.grad` until their norm is known: no script clips that."""
@@ -80,40 +79,44 @@ def steps_for(optimizer: Optimizer | None) -> bool:
 class UpdateScales(saved.Stateful):
     """What the ranks have agreed on of gradients and updates as a whole, averaged over the steps.
 
-    own: the energy of the sketches of the ranks' updates. together: of the sum of these sketches.
-    grad: of the mean gradient. given: of the mean update. clipped: what a script has multiplied the
-    energy of `p.grad` by. Each is a sum over steps and the weight of it. differ: the moments in the
-    optimizer may not be the same on all ranks.
+    grad: the energy of the mean gradient, as the ranks estimate it. given: that of the mean update.
+    clipped: what a script has multiplied the energy of `p.grad` by. Each is a sum over steps and
+    the weight of it. differ: the moments in the optimizer may not be the same on all ranks.
     """
 
-    own: tuple[float, float] = saved.saved((0.0, 0.0))
-    together: tuple[float, float] = saved.saved((0.0, 0.0))
     grad: tuple[float, float] = saved.saved((0.0, 0.0))
     given: tuple[float, float] = saved.saved((0.0, 0.0))
     clipped: tuple[float, float] = saved.saved((0.0, 0.0))
     differ: bool = saved.saved(False)
 
-    def add(self, name: str, value: float, decay: float) -> None:
+    def add(self, name: str, value: float) -> None:
         """Take in a step's number, unless it is not finite."""
         if isfinite(value):
-            total, weight = getattr(self, name)
-            setattr(self, name, (decay * total + (1 - decay) * value, decay * weight + 1 - decay))
+            (total, weight), new = getattr(self, name), 1 - NORM_DECAY
+            setattr(self, name, (NORM_DECAY * total + new * value, NORM_DECAY * weight + new))
 
     def mean(self, name: str) -> float:
         """Over the steps so far, the last ones most; 0 if there were none."""
         total, weight = getattr(self, name)
         return float(total / weight) if weight else 0.0
 
-    def noise(self, ranks: int) -> float:
-        """How much larger, at the root, the ranks' own second moments are than that of the mean
-        gradient: 1 if all ranks see the same, sqrt(ranks) if they see nothing but noise."""
-        own, together = self.mean("own"), self.mean("together")
-        return sqrt(min(max(ranks * own / together, 1.0), ranks)) if together > 0 else 1.0
-
     def gradient_per_update(self) -> float:
         """By which a mean update is as large as a mean gradient."""
         given = self.mean("given")
         return sqrt(self.mean("grad") / given) if given > 0 else TINY
+
+
+class _Job(NamedTuple):
+    """What the twin is to make of one gradient: the user's parameter group, the share of the lag of
+    its momentum, and, like each other, the weights, their gradient, zeros for the update, and the
+    optimizer's state of them."""
+
+    group: Group
+    share: float
+    weights: Tensor
+    grad: Tensor
+    update: Tensor
+    state: dict[str, Any]
 
 
 class UpdateMemory(Residual):
@@ -125,7 +128,6 @@ class UpdateMemory(Residual):
     """
 
     name = "updates"
-    sketches = SKETCH
     scales: UpdateScales
 
     def __init__(
@@ -147,7 +149,7 @@ class UpdateMemory(Residual):
         self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
         self._twin = copy(optimizer)
         self._at = -1  # the step
-        self._noise = self._scale = 1.0  # in this step: what updates, and p.grad, are multiplied by
+        self._scale = 1.0  # in this step: what p.grad is multiplied by
         self._own: set[Tensor] = set()  # parameters whose second moments are this rank's
         self._holding: set[Tensor] = set()  # those whose p.grad holds an update
         self._given: dict[int, Tensor] = {}  # by bucket, the energy of the last step's mean updates
@@ -156,26 +158,42 @@ class UpdateMemory(Residual):
 
     def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
         """The bucket's gradients become updates, in place, but for those of parameters that are
-        skipped or that the optimizer has not; a sketch of the bucket goes into the tally."""
+        skipped or that the optimizer has not."""
         self._begin_step(bucket.key.step, tally)
         if bucket.poisoned is True:
             return
-        parts = [part for part in bucket.parts if part.grad.numel() and part.skipped is not True]
-        parts = [p for p in parts if self._handover.settings(p.parameter.tensor) is not None]
         gradients = bucket.room("gradients", bucket.work.numel()).copy_(bucket.work)
-        alike = defaultdict(list)
-        for part in parts:
-            parameter, share = part.parameter, self._lag(cfs.sent(part.parameter.name))
-            self._make_own(parameter, share)
-            alike[share].append((parameter.tensor, gradients[part.start : part.stop], part.grad))
-        for share, jobs in alike.items():
-            states = [self._optimizer.state[p] for p, _, _ in jobs]
-            self._update(jobs, states, share)
+        jobs = []
+        for part in bucket.parts:
+            p, group = part.parameter.tensor, self._handover.settings(part.parameter.tensor)
+            if group is None or part.skipped is True or not part.grad.numel():
+                continue
+            share = self._lag(cfs.sent(part.parameter.name))
+            self._make_own(part.parameter, share)
+            grad, update = gradients[part.start : part.stop], part.grad.zero_()
+            state = self._optimizer.state[p]
+            jobs.append(_Job(group, share, p, _shaped(grad, p), _shaped(update, p), state))
+            self._holding.add(p)
+        self._update(jobs)
+        tally.at("grad_of_mean").add_(self._enlarge(jobs))
         fill_if(bucket.poisoned, bucket.work, 0.0)
-        self._holding.update(part.parameter.tensor for part in parts)
-        sketch = _sketch(bucket.work, bucket.key.step, bucket.parts[0].parameter.name)
-        tally.at("sketch_of_updates").add_(sketch)
-        tally.at("own_sketches").add_(sketch.square().sum())
+
+    def preview(
+        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
+    ) -> Sequence[Tensor]:
+        jobs, previews = [], []
+        for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
+            p, group = parameter.tensor, self._handover.settings(parameter.tensor)
+            previews.append(torch.zeros_like(grad) if group else grad)
+            if group is not None:
+                state = {
+                    name: (_flat(kept)[::stride] if kept.dim() else kept).clone()
+                    for name, kept in self._optimizer.state.get(p, {}).items()
+                }
+                weights = _flat(p.detach())[::stride]
+                jobs.append(_Job(group, 0.0, weights, grad.clone(), previews[-1], state))
+        self._update(jobs)  # with second moments that are already those of the mean gradient
+        return previews
 
     def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """Scale the decoded mean of bucket `index`, in place, so that `p.grad` is as large as a
@@ -192,14 +210,10 @@ class UpdateMemory(Residual):
 
     def learn(self, agreed: Statistics) -> None:
         """Take in what the ranks have agreed on of a compressed step."""
-        scales, n = self.scales, self._ranks
-        if agreed.spoiled or not agreed.own_sketches > 0:
-            return
-        scales.add("own", agreed.own_sketches, NOISE_DECAY)
-        scales.add("together", sum(x * x for x in agreed.sketch_of_updates), NOISE_DECAY)
-        scales.add("grad", agreed.grad / n / scales.noise(n) ** 2, NORM_DECAY)
-        scales.add("given", agreed.given, NORM_DECAY)
-        scales.add("clipped", agreed.clipped, NORM_DECAY)
+        if not agreed.spoiled and agreed.grad_of_mean > 0:
+            self.scales.add("grad", agreed.grad_of_mean)
+            self.scales.add("given", agreed.given)
+            self.scales.add("clipped", agreed.clipped)
 
     def settle(self, exchange: Exchange) -> None:
         """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
@@ -242,73 +256,88 @@ class UpdateMemory(Residual):
         changed = self._changed()
         tally.at("clipped").fill_(1.0) if changed is None else tally.at("clipped").add_(changed)
         self._holding.clear()
-        self._noise = self.scales.noise(self._ranks)
         self._scale = self.scales.gradient_per_update()
         self.scales.differ = True
 
     def _make_own(self, parameter: ModelParameter, share: float) -> None:
         """From here on the moments are this rank's, and momentum has this share of its lag."""
-        state = self._optimizer.state[parameter.tensor]
+        p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
+        if p not in self._own:
+            group = self._handover.settings(p)
+            if group is not None and "exp_avg" in state:
+                # A second moment of the mean is the signal's and 1 / N of the noise's.
+                n, signal = self._ranks, _signal(group, parameter.lag, state)
+                _scale_second_moments(state, signal.mul_(1 - n).add_(n))
+            self._own.add(p)
         self._change_lag(parameter, share)
-        if parameter.tensor not in self._own:
-            self._own.add(parameter.tensor)
-            for name in SECOND_MOMENTS:
-                if name in state:
-                    state[name].mul_(self._noise**2)
 
     def _change_lag(self, parameter: ModelParameter, share: float) -> None:
-        """What momentum has yet to deliver with its share of the lag so far, and no longer has
-        with the new one, goes to the residual, or comes from there."""
+        """What momentum had yet to deliver with its share of the lag so far, and with the new one
+        has no longer, goes to the residual, or comes from there."""
         before, parameter.lag = parameter.lag, share
         p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
         group = self._handover.settings(p)
-        if before == share or group is None or "betas" not in group or "exp_avg" not in state:
+        if before == share or group is None or "exp_avg" not in state:
             return
         beta1, beta2 = group["betas"]
-        more = beta1 / (1 - beta1) * (before - share)
-        if p in self._own:
-            more *= self._noise
-        step = state["step"]
-        mean = state["exp_avg"] / (1 - with_lag(beta1, before) ** step).clamp(min=1 - beta1)
+        mean = state["exp_avg"] / _bias(_decay(beta1, before), state)
         square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
-        root = (square / (1 - beta2**step).clamp(min=1 - beta2)).sqrt_().add_(group["eps"])
-        parameter.open_residual().add_(_flat(mean.div_(root)), alpha=more)
+        square = square / _bias(beta2, state)
+        if p in self._own:
+            square.mul_(self._of_mean(group, before, state))
+        late = mean.div_(square.sqrt_().add_(group["eps"]))
+        parameter.open_residual().add_(_flat(late), alpha=beta1 / (1 - beta1) * (before - share))
 
-    def _update(
-        self,
-        jobs: Sequence[tuple[Tensor, Tensor, Tensor]],
-        states: Sequence[dict[str, Any]],
-        share: float,
-    ) -> None:
-        """Write the optimizer's update over the last of each (parameter, its gradient, room for the
-        update), the latter two flat, and step the states."""
-        groups: dict[int, dict[str, Any]] = {}
+    def _of_mean(self, group: Group, share: float, state: Mapping[str, Tensor]) -> Tensor:
+        """Which part of this rank's second moments the mean gradient has as well."""
+        n = self._ranks
+        return _signal(group, share, state).mul_(1 - 1 / n).add_(1 / n)
+
+    def _update(self, jobs: Sequence[_Job]) -> None:
+        """Let the twin make the updates, by the second moments as they are, and step the states.
+
+        Without a share in the update, the first moment only tells what is noise: then the twin is
+        given the gradient itself for it."""
+        groups: dict[tuple[int, float], dict[str, Any]] = {}
         self._twin.state = defaultdict(dict)
-        narrow = []
-        for (p, gradient, update), state in zip(jobs, states, strict=True):
-            group = self._handover.settings(p)
-            assert group is not None
-            zeros, grad = _shaped(update.zero_(), p), _shaped(gradient, p)
-            if p.dtype != update.dtype:  # the optimizer works in the parameter's own precision
-                zeros, grad = torch.zeros_like(p), grad.to(p.dtype)
-                narrow.append((update, zeros))
+        made = []
+        for group, share, weights, grad, zeros, state in jobs:
+            update = zeros
+            if weights.dtype != update.dtype:  # the optimizer works in the parameter's precision
+                zeros, grad = torch.zeros_like(weights), grad.to(weights.dtype)
             if group["weight_decay"] and not self._decoupled(group):
-                grad.add_(p, alpha=group["weight_decay"] * (-1 if group["maximize"] else 1))
+                grad.add_(weights, alpha=group["weight_decay"] * (-1 if group["maximize"] else 1))
+            aside = "betas" in group and share == 0
+            stepped = {**state, "exp_avg": grad} if aside and state else state
             zeros.grad = grad
-            self._twin.state[zeros] = state
-            as_one = groups.setdefault(id(group), self._settings(group, share))
-            as_one["params"].append(zeros)
+            self._twin.state[zeros] = stepped
+            alike = groups.setdefault((id(group), share), _without_decay(group, share))
+            alike["params"].append(zeros)
+            made.append((update, zeros, state, stepped, aside, group))
         self._twin.param_groups = list(groups.values())
         self._twin.step()
-        for update, zeros in narrow:
-            update.copy_(_flat(zeros))
+        self._twin.state, self._twin.param_groups = defaultdict(dict), []
+        for update, zeros, state, stepped, aside, group in made:
+            if aside and stepped is state:  # its first step, in which the twin has begun a mean
+                state["exp_avg"].mul_(1 - group["betas"][0])
+            elif aside:
+                state["exp_avg"].lerp_(stepped["exp_avg"], 1 - group["betas"][0])
+            if update is not zeros:
+                update.copy_(zeros)
 
-    def _settings(self, group: Group, share: float) -> dict[str, Any]:
-        """The user's for the twin: no weight decay, and momentum with a share of its lag."""
-        own = {**group, "params": [], "weight_decay": 0.0, "lr": -self._noise}
-        if "betas" in group:
-            own["betas"] = (with_lag(group["betas"][0], share), group["betas"][1])
-        return own
+    def _enlarge(self, jobs: Sequence[_Job]) -> Tensor:
+        """Make the updates as large as the mean gradient's second moment would. Returns the energy
+        of the mean gradient, as far as this rank can tell."""
+        total = torch.zeros((), dtype=torch.float64)
+        for job in jobs:
+            energy = strided_sample(_flat(job.grad)).square()
+            if "exp_avg" in job.state:
+                part = self._of_mean(job.group, job.share, job.state)
+                energy = energy * strided_sample(_flat(part))
+                job.update.mul_(part.rsqrt_())
+            weight = job.grad.numel() / energy.numel()
+            total = total.to(energy.device) + energy.sum(dtype=torch.float64) * weight
+        return total
 
     def _decoupled(self, group: Group) -> bool:
         """Weight decay is taken off the parameter, not added to its gradient."""
@@ -360,8 +389,11 @@ class UpdateMemory(Residual):
         p, group = parameter.tensor, self._handover.settings(parameter.tensor)
         assert group is not None
         state = self._optimizer.state[p]
-        self._change_lag(parameter, 0.0)
-        names = [name for name, asked in _averaged(group).items() if asked]
+        if p in self._own and "exp_avg" in state:
+            of_mean = self._of_mean(group, parameter.lag, state)
+            self._change_lag(parameter, 1.0)
+            _scale_second_moments(state, of_mean)
+        names = _averages(group)
         flat = torch.zeros((1 + len(names)) * p.numel() + 2, dtype=parameter.dtype, device=p.device)
         residual, *moments, there, step = flat.split([p.numel()] * (1 + len(names)) + [1, 1])
         if parameter.filled and parameter.residual is not None:
@@ -371,19 +403,25 @@ class UpdateMemory(Residual):
             step.copy_(state["step"])
             for name, moment in zip(names, moments, strict=True):
                 moment.copy_(_flat(state[name]))
-                if name in SECOND_MOMENTS and p in self._own:
-                    moment.div_(self._noise**2)
         exchange.all_reduce(flat).wait()
         if "step" not in state:  # of a parameter that this rank has not used
-            self._update([(p, parameter.zeros(), parameter.zeros())], [state], 1.0)
+            grad, update = (_shaped(parameter.zeros(), p) for _ in range(2))
+            self._update([_Job(group, 1.0, p.detach(), grad, update, state)])
         some = there.clamp(min=1.0)
         state["step"].copy_((step / some)[0])
         for name, moment in zip(names, moments, strict=True):
             state[name].copy_(_shaped(moment.div_(some), p))
-        if "exp_avg" in state:
-            state["exp_avg"].zero_()
         self._late[p] = residual.div_(exchange.world_size)
         parameter.filled, parameter.lag = False, 1.0
+
+
+def _without_decay(group: Group, share: float) -> dict[str, Any]:
+    """The user's group with no parameters, no weight decay, learning rate -1, and momentum with a
+    share of its lag."""
+    own = {**group, "params": [], "weight_decay": 0.0, "lr": -1.0}
+    if "betas" in group:
+        own["betas"] = (with_lag(group["betas"][0], share), group["betas"][1])
+    return own
 
 
 def with_lag(momentum: float, share: float) -> float:
@@ -394,15 +432,40 @@ def with_lag(momentum: float, share: float) -> float:
     return lag / (1 + lag)
 
 
-def _averaged(group: Group) -> dict[str, bool]:
-    """What an optimizer keeps of a parameter that is an average over steps, momentum aside, and
-    whether it does with the settings of this group."""
+def _decay(beta1: float, share: float) -> float:
+    """Of the first moment while momentum has a share of its lag; with none it is the user's."""
+    return with_lag(beta1, share) if share else beta1
+
+
+def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
+    """How much of its weight an average that began with zeros has by now."""
+    return (1 - beta ** state["step"]).clamp(min=1 - beta)
+
+
+def _signal(group: Group, share: float, state: Mapping[str, Tensor]) -> Tensor:
+    """Which part of each element's second moment is not noise, in [0, 1]: of mere noise the square
+    of an average with decay b is in the mean (1 - b) / (1 + b) of the average square."""
+    beta1, beta2 = _decay(group["betas"][0], share), group["betas"][1]
+    of_noise = (1 - beta1) / (1 + beta1)
+    ratio = state["exp_avg"].square().div_(state["exp_avg_sq"] + _LEAST)
+    ratio.mul_(_bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise))
+    return ratio.sub_(of_noise / (1 - of_noise)).clamp_(0, 1)
+
+
+def _scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
+    for name in SECOND_MOMENTS:
+        if name in state:
+            state[name].mul_(factor)
+
+
+def _averages(group: Group) -> list[str]:
+    """What an optimizer with these settings keeps of a parameter that is an average over steps."""
     if "betas" in group:
-        return {"exp_avg_sq": True, "max_exp_avg_sq": bool(group.get("amsgrad"))}
+        return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
     if "alpha" in group:  # RMSprop
-        momentum = group["momentum"] > 0
-        return {"square_avg": True, "grad_avg": group["centered"], "momentum_buffer": momentum}
-    return {"sum": True}
+        mean = ["grad_avg"] if group["centered"] else []
+        return ["square_avg", *mean, *(["momentum_buffer"] if group["momentum"] > 0 else [])]
+    return ["sum"]
 
 
 def _shaped(flat: Tensor, p: Tensor) -> Tensor:
@@ -413,21 +476,3 @@ def _shaped(flat: Tensor, p: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """A view of a dense tensor with its elements in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _sketch(updates: Tensor, step: int, name: str) -> Tensor:
-    """Of a sample of updates (flat), in double: elements times signs that are drawn alike on every
-    rank and anew in every step, those SKETCH apart added up. The energy of a sum of sketches is in
-    expectation that of the sum of the samples (Charikar and others, 2002)."""
-    sample = strided_sample(updates)
-    shift = (step * 389 + crc32(name.encode())) % 1009
-    signs = _signs(sample.numel() + 1009, updates.device)[shift : shift + sample.numel()]
-    signed = fill_up(sample * signs, -(-sample.numel() // SKETCH) * SKETCH)
-    weight = sqrt(updates.numel() / sample.numel())
-    return signed.view(-1, SKETCH).sum(0, dtype=torch.float64) * weight
-
-
-@lru_cache(maxsize=64)
-def _signs(numel: int, device: torch.device) -> Tensor:
-    drawn = np.random.default_rng(0).integers(0, 2, numel, dtype=np.int8) * 2 - 1
-    return torch.from_numpy(drawn.astype(np.float32)).to(device)

@@ -185,7 +185,7 @@ class ShadowLadder:
         host."""
         group = self._group([[part.parameter for part in section] for section in together])
         parts, sections = [*chain.from_iterable(together)], group.sections
-        g = sampled([part.grad for part in parts], group.strides)
+        g = sampled(self._gradients(parts, group.strides, bucket.turned), [1] * len(parts))
         host = on_host(g)
         arrays = {} if host else group.arrays  # "sent" is replaced, not written to
         before = {name: x if name == "sent" else x.clone() for name, x in arrays.items()}
@@ -233,6 +233,15 @@ class ShadowLadder:
         tally.at("shadow_total").add_(all_of_it)
         if self.layers is not None and not self.whole_buckets:
             self.layers.add_levels(group.parameters, levels * sections.weights)
+
+    def _gradients(
+        self, parts: Sequence[Part], strides: Sequence[int], turned: bool
+    ) -> Sequence[Tensor]:
+        """The sample of each part's gradient, or of what the memory would send in its stead."""
+        samples = [part.grad[::stride] for part, stride in zip(parts, strides, strict=True)]
+        if turned:
+            return samples
+        return self.memory.preview([part.parameter for part in parts], samples, strides)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
         """The same for samples that are looked at together, from the first time on. What was kept

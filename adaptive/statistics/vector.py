@@ -40,8 +40,8 @@ class Tally:
     into which whoever measures adds. Its length follows from what is asked for in the step, which
     is the same on every rank.
 
-    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch,
-    sketches: how many numbers of the layers, of signal gain's sketch, and of that of updates.
+    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
+    many numbers of the layers, and of signal gain's sketch. updates: what is sent are updates.
     by_energy: energies are to be agreed
     rank by rank. ranks: world size. known: the numbers that the host knows, by name.
     """
@@ -50,7 +50,7 @@ class Tally:
     ladder: tuple[float, ...] = ()
     layers: int = 0
     sketch: int = 0
-    sketches: int = 0
+    updates: bool = False
     by_energy: bool = False
     ranks: int = 1
     rank: int = 0
@@ -166,13 +166,11 @@ class Statistics:
     peers: list[float] = _numbers("ladder", only="sketch")
     sketch: list[float] = _numbers("sketch")
     """Of this rank's gradient (signal.py)."""
-    sketch_of_updates: list[float] = _numbers("sketches")
-    """Of this rank's update, in a compressed step (memory/updates.py)."""
-    own_sketches: float = _number("sum", only="sketches")
-    """The energies of the ranks' own."""
-    given: float = _number("mean", only="sketches")
+    grad_of_mean: float = _number("mean", only="updates")
+    """||mean gradient||^2 in a compressed step, as each rank estimates it (memory/updates.py)."""
+    given: float = _number("mean", only="updates")
     """||mean update||^2 of the compressed step before; nan if there was none."""
-    clipped: float = _number("mean", only="sketches")
+    clipped: float = _number("mean", only="updates")
     """By how much a script has scaled the energy of `p.grad` since."""
 
     @classmethod
