@@ -24,7 +24,8 @@ from adaptive import (
     Warmup,
 )
 from runs.config import TrainConfig
-from runs.option_rules import HOOK_OPTIONS
+from runs.optimizers import learning_rate
+from runs.option_rules import HOOK_OPTIONS, check_optimizer
 from runs.parser import UsageError, option
 from runs.policy_expression import policy_from
 from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, schedule_pieces
@@ -53,7 +54,7 @@ def build_task(config: TrainConfig) -> Task:
         data=Path(config.data) if config.data is not None else None,
         batch_size=config.batch_size,
         seed=config.seed,
-        lr=config.lr,
+        lr=learning_rate(config),
     )
 
 
@@ -127,6 +128,7 @@ def check(config: TrainConfig) -> None:
 
     UsageError names the option, its value and what is accepted.
     """
+    check_optimizer(config)
     check_compression(config)
     try:
         build_task(config).steps_per_epoch(config.workers)

@@ -23,7 +23,9 @@ class TrainConfig:
     library.
 
     batch_size: items a worker a step. policy: "off" is plain DDP without a hook.
-    lr_drop: step from which on the learning rate is a tenth.
+    lr_drop: step from which on the learning rate is a tenth. warmup: steps in which it rises
+    from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is "constant".
+    clip_grad: the norm to which the gradients that were exchanged are clipped, all as one vector.
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
@@ -43,6 +45,12 @@ class TrainConfig:
     lr: float | None = None
     lr_drop: int | None = None
     momentum: float | None = None
+    optimizer: str = "sgd"
+    betas: tuple[float, float] | None = None
+    weight_decay: float | None = None
+    warmup: int = 0
+    lr_schedule: str = "constant"
+    clip_grad: float | None = None
     seed: int = 0
     policy: str = "goodput"
     epsilon: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runs.config import TrainConfig
+from runs.optimizers import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.parser import UsageError, option, shown
 from runs.policy_options import POLICY_OPTIONS
 
@@ -62,6 +63,41 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
             raise UsageError(
                 f"{option(name)} {shown(given[name])} is for --memory momentum (or auto), got "
                 f"--memory {given['memory']}"
+            )
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """UsageError if the optimizer is unknown, or does not take an option that was given."""
+    _check_known("optimizer", config.optimizer, tuple(OPTIMIZERS))
+    _check_known("lr_schedule", config.lr_schedule, LR_SCHEDULES)
+    _check_taken(config, ("momentum", "momentum_lag", "masking"), ("sgd",))
+    _check_taken(config, ("betas",), WITH_BETAS)
+    if config.memory == "momentum" and config.optimizer != "sgd":
+        raise UsageError(
+            f"--memory momentum is for --optimizer sgd, whose momentum it takes over; got "
+            f"--optimizer {config.optimizer}"
+        )
+    if config.betas is not None and max(config.betas) >= 1:
+        raise UsageError(f"--betas {shown(config.betas)}: must be two numbers in [0, 1)")
+    if config.warmup >= config.steps:
+        raise UsageError(f"--warmup {config.warmup}: must be less than --steps, {config.steps}")
+    if config.clip_grad == 0:
+        raise UsageError("--clip-grad 0: must be > 0")
+
+
+def _check_known(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise UsageError(f"{option(name)} {value!r} is unknown; accepted: {', '.join(accepted)}")
+
+
+def _check_taken(config: TrainConfig, names: tuple[str, ...], optimizers: tuple[str, ...]) -> None:
+    """UsageError if one of these options was given with an optimizer that is none of these."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and config.optimizer not in optimizers:
+            raise UsageError(
+                f"{option(name)} {shown(value)} is for --optimizer {', '.join(optimizers)}; got "
+                f"--optimizer {config.optimizer}"
             )
 
 

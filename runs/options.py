@@ -10,7 +10,8 @@ from typing import Any
 from adaptive.exchange.strategies import EXCHANGES
 from compressors import compressor_names
 from runs.config import TrainConfig
-from runs.option_rules import check_together
+from runs.optimizers import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, LR_SCHEDULES, OPTIMIZERS
+from runs.option_rules import check_optimizer, check_together
 from runs.parser import (
     number,
     positive,
@@ -40,6 +41,8 @@ examples:
       the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
   python -m runs train --policy fixed --cf 100
       one compression factor all along; --policy off is plain DDP without the library
+  python -m runs train --model gpt --optimizer adamw --warmup 30 --lr-schedule cosine --clip-grad 1
+      as people train transformers: betas 0.9 0.95, weight decay 0.1
   python -m runs train --task cifar10 --data DIR --model resnet20 --policy accordion
   python -m runs train --checkpoint-every 100 --log-dir logs/mine
   python -m runs train --resume logs/mine --steps 1000
@@ -84,14 +87,62 @@ def add_task_arguments(
     what.add_argument("--workers", type=whole(1), metavar="N", help=workers)
     what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")
     what.add_argument("--batch-size", type=whole(1), metavar="N", help="items a worker a step")
-    what.add_argument("--lr", type=positive, help="learning rate of SGD (the task's own)")
-    what.add_argument(
-        "--lr-drop", type=whole(1), metavar="STEP", help="a tenth of it from this step on (never)"
-    )
-    what.add_argument("--momentum", type=_below_one, help="of SGD, in [0, 1) (0.9)")
     if seed:
         what.add_argument("--seed", type=whole(0), help="of weights, order, augmentation (0)")
     what.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads a worker (1)")
+    _add_optimizer_arguments(parser)
+
+
+def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """The optimizer, and how its learning rate goes."""
+    how = parser.add_argument_group("how to optimize")
+    how.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), help="the class of torch.optim of that name (sgd)"
+    )
+    how.add_argument(
+        "--lr",
+        type=positive,
+        help="learning rate of the optimizer (sgd: the task's own; "
+        f"adagrad: {ADAGRAD_LR:g}; others: {LR:g})",
+    )
+    how.add_argument(
+        "--warmup",
+        type=whole(0),
+        metavar="STEPS",
+        help="the learning rate rises to its value in even steps over so many steps (0)",
+    )
+    how.add_argument(
+        "--lr-schedule",
+        choices=LR_SCHEDULES,
+        help="how the learning rate goes on after the warm-up: cosine and linear reach 0 at the "
+        "last of --steps (constant)",
+    )
+    how.add_argument(
+        "--lr-drop", type=whole(1), metavar="STEP", help="a tenth of it from this step on (never)"
+    )
+    how.add_argument("--momentum", type=_below_one, help="of sgd alone, in [0, 1) (0.9)")
+    how.add_argument(
+        "--betas",
+        type=_below_one,
+        nargs=2,
+        metavar=("B1", "B2"),
+        help="of adamw, adam, nadam and radam, in [0, 1) "
+        f"({BETAS[0]:g} {BETAS[1]:g}, as people train transformers)",
+    )
+    how.add_argument(
+        "--weight-decay",
+        type=_not_negative,
+        metavar="X",
+        help="of the optimizer; adamw leaves out tensors of fewer than two dimensions (sgd: the "
+        f"task's own; adamw: {ADAMW_DECAY:g}; others: 0)",
+    )
+    how.add_argument(
+        "--clip-grad",
+        type=positive,
+        metavar="NORM",
+        help="clip the exchanged gradients before the optimizer's step, by torch's "
+        "clip_grad_norm_; with sgd this ends momentum correction, which --clip-norm keeps (none)",
+    )
 
 
 def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) -> None:
@@ -265,12 +316,16 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         given["cf_range"] = tuple(given["cf_range"])
     if "probe" in given:
         given["probe"] = tuple(given["probe"])
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
     if policy == "schedule":
         set_schedule(given)
     if policy == "expression":
         check_expression(given)
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
-    return TrainConfig(**given)
+    config = TrainConfig(**given)
+    check_optimizer(config)
+    return config
 
 
 def _below_one(text: str) -> float:
@@ -278,6 +333,14 @@ def _below_one(text: str) -> float:
     value = number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    """An argument type: a number >= 0."""
+    value = number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
     return value
 
 

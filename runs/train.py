@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
 
 from adaptive import Summary, Timeline
 from adaptive.exchange.collectives import reduce_wire_bytes
@@ -29,6 +30,7 @@ from runs.checkpoint import (
 from runs.config import TrainConfig
 from runs.interrupt import Stop
 from runs.logbook import Logbook
+from runs.optimizers import lr_factor, make_optimizer
 from runs.tasks import Task
 from runs.vote import Vote
 
@@ -54,11 +56,8 @@ class Trainer:
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
         self.model = DDP(self.task.build_model())
-        self.optimizer = self.task.optimizer(self.model)
-        if config.momentum is not None:
-            for group in self.optimizer.param_groups:
-                group["momentum"] = config.momentum
-        self._lr_drop, self._seed = config.lr_drop, config.seed
+        self.optimizer = make_optimizer(config, self.task, self.model)
+        self._config = config
         self.compressor = None
         if config.policy != "off":
             self.compressor = build_compressor(
@@ -75,10 +74,11 @@ class Trainer:
 
     def descend(self, loss: torch.Tensor) -> None:
         """Backward, with the exchange in it, and the optimizer's step."""
-        if self._lr_drop is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.task.lr * (0.1 if self.step >= self._lr_drop else 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.lr * lr_factor(self._config, self.step)
         loss.backward()
+        if self._config.clip_grad is not None:
+            clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -132,7 +132,7 @@ class Trainer:
         if state["rng"] is not None:
             torch.set_rng_state(state["rng"])
         else:  # no worker of the run before had these random numbers
-            torch.manual_seed(crc32(repr((self._seed, self.step, self.rank)).encode()))
+            torch.manual_seed(crc32(repr((self._config.seed, self.step, self.rank)).encode()))
 
 
 @dataclass(frozen=True)

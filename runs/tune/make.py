@@ -11,6 +11,7 @@ from typing import Any
 
 from adaptive import LinkSpec
 from runs.config import TrainConfig
+from runs.optimizers import learning_rate
 from runs.options import make_config
 from runs.parser import UsageError, option
 from runs.tasks import TASKS
@@ -84,7 +85,8 @@ def _space(
     specs = [name for name in own if name not in given] if wanted is None else list(wanted)
     task = TASKS.get(config.task)
     rates = {} if task is None else task.learning_rates
-    lr = rates.get(config.model or "", next(iter(rates.values()), 1.0))
+    of_task = rates.get(config.model or "", next(iter(rates.values()), 1.0))
+    lr = learning_rate(config) or of_task
     space = search([*specs, *also], config.policy, config.steps, lr, tuple(given))
     if not space:
         raise UsageError("--search: nothing is left to search; accepted: lr, for one")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import fields
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import optuna
 from optuna.storages import RDBStorage, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
 
+from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.tune.sampler import SeededByTrial, make_pruner
 from runs.tune.storage import GRACE, shown_url
@@ -49,11 +51,13 @@ def open_study(tuning: Tuning, storage: RDBStorage) -> optuna.Study:
 
 def check_signature(tuning: Tuning, saved: Mapping[str, Any]) -> None:
     """UsageError naming the first option in which the study differs from this command."""
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
     for name, value in tuning.signature.items():
-        if saved.get(name) != value:
+        before = saved.get(name, defaults.get(name))  # an option may be newer than the study
+        if before != value:
             raise UsageError(
                 f"--{name.replace('_', '-')}: study {tuning.name!r} in {shown_url(tuning.url)} was "
-                f"begun with {_shown(saved.get(name))}, not {_shown(value)}; accepted: the same "
+                f"begun with {_shown(before)}, not {_shown(value)}; accepted: the same "
                 f"options, or another --log-dir"
             )
 

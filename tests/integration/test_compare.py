@@ -65,6 +65,26 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "lr_drop": 6,
         "lr": 0.2,
     },
+    "dense:lr=3e-3,clip_grad=1": {
+        "policy": "fixed",
+        "base": "none",
+        "lr": 3e-3,
+        "clip_grad": 1.0,
+    },
+    "warmup:warmup_steps=2,warmup=3,lr_schedule=linear": {
+        "policy": "warmup",
+        "warmup_steps": 2,
+        "warmup": 3,
+        "lr_schedule": "linear",
+    },
+    "topk@100:optimizer=adamw,betas=0.8/0.99,weight_decay=0": {
+        "policy": "fixed",
+        "base": "topk",
+        "cf": 100.0,
+        "optimizer": "adamw",
+        "betas": [0.8, 0.99],
+        "weight_decay": 0.0,
+    },
     "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": [20.0, 100.0]},
 }
 
@@ -89,6 +109,10 @@ BAD = {
     "--contender gravac:epsilon=7": ["--epsilon", "7", "(0, 1]"],
     "--contender goodput:base=qsgd": ["'signal'", "topk", "'qsgd'"],
     "--contender dense:steps=0": ["--contender dense:steps=0", "--steps", "'0'", ">= 1"],
+    "--optimizer adam --contender dense:momentum=0.5": [
+        "--contender dense:momentum=0.5",
+        "--momentum 0.5 is for --optimizer sgd",
+    ],
     "--contender off:base=topk": ["unknown key 'base'", "steps, lr, lr_drop"],
     "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],

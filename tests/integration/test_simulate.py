@@ -15,12 +15,15 @@ import torch
 from adaptive import JSONLTimeline, StepRecord
 from runs import checkpoint as checkpoints
 from runs.__main__ import main
+from runs.build import build_task
 from runs.checkpoint import find_checkpoint, not_finite
 from runs.config import TrainConfig
+from runs.options import make_config
 from runs.parser import UsageError
 from runs.records import read_records
+from runs.simulate.ranks import run_ranks
 from runs.tasks import TASKS, TextTask
-from runs.train import Trainer
+from runs.train import train
 from tests.distributed.setting import same
 from tests.integration.commands import Start, assert_refused, python_m
 
@@ -154,6 +157,31 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert len(ours) == done + 4
 
 
+def test_a_run_as_of_a_transformer_goes_on_to_the_bit(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its moments are restored, and its learning rate falls as if it had never stopped."""
+    given = {"data": str(text), "workers": 2, "batch_size": 1, "steps": 5, "checkpoint_every": 5}
+    given |= {"optimizer": "adamw", "warmup": 2, "lr_schedule": "cosine", "clip_grad": 0.5}
+    given |= {"policy": "fixed", "fixed_clock": 1.0, "simulated": True}
+    task = build_task(make_config(given))
+    monkeypatch.setattr(task, "evaluate", lambda _: 0.0)  # which would take longer than the steps
+
+    def run(folder: Path, **how: Any) -> None:
+        config = make_config({**given, "log_dir": str(folder)})
+        run_ranks(2, lambda _, group: train(config, task=task, voters=group, **how))
+
+    run(tmp_path / "whole")
+    run(tmp_path / "stopped", pause_at=3)
+    checkpoint = find_checkpoint(tmp_path / "stopped")
+    assert checkpoint.step == 3
+    run(tmp_path / "stopped", checkpoint=checkpoint)
+    states = _states(tmp_path / "whole")
+    assert [state["step"] for state in states] == [5, 5]
+    assert [group["lr"] for group in states[0]["optimizer"]["param_groups"]] == [0, 0]
+    assert same(_states(tmp_path / "stopped"), states)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("good", [0, 5])
 @pytest.mark.parametrize("lr", [1e25, 1e38])
@@ -166,14 +194,8 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
     good: int,
 ) -> None:
     """After so many good steps one update spoils the model, though every number is finite yet."""
-    descend = Trainer.descend
-
-    def spoil(self: Trainer, loss: torch.Tensor) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr if self.step >= good else self.task.lr
-        descend(self, loss)
-
-    monkeypatch.setattr(Trainer, "descend", spoil)
+    factor = lr / TextTask.learning_rates["lstm"]
+    monkeypatch.setattr("runs.train.lr_factor", lambda _, step: factor if step >= good else 1.0)
     run = tmp_path / "run"
     assert _simulate(text, run, "--steps", "12", "--workers", "2", "--checkpoint-every", "1") == 3
     lines = capsys.readouterr().err.splitlines()
