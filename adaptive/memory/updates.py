@@ -198,15 +198,13 @@ class UpdateMemory(Residual):
     def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """Scale the decoded mean of bucket `index`, in place, so that `p.grad` is as large as a
         gradient: scripts clip its norm, and log it."""
-        held = [parameter.tensor in self._holding for parameter in parameters]
         parts = mean.split([parameter.tensor.numel() for parameter in parameters])
-        if all(held):
-            self._given[index] = squared_norms([mean])[0]
-            mean.mul_(self._scale)
-            return
-        for part, holding in zip(parts, held, strict=True):
-            if holding:
-                part.mul_(self._scale)
+        of = zip(parameters, parts, strict=True)
+        updates = [part for parameter, part in of if parameter.tensor in self._holding]
+        if updates:
+            self._given[index] = squared_norms(updates).sum()
+        for part in [mean] if len(updates) == len(parts) else updates:
+            part.mul_(self._scale)
 
     def learn(self, agreed: Statistics) -> None:
         """Take in what the ranks have agreed on of a compressed step."""
