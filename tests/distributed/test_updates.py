@@ -1,0 +1,349 @@
+"""Error feedback on updates: dense steps are the optimizer's own, nothing that a rank's optimizer
+would have done is lost, and the ranks stay one model."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from adaptive import AdaptiveCompressor, Fixed, Policy, Schedule
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import flat_parameters, local_gradients, loss_of, same, small_net
+
+SWITCHES = {0: 20, 7: 1, 12: 20, 20: 4, 26: 1}
+BETAS = (0.9, 0.99)
+
+Groups = list[dict[str, Any]]
+
+
+def _as_one(model: nn.Module) -> Groups:
+    return [{"params": list(model.parameters())}]
+
+
+def _several(model: nn.Module) -> Groups:
+    """As transformers are trained: biases without decay, and the last layer otherwise."""
+    named = [(n.removeprefix("module."), p) for n, p in model.named_parameters()]
+    last = [p for name, p in named if name.startswith("4.")]
+    biases = [p for name, p in named if "bias" in name and not name.startswith("4.")]
+    weights = [p for name, p in named if "weight" in name and not name.startswith("4.")]
+    return [
+        {"params": weights, "weight_decay": 0.1, "lr": 0.002},
+        {"params": biases, "weight_decay": 0.0},
+        {"params": last, "betas": (0.8, 0.95), "lr": 0.02, "weight_decay": 0.01},
+    ]
+
+
+MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adam": lambda m: Adam(_as_one(m), lr=0.01, betas=BETAS),
+    "adamw": lambda m: AdamW(_as_one(m), lr=0.01, betas=BETAS),
+    "nadam": lambda m: NAdam(_as_one(m), lr=0.01, betas=BETAS),
+    "radam": lambda m: RAdam(_as_one(m), lr=0.01, betas=BETAS),
+    "rmsprop": lambda m: RMSprop(_as_one(m), lr=0.01),
+    "adagrad": lambda m: Adagrad(_as_one(m), lr=0.01),
+}
+VARIANTS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adam, coupled decay": lambda m: Adam(_as_one(m), lr=0.01, weight_decay=0.1),
+    "adam, amsgrad, foreach": lambda m: Adam(_as_one(m), lr=0.01, amsgrad=True, foreach=True),
+    "adamw, fused": lambda m: AdamW(_as_one(m), lr=0.01, fused=True),
+    "adamw, maximize": lambda m: AdamW(_as_one(m), lr=1e-4, maximize=True, foreach=False),
+    "adamw, groups": lambda m: AdamW(_several(m), lr=0.01, betas=BETAS),
+    "nadam, decoupled decay": lambda m: NAdam(
+        _as_one(m), lr=0.01, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "radam, foreach": lambda m: RAdam(_as_one(m), lr=0.01, foreach=True, weight_decay=0.1),
+    "rmsprop, centered, momentum": lambda m: RMSprop(
+        _as_one(m), lr=0.003, centered=True, momentum=0.9
+    ),
+    "adagrad, decays": lambda m: Adagrad(_as_one(m), lr=0.05, lr_decay=0.01, weight_decay=0.1),
+    "adamw, tensor lr": lambda m: AdamW(_as_one(m), lr=torch.tensor(0.01), foreach=False),
+}
+ALL = {**MAKE, **VARIANTS}
+
+
+class Training:
+    """A model and its optimizer, compressed if there is a policy."""
+
+    def __init__(
+        self,
+        make: Callable[[nn.Module], Optimizer],
+        policy: Policy | None,
+        net: nn.Module | None = None,
+        cycle: int = 0,
+        ddp: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        net = small_net() if net is None else net
+        self.model = DDP(net, **({"bucket_cap_mb": 0.004} if ddp is None else ddp))
+        self.optimizer = make(self.model)
+        self.scheduler: LRScheduler | None = None
+        if cycle:
+            self.scheduler = OneCycleLR(self.optimizer, max_lr=0.02, total_steps=cycle)
+        self.compressor = None
+        if policy is not None:
+            self.compressor = AdaptiveCompressor(cf_range=(1, 100), policy=policy, **options)
+            self.compressor.attach(self.model, optimizer=self.optimizer)
+
+    def train(self, rank: int, start: int, stop: int) -> Training:
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            loss_of(self.model, step, rank).backward()
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return self
+
+    @property
+    def flat(self) -> Tensor:
+        return flat_parameters(self.model)
+
+
+def differs(tensors: Sequence[Tensor]) -> float:
+    """By how much these tensors differ from those of rank 0, at most; inf if some are not finite. A
+    collective."""
+    flat = torch.cat([t.detach().flatten().to(torch.float64) for t in tensors])
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    apart = float((flat - first).abs().max())
+    return apart if bool(flat.isfinite().all()) else float("inf")
+
+
+def moments(training: Training) -> list[Tensor]:
+    """All that the optimizer keeps."""
+    kept = training.optimizer.state.values()
+    return [torch.as_tensor(value) for state in kept for value in state.values()]
+
+
+def _as_plain_ddp(rank: int) -> dict[str, float]:
+    """By how much CF 1 is apart from DDP, parameters or moments, where it is."""
+    found = {}
+    for name, make in ALL.items():
+        cycle = 60 if name in ("adamw", "adamw, groups", "rmsprop, centered, momentum") else 0
+        plain = Training(make, None, cycle=cycle).train(rank, 0, 50)
+        ours = Training(make, Fixed(1), cycle=cycle).train(rank, 0, 50)
+        assert ours.compressor.state_dict()["memory_kind"] == "updates"
+        pairs = [(plain.flat, ours.flat), *zip(moments(plain), moments(ours), strict=True)]
+        apart = max(float((a - b).abs().max()) for a, b in pairs)
+        if not apart == 0:
+            found[name] = apart
+    return found
+
+
+def test_at_cf_1_it_is_plain_ddp_to_the_bit() -> None:
+    assert run_ranks(2, _as_plain_ddp) == [{}, {}]
+
+
+def _attached_late(rank: int) -> list[float]:
+    """The same, attached when the optimizer has stepped already."""
+    found = []
+    for make in (MAKE["adamw"], MAKE["rmsprop"], MAKE["nadam"]):
+        plain, ours = (Training(make, None).train(rank, 0, 10) for _ in range(2))
+        AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(1)).attach(
+            ours.model, optimizer=ours.optimizer
+        )
+        found.append(float((plain.train(rank, 10, 20).flat - ours.train(rank, 10, 20).flat).norm()))
+    return found
+
+
+def test_attached_to_an_optimizer_that_has_stepped_cf_1_is_plain_ddp() -> None:
+    assert run_ranks(2, _attached_late) == [[0.0] * 3] * 2
+
+
+WAYS = [
+    (optimizer, {"exchange": exchange, "granularity": granularity})
+    for optimizer, exchange, granularity in (
+        ("adamw", "all_gather", "bucket"),
+        ("adamw", "sharded", "bucket"),
+        ("adamw, groups", "all_gather", "layer"),
+        ("adamw, groups", "sharded", "layer"),
+        ("adam, amsgrad, foreach", "all_gather", "bucket"),
+        ("nadam", "sharded", "bucket"),
+        ("radam", "all_gather", "bucket"),
+        ("rmsprop, centered, momentum", "all_gather", "layer"),
+        ("adagrad, decays", "sharded", "bucket"),
+        ("adam, coupled decay", "all_gather", "bucket"),
+        ("adamw, fused", "all_gather", "bucket"),
+    )
+]
+
+
+def _one_model(rank: int, ways: list[tuple[str, dict[str, str]]]) -> dict[str, Any]:
+    """Where ranks differ, in parameters after any phase or in moments after a dense one."""
+    found = {}
+    for name, options in ways:
+        run = Training(ALL[name], Schedule(SWITCHES), **options)
+        start, apart = run.flat, []
+        for phase in ((0, 7), (7, 12), (12, 20), (20, 26), (26, 29)):
+            run.train(rank, *phase)
+            apart.append(differs([run.flat]))
+            if phase[0] in (7, 26):
+                apart.append(differs(moments(run)))
+        assert float((run.flat - start).abs().mean()) > 1e-4  # it has trained
+        if any(apart):
+            found[f"{name}, {options}"] = apart
+    return found
+
+
+def test_ranks_end_with_one_model_however_cfs_switch() -> None:
+    assert run_ranks(2, _one_model, WAYS) == [{}, {}]
+
+
+def test_four_ranks_end_with_one_model() -> None:
+    assert run_ranks(4, _one_model, [WAYS[0], WAYS[3]]) == [{}] * 4
+
+
+class Rule:
+    """What one rank's AdamW makes of a gradient of one parameter, and what it keeps."""
+
+    def __init__(self, numel: int, ranks: int) -> None:
+        self.m = self.v = torch.zeros(numel, dtype=torch.float64)
+        self.t, self.ranks = 0, ranks
+
+    @property
+    def unbiased(self) -> tuple[Tensor, Tensor]:
+        return self.m / (1 - BETAS[0] ** self.t), self.v / (1 - BETAS[1] ** self.t)
+
+    def of_mean(self) -> Tensor:
+        """Which part of the second moment the mean gradient has: all of the signal's."""
+        m, v = self.unbiased
+        k = (1 - BETAS[0]) / (1 + BETAS[0])
+        q = ((m**2 / v - k) / (1 - k)).clamp(0, 1)
+        return 1 / self.ranks + (1 - 1 / self.ranks) * q
+
+    def update(self, g: Tensor) -> Tensor:
+        self.t += 1
+        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * g
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
+        return g / (self.unbiased[1].sqrt() + 1e-8) / self.of_mean().sqrt()
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Over the ranks; a collective."""
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+def _adds_up(rank: int, options: dict[str, Any], steps: int = 9) -> tuple[float, float, float]:
+    """What is missing, relative to all that moved: of the updates while they are compressed, of
+    what one dense step then delivers, and of its moments."""
+    lr, n = 0.01, dist.get_world_size()
+    run = Training(
+        lambda m: AdamW(m.parameters(), lr=lr, betas=BETAS, weight_decay=0.0),
+        Schedule({0: 20, steps: 1}),
+        **options,
+    )
+    names = [name for name, _ in run.model.module.named_parameters()]
+    rules = {name: Rule(p.numel(), n) for name, p in run.model.module.named_parameters()}
+    start, sums = run.flat, dict.fromkeys(names, torch.zeros(()))
+    for step in range(steps):
+        for name, g in local_gradients(run.model, step, rank).items():
+            sums[name] = sums[name] + rules[name].update(g)
+        run.train(rank, step, step + 1)
+    memory = run.compressor.state_dict()["memory"]
+    residual = torch.cat([memory[name]["residual"] for name in names])
+    wanted = lr * mean(torch.cat([sums[name] for name in names]))
+    moved = start - run.flat
+    missing = float((moved + lr * mean(residual) - wanted).norm() / moved.norm())
+
+    # A dense step: the optimizer's own with the ranks' moments, and all that waits, without what
+    # momentum has in store.
+    before, lag = run.flat, BETAS[0] / (1 - BETAS[0])
+    gradients = local_gradients(run.model, steps, rank)
+    late, dense, agreed = [], [], []
+    for name in names:
+        rule = rules[name]
+        m, v = rule.unbiased
+        of_mean = rule.of_mean()
+        waits = memory[name]["residual"] - lag * m / ((v * of_mean).sqrt() + 1e-8)
+        late.append(mean(waits))
+        g = mean(gradients[name])
+        m = BETAS[0] * mean(rule.m) + (1 - BETAS[0]) * g
+        v = BETAS[1] * mean(rule.v * of_mean) + (1 - BETAS[1]) * g**2
+        t = rule.t + 1
+        dense.append(m / (1 - BETAS[0] ** t) / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8))
+        agreed += [m, v]
+    run.train(rank, steps, steps + 1)
+    moved = before - run.flat
+    wanted = lr * (torch.cat(late) + torch.cat(dense))
+    not_delivered = float((moved - wanted).norm() / moved.norm())
+    kept = [run.optimizer.state[p] for p in run.model.parameters()]
+    ours = [state[key].flatten() for state in kept for key in ("exp_avg", "exp_avg_sq")]
+    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, agreed, strict=True))
+    return missing, not_delivered, apart
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sent_plus_waiting_is_the_sum_of_updates(ranks: int) -> None:
+    for options in ({"granularity": "layer"}, {"exchange": "sharded"})[: 3 - ranks // 2]:
+        for found in run_ranks(ranks, _adds_up, options):
+            assert max(found) < 1e-10
+
+
+def _stopped_and_not(rank: int) -> dict[str, str]:
+    """What differs of a run that was stopped and one that was not, where something does."""
+    found = {}
+    for name, stop, options in (
+        ("adamw", 5, {}),  # compressed
+        ("adamw", 9, {}),  # dense
+        ("adamw", 12, {}),  # dense until now
+        ("adamw", 7, {}),  # dense from now on
+        ("adamw", 23, {}),  # at a CF at which momentum has some of its lag
+        ("nadam", 22, {"granularity": "layer"}),
+        ("rmsprop, centered, momentum", 15, {"exchange": "sharded"}),
+        ("adagrad", 9, {}),
+    ):
+        straight = Training(ALL[name], Schedule(SWITCHES), **options).train(rank, 0, 29)
+        stopped = Training(ALL[name], Schedule(SWITCHES), **options).train(rank, 0, stop)
+        file = io.BytesIO()
+        parts = {"model": stopped.model, "optimizer": stopped.optimizer}
+        parts["compressor"] = stopped.compressor
+        torch.save({key: part.state_dict() for key, part in parts.items()}, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        resumed = Training(ALL[name], Schedule(SWITCHES), **options)
+        loss_of(resumed.model, 0, rank).backward()  # DDP's first buckets are others
+        resumed.model.load_state_dict(state["model"])
+        resumed.optimizer.load_state_dict(state["optimizer"])
+        resumed.compressor.load_state_dict(state["compressor"])
+        resumed.train(rank, stop, 29)
+        pairs = {
+            "parameters": [run.flat for run in (straight, resumed)],
+            "moments": [moments(run) for run in (straight, resumed)],
+            "state": [run.compressor.state_dict() for run in (straight, resumed)],
+        }
+        for _, state in (("", pairs["state"][0]), ("", pairs["state"][1])):
+            for key in ("times", "timing", "saved_at"):
+                state["controller"].pop(key, None)
+        wrong = [what for what, (a, b) in pairs.items() if not same(a, b)]
+        if wrong:
+            apart = float((pairs["parameters"][0] - pairs["parameters"][1]).abs().max())
+            found[f"{name}, stopped before step {stop}"] = f"{', '.join(wrong)} by {apart:.1e}"
+    return found
+
+
+def test_resuming_equals_never_having_stopped() -> None:
+    assert run_ranks(2, _stopped_and_not) == [{}, {}]
+
+
+def _half_precision(rank: int) -> dict[str, float]:
+    """By how much ranks differ, or inf."""
+    found = {}
+    for name in ("adamw", "adam, amsgrad, foreach", "nadam", "radam", "rmsprop", "adagrad"):
+        net = small_net(torch.bfloat16)
+        run = Training(ALL[name], Schedule({0: 20, 8: 1, 10: 20}), net).train(rank, 0, 14)
+        if apart := differs([run.flat]):
+            found[name] = apart
+    return found
+
+
+def test_parameters_of_half_precision_stay_alike_and_finite() -> None:
+    assert run_ranks(2, _half_precision) == [{}, {}]
