@@ -162,7 +162,7 @@ class UpdateMemory(Residual):
         self._begin_step(bucket.key.step, tally)
         if bucket.poisoned is True:
             return
-        gradients = bucket.room("gradients", bucket.work.numel()).copy_(bucket.work)
+        gradients = scratch_like("gradients", bucket.work).copy_(bucket.work)
         jobs = []
         for part in bucket.parts:
             p, group = part.parameter.tensor, self._handover.settings(part.parameter.tensor)
@@ -405,16 +405,19 @@ class UpdateMemory(Residual):
         collective."""
         p, group = parameter.tensor, self._handover.settings(parameter.tensor)
         assert group is not None
-        state = self._optimizer.state[p]
-        if p in self._own and "exp_avg" in state:
+        state, own = self._optimizer.state[p], p in self._own
+        if own and "exp_avg" in state:
             of_mean = self._of_mean(group, parameter.lag, state)
             self._change_lag(parameter, 1.0)
             _scale_second_moments(state, of_mean)
+        parameter.lag = 1.0
         names = _averages(group)
         flat = torch.zeros((1 + len(names)) * p.numel() + 2, dtype=parameter.dtype, device=p.device)
         residual, *moments, there, step = flat.split([p.numel()] * (1 + len(names)) + [1, 1])
-        if parameter.filled and parameter.residual is not None:
+        # A residual that is not its own is one of gradients, which another memory has left.
+        if own and parameter.filled and parameter.residual is not None:
             residual.copy_(parameter.residual)
+            parameter.filled = False
         if "step" in state:
             there.fill_(1.0)
             step.copy_(state["step"])
@@ -429,7 +432,6 @@ class UpdateMemory(Residual):
         for name, moment in zip(names, moments, strict=True):
             state[name].copy_(_shaped(moment.div_(some), p))
         self._late[p] = residual.div_(exchange.world_size)
-        parameter.filled, parameter.lag = False, 1.0
 
 
 def _without_decay(group: Group, share: float, host: bool) -> dict[str, Any]:
