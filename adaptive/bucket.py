@@ -255,9 +255,13 @@ def strided_sample(grad: Tensor) -> Tensor:
     """Elements of `grad` (flat) at equal distances, contiguous; `grad` itself if it is small, and
     always enough that a candidate CF keeps some. The gain before error feedback is measured on it:
     a second full selection would cost as much as the compression itself."""
-    numel = grad.numel()
-    stride = max(1, numel // max(1, min(numel, WHOLE + numel // SHARE)))
+    stride = sampling(grad.numel())
     return grad if stride == 1 else grad[::stride].contiguous()
+
+
+def sampling(numel: int) -> int:
+    """The distance of the elements in `strided_sample`."""
+    return max(1, numel // max(1, min(numel, WHOLE + numel // SHARE)))
 
 
 def compress_levels(

@@ -65,11 +65,14 @@ class AdaptiveCompressor:
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     memory: "residual" feeds back errors. "momentum": momentum correction (DGC, section 3), for SGD
-        with momentum. "none": what is not sent is lost. "auto": "momentum" if `attach` is handed an
-        SGD optimizer with momentum, else "residual", or "none" for an unbiased compressor.
+        with momentum. "updates": what each rank's own Adam, AdamW, NAdam, RAdam, RMSprop or Adagrad
+        makes of its gradient is fed back and sent. "none": what is not sent is lost. "auto": by the
+        optimizer that `attach` is handed "updates" for one of these, "momentum" for SGD with
+        momentum, else "residual"; "none" for an unbiased compressor.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
-    momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that velocities keep while
-        gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: the compressor's own.
+    momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
+        gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: with "momentum" the
+        compressor's own, with "updates" 1 - log10(CF), and 0 from CF 10 on.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others).
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
@@ -151,8 +154,11 @@ class AdaptiveCompressor:
     ) -> AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
 
-        optimizer: lets Accordion see the learning rate, and an SGD's momentum move into the
-            memory; `p.grad` then holds velocity, which clipping and logging must know.
+        optimizer: lets the memory do what the optimizer would have to do before averaging (see
+            `memory`), and Accordion see the learning rate. With an SGD's momentum `p.grad` then
+            holds velocity, which clipping and logging must know; with Adam and its kin it holds
+            updates, scaled so that their norm is about that of the mean gradient. A wrapper that
+            has the optimizer as its `.optimizer` will do.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units.
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
@@ -197,10 +203,11 @@ class AdaptiveCompressor:
         return self
 
     def detach(self) -> None:
-        """Take the compressor off, on every rank (a collective with momentum correction).
+        """Take the compressor off, on every rank (a collective with an optimizer).
 
         The exchange is dense until something is attached again. What the residual holds is sent
-        with the next step; velocities go back into the optimizer."""
+        with the next step, or with updates is taken off the parameters now; velocities and moments
+        go back into the optimizer."""
         if self._model is None or self._session is None:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()
@@ -268,7 +275,9 @@ class AdaptiveCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, by parameter name: policy, statistics, residuals, totals. Take it on
-        every rank, between steps; each rank loads its own.
+        every rank, between steps; each rank loads its own. With updates the optimizer's moments are
+        each rank's own while gradients are compressed: to go on to the bit, each rank saves its
+        optimizer's state as well (that of rank 0 for all will do, but not to the bit).
 
         DDP orders its buckets anew after the first backward (with `static_graph` after the second),
         which changes the order of summation, and what is compressed as one: for bit-identical

@@ -167,7 +167,8 @@ class Session:
             log.warning("what the compressor before holds is forgotten: its last exchange failed")
             return
         theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
-        self.controller.residual_first = theirs and not ours
+        updates = self._memory.now.scales is not None  # the residual is one of gradients
+        self.controller.residual_first = theirs and (not ours or updates)
         self.controller.carrying = theirs
         self._memory.adopt(other._memory)
 
@@ -273,7 +274,7 @@ class Session:
             self._fall_back()
         if agreed.unscaled > 0 and self._scaler is None and watch.is_new(UNSCALED):
             controller.note(UNSCALED)
-        twice = watch.unstepped and sends_velocities
+        twice = watch.unstepped and (sends_velocities or memory.scales is not None)
         watch.warn(twice, UNSTEPPED, controller.step - 1, controller.was_spoiled)
 
     def _end_step(self, scale: Tensor | None) -> None:

@@ -223,6 +223,8 @@ def _memory(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, 
             mean = _mean(weights, velocities)
             shared["velocity"] = torch.zeros_like(moving[0]["velocity"]) if mean is None else mean
             shared |= {"lag": lag, "to_full_lag": to_full_lag}
+        elif lags := [each["lag"] for each in kept if "lag" in each]:
+            shared["lag"] = lags[0]
         if any("stepped" in each for each in kept):  # alike on all ranks
             shared["stepped"] = True
         if shared:

@@ -237,4 +237,5 @@ class StepTime(Stateful):
         alike = alike and self._compress.cfs() == self._decode.cfs()
         in_use = self._cf is None or self._cf in self._typical
         enough = len(self._recent) >= min(self._same, MANY)
-        together(alike and in_use and enough, "the times of steps contradict each other")
+        timed = bool(self._work.cfs()) or not (self._last or self._typical)
+        together(alike and in_use and enough and timed, "the times of steps contradict each other")

@@ -38,12 +38,12 @@ import torch
 from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from adaptive.bucket import Bucket, StepCFs, strided_sample
+from adaptive.bucket import Bucket, StepCFs, sampling
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.parameters import ModelParameter, ModelParameters
 from compressors.kernels import squared_norms
-from compressors.kernels.blocks import fill_if
+from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, fill_if, is_host, scratch_like
 from policies import state as saved
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class UpdateMemory(Residual):
         self._begin_step(bucket.key.step, tally)
         if bucket.poisoned is True:
             return
-        gradients = bucket.room("gradients", bucket.work.numel()).copy_(bucket.work)
+        gradients = scratch_like("gradients", bucket.work).copy_(bucket.work)
         jobs = []
         for part in bucket.parts:
             p, group = part.parameter.tensor, self._handover.settings(part.parameter.tensor)
@@ -263,9 +263,9 @@ class UpdateMemory(Residual):
         if p not in self._own:
             group = self._handover.settings(p)
             if group is not None and "exp_avg" in state:
-                # A second moment of the mean is the signal's and 1 / N of the noise's.
-                n, signal = self._ranks, _signal(group, parameter.lag, state)
-                _scale_second_moments(state, signal.mul_(1 - n).add_(n))
+                # A second moment of the mean has the signal's, and 1 / N of the noise's.
+                n, of_mean = self._ranks, self._of_mean(group, parameter.lag, state)
+                _scale_second_moments(state, of_mean.mul_(-n).add_(1 + n))
             self._own.add(p)
         self._change_lag(parameter, share)
 
@@ -282,14 +282,28 @@ class UpdateMemory(Residual):
         square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
         square = square / _bias(beta2, state)
         if p in self._own:
-            square.mul_(self._of_mean(group, before, state))
+            square.mul_(_shaped(self._of_mean(group, before, state), p))
         late = mean.div_(square.sqrt_().add_(group["eps"]))
         parameter.open_residual().add_(_flat(late), alpha=beta1 / (1 - beta1) * (before - share))
 
-    def _of_mean(self, group: Group, share: float, state: Mapping[str, Tensor]) -> Tensor:
-        """Which part of this rank's second moments the mean gradient has as well."""
-        n = self._ranks
-        return _signal(group, share, state).mul_(1 - 1 / n).add_(1 / n)
+    def _of_mean(
+        self,
+        group: Group,
+        share: float,
+        state: Mapping[str, Tensor],
+        part: slice = slice(None),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Which part of each element's second moment the mean gradient has as well, in [1 / N, 1],
+        flat: all of the signal's, and 1 / N of the noise's. Of mere noise the square of an average
+        with decay b is in the mean (1 - b) / (1 + b) of the average square."""
+        n, beta1, beta2 = self._ranks, _decay(group["betas"][0], share), group["betas"][1]
+        of_noise = (1 - beta1) / (1 + beta1)
+        mean, square = _flat(state["exp_avg"])[part], _flat(state["exp_avg_sq"])[part]
+        ratio = torch.mul(mean, mean, out=out).div_(square + _LEAST)
+        scale = (1 - 1 / n) / (1 - of_noise)
+        ratio.mul_(scale * _bias(beta2, state) / _bias(beta1, state) ** 2)
+        return ratio.add_(1 / n - scale * of_noise).clamp_(1 / n, 1)
 
     def _update(self, jobs: Sequence[_Job]) -> None:
         """Let the twin make the updates, by the second moments as they are, and step the states.
@@ -309,7 +323,9 @@ class UpdateMemory(Residual):
             stepped = {**state, "exp_avg": grad} if aside and state else state
             zeros.grad = grad
             self._twin.state[zeros] = stepped
-            alike = groups.setdefault((id(group), share), _without_decay(group, share))
+            alike = groups.setdefault(
+                (id(group), share), _without_decay(group, share, is_host(zeros.device))
+            )
             alike["params"].append(zeros)
             made.append((update, zeros, state, stepped, aside, group))
         self._twin.param_groups = list(groups.values())
@@ -327,14 +343,17 @@ class UpdateMemory(Residual):
         """Make the updates as large as the mean gradient's second moment would. Returns the energy
         of the mean gradient, as far as this rank can tell."""
         total = torch.zeros((), dtype=torch.float64)
-        for job in jobs:
-            energy = strided_sample(_flat(job.grad)).square()
-            if "exp_avg" in job.state:
-                part = self._of_mean(job.group, job.share, job.state)
-                energy = energy * strided_sample(_flat(part))
-                job.update.mul_(part.rsqrt_())
-            weight = job.grad.numel() / energy.numel()
-            total = total.to(energy.device) + energy.sum(dtype=torch.float64) * weight
+        for group, share, _, grad, update, state in jobs:
+            numel, flat, stride = grad.numel(), _flat(update), sampling(grad.numel())
+            energy = _flat(grad)[::stride].square()
+            if "exp_avg" in state:
+                for start, stop in block_bounds(flat, CACHE_BLOCK):
+                    part, room = slice(start, stop), scratch_like("noise", flat[start:stop])
+                    narrow = state["exp_avg"].dtype != room.dtype
+                    of_mean = self._of_mean(group, share, state, part, None if narrow else room)
+                    flat[part].mul_(of_mean.rsqrt_())
+                energy.mul_(self._of_mean(group, share, state, slice(None, None, stride)))
+            total = total.to(grad.device) + energy.sum(dtype=torch.float64) * numel / energy.numel()
         return total
 
     def _decoupled(self, group: Group) -> bool:
@@ -386,16 +405,19 @@ class UpdateMemory(Residual):
         collective."""
         p, group = parameter.tensor, self._handover.settings(parameter.tensor)
         assert group is not None
-        state = self._optimizer.state[p]
-        if p in self._own and "exp_avg" in state:
+        state, own = self._optimizer.state[p], p in self._own
+        if own and "exp_avg" in state:
             of_mean = self._of_mean(group, parameter.lag, state)
             self._change_lag(parameter, 1.0)
             _scale_second_moments(state, of_mean)
+        parameter.lag = 1.0
         names = _averages(group)
         flat = torch.zeros((1 + len(names)) * p.numel() + 2, dtype=parameter.dtype, device=p.device)
         residual, *moments, there, step = flat.split([p.numel()] * (1 + len(names)) + [1, 1])
-        if parameter.filled and parameter.residual is not None:
+        # A residual that is not its own is one of gradients, which another memory has left.
+        if own and parameter.filled and parameter.residual is not None:
             residual.copy_(parameter.residual)
+            parameter.filled = False
         if "step" in state:
             there.fill_(1.0)
             step.copy_(state["step"])
@@ -410,13 +432,14 @@ class UpdateMemory(Residual):
         for name, moment in zip(names, moments, strict=True):
             state[name].copy_(_shaped(moment.div_(some), p))
         self._late[p] = residual.div_(exchange.world_size)
-        parameter.filled, parameter.lag = False, 1.0
 
 
-def _without_decay(group: Group, share: float) -> dict[str, Any]:
+def _without_decay(group: Group, share: float, host: bool) -> dict[str, Any]:
     """The user's group with no parameters, no weight decay, learning rate -1, and momentum with a
-    share of its lag."""
+    share of its lag; on the host fused where torch can, which is four times as fast."""
     own = {**group, "params": [], "weight_decay": 0.0, "lr": -1.0}
+    if host and group.get("fused", False) is None and not group["foreach"]:
+        own["fused"] = True
     if "betas" in group:
         own["betas"] = (with_lag(group["betas"][0], share), group["betas"][1])
     return own
@@ -440,20 +463,11 @@ def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
     return (1 - beta ** state["step"]).clamp(min=1 - beta)
 
 
-def _signal(group: Group, share: float, state: Mapping[str, Tensor]) -> Tensor:
-    """Which part of each element's second moment is not noise, in [0, 1]: of mere noise the square
-    of an average with decay b is in the mean (1 - b) / (1 + b) of the average square."""
-    beta1, beta2 = _decay(group["betas"][0], share), group["betas"][1]
-    of_noise = (1 - beta1) / (1 + beta1)
-    ratio = state["exp_avg"].square().div_(state["exp_avg_sq"] + _LEAST)
-    ratio.mul_(_bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise))
-    return ratio.sub_(of_noise / (1 - of_noise)).clamp_(0, 1)
-
-
 def _scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
+    """factor: of each element, flat."""
     for name in SECOND_MOMENTS:
         if name in state:
-            state[name].mul_(factor)
+            state[name].mul_(_shaped(factor, state[name]))
 
 
 def _averages(group: Group) -> list[str]:
