@@ -127,8 +127,9 @@ def _as_plain_ddp(rank: int) -> dict[str, float]:
     found = {}
     for name, make in ALL.items():
         cycle = 60 if name in ("adamw", "adamw, groups", "rmsprop, centered, momentum") else 0
-        plain = Training(make, None, cycle=cycle).train(rank, 0, 50)
-        ours = Training(make, Fixed(1), cycle=cycle).train(rank, 0, 50)
+        steps = 50 if name in MAKE else 20
+        plain = Training(make, None, cycle=cycle).train(rank, 0, steps)
+        ours = Training(make, Fixed(1), cycle=cycle).train(rank, 0, steps)
         assert ours.compressor.state_dict()["memory_kind"] == "updates"
         pairs = [(plain.flat, ours.flat), *zip(moments(plain), moments(ours), strict=True)]
         apart = max(float((a - b).abs().max()) for a, b in pairs)
@@ -214,7 +215,7 @@ class Rule:
     def of_mean(self) -> Tensor:
         """Which part of the second moment the mean gradient has: all of the signal's."""
         m, v = self.unbiased
-        k = (1 - BETAS[0]) / (1 + BETAS[0])
+        k = (1 - BETAS[0]) / (1 + BETAS[0])  # of mere noise
         q = ((m**2 / v - k) / (1 - k)).clamp(0, 1)
         return 1 / self.ranks + (1 - 1 / self.ranks) * q
 
@@ -285,7 +286,7 @@ def _adds_up(rank: int, options: dict[str, Any], steps: int = 9) -> tuple[float,
 def test_sent_plus_waiting_is_the_sum_of_updates(ranks: int) -> None:
     for options in ({"granularity": "layer"}, {"exchange": "sharded"})[: 3 - ranks // 2]:
         for found in run_ranks(ranks, _adds_up, options):
-            assert max(found) < 1e-10
+            assert max(found) < 2e-6  # torch's optimizers count steps in float32
 
 
 def _stopped_and_not(rank: int) -> dict[str, str]:
@@ -320,7 +321,7 @@ def _stopped_and_not(rank: int) -> dict[str, str]:
             "moments": [moments(run) for run in (straight, resumed)],
             "state": [run.compressor.state_dict() for run in (straight, resumed)],
         }
-        for _, state in (("", pairs["state"][0]), ("", pairs["state"][1])):
+        for state in pairs["state"]:  # the clock is a real one
             for key in ("times", "timing", "saved_at"):
                 state["controller"].pop(key, None)
         wrong = [what for what, (a, b) in pairs.items() if not same(a, b)]
