@@ -175,7 +175,8 @@ class UpdateMemory(Residual):
             jobs.append(_Job(group, share, p, _shaped(grad, p), _shaped(update, p), state))
             self._holding.add(p)
         self._update(jobs)
-        tally.at("grad_of_mean").add_(self._enlarge(jobs))
+        if jobs:
+            tally.at("grad_of_mean").add_(self._enlarge(jobs))
         fill_if(bucket.poisoned, bucket.work, 0.0)
 
     def preview(
@@ -286,24 +287,10 @@ class UpdateMemory(Residual):
         late = mean.div_(square.sqrt_().add_(group["eps"]))
         parameter.open_residual().add_(_flat(late), alpha=beta1 / (1 - beta1) * (before - share))
 
-    def _of_mean(
-        self,
-        group: Group,
-        share: float,
-        state: Mapping[str, Tensor],
-        part: slice = slice(None),
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Which part of each element's second moment the mean gradient has as well, in [1 / N, 1],
-        flat: all of the signal's, and 1 / N of the noise's. Of mere noise the square of an average
-        with decay b is in the mean (1 - b) / (1 + b) of the average square."""
-        n, beta1, beta2 = self._ranks, _decay(group["betas"][0], share), group["betas"][1]
-        of_noise = (1 - beta1) / (1 + beta1)
-        mean, square = _flat(state["exp_avg"])[part], _flat(state["exp_avg_sq"])[part]
-        ratio = torch.mul(mean, mean, out=out).div_(square + _LEAST)
-        scale = (1 - 1 / n) / (1 - of_noise)
-        ratio.mul_(scale * _bias(beta2, state) / _bias(beta1, state) ** 2)
-        return ratio.add_(1 / n - scale * of_noise).clamp_(1 / n, 1)
+    def _of_mean(self, group: Group, share: float, state: Mapping[str, Tensor]) -> Tensor:
+        """Which part of each element's second moment the mean gradient has as well, flat."""
+        mean, square = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+        return _parts_of_mean([mean], [square], [_noise(group, share, state)], self._ranks)[0]
 
     def _update(self, jobs: Sequence[_Job]) -> None:
         """Let the twin make the updates, by the second moments as they are, and step the states.
@@ -312,7 +299,7 @@ class UpdateMemory(Residual):
         given the gradient itself for it."""
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         self._twin.state = defaultdict(dict)
-        made = []
+        narrow, means = [], defaultdict(list)  # means: by the weight of a new value
         for group, share, weights, grad, zeros, state in jobs:
             update = zeros
             if weights.dtype != update.dtype:  # the optimizer works in the parameter's precision
@@ -323,38 +310,53 @@ class UpdateMemory(Residual):
             stepped = {**state, "exp_avg": grad} if aside and state else state
             zeros.grad = grad
             self._twin.state[zeros] = stepped
-            alike = groups.setdefault(
-                (id(group), share), _without_decay(group, share, is_host(zeros.device))
-            )
-            alike["params"].append(zeros)
-            made.append((update, zeros, state, stepped, aside, group))
+            settings = _without_decay(group, share, is_host(zeros.device))
+            groups.setdefault((id(group), share), settings)["params"].append(zeros)
+            if update is not zeros:
+                narrow.append((update, zeros))
+            if aside:
+                means[1 - group["betas"][0]].append((state, stepped))
         self._twin.param_groups = list(groups.values())
         self._twin.step()
         self._twin.state, self._twin.param_groups = defaultdict(dict), []
-        for update, zeros, state, stepped, aside, group in made:
-            if aside and stepped is state:  # its first step, in which the twin has begun a mean
-                state["exp_avg"].mul_(1 - group["betas"][0])
-            elif aside:
-                state["exp_avg"].lerp_(stepped["exp_avg"], 1 - group["betas"][0])
-            if update is not zeros:
-                update.copy_(zeros)
+        for update, zeros in narrow:
+            update.copy_(zeros)
+        for weight, states in means.items():
+            began = [state["exp_avg"] for state, stepped in states if stepped is state]
+            if began:  # the twin has begun an average with its first value
+                torch._foreach_mul_(began, weight)
+            went_on = [each for each in states if each[0] is not each[1]]
+            if went_on:
+                own, grads = ([each[i]["exp_avg"] for each in went_on] for i in (0, 1))
+                torch._foreach_lerp_(own, grads, weight)
 
     def _enlarge(self, jobs: Sequence[_Job]) -> Tensor:
         """Make the updates as large as the mean gradient's second moment would. Returns the energy
-        of the mean gradient, as far as this rank can tell."""
-        total = torch.zeros((), dtype=torch.float64)
-        for group, share, _, grad, update, state in jobs:
-            numel, flat, stride = grad.numel(), _flat(update), sampling(grad.numel())
-            energy = _flat(grad)[::stride].square()
-            if "exp_avg" in state:
-                for start, stop in block_bounds(flat, CACHE_BLOCK):
-                    part, room = slice(start, stop), scratch_like("noise", flat[start:stop])
-                    narrow = state["exp_avg"].dtype != room.dtype
-                    of_mean = self._of_mean(group, share, state, part, None if narrow else room)
-                    flat[part].mul_(of_mean.rsqrt_())
-                energy.mul_(self._of_mean(group, share, state, slice(None, None, stride)))
-            total = total.to(grad.device) + energy.sum(dtype=torch.float64) * numel / energy.numel()
-        return total
+        of the mean gradient, as far as a sample of this rank's tells."""
+        stride = sampling(sum(job.grad.numel() for job in jobs))
+        energies = torch.cat([_flat(job.grad)[::stride] for job in jobs]).square_()
+        if not all("exp_avg" in job.state for job in jobs):
+            return energies.sum(dtype=torch.float64) * stride
+        moments = [
+            (_flat(job.state["exp_avg"]), _flat(job.state["exp_avg_sq"]), _flat(job.update))
+            for job in jobs
+        ]
+        noises = [_noise(job.group, job.share, job.state) for job in jobs]
+        if is_host(energies.device):  # block by block, in the cache
+            for noise, (mean, square, update) in zip(noises, moments, strict=True):
+                for start, stop in block_bounds(update, CACHE_BLOCK):
+                    block = mean[start:stop], square[start:stop]
+                    parts = _parts_of_mean([block[0]], [block[1]], [noise], self._ranks)
+                    update[start:stop].mul_(parts[0].rsqrt_())
+            samples = [(mean[::stride], square[::stride]) for mean, square, _ in moments]
+            means, squares = map(list, zip(*samples, strict=True))
+            parts = _parts_of_mean(means, squares, noises, self._ranks)
+        else:
+            means, squares, updates = map(list, zip(*moments, strict=True))
+            parts = _parts_of_mean(means, squares, noises, self._ranks)
+            torch._foreach_div_(updates, list(torch._foreach_sqrt(parts)))
+            parts = [part[::stride] for part in parts]
+        return energies.mul_(torch.cat([*parts])).sum(dtype=torch.float64) * stride
 
     def _decoupled(self, group: Group) -> bool:
         """Weight decay is taken off the parameter, not added to its gradient."""
@@ -461,6 +463,34 @@ def _decay(beta1: float, share: float) -> float:
 def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
     """How much of its weight an average that began with zeros has by now."""
     return (1 - beta ** state["step"]).clamp(min=1 - beta)
+
+
+def _noise(group: Group, share: float, state: Mapping[str, Tensor]) -> tuple[Any, float]:
+    """By what the ratio of an element's squared first moment to its second moment is to be
+    multiplied for an unbiased one of all that is not noise but for a constant, and that constant.
+
+    Of mere noise the square of an average with decay b is in the mean (1 - b) / (1 + b) of the
+    average square."""
+    beta1, beta2 = _decay(group["betas"][0], share), group["betas"][1]
+    of_noise = (1 - beta1) / (1 + beta1)
+    scale = _bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise)
+    on_host = scale.device.type == "cpu"  # where an optimizer keeps its steps unless capturable
+    return float(scale) if on_host else scale, of_noise / (1 - of_noise)
+
+
+def _parts_of_mean(
+    means: list[Tensor], squares: list[Tensor], noises: list[tuple[Any, float]], ranks: int
+) -> list[Tensor]:
+    """Which part of each second moment the mean gradient has as well, in [1 / N, 1]: all of the
+    signal's, and 1 / N of the noise's. From first moments, second ones, and `_noise` of each."""
+    shared = 1 - 1 / ranks
+    parts = list(torch._foreach_mul(means, means))
+    torch._foreach_div_(parts, list(torch._foreach_add(squares, _LEAST)))
+    torch._foreach_mul_(parts, [scale * shared for scale, _ in noises])
+    torch._foreach_add_(parts, [1 / ranks - constant * shared for _, constant in noises])
+    torch._foreach_clamp_min_(parts, 1 / ranks)
+    torch._foreach_clamp_max_(parts, 1.0)
+    return parts
 
 
 def _scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
