@@ -160,12 +160,15 @@ class UpdateMemory(Residual):
         """The bucket's gradients become updates, in place, but for those of parameters that are
         skipped or that the optimizer has not."""
         self._begin_step(bucket.key.step, tally)
+        # On all ranks alike: what one skips, or is not finite there, another may send.
+        of = [(part, self._handover.settings(part.parameter.tensor)) for part in bucket.parts]
+        self._holding |= {part.parameter.tensor for part, group in of if group is not None}
         if bucket.poisoned is True:
             return
         gradients = scratch_like("gradients", bucket.work).copy_(bucket.work)
         jobs = []
-        for part in bucket.parts:
-            p, group = part.parameter.tensor, self._handover.settings(part.parameter.tensor)
+        for part, group in of:
+            p = part.parameter.tensor
             if group is None or part.skipped is True or not part.grad.numel():
                 continue
             share = self._lag(cfs.sent(part.parameter.name))
@@ -173,7 +176,6 @@ class UpdateMemory(Residual):
             grad, update = gradients[part.start : part.stop], part.grad.zero_()
             state = self._optimizer.state[p]
             jobs.append(_Job(group, share, p, _shaped(grad, p), _shaped(update, p), state))
-            self._holding.add(p)
         self._update(jobs)
         if jobs:
             tally.at("grad_of_mean").add_(self._enlarge(jobs))
