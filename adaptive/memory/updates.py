@@ -372,17 +372,17 @@ class UpdateMemory(Residual):
         held = [p for p in group["params"] if p in self._holding and p.grad is not None]
         if not held:
             return
-        lr = group["lr"]
+        lr, updates = group["lr"], [p.grad for p in held]
+        skips = getattr(self._optimizer, "found_inf", None)  # of a fused one, told by a GradScaler
+        if skips is not None:
+            lr = lr * (1 - skips)
+            updates = [update.masked_fill(skips > 0, 0.0) for update in updates]
         if group["weight_decay"] and self._decoupled(group):
             torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
         factor = lr / self._scale / sqrt(self.scales.mean("clipped") or 1.0)
         scale = getattr(self._optimizer, "grad_scale", None)
-        skips = getattr(self._optimizer, "found_inf", None)
         if scale is not None:
             factor = factor / scale
-        if skips is not None:
-            factor = factor * (1 - skips)
-        updates = [p.grad for p in held]
         if isinstance(factor, Tensor):
             torch._foreach_sub_(held, torch._foreach_mul(updates, factor))
         else:
