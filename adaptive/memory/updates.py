@@ -244,8 +244,12 @@ class UpdateMemory(Residual):
     def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
         super().load_state_dict(parameter, state)
         parameter.lag = state.get("lag", 1.0)
-        if self.scales.differ:
-            self._own.add(parameter.tensor)
+        p = parameter.tensor
+        (self._own.add if self.scales.differ else self._own.discard)(p)
+        # Of a step before, which the state is not of.
+        self._holding.discard(p)
+        self._late.pop(p, None)
+        self._given.clear()
 
     def _begin_step(self, step: int, tally: Tally) -> None:
         """Once a step: what is known of the one before goes into the tally."""
