@@ -268,6 +268,7 @@ class UpdateMemory(Residual):
         """From here on the moments are this rank's, and momentum has this share of its lag."""
         p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
         if p not in self._own:
+            parameter.filled = False  # gradients, from before the optimizer had it, are no updates
             group = self._handover.settings(p)
             if group is not None and "exp_avg" in state:
                 # A second moment of the mean has the signal's, and 1 / N of the noise's.
