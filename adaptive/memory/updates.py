@@ -56,6 +56,9 @@ OPTIMIZERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """In an optimizer's state of a parameter: they also hold the gradient's noise."""
 
+NUMBERS = ("step", "mu_product")
+"""In an optimizer's state of a parameter: of all its elements."""
+
 NORM_DECAY = 0.9
 """Of the averages over steps of the norms of gradients and updates."""
 
@@ -421,15 +424,15 @@ class UpdateMemory(Residual):
             _scale_second_moments(state, of_mean)
         parameter.lag = 1.0
         names = _averages(group)
-        flat = torch.zeros((1 + len(names)) * p.numel() + 2, dtype=parameter.dtype, device=p.device)
-        residual, *moments, there, step = flat.split([p.numel()] * (1 + len(names)) + [1, 1])
+        sizes = [p.numel(), 1, *(1 if name in NUMBERS else p.numel() for name in names)]
+        flat = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
+        residual, there, *moments = flat.split(sizes)
         # A residual that is not its own is one of gradients, which another memory has left.
         if own and parameter.filled and parameter.residual is not None:
             residual.copy_(parameter.residual)
             parameter.filled = False
         if "step" in state:
             there.fill_(1.0)
-            step.copy_(state["step"])
             for name, moment in zip(names, moments, strict=True):
                 moment.copy_(_flat(state[name]))
         exchange.all_reduce(flat).wait()
@@ -437,9 +440,8 @@ class UpdateMemory(Residual):
             grad, update = (_shaped(parameter.zeros(), p) for _ in range(2))
             self._update([_Job(group, 1.0, p.detach(), grad, update, state)])
         some = there.clamp(min=1.0)
-        state["step"].copy_((step / some)[0])
         for name, moment in zip(names, moments, strict=True):
-            state[name].copy_(_shaped(moment.div_(some), p))
+            state[name].copy_(_shaped(moment.div_(some), state[name]))
         self._late[p] = residual.div_(exchange.world_size)
 
 
@@ -508,13 +510,17 @@ def _scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
 
 
 def _averages(group: Group) -> list[str]:
-    """What an optimizer with these settings keeps of a parameter that is an average over steps."""
+    """What an optimizer with these settings keeps of a parameter: averages over steps, and how many
+    these were."""
     if "betas" in group:
-        return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
+        largest = ["max_exp_avg_sq"] if group.get("amsgrad") else []
+        of_nadam = ["mu_product"] if "momentum_decay" in group else []
+        return ["step", "exp_avg", "exp_avg_sq", *largest, *of_nadam]
     if "alpha" in group:  # RMSprop
         mean = ["grad_avg"] if group["centered"] else []
-        return ["square_avg", *mean, *(["momentum_buffer"] if group["momentum"] > 0 else [])]
-    return ["sum"]
+        momentum = ["momentum_buffer"] if group["momentum"] > 0 else []
+        return ["step", "square_avg", *mean, *momentum]
+    return ["step", "sum"]
 
 
 def _shaped(flat: Tensor, p: Tensor) -> Tensor:
