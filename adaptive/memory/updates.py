@@ -176,11 +176,14 @@ class UpdateMemory(Residual):
                 continue
             share = self._lag(cfs.sent(part.parameter.name))
             self._make_own(part.parameter, share)
-            grad, update = gradients[part.start : part.stop], part.grad.zero_()
+            grad, update = gradients[part.start : part.stop], _shaped(part.grad, p)
             state = self._optimizer.state[p]
-            jobs.append(_Job(group, share, p, _shaped(grad, p), _shaped(update, p), state))
-        self._update(jobs)
+            jobs.append(_Job(group, share, p, _shaped(grad, p), update, state))
+        turned = sum(job.update.numel() for job in jobs) == bucket.work.numel()
+        for room in [bucket.work] if turned else [job.update for job in jobs]:
+            room.zero_()
         if jobs:
+            self._update(jobs)
             tally.at("grad_of_mean").add_(self._enlarge(jobs))
         fill_if(bucket.poisoned, bucket.work, 0.0)
 
