@@ -6,14 +6,16 @@ tensors, whose collectives are stood in for: nothing is in them anyway.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import whole_buckets
@@ -22,7 +24,8 @@ from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
-from adaptive.parameters import ModelParameter
+from adaptive.memory.updates import UpdateMemory
+from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.reducer import Reducer, Step
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
@@ -77,6 +80,22 @@ def _memory(kind: str, unused: bool) -> NoMemory:
     return MomentumMemory(rule, 10.0, lambda cf: 1.2 / cf ** (1 / 3), lambda: unused)
 
 
+class Unused(ModelParameters):
+    """Of a model whose parameters a step may leave unused."""
+
+    def maybe_unused(self) -> bool:
+        return True
+
+
+def _updates(
+    optimizer: Optimizer, parameters: Sequence[ModelParameter], unused: bool
+) -> UpdateMemory:
+    of = Unused(None) if unused else ModelParameters(None)
+    of.update({parameter.tensor: parameter for parameter in parameters})
+    changed = torch.empty((), dtype=torch.float64, device="meta")
+    return UpdateMemory(optimizer, of, 2, lambda cf: 0.5 if cf < CF else 0.0, lambda: changed)
+
+
 def _parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[ModelParameter]:
     return [
         ModelParameter(f"p{i}", torch.empty(size, dtype=dtype, device="meta"))
@@ -98,6 +117,7 @@ class Hook:
         clip_norm: float | None = None,
         ladder: bool = False,
         accumulate: bool = True,
+        optimizer: Callable[[list[Tensor]], Optimizer] = AdamW,
     ) -> None:
         policy = Goodput()
         self.base, self.dtype = base, dtype
@@ -108,7 +128,11 @@ class Hook:
         requested = RequestedStatistics(
             policy, self.parameters, LADDER if ladder else (), whole, 1 / 64
         )
-        self.memory = _memory(memory if base.error_feedback else "none", unused)
+        if memory == "updates":
+            self.optimizer = optimizer([parameter.tensor for parameter in self.parameters])
+            self.memory: NoMemory = _updates(self.optimizer, self.parameters, unused)
+        else:
+            self.memory = _memory(memory if base.error_feedback else "none", unused)
         requested.follow(self.memory)
         self.requested, self.ladder = requested, LADDER if ladder else ()
         self.reducer = Reducer(
@@ -129,7 +153,14 @@ class Hook:
         cfs = StepCFs(measured[0], tuple(sorted(measured))) if measured else StepCFs()
         peers = self.requested.peers if self.ladder else None
         sketch = 0 if peers is None else WIDTH
-        tally = Tally(cfs.measured, self.ladder, sketch=sketch, ranks=2, device=buffer.device)
+        tally = Tally(
+            cfs.measured,
+            self.ladder,
+            sketch=sketch,
+            updates=self.memory.scales is not None,
+            ranks=2,
+            device=buffer.device,
+        )
         if peers is not None:
             peers.begin_step(tally)
         add = self.requested.sums.add if self.accumulate else None
@@ -188,6 +219,56 @@ def test_no_value_is_read_with_any_option(base: str, options: dict[str, Any]) ->
     hook.run(cf)
     hook.run(cf, hook.base.supported(2 * CF, 7000))
     hook.run()
+
+
+def _capturable(parameters: list[Tensor]) -> Optimizer:
+    """Its steps and learning rate are on the device, too."""
+    optimizer = AdamW(parameters, capturable=True)
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "adam": lambda ps: Adam(ps, amsgrad=True, weight_decay=0.1, maximize=True),
+    "adamw": AdamW,
+    "capturable": _capturable,
+    "nadam": lambda ps: NAdam(ps, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": RAdam,
+    "rmsprop": lambda ps: RMSprop(ps, centered=True, momentum=0.9),
+    "adagrad": Adagrad,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_value_is_read_where_updates_are_sent(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = "_get_capturable_supported_devices"  # torch has a list of those it knows
+    monkeypatch.setattr(sys.modules[Adam.__module__], devices, lambda *_: ["meta"])
+    for options in ({}, {"unused": True, "dtype": torch.bfloat16}, {"ladder": True}):
+        made = OPTIMIZERS[name]
+        hook = Hook(make_compressor("topk+int4"), "updates", optimizer=made, **options)
+        tensors = [parameter.tensor for parameter in hook.parameters]
+        for measured in ((CF,), (CF, 2 * CF), (CF / 2,), (), (CF,)):
+            if measured:
+                for p in tensors:
+                    p.grad = torch.empty_like(p)
+            elif name == "capturable":  # others keep their steps on the host, whom this tells
+                hook.memory.settle(hook.exchange)
+            hook.run(*measured)
+            hook.optimizer.step()
+            for p in tensors:
+                p.grad = None
+
+
+def test_no_value_is_read_where_a_fused_step_would_take_off_a_loss_scale() -> None:
+    hook = Hook(make_compressor("topk+int4"), "updates")
+    for _ in range(2):
+        hook.run(CF)
+        for parameter in hook.parameters:
+            parameter.tensor.grad = torch.empty_like(parameter.tensor)
+        hook.optimizer.grad_scale = hook.optimizer.found_inf = torch.empty((), device="meta")
+        hook.optimizer.step()
 
 
 @pytest.mark.parametrize("memory", ["residual", "momentum"])
