@@ -149,7 +149,7 @@ def test_which_memory_is_used() -> None:
             "no optimizer": "residual",
             "sgd": "residual",
             "sgd momentum": "momentum",
-            "adamw": "residual",
+            "adamw": "updates",
             "asked for residual": "residual",
             "own momentum": "momentum",
         }

@@ -33,8 +33,11 @@ class Run:
     ) -> None:
         net = small_net(torch.float32)
         self.model = DDP(net, bucket_cap_mb=0.002, static_graph=static_graph)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.001
+        settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.001}
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.model.parameters(), **settings)
+            if options.get("memory") == "updates"
+            else torch.optim.SGD(self.model.parameters(), momentum=0.9, **settings)
         )
         self.clock = Clock()
         self.timeline = MemoryTimeline()

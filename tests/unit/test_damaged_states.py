@@ -42,6 +42,8 @@ RUNS = [
     *((policy, "topk") for policy in POLICIES),
     ("gravac", "powersgd"),
     ("gravac", "sketch"),
+    ("gravac", "topk", "AdamW"),
+    ("goodput", "topk", "RMSprop"),
 ]
 
 
@@ -61,9 +63,11 @@ class _Run:
 
     good: dict[str, Any]
 
-    def __init__(self, policy: str, base: str) -> None:
+    def __init__(self, policy: str, base: str, optimizer: str = "SGD") -> None:
         self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        settings = {"momentum": 0.9} if optimizer == "SGD" else {}
+        make = getattr(torch.optim, optimizer)
+        self.optimizer = make(self.model.parameters(), lr=0.02, **settings)
         self.clock = Clock()
         self.compressor = AdaptiveCompressor(
             base, (2, 100), policy=POLICIES[policy](), clock=self.clock
@@ -217,3 +221,45 @@ def test_a_refused_state_leaves_the_statistics_that_are_under_way() -> None:
             run.train(each)
             run.state()
     assert same(straight.state(), disturbed.state())
+
+
+def _updates() -> tuple[_Run, dict[str, Any]]:
+    run = _Run("gravac", "topk", "AdamW")
+    run.train(12)
+    return run, deepcopy(run.state())
+
+
+@pytest.mark.parametrize(
+    ("path", "damaged", "told"),
+    [
+        (("scales",), None, "'scales' must be Mapping"),
+        (("scales", "grad"), [1.0], "'grad' must be"),
+        (("scales", "given"), [nan, 1.0], "'given' must be"),
+        (("scales", "differ"), 1.0, "'differ' must be bool"),
+        (("memory", "0.weight", "residual"), torch.zeros(3), "memory: 0.weight: residual"),
+        (("memory", "0.weight", "lag"), "x", "'memory: 0.weight: lag' must be float"),
+        (("memory", "stranger"), {}, "memory has unknown keys: stranger"),
+        (("memory_kind",), "residual", "memory_kind is 'residual', expected 'updates'"),
+    ],
+    ids=str,
+)
+def test_a_damaged_state_of_updates_is_refused(path: Any, damaged: Any, told: str) -> None:
+    run, state = _updates()
+    before = deepcopy(state)
+    place = state
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = damaged
+    with pytest.raises(ValueError, match="state: ") as caught:
+        run.compressor.load_state_dict(state)
+    assert told in str(caught.value)
+    assert same(run.state(), before)
+    run.compressor.load_state_dict(before)
+    run.train(3)
+
+
+def test_a_state_without_the_scales_of_updates_is_refused() -> None:
+    run, state = _updates()
+    del state["scales"]
+    with pytest.raises(ValueError, match="state: scales missing"):
+        run.compressor.load_state_dict(state)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import whole_buckets
@@ -80,20 +81,21 @@ def _memory(kind: str, unused: bool) -> NoMemory:
     return MomentumMemory(rule, 10.0, lambda cf: 1.2 / cf ** (1 / 3), lambda: unused)
 
 
-class Unused(ModelParameters):
-    """Of a model whose parameters a step may leave unused."""
+class Parameters(ModelParameters):
+    """Of a model whose parameters a step may leave unused, or not."""
+
+    def __init__(self, parameters: Sequence[ModelParameter], unused: bool) -> None:
+        super().__init__(None)
+        self.update({parameter.tensor: parameter for parameter in parameters})
+        self._unused = unused
 
     def maybe_unused(self) -> bool:
-        return True
+        return self._unused
 
 
-def _updates(
-    optimizer: Optimizer, parameters: Sequence[ModelParameter], unused: bool
-) -> UpdateMemory:
-    of = Unused(None) if unused else ModelParameters(None)
-    of.update({parameter.tensor: parameter for parameter in parameters})
+def _updates(optimizer: Optimizer, parameters: Parameters) -> UpdateMemory:
     changed = torch.empty((), dtype=torch.float64, device="meta")
-    return UpdateMemory(optimizer, of, 2, lambda cf: 0.5 if cf < CF else 0.0, lambda: changed)
+    return UpdateMemory(optimizer, parameters, 2, lambda cf: 0.5 * (cf < CF), lambda: changed)
 
 
 def _parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[ModelParameter]:
@@ -130,7 +132,8 @@ class Hook:
         )
         if memory == "updates":
             self.optimizer = optimizer([parameter.tensor for parameter in self.parameters])
-            self.memory: NoMemory = _updates(self.optimizer, self.parameters, unused)
+            of = Parameters(self.parameters, unused)
+            self.memory: NoMemory = _updates(self.optimizer, of)
         else:
             self.memory = _memory(memory if base.error_feedback else "none", unused)
         requested.follow(self.memory)
@@ -294,6 +297,34 @@ def test_operations_do_not_grow_with_the_parameters_of_a_bucket(memory: str) -> 
         hook = Hook(make_compressor("topk+int4"), memory, sizes=sizes, accumulate=False)
         hook.run(100.0)
         with Operations() as operations:
+            hook.run(100.0)
+        counts.append(operations.names.total())
+    assert counts[0] == counts[1]
+
+
+class OnDevice(Operations):
+    """Counts those of tensors on the device: an optimizer keeps its steps on the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        if any(tensor.device.type == "meta" for tensor in tensors):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, NAdam, RMSprop, Adagrad])
+def test_operations_of_updates_do_not_grow_with_the_parameters_of_a_bucket(optimizer: Any) -> None:
+    def made(parameters: list[Tensor]) -> Optimizer:
+        return optimizer(parameters, foreach=True)  # as by default on a device
+
+    counts = []
+    for sizes in ([(19_200,)], [(960,)] * 20):
+        options = {"sizes": sizes, "accumulate": False, "optimizer": made}
+        hook = Hook(make_compressor("topk+int4"), "updates", **options)
+        hook.run(100.0)
+        with OnDevice() as operations:
             hook.run(100.0)
         counts.append(operations.names.total())
     assert counts[0] == counts[1]
