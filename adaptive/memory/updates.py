@@ -85,12 +85,20 @@ class UpdateScales(saved.Stateful):
     grad: the energy of the mean gradient, as the ranks estimate it. given: that of the mean update.
     clipped: what a script has multiplied the energy of `p.grad` by. Each is a sum over steps and
     the weight of it. differ: the moments in the optimizer may not be the same on all ranks.
+    untold: given and clipped of this rank's last step, which goes with the next one's statistics.
     """
 
     grad: tuple[float, float] = saved.saved((0.0, 0.0))
     given: tuple[float, float] = saved.saved((0.0, 0.0))
     clipped: tuple[float, float] = saved.saved((0.0, 0.0))
     differ: bool = saved.saved(False)
+    untold: tuple[float, float] | None = saved.saved(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.untold is not None:  # tensors until somebody looks
+            given, clipped = map(float, self.untold)
+            self.untold = (given, clipped) if isfinite(given + clipped) else None
+        return super().state_dict()
 
     def add(self, name: str, value: float) -> None:
         """Take in a step's number, unless it is not finite."""
@@ -219,8 +227,9 @@ class UpdateMemory(Residual):
         """Take in what the ranks have agreed on of a compressed step."""
         if not agreed.spoiled and agreed.grad_of_mean > 0:
             self.scales.add("grad", agreed.grad_of_mean)
-            self.scales.add("given", agreed.given)
-            self.scales.add("clipped", agreed.clipped)
+            if isfinite(agreed.given + agreed.clipped):
+                self.scales.add("given", agreed.given)
+                self.scales.add("clipped", agreed.clipped)
 
     def settle(self, exchange: Exchange) -> None:
         """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
@@ -261,11 +270,10 @@ class UpdateMemory(Residual):
         """Once a step: what is known of the one before goes into the tally."""
         if step == self._at:
             return
-        self._at, given, self._given = step, self._given, {}
-        known = [given[index] for index in sorted(given)]
-        tally.at("given").fill_(nan) if not known else tally.at("given").add_(sum(known))
-        changed = self._changed()
-        tally.at("clipped").fill_(1.0) if changed is None else tally.at("clipped").add_(changed)
+        self._at, untold, self.scales.untold = step, self.scales.untold, None
+        self._given.clear()  # of a step that the optimizer has not made
+        for name, value in zip(("given", "clipped"), untold or (nan, nan), strict=True):
+            tally.at(name).add_(value)
         self._holding.clear()
         self._scale = self.scales.gradient_per_update()
         self.scales.differ = True
@@ -403,6 +411,10 @@ class UpdateMemory(Residual):
 
     def _show(self) -> None:
         """After the optimizer's step."""
+        if self._given:
+            given, changed = sum(self._given[index] for index in sorted(self._given)), self._changed()
+            self.scales.untold = (given, 1.0 if changed is None else changed)
+            self._given.clear()
         for p, grad in self._hidden.items():
             p.grad = grad
         self._hidden.clear()
