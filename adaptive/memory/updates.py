@@ -412,7 +412,8 @@ class UpdateMemory(Residual):
     def _show(self) -> None:
         """After the optimizer's step."""
         if self._given:
-            given, changed = sum(self._given[index] for index in sorted(self._given)), self._changed()
+            given: Any = sum(self._given[index] for index in sorted(self._given))
+            changed: Any = self._changed()
             self.scales.untold = (given, 1.0 if changed is None else changed)
             self._given.clear()
         for p, grad in self._hidden.items():
