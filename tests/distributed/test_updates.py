@@ -133,7 +133,7 @@ def _as_plain_ddp(rank: int) -> dict[str, float]:
         assert ours.compressor.state_dict()["memory_kind"] == "updates"
         pairs = [(plain.flat, ours.flat), *zip(moments(plain), moments(ours), strict=True)]
         apart = max(float((a - b).abs().max()) for a, b in pairs)
-        if not apart == 0:
+        if apart != 0:
             found[name] = apart
     return found
 
