@@ -305,6 +305,7 @@ class Session:
         """This rank's state by parameter name."""
         self._check_whole()
         self.controller.flush()
+        self._memory.now.conclude()
         return {
             **self._identity(),
             "resharded_from": None,

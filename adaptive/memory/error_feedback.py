@@ -88,6 +88,9 @@ class NoMemory:
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
 
+    def conclude(self) -> None:
+        """Before a state is saved: let `scales` know all that is known of the last step."""
+
     def learn(self, agreed: Statistics) -> None:
         """Take in what the ranks have agreed on of a step."""
 

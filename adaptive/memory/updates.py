@@ -59,9 +59,6 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 NUMBERS = ("step", "mu_product")
 """In an optimizer's state of a parameter: of all its elements."""
 
-NORM_DECAY = 0.9
-"""Of the averages over steps of the norms of gradients and updates."""
-
 _LEAST = 1e-30
 """Added to second moments, so that none is zero."""
 
@@ -83,28 +80,23 @@ class UpdateScales(saved.Stateful):
     """What the ranks have agreed on of gradients and updates as a whole, averaged over the steps.
 
     grad: the energy of the mean gradient, as the ranks estimate it. given: that of the mean update.
-    clipped: what a script has multiplied the energy of `p.grad` by. Each is a sum over steps and
-    the weight of it. differ: the moments in the optimizer may not be the same on all ranks.
-    untold: given and clipped of this rank's last step, which goes with the next one's statistics.
+    Each is a sum over steps and the weight of it. max_norm: that a script has last clipped the norm
+    of `p.grad` to, if it has. last: what of the last step is yet to be agreed on, from
+    `state_dict` to the next step; negative if it is not known. differ: the moments in the optimizer may not be
+    the same on all ranks.
     """
 
     grad: tuple[float, float] = saved.saved((0.0, 0.0))
     given: tuple[float, float] = saved.saved((0.0, 0.0))
-    clipped: tuple[float, float] = saved.saved((0.0, 0.0))
+    max_norm: float | None = saved.saved(None)
+    last: tuple[float, float] | None = saved.saved(None)
     differ: bool = saved.saved(False)
-    untold: tuple[float, float] | None = saved.saved(None)
 
-    def state_dict(self) -> dict[str, Any]:
-        if self.untold is not None:  # tensors until somebody looks
-            given, clipped = map(float, self.untold)
-            self.untold = (given, clipped) if isfinite(given + clipped) else None
-        return super().state_dict()
-
-    def add(self, name: str, value: float) -> None:
+    def add(self, name: str, value: float, decay: float) -> None:
         """Take in a step's number, unless it is not finite."""
         if isfinite(value):
-            (total, weight), new = getattr(self, name), 1 - NORM_DECAY
-            setattr(self, name, (NORM_DECAY * total + new * value, NORM_DECAY * weight + new))
+            total, weight = getattr(self, name)
+            setattr(self, name, (decay * total + (1 - decay) * value, decay * weight + 1 - decay))
 
     def mean(self, name: str) -> float:
         """Over the steps so far, the last ones most; 0 if there were none."""
@@ -160,7 +152,8 @@ class UpdateMemory(Residual):
         self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
         self._twin = copy(optimizer)
         self._at = -1  # the step
-        self._scale = 1.0  # in this step: what p.grad is multiplied by
+        self._memory_of_norms = _decay_of_squares(optimizer.param_groups[0])
+        self._scale = 1.0  # what p.grad is multiplied by in this step
         self._own: set[Tensor] = set()  # parameters whose second moments are this rank's
         self._holding: set[Tensor] = set()  # those whose p.grad holds an update
         self._given: dict[int, Tensor] = {}  # by bucket, the energy of the last step's mean updates
@@ -191,6 +184,7 @@ class UpdateMemory(Residual):
         for room in [bucket.work] if turned else [job.update for job in jobs]:
             room.zero_()
         if jobs:
+            self._clip(jobs, gradients)
             self._update(jobs)
             tally.at("grad_of_mean").add_(self._enlarge(jobs))
         fill_if(bucket.poisoned, bucket.work, 0.0)
@@ -225,11 +219,12 @@ class UpdateMemory(Residual):
 
     def learn(self, agreed: Statistics) -> None:
         """Take in what the ranks have agreed on of a compressed step."""
-        if not agreed.spoiled and agreed.grad_of_mean > 0:
-            self.scales.add("grad", agreed.grad_of_mean)
-            if isfinite(agreed.given + agreed.clipped):
-                self.scales.add("given", agreed.given)
-                self.scales.add("clipped", agreed.clipped)
+        if agreed.spoiled or not agreed.grad_of_mean > 0:
+            return
+        self.scales.add("grad", agreed.grad_of_mean, self._memory_of_norms)
+        self.scales.add("given", agreed.given, self._memory_of_norms)
+        if isfinite(agreed.clipped):
+            self.scales.max_norm = sqrt(agreed.clipped)
 
     def settle(self, exchange: Exchange) -> None:
         """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
@@ -270,13 +265,32 @@ class UpdateMemory(Residual):
         """Once a step: what is known of the one before goes into the tally."""
         if step == self._at:
             return
-        self._at, untold, self.scales.untold = step, self.scales.untold, None
-        self._given.clear()  # of a step that the optimizer has not made
-        for name, value in zip(("given", "clipped"), untold or (nan, nan), strict=True):
-            tally.at(name).add_(value)
+        self._at = step
+        given, clipped = self._last()
+        if self.scales.last is not None:
+            given, clipped = (nan if number < 0 else number for number in self.scales.last)
+        self._given, self.scales.last = {}, None
+        tally.at("given").add_(given)
+        tally.at("clipped").add_(clipped)
         self._holding.clear()
         self._scale = self.scales.gradient_per_update()
         self.scales.differ = True
+
+    def _last(self) -> tuple[Any, Any]:
+        """||mean update||^2 of the last step, nan if it was dense, and the energy of `p.grad` once
+        the script had clipped it, nan if it has not."""
+        given = sum([self._given[index] for index in sorted(self._given)]) if self._given else nan
+        changed = self._changed()
+        if changed is None:
+            return given, nan
+        clipped = given * self._scale**2 * changed
+        return given, torch.where(changed < 1 - 1e-6, clipped, nan)
+
+    def conclude(self) -> None:
+        if self._given:
+            given, clipped = (float(number) for number in self._last())
+            known = isfinite(given), isfinite(clipped)
+            self.scales.last = given if known[0] else -1.0, clipped if known[1] else -1.0
 
     def _make_own(self, parameter: ModelParameter, share: float) -> None:
         """From here on the moments are this rank's, and momentum has this share of its lag."""
@@ -351,6 +365,25 @@ class UpdateMemory(Residual):
                 own, grads = ([each[i]["exp_avg"] for each in went_on] for i in (0, 1))
                 torch._foreach_lerp_(own, grads, weight)
 
+    def _clip(self, jobs: Sequence[_Job], gradients: Tensor) -> None:
+        """Clip a bucket's gradients as the script would clip the mean gradient, had it that.
+
+        A clip has to come before the second moment, and the norm of the whole gradient is not known
+        yet: it is as much larger than usual as the bucket's own is, by its second moments."""
+        names = {name for job in jobs for name in ("exp_avg_sq", "square_avg") if name in job.state}
+        known = len(names) == 1 and all(names <= job.state.keys() for job in jobs)
+        if self.scales.max_norm is None or not known:
+            return
+        (name,) = names
+        usual = sum(
+            job.state[name].sum(dtype=torch.float64)
+            / _bias(_decay_of_squares(job.group), job.state)
+            for job in jobs
+        )
+        now = squared_norms([_flat(job.grad) for job in jobs]).sum()
+        norm = (self.scales.mean("grad") * now / usual).sqrt()
+        gradients.mul_((self.scales.max_norm / norm).clamp(max=1.0).to(gradients.dtype))
+
     def _enlarge(self, jobs: Sequence[_Job]) -> Tensor:
         """Make the updates as large as the mean gradient's second moment would. Returns the energy
         of the mean gradient, as far as a sample of this rank's tells."""
@@ -398,7 +431,10 @@ class UpdateMemory(Residual):
             updates = [update.masked_fill(skips > 0, 0.0) for update in updates]
         if group["weight_decay"] and self._decoupled(group):
             torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
-        factor = lr / self._scale / sqrt(self.scales.mean("clipped") or 1.0)
+        factor = lr / self._scale
+        changed = self._changed()
+        if changed is not None:  # by a clip, which is `_clip`'s business
+            factor = factor / (float(changed) if is_host(changed.device) else changed) ** 0.5
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
             factor = factor / scale
@@ -411,11 +447,6 @@ class UpdateMemory(Residual):
 
     def _show(self) -> None:
         """After the optimizer's step."""
-        if self._given:
-            given: Any = sum(self._given[index] for index in sorted(self._given))
-            changed: Any = self._changed()
-            self.scales.untold = (given, 1.0 if changed is None else changed)
-            self._given.clear()
         for p, grad in self._hidden.items():
             p.grad = grad
         self._hidden.clear()
@@ -516,6 +547,12 @@ def _parts_of_mean(
     torch._foreach_clamp_min_(parts, 1 / ranks)
     torch._foreach_clamp_max_(parts, 1.0)
     return parts
+
+
+def _decay_of_squares(group: Group) -> float:
+    """Of the second moment."""
+    beta2: float = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
+    return beta2
 
 
 def _scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:

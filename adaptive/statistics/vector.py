@@ -171,7 +171,7 @@ class Statistics:
     given: float = _number("mean", only="updates")
     """||mean update||^2 of the compressed step before; nan if there was none."""
     clipped: float = _number("mean", only="updates")
-    """By how much a script has scaled the energy of `p.grad` since."""
+    """||p.grad||^2 as a script has clipped it since; nan if it has not."""
 
     @classmethod
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:
