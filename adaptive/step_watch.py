@@ -60,8 +60,8 @@ class StepWatch:
 
     parameters: those that DDP reduces. unstepped: no optimizer step has followed the last
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
-    were cleared. changed: what the script has multiplied the energy of the gradients by between the
-    last backward and step, a 0-dim tensor; None if it has not touched them.
+    were cleared. clipped: by which factor the script has clipped the norm of the gradients between
+    the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
@@ -75,7 +75,7 @@ class StepWatch:
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
-        self.changed: Tensor | None = None
+        self.clipped: Tensor | None = None
         me = weakref.proxy(self)  # torch's hooks must not keep it alive
         handles: list[Any] = [
             register_optimizer_step_pre_hook(lambda *args: me._before_step(*args)),
@@ -143,7 +143,7 @@ class StepWatch:
         if not now:
             return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
-        self.changed = None
+        self.clipped = None
         if before.device.type == "cpu" and torch.equal(before, after):
             return  # as almost always; where looking would wait for a device, nobody looks
         same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
@@ -152,8 +152,7 @@ class StepWatch:
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
         unscaled = before if self._scale is None else before / self._scale
-        changed = after.square().sum() / unscaled.square().sum()
-        self.changed = torch.where(same.all(), 1.0, changed)
+        self.clipped = torch.where(same.all(), 1.0, _clipped(unscaled, after))
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
@@ -204,6 +203,16 @@ def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
     largest = power.where(known, -torch.inf).max()
     least = power.where(known, torch.inf).min()
     return known.any() & (fits | ~known).all() & (largest == least) & (least >= 1)
+
+
+def _clipped(before: Tensor, after: Tensor) -> Tensor:
+    """The factor below 1 by which all of them have become smaller; 1 if that is not so. 0-dim."""
+    known = before > 0
+    factors = (after / before).where(known, torch.inf)
+    least, most = factors.min(), factors.where(known, 0.0).max()
+    alike = (least > 0) & (most - least <= 1e-2 * least) & (most < 1 - _TOLERANCE)
+    whole = (after.square().sum() / before.square().sum()).sqrt()
+    return torch.where(alike, whole, 1.0)
 
 
 def _cleared(grad: Tensor | None) -> bool:

@@ -52,10 +52,10 @@ class MemoryChoice:
         optimizer: Optimizer | None,
         parameters: ModelParameters,
         ranks: int,
-        changed: Callable[[], Tensor | None],
+        clipped: Callable[[], Tensor | None],
     ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
-        does not go with what was asked for. ranks, changed: see `UpdateMemory`."""
+        does not go with what was asked for. ranks, clipped: see `UpdateMemory`."""
         maybe_unused, momentum = parameters.maybe_unused, self._momentum
         if self.kind == "none" or not self._base.error_feedback:
             return NoMemory(maybe_unused)
@@ -63,7 +63,7 @@ class MemoryChoice:
             return Residual(maybe_unused)
         if self.kind in ("auto", "updates") and steps_for(optimizer):
             assert optimizer is not None
-            return UpdateMemory(optimizer, parameters, ranks, self._update_lag_at, changed)
+            return UpdateMemory(optimizer, parameters, ranks, self._update_lag_at, clipped)
         if self.kind == "updates":
             raise ValueError(
                 f"memory='updates' needs an optimizer of torch's that makes the update of each "
@@ -126,7 +126,7 @@ class ModelMemory:
         with what was asked for."""
         watch = self._watch
         self.now = self._choice.make(
-            optimizer, self._parameters, self._ranks, lambda: watch.changed
+            optimizer, self._parameters, self._ranks, lambda: watch.clipped
         )
         for parameter in self._parameters.values():
             self.now.take_over(parameter)

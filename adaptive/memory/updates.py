@@ -81,8 +81,8 @@ class UpdateScales(saved.Stateful):
 
     grad: the energy of the mean gradient, as the ranks estimate it. given: that of the mean update.
     Each is a sum over steps and the weight of it. max_norm: that a script has last clipped the norm
-    of `p.grad` to, if it has. last: what of the last step is yet to be agreed on, from
-    `state_dict` to the next step; negative if it is not known. differ: the moments in the optimizer may not be
+    of `p.grad` to, if it has. last: what of the last step is yet to be agreed on, from `state_dict`
+    to the next step; negative if it is not known. differ: the moments in the optimizer may not be
     the same on all ranks.
     """
 
@@ -126,8 +126,8 @@ class UpdateMemory(Residual):
     """One residual of updates for each parameter, beside the optimizer's own moments.
 
     ranks: world size. lag: share of the lag of the optimizer's momentum in a compressed step at a
-    CF, in [0, 1]. changed: what the script has multiplied the energy of `p.grad` by since the last
-    backward, None if it has not touched them or nobody knows.
+    CF, in [0, 1]. clipped: by which factor the script has clipped `p.grad` since the last backward,
+    if that is known.
     """
 
     name = "updates"
@@ -139,7 +139,7 @@ class UpdateMemory(Residual):
         parameters: ModelParameters,
         ranks: int,
         lag: Callable[[float], float],
-        changed: Callable[[], Tensor | None],
+        clipped: Callable[[], Tensor | None],
     ) -> None:
         super().__init__(parameters.maybe_unused)
         self.scales = UpdateScales()
@@ -148,7 +148,7 @@ class UpdateMemory(Residual):
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
-        self._changed = changed
+        self._clipped = clipped
         self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
         self._twin = copy(optimizer)
         self._at = -1  # the step
@@ -280,11 +280,10 @@ class UpdateMemory(Residual):
         """||mean update||^2 of the last step, nan if it was dense, and the energy of `p.grad` once
         the script had clipped it, nan if it has not."""
         given = sum([self._given[index] for index in sorted(self._given)]) if self._given else nan
-        changed = self._changed()
-        if changed is None:
+        factor = self._clipped()
+        if factor is None:
             return given, nan
-        clipped = given * self._scale**2 * changed
-        return given, torch.where(changed < 1 - 1e-6, clipped, nan)
+        return given, torch.where(factor < 1, given * (self._scale * factor) ** 2, nan)
 
     def conclude(self) -> None:
         if self._given:
@@ -432,9 +431,9 @@ class UpdateMemory(Residual):
         if group["weight_decay"] and self._decoupled(group):
             torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
         factor = lr / self._scale
-        changed = self._changed()
-        if changed is not None:  # by a clip, which is `_clip`'s business
-            factor = factor / (float(changed) if is_host(changed.device) else changed) ** 0.5
+        clipped = self._clipped()
+        if clipped is not None:  # which `_clip` does better
+            factor = factor / (float(clipped) if is_host(clipped.device) else clipped)
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
             factor = factor / scale
