@@ -56,30 +56,79 @@ def test_the_norm_that_clipping_returns_is_about_that_of_the_mean_gradient() -> 
         assert 1 / 2 < sorted(ratios)[6] < 2.5
 
 
-def _clipped_always(rank: int) -> list[float]:
-    """By how much the steps of a script that clips each one by the same factor are apart from those
-    of one that does not, at the start and once that is known, relative to a step."""
-    plain, clips = Training(_adamw, Fixed(20)), Training(_adamw, Fixed(20))
-    found = []
-    for step in range(110):
-        for p, q in zip(plain.model.parameters(), clips.model.parameters(), strict=True):
-            q.data.copy_(p.data)  # so that steps can be compared
-        before = plain.flat
-        for run in (plain, clips):
+def _held_out(run: Training) -> float:
+    with torch.no_grad():
+        return sum(float(loss_of(run.model, step, 7)) for step in range(1000, 1010)) / 10
+
+
+def _clipped_to_one_norm(rank: int) -> list[float]:
+    """Held-out losses of scripts that clip every step, dense and compressed, and how far they get
+    at first, where both are clipped for the first time."""
+    dense, compressed = (Training(_adamw, policy, clip=0.05) for policy in (None, Fixed(10)))
+    for run in (dense, compressed):
+        run.train(rank, 0, 80)
+    assert differs([compressed.flat]) == 0
+    return [_held_out(dense), _held_out(compressed)]
+
+
+def test_a_script_that_clips_every_step_trains_as_well_as_under_ddp() -> None:
+    dense, compressed = run_ranks(2, _clipped_to_one_norm)[0]
+    assert compressed < 1.2 * dense
+
+
+def _clipped_by_what_it_sees(rank: int) -> tuple[float, float]:
+    """A script that clips every step to a share of the norm that it finds: how far it gets,
+    relative to one that does not clip, and the last norm relative to that of the mean gradient."""
+    moved = []
+    for share in (None, 0.5):
+        run = Training(_adamw, Fixed(20)).train(rank, 0, 3)
+        for step in range(3, 60):
+            if step == 40:
+                start = run.flat
             run.optimizer.zero_grad()
+            wanted = _mean_gradient_norm(run, step, rank)
             loss_of(run.model, step, rank).backward()
-            if run is clips:
-                norm = clip_grad_norm_(run.model.parameters(), float("inf"))
-                clip_grad_norm_(run.model.parameters(), 0.25 * float(norm))
+            norm = float(clip_grad_norm_(run.model.parameters(), float("inf")))
+            if share is not None:
+                clip_grad_norm_(run.model.parameters(), share * norm)
             run.optimizer.step()
-        found.append(float((plain.flat - clips.flat).norm() / (plain.flat - before).norm()))
-    return [found[1], found[-1]]
+        moved.append(float((run.flat - start).norm()))
+    return moved[1] / moved[0], norm / wanted
 
 
-def test_a_script_that_clips_every_step_alike_trains_as_one_that_does_not() -> None:
-    for first, last in run_ranks(2, _clipped_always):
-        assert first > 0.1  # a single step that is clipped is a smaller one
-        assert last < 1e-4
+def test_a_script_that_clips_by_the_norms_that_it_sees_does_not_stall() -> None:
+    for moved, norm in run_ranks(2, _clipped_by_what_it_sees):
+        assert 1 / 3 < moved < 3  # for Adam, gradients that are all halved are the same
+        assert 1 / 5 < norm < 5
+
+
+def _masked(rank: int) -> dict[str, float]:
+    """A script that sets gradients of some parameters to zero, or all: how far these move, and by
+    how much the others are apart from where they are without it."""
+    found = {}
+    for which in ("largest", "all"):
+        ends = []
+        for masks in (False, True):
+            run = Training(lambda m: _adamw(m, weight_decay=0.0), Fixed(20)).train(rank, 0, 5)
+            run.optimizer.zero_grad()
+            loss_of(run.model, 5, rank).backward()
+            ps = list(run.model.parameters())
+            chosen = ps if which == "all" else [max(ps, key=lambda p: float(p.grad.norm()))]
+            before = [p.detach().clone() for p in chosen]
+            for p in chosen if masks else ():
+                p.grad.zero_()
+            run.optimizer.step()
+            ends.append([p.detach().clone() for p in ps if which == "all" or p is not chosen[0]])
+        still = [(p - b).detach().abs().max() for p, b in zip(chosen, before, strict=True)]
+        found[f"{which}: still"] = float(max(still))
+        apart = [float((a - b).abs().max()) for a, b in zip(*ends, strict=True)]
+        found[f"{which}: others"] = 0.0 if which == "all" else max(apart)
+    return found
+
+
+def test_gradients_that_a_script_sets_to_zero_move_nothing() -> None:
+    for found in run_ranks(2, _masked):
+        assert max(found.values()) < 1e-12
 
 
 def _apart(rank: int, one: Callable[[Training, int], None], other: Callable, **options: Any) -> Any:
