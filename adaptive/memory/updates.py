@@ -229,6 +229,7 @@ class UpdateMemory(Residual):
     def settle(self, exchange: Exchange) -> None:
         """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
         that waits, with the ranks' mean, for the optimizer's next step."""
+        self._keep_last()
         self._holding.clear()
         if self.scales.differ:
             for p, parameter in self._parameters.items():
@@ -268,7 +269,10 @@ class UpdateMemory(Residual):
         self._at = step
         given, clipped = self._last()
         if self.scales.last is not None:
-            given, clipped = (nan if number < 0 else number for number in self.scales.last)
+            given, clipped = (
+                nan if isinstance(number, float) and number < 0 else number
+                for number in self.scales.last
+            )
         self._given, self.scales.last = {}, None
         tally.at("given").add_(given)
         tally.at("clipped").add_(clipped)
@@ -286,10 +290,19 @@ class UpdateMemory(Residual):
         return given, torch.where(factor < 1, given * (self._scale * factor) ** 2, nan)
 
     def conclude(self) -> None:
+        self._keep_last()
+        if self.scales.last is not None:
+            given, clipped = map(float, self.scales.last)
+            self.scales.last = (
+                given if isfinite(given) else -1.0,
+                clipped if isfinite(clipped) else -1.0,
+            )
+
+    def _keep_last(self) -> None:
+        """What scripts do to gradients from here on is not done to the last step's updates."""
         if self._given:
-            given, clipped = (float(number) for number in self._last())
-            known = isfinite(given), isfinite(clipped)
-            self.scales.last = given if known[0] else -1.0, clipped if known[1] else -1.0
+            self.scales.last = self._last()
+            self._given.clear()
 
     def _make_own(self, parameter: ModelParameter, share: float) -> None:
         """From here on the moments are this rank's, and momentum has this share of its lag."""
