@@ -250,7 +250,8 @@ class UpdateMemory(Residual):
         return (parameter.filled, parameter.lag)
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
-        return {**super().state_dict(parameter), "lag": parameter.lag}
+        state = super().state_dict(parameter)
+        return state if parameter.lag == 1 else {**state, "lag": parameter.lag}
 
     def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
         super().load_state_dict(parameter, state)
