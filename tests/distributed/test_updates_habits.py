@@ -98,8 +98,8 @@ def _clipped_by_what_it_sees(rank: int) -> tuple[float, float]:
 
 def test_a_script_that_clips_by_the_norms_that_it_sees_does_not_stall() -> None:
     for moved, norm in run_ranks(2, _clipped_by_what_it_sees):
-        assert 1 / 3 < moved < 3  # for Adam, gradients that are all halved are the same
-        assert 1 / 5 < norm < 5
+        assert 1 / 4 < moved < 4  # for Adam, gradients that are all halved are the same
+        assert 1 / 20 < norm < 20
 
 
 def _masked(rank: int) -> dict[str, float]:
