@@ -43,7 +43,14 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.parameters import ModelParameter, ModelParameters
 from compressors.kernels import squared_norms
-from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, fill_if, is_host, scratch_like
+from compressors.kernels.blocks import (
+    CACHE_BLOCK,
+    Scalar,
+    block_bounds,
+    fill_if,
+    is_host,
+    scratch_like,
+)
 from policies import state as saved
 
 if TYPE_CHECKING:
@@ -79,14 +86,16 @@ def steps_for(optimizer: Optimizer | None) -> bool:
 class UpdateScales(saved.Stateful):
     """What the ranks have agreed on of gradients and updates as a whole, averaged over the steps.
 
-    grad: the energy of the mean gradient, as the ranks estimate it. given: that of the mean update.
-    Each is a sum over steps and the weight of it. max_norm: that a script has last clipped the norm
-    of `p.grad` to, if it has. last: what of the last step is yet to be agreed on, from `state_dict`
-    to the next step; negative if it is not known. differ: the moments in the optimizer may not be
-    the same on all ranks.
+    grad: the energy of the mean gradient, as the ranks estimate it. clipped: the same of gradients
+    that were clipped before they became updates. given: the energy of the mean update. Each is a
+    sum over steps and the weight of it. max_norm: that a script has last clipped the norm of
+    `p.grad` to, if it has. last: what of the last step is yet to be agreed on, from `state_dict` to
+    the next step; negative if it is not known. differ: the moments in the optimizer may not be the
+    same on all ranks.
     """
 
     grad: tuple[float, float] = saved.saved((0.0, 0.0))
+    clipped: tuple[float, float] = saved.saved((0.0, 0.0))
     given: tuple[float, float] = saved.saved((0.0, 0.0))
     max_norm: float | None = saved.saved(None)
     last: tuple[float, float] | None = saved.saved(None)
@@ -157,6 +166,7 @@ class UpdateMemory(Residual):
         self._own: set[Tensor] = set()  # parameters whose second moments are this rank's
         self._holding: set[Tensor] = set()  # those whose p.grad holds an update
         self._given: dict[int, Tensor] = {}  # by bucket, the energy of the last step's mean updates
+        self._known: tuple[Any, Any] | None = None  # what `_last` was when dense steps began
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
         self._hidden: dict[Tensor, Tensor | None] = {}  # p.grad, while the optimizer steps
 
@@ -184,9 +194,11 @@ class UpdateMemory(Residual):
         for room in [bucket.work] if turned else [job.update for job in jobs]:
             room.zero_()
         if jobs:
-            self._clip(jobs, gradients)
+            factor = self._clip(jobs, gradients)
             self._update(jobs)
-            tally.at("grad_of_mean").add_(self._enlarge(jobs))
+            energy = self._enlarge(jobs)
+            tally.at("clipped_mean").add_(energy)
+            tally.at("grad_of_mean").add_(energy / factor**2)
         fill_if(bucket.poisoned, bucket.work, 0.0)
 
     def preview(
@@ -222,6 +234,7 @@ class UpdateMemory(Residual):
         if agreed.spoiled or not agreed.grad_of_mean > 0:
             return
         self.scales.add("grad", agreed.grad_of_mean, self._memory_of_norms)
+        self.scales.add("clipped", agreed.clipped_mean, self._memory_of_norms)
         self.scales.add("given", agreed.given, self._memory_of_norms)
         if isfinite(agreed.clipped):
             self.scales.max_norm = sqrt(agreed.clipped)
@@ -229,8 +242,9 @@ class UpdateMemory(Residual):
     def settle(self, exchange: Exchange) -> None:
         """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
         that waits, with the ranks' mean, for the optimizer's next step."""
-        self._keep_last()
         self._holding.clear()
+        if self._given and self._known is None:
+            self._known = self._last()  # before a dense step's gradients are clipped
         if self.scales.differ:
             for p, parameter in self._parameters.items():
                 if self._handover.settings(p) is not None:
@@ -262,6 +276,7 @@ class UpdateMemory(Residual):
         self._holding.discard(p)
         self._late.pop(p, None)
         self._given.clear()
+        self._known = None
 
     def _begin_step(self, step: int, tally: Tally) -> None:
         """Once a step: what is known of the one before goes into the tally."""
@@ -270,11 +285,8 @@ class UpdateMemory(Residual):
         self._at = step
         given, clipped = self._last()
         if self.scales.last is not None:
-            given, clipped = (
-                nan if isinstance(number, float) and number < 0 else number
-                for number in self.scales.last
-            )
-        self._given, self.scales.last = {}, None
+            given, clipped = (nan if number < 0 else number for number in self.scales.last)
+        self._given, self._known, self.scales.last = {}, None, None
         tally.at("given").add_(given)
         tally.at("clipped").add_(clipped)
         self._holding.clear()
@@ -282,8 +294,10 @@ class UpdateMemory(Residual):
         self.scales.differ = True
 
     def _last(self) -> tuple[Any, Any]:
-        """||mean update||^2 of the last step, nan if it was dense, and the energy of `p.grad` once
-        the script had clipped it, nan if it has not."""
+        """||mean update||^2 of the last compressed step, nan if there was none, and the energy of
+        `p.grad` once the script had clipped it, nan if it has not."""
+        if self._known is not None:
+            return self._known
         given = sum([self._given[index] for index in sorted(self._given)]) if self._given else nan
         factor = self._clipped()
         if factor is None:
@@ -291,19 +305,10 @@ class UpdateMemory(Residual):
         return given, torch.where(factor < 1, given * (self._scale * factor) ** 2, nan)
 
     def conclude(self) -> None:
-        self._keep_last()
-        if self.scales.last is not None:
-            given, clipped = map(float, self.scales.last)
-            self.scales.last = (
-                given if isfinite(given) else -1.0,
-                clipped if isfinite(clipped) else -1.0,
-            )
-
-    def _keep_last(self) -> None:
-        """What scripts do to gradients from here on is not done to the last step's updates."""
         if self._given:
-            self.scales.last = self._last()
-            self._given.clear()
+            given, clipped = (float(number) for number in self._last())
+            known = isfinite(given), isfinite(clipped)
+            self.scales.last = given if known[0] else -1.0, clipped if known[1] else -1.0
 
     def _make_own(self, parameter: ModelParameter, share: float) -> None:
         """From here on the moments are this rank's, and momentum has this share of its lag."""
@@ -378,15 +383,16 @@ class UpdateMemory(Residual):
                 own, grads = ([each[i]["exp_avg"] for each in went_on] for i in (0, 1))
                 torch._foreach_lerp_(own, grads, weight)
 
-    def _clip(self, jobs: Sequence[_Job], gradients: Tensor) -> None:
+    def _clip(self, jobs: Sequence[_Job], gradients: Tensor) -> Scalar:
         """Clip a bucket's gradients as the script would clip the mean gradient, had it that.
+        Returns the factor.
 
         A clip has to come before the second moment, and the norm of the whole gradient is not known
         yet: it is as much larger than usual as the bucket's own is, by its second moments."""
         names = {name for job in jobs for name in ("exp_avg_sq", "square_avg") if name in job.state}
         known = len(names) == 1 and all(names <= job.state.keys() for job in jobs)
         if self.scales.max_norm is None or not known:
-            return
+            return 1.0
         (name,) = names
         usual = sum(
             job.state[name].sum(dtype=torch.float64)
@@ -394,8 +400,10 @@ class UpdateMemory(Residual):
             for job in jobs
         )
         now = squared_norms([_flat(job.grad) for job in jobs]).sum()
-        norm = (self.scales.mean("grad") * now / usual).sqrt()
-        gradients.mul_((self.scales.max_norm / norm).clamp(max=1.0).to(gradients.dtype))
+        norm = (self.scales.mean("clipped") * now / usual).sqrt()
+        factor = (self.scales.max_norm / norm).clamp(max=1.0)
+        gradients.mul_(factor.to(gradients.dtype))
+        return factor
 
     def _enlarge(self, jobs: Sequence[_Job]) -> Tensor:
         """Make the updates as large as the mean gradient's second moment would. Returns the energy

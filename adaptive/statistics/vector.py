@@ -168,6 +168,8 @@ class Statistics:
     """Of this rank's gradient (signal.py)."""
     grad_of_mean: float = _number("mean", only="updates")
     """||mean gradient||^2 in a compressed step, as each rank estimates it (memory/updates.py)."""
+    clipped_mean: float = _number("mean", only="updates")
+    """The same of gradients that were clipped before they became updates."""
     given: float = _number("mean", only="updates")
     """||mean update||^2 of the compressed step before; nan if there was none."""
     clipped: float = _number("mean", only="updates")

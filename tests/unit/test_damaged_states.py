@@ -248,7 +248,7 @@ def test_a_damaged_state_of_updates_is_refused(path: Any, damaged: Any, told: st
     before = deepcopy(state)
     place = state
     for key in path[:-1]:
-        place = place[key]
+        place = place.setdefault(key, {})
     place[path[-1]] = damaged
     with pytest.raises(ValueError, match="state: ") as caught:
         run.compressor.load_state_dict(state)
