@@ -252,6 +252,13 @@ class UpdateMemory(Residual):
             self.scales.differ = False
             self._own.clear()
 
+    def discard(self) -> None:
+        """Moments have taken in what is thrown away, so they begin anew; those that the ranks have
+        agreed on have not."""
+        for p in self._own:
+            for name, kept in self._optimizer.state[p].items():
+                kept.fill_(1.0 if name == "mu_product" else 0.0)
+
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
             self.settle(exchange)
