@@ -254,7 +254,8 @@ class AdaptiveCompressor:
     def discard(self) -> None:
         """Call this instead of `optimizer.step()` where the gradients of a backward are thrown
         away (a loss spike). The memory forgets all that it holds, what was left of steps before
-        included. On every rank; no collective."""
+        included (with updates the optimizer's moments, too, which have seen the spike). On every
+        rank; no collective."""
         self._running().discard()
 
     def close(self) -> None:

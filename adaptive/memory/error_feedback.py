@@ -88,6 +88,9 @@ class NoMemory:
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
 
+    def discard(self) -> None:
+        """The last backward's gradients are thrown away, and all that residuals hold."""
+
     def conclude(self) -> None:
         """Before a state is saved: let `scales` know all that is known of the last step."""
 

@@ -174,6 +174,7 @@ class ModelMemory:
             parameter.filled = False
 
     def discard(self) -> None:
+        self.now.discard()
         for parameter in self._parameters.values():
             parameter.filled = parameter.started = False
             parameter.velocity = None

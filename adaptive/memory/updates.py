@@ -163,6 +163,7 @@ class UpdateMemory(Residual):
         self._at = -1  # the step
         self._memory_of_norms = _decay_of_squares(optimizer.param_groups[0])
         self._scale = 1.0  # what p.grad is multiplied by in this step
+        self._clips = False  # in this step gradients are clipped, not updates
         self._own: set[Tensor] = set()  # parameters whose second moments are this rank's
         self._holding: set[Tensor] = set()  # those whose p.grad holds an update
         self._given: dict[int, Tensor] = {}  # by bucket, the energy of the last step's mean updates
@@ -252,6 +253,13 @@ class UpdateMemory(Residual):
             self.scales.differ = False
             self._own.clear()
 
+    def discard(self) -> None:
+        """Moments have taken in what is thrown away, so they begin anew; those that the ranks have
+        agreed on have not."""
+        for p in self._own:
+            for name, kept in self._optimizer.state[p].items():
+                kept.fill_(1.0 if name == "mu_product" else 0.0)
+
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
             self.settle(exchange)
@@ -291,6 +299,7 @@ class UpdateMemory(Residual):
         tally.at("clipped").add_(clipped)
         self._holding.clear()
         self._scale = self.scales.gradient_per_update()
+        self._clips = self.scales.max_norm is not None and not isinstance(self._optimizer, Adagrad)
         self.scales.differ = True
 
     def _last(self) -> tuple[Any, Any]:
@@ -389,18 +398,17 @@ class UpdateMemory(Residual):
 
         A clip has to come before the second moment, and the norm of the whole gradient is not known
         yet: it is as much larger than usual as the bucket's own is, by its second moments."""
-        names = {name for job in jobs for name in ("exp_avg_sq", "square_avg") if name in job.state}
-        known = len(names) == 1 and all(names <= job.state.keys() for job in jobs)
-        if self.scales.max_norm is None or not known:
+        name = "exp_avg_sq" if "betas" in jobs[0].group else "square_avg"
+        if not self._clips or not all(name in job.state for job in jobs):
             return 1.0
-        (name,) = names
+        assert self.scales.max_norm is not None
         usual = sum(
             job.state[name].sum(dtype=torch.float64)
             / _bias(_decay_of_squares(job.group), job.state)
             for job in jobs
         )
         now = squared_norms([_flat(job.grad) for job in jobs]).sum()
-        norm = (self.scales.mean("clipped") * now / usual).sqrt()
+        norm = (self.scales.mean("clipped") * now / (usual + _LEAST)).sqrt()
         factor = (self.scales.max_norm / norm).clamp(max=1.0)
         gradients.mul_(factor.to(gradients.dtype))
         return factor
@@ -453,8 +461,8 @@ class UpdateMemory(Residual):
         if group["weight_decay"] and self._decoupled(group):
             torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
         factor = lr / self._scale
-        clipped = self._clipped()
-        if clipped is not None:  # which `_clip` does better
+        clipped = self._clipped() if self._clips else None
+        if clipped is not None:  # `_clip` has done better
             factor = factor / (float(clipped) if is_host(clipped.device) else clipped)
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
