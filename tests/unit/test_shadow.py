@@ -38,6 +38,7 @@ class _Bucket:
     key: Key
     whole: bool
     poisoned: Flag
+    turned: bool = True
 
 
 class Run:
