@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import (
     Accordion,
@@ -73,8 +74,8 @@ PINNED = {
 class Run:
     """One golden run: what `AdaptiveCompressor` is given, and on how many ranks.
 
-    momentum: of the SGD optimizer, which is handed over. unused: every fifth step leaves a layer
-    out (find_unused_parameters).
+    momentum: of the SGD optimizer, which is handed over; with "updates" it is AdamW. unused: every
+    fifth step leaves a layer out (find_unused_parameters).
     """
 
     policy: Callable[[], Policy]
@@ -134,6 +135,7 @@ RUNS: dict[str, Run] = {
         lambda: Layerwise(_gravac(), window=8), "topk", "residual", "all_gather", "layer"
     ),
     "a layer left out": Run(_goodput, "topk", "momentum", "all_gather", "bucket", unused=True),
+    "adamw": Run(_goodput, "topk", "updates", "all_gather", "bucket", ranks=3),
     # The other compressors
     "adacomp": Run(_gravac, "adacomp", "residual", "all_gather", "bucket"),
     "bf16": Run(_fixed, "bf16", "none", "all_reduce", "bucket", cf_range=(2, 2)),
@@ -176,9 +178,9 @@ def train(run: Run, rank: int) -> dict[str, Any]:
     """One rank of a run; what is to be written down of it."""
     torch.manual_seed(17)
     model = DDP(_Net(), bucket_cap_mb=0.004, find_unused_parameters=run.unused)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.02, momentum=run.momentum, weight_decay=0.001
-    )
+    optimizer: Optimizer = AdamW(model.parameters())
+    if run.memory != "updates":
+        optimizer = SGD(model.parameters(), lr=0.02, momentum=run.momentum, weight_decay=0.001)
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
         run.base,
