@@ -18,6 +18,7 @@ from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from adaptive import AdaptiveCompressor, Fixed, Policy, Schedule
+from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Clock,
@@ -27,6 +28,7 @@ from tests.distributed.setting import (
     same,
     small_net,
 )
+from tests.distributed.test_device_path import ByStep
 
 SWITCHES = {0: 20, 7: 1, 12: 20, 20: 4, 26: 1}
 BETAS = (0.9, 0.99)
@@ -381,3 +383,35 @@ def _half_precision(rank: int) -> dict[str, float]:
 
 def test_parameters_of_half_precision_stay_alike_and_finite() -> None:
     assert run_ranks(2, _half_precision) == [{}, {}]
+
+
+def _on_device_path(rank: int, name: str) -> dict[str, float]:
+    """By how much ranks differ on the path of a device, in parameters and after dense steps in
+    moments, and it from that of the host; a gradient that is not finite is one of zero there, so
+    that the latter is only without one."""
+    found, ends = {}, []
+    for on_device, bad_at in ((False, -1), (True, -1), (True, 5)):
+        blocks.force_device_path = on_device
+        run = Training(ALL[name], ByStep([20.0] * 9 + [1.0] * 2 + [4.0] * 3))
+        for step in range(14):
+            run.optimizer.zero_grad()
+            loss, bad = loss_of(run.model, step, rank), step == bad_at
+            (loss * float("nan") if bad and rank == 1 else loss).backward()
+            finite = [bool(p.grad.isfinite().any()) for p in run.model.parameters()]
+            assert not any(finite) if bad else all(finite)
+            if not bad:
+                run.optimizer.step()
+            if step == 10:
+                found[f"moments, bad at {bad_at}"] = differs(moments(run))
+        found[f"bad at {bad_at}"] = differs([run.flat])
+        ends.append(run.flat)
+    blocks.force_device_path = False
+    found["device and host"] = float((ends[0] - ends[1]).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw, groups", "nadam", "rmsprop, centered, momentum"])
+def test_the_path_of_a_device_is_that_of_the_host(name: str) -> None:
+    for found in run_ranks(2, _on_device_path, name):
+        assert found.pop("device and host") < 1e-6
+        assert set(found.values()) == {0.0}
