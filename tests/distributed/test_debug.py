@@ -75,6 +75,6 @@ def _warnings(rank: int, name: str) -> int:
     return sum("plain error feedback" in message for message in told)
 
 
-@pytest.mark.parametrize(("name", "times"), [("AdamW", 1), ("SGD", 0)])
+@pytest.mark.parametrize(("name", "times"), [("Adamax", 1), ("AdamW", 0), ("SGD", 0)])
 def test_an_optimizer_that_is_not_taken_over_is_warned_of_once(name: str, times: int) -> None:
     assert run_ranks(2, _warnings, name) == [times, 0]
