@@ -156,7 +156,7 @@ class AdaptiveCompressor:
 
         optimizer: lets the memory do what the optimizer would have to do before averaging (see
             `memory`), and Accordion see the learning rate. With an SGD's momentum `p.grad` then
-            holds velocity, which clipping and logging must know; with Adam and its kin it holds
+            holds velocity, which clipping and logging must know; with Adam and those like it,
             updates, scaled so that their norm is about that of the mean gradient. A wrapper that
             has the optimizer as its `.optimizer` will do.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units.

@@ -218,7 +218,7 @@ class StepTime(Stateful):
     def _is_doubtful(self, cf: float, least: float) -> bool:
         """Whether the CF in use waits less than the other CFs predict: the network was slow for a
         few steps when they were run, or backward hides this exchange."""
-        others = {other: time for other, time in self._network.items() if other != cf}
+        others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False
         return self._are_beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf, least)

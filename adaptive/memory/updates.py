@@ -1,22 +1,22 @@
 """Error feedback on updates: each rank's gradient becomes the update that the user's own optimizer
 would make of it, and that is what is accumulated, compressed and averaged.
 
-An optimizer that divides by the root of a second moment (Adam and its kin) must not be fed with
-decoded gradients: an element that has waited T steps in the residual arrives T times as large, its
-second moment grows with T^2, and the optimizer divides the burst away (measured: docs/defaults.md).
+An optimizer that divides by the root of a second moment (Adam and those like it) must not be fed
+with decoded gradients: an element that has waited T steps in the residual arrives T times as large,
+its second moment grows with T^2, and the optimizer divides the burst away (docs/defaults.md).
 So the second moment is taken of what each rank sees in every step, before anything waits.
 
-In a compressed step a copy of the optimizer steps a vector of zeros with this rank's gradient, no
-weight decay and learning rate -1: what becomes of the zeros is the update. Moments stay where they
-always are, in `optimizer.state`; meanwhile they are each rank's own. Afterwards `p.grad` holds the
+In a compressed step a copy of the optimizer makes the update of this rank's gradient (moments.py).
+Moments stay where they always are, in `optimizer.state`; meanwhile they are each rank's own.
+Afterwards `p.grad` holds the
 decoded mean of the ranks' updates, and when the script calls `optimizer.step()`, that is subtracted
 times the learning rate of the moment, and the optimizer itself passes over the parameter. In a
 dense step it does all its work itself, as if nobody else was there.
 
 A rank's own second moment also holds the noise that averaging over N ranks takes away, so that the
 mean of the ranks' updates is too small, by a factor between 1 and sqrt(N). How much of an element's
-second moment is noise, its first moment tells: an average over steps of mere noise is small. So
-the update is enlarged element by element, and nobody has to send anything for it.
+second moment is noise, its first moment tells. So the update is enlarged element by element, and
+nobody has to send anything for it.
 
 What momentum holds back and what a residual holds are the same: updates yet to be delivered. With
 both they would be late twice, so in compressed steps momentum keeps only a share of its lag, and
@@ -26,31 +26,38 @@ what it gives up goes to the residual.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite, nan, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from adaptive.bucket import Bucket, StepCFs, sampling
+from adaptive.bucket import Bucket, StepCFs
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
+from adaptive.memory.moments import (
+    LEAST,
+    NUMBERS,
+    Twin,
+    UpdateJob,
+    averages,
+    decay_of_squares,
+    enlarge,
+    flat,
+    is_decoupled,
+    part_of_mean,
+    scale_second_moments,
+    shaped,
+    typical_energy,
+    undelivered,
+)
 from adaptive.parameters import ModelParameter, ModelParameters
 from compressors.kernels import squared_norms
-from compressors.kernels.blocks import (
-    CACHE_BLOCK,
-    Scalar,
-    block_bounds,
-    fill_if,
-    is_host,
-    scratch_like,
-)
+from compressors.kernels.blocks import Scalar, fill_if, is_host, scratch_like
 from policies import state as saved
 
 if TYPE_CHECKING:
@@ -59,15 +66,6 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """Those in whose stead it can step, and what inherits their `step`."""
-
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
-"""In an optimizer's state of a parameter: they also hold the gradient's noise."""
-
-NUMBERS = ("step", "mu_product")
-"""In an optimizer's state of a parameter: of all its elements."""
-
-_LEAST = 1e-30
-"""Added to second moments, so that none is zero."""
 
 TINY = 1e-6
 """What updates are multiplied by in `p.grad` until their norm is known: no script clips that."""
@@ -118,19 +116,6 @@ class UpdateScales(saved.Stateful):
         return sqrt(self.mean("grad") / given) if given > 0 else TINY
 
 
-class _Job(NamedTuple):
-    """What the twin is to make of one gradient: the user's parameter group, the share of the lag of
-    its momentum, and, like each other, the weights, their gradient, zeros for the update, and the
-    optimizer's state of them."""
-
-    group: Group
-    share: float
-    weights: Tensor
-    grad: Tensor
-    update: Tensor
-    state: dict[str, Any]
-
-
 class UpdateMemory(Residual):
     """One residual of updates for each parameter, beside the optimizer's own moments.
 
@@ -159,9 +144,9 @@ class UpdateMemory(Residual):
         self._lag = cache(lag)
         self._clipped = clipped
         self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
-        self._twin = copy(optimizer)
+        self._twin = Twin(optimizer)
         self._at = -1  # the step
-        self._memory_of_norms = _decay_of_squares(optimizer.param_groups[0])
+        self._memory_of_norms = decay_of_squares(optimizer.param_groups[0])
         self._scale = 1.0  # what p.grad is multiplied by in this step
         self._clips = False  # in this step gradients are clipped, not updates
         self._own: set[Tensor] = set()  # parameters whose second moments are this rank's
@@ -188,16 +173,14 @@ class UpdateMemory(Residual):
                 continue
             share = self._lag(cfs.sent(part.parameter.name))
             self._make_own(part.parameter, share)
-            grad, update = gradients[part.start : part.stop], _shaped(part.grad, p)
+            grad, update = gradients[part.start : part.stop], shaped(part.grad, p)
             state = self._optimizer.state[p]
-            jobs.append(_Job(group, share, p, _shaped(grad, p), update, state))
-        turned = sum(job.update.numel() for job in jobs) == bucket.work.numel()
-        for room in [bucket.work] if turned else [job.update for job in jobs]:
-            room.zero_()
+            jobs.append(UpdateJob(group, share, p, shaped(grad, p), update, state))
         if jobs:
+            torch._foreach_zero_([job.update for job in jobs])
             factor = self._clip(jobs, gradients)
-            self._update(jobs)
-            energy = self._enlarge(jobs)
+            self._twin.update(jobs)
+            energy = enlarge(jobs, self._ranks)
             tally.at("clipped_mean").add_(energy)
             tally.at("grad_of_mean").add_(energy / factor**2)
         fill_if(bucket.poisoned, bucket.work, 0.0)
@@ -211,12 +194,12 @@ class UpdateMemory(Residual):
             previews.append(torch.zeros_like(grad) if group else grad)
             if group is not None:
                 state = {
-                    name: (_flat(kept)[::stride] if kept.dim() else kept).clone()
+                    name: (flat(kept)[::stride] if kept.dim() else kept).clone()
                     for name, kept in self._optimizer.state.get(p, {}).items()
                 }
-                weights = _flat(p.detach())[::stride]
-                jobs.append(_Job(group, 0.0, weights, grad.clone(), previews[-1], state))
-        self._update(jobs)  # with second moments that are already those of the mean gradient
+                weights = flat(p.detach())[::stride]
+                jobs.append(UpdateJob(group, 0.0, weights, grad.clone(), previews[-1], state))
+        self._twin.update(jobs)  # with second moments that are already those of the mean gradient
         return previews
 
     def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
@@ -227,8 +210,7 @@ class UpdateMemory(Residual):
         updates = [part for parameter, part in of if parameter.tensor in self._holding]
         if updates:
             self._given[index] = squared_norms(updates).sum()
-        for part in [mean] if len(updates) == len(parts) else updates:
-            part.mul_(self._scale)
+            torch._foreach_mul_(updates, self._scale)
 
     def learn(self, agreed: Statistics) -> None:
         """Take in what the ranks have agreed on of a compressed step."""
@@ -237,8 +219,8 @@ class UpdateMemory(Residual):
         self.scales.add("grad", agreed.grad_of_mean, self._memory_of_norms)
         self.scales.add("clipped", agreed.clipped_mean, self._memory_of_norms)
         self.scales.add("given", agreed.given, self._memory_of_norms)
-        if isfinite(agreed.clipped):
-            self.scales.max_norm = sqrt(agreed.clipped)
+        if isfinite(agreed.clipped_to):
+            self.scales.max_norm = sqrt(agreed.clipped_to)
 
     def settle(self, exchange: Exchange) -> None:
         """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
@@ -291,12 +273,12 @@ class UpdateMemory(Residual):
         if step == self._at:
             return
         self._at = step
-        given, clipped = self._last()
+        given, clipped_to = self._last()
         if self.scales.last is not None:
-            given, clipped = (nan if number < 0 else number for number in self.scales.last)
+            given, clipped_to = (nan if number < 0 else number for number in self.scales.last)
         self._given, self._known, self.scales.last = {}, None, None
         tally.at("given").add_(given)
-        tally.at("clipped").add_(clipped)
+        tally.at("clipped_to").add_(clipped_to)
         self._holding.clear()
         self._scale = self.scales.gradient_per_update()
         self._clips = self.scales.max_norm is not None and not isinstance(self._optimizer, Adagrad)
@@ -315,9 +297,11 @@ class UpdateMemory(Residual):
 
     def conclude(self) -> None:
         if self._given:
-            given, clipped = (float(number) for number in self._last())
-            known = isfinite(given), isfinite(clipped)
-            self.scales.last = given if known[0] else -1.0, clipped if known[1] else -1.0
+            given, clipped_to = (float(number) for number in self._last())
+            self.scales.last = (
+                given if isfinite(given) else -1.0,
+                clipped_to if isfinite(clipped_to) else -1.0,
+            )
 
     def _make_own(self, parameter: ModelParameter, share: float) -> None:
         """From here on the moments are this rank's, and momentum has this share of its lag."""
@@ -327,8 +311,8 @@ class UpdateMemory(Residual):
             group = self._handover.settings(p)
             if group is not None and "exp_avg" in state:
                 # A second moment of the mean has the signal's, and 1 / N of the noise's.
-                n, of_mean = self._ranks, self._of_mean(group, parameter.lag, state)
-                _scale_second_moments(state, of_mean.mul_(-n).add_(1 + n))
+                part = part_of_mean(group, parameter.lag, state, self._ranks)
+                scale_second_moments(state, part.mul_(-self._ranks).add_(1 + self._ranks))
             self._own.add(p)
         self._change_lag(parameter, share)
 
@@ -340,110 +324,28 @@ class UpdateMemory(Residual):
         group = self._handover.settings(p)
         if before == share or group is None or "exp_avg" not in state:
             return
-        beta1, beta2 = group["betas"]
-        mean = state["exp_avg"] / _bias(_decay(beta1, before), state)
-        square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
-        square = square / _bias(beta2, state)
+        part: Any = 1.0
         if p in self._own:
-            square.mul_(_shaped(self._of_mean(group, before, state), p))
-        late = mean.div_(square.sqrt_().add_(group["eps"]))
-        parameter.open_residual().add_(_flat(late), alpha=beta1 / (1 - beta1) * (before - share))
+            part = shaped(part_of_mean(group, before, state, self._ranks), p)
+        late, beta1 = undelivered(group, before, state, part), group["betas"][0]
+        parameter.open_residual().add_(flat(late), alpha=beta1 / (1 - beta1) * (before - share))
 
-    def _of_mean(self, group: Group, share: float, state: Mapping[str, Tensor]) -> Tensor:
-        """Which part of each element's second moment the mean gradient has as well, flat."""
-        mean, square = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
-        return _parts_of_mean([mean], [square], [_noise(group, share, state)], self._ranks)[0]
-
-    def _update(self, jobs: Sequence[_Job]) -> None:
-        """Let the twin make the updates, by the second moments as they are, and step the states.
-
-        Without a share in the update, the first moment only tells what is noise: then the twin is
-        given the gradient itself for it."""
-        groups: dict[tuple[int, float], dict[str, Any]] = {}
-        self._twin.state = defaultdict(dict)
-        narrow, means = [], defaultdict(list)  # means: by the weight of a new value
-        for group, share, weights, grad, zeros, state in jobs:
-            update = zeros
-            if weights.dtype != update.dtype:  # the optimizer works in the parameter's precision
-                zeros, grad = torch.zeros_like(weights), grad.to(weights.dtype)
-            if group["weight_decay"] and not self._decoupled(group):
-                grad.add_(weights, alpha=group["weight_decay"] * (-1 if group["maximize"] else 1))
-            aside = "betas" in group and share == 0
-            stepped = {**state, "exp_avg": grad} if aside and state else state
-            zeros.grad = grad
-            self._twin.state[zeros] = stepped
-            settings = _without_decay(group, share, is_host(zeros.device))
-            groups.setdefault((id(group), share), settings)["params"].append(zeros)
-            if update is not zeros:
-                narrow.append((update, zeros))
-            if aside:
-                means[1 - group["betas"][0]].append((state, stepped))
-        self._twin.param_groups = list(groups.values())
-        self._twin.step()
-        self._twin.state, self._twin.param_groups = defaultdict(dict), []
-        for update, zeros in narrow:
-            update.copy_(zeros)
-        for weight, states in means.items():
-            began = [state["exp_avg"] for state, stepped in states if stepped is state]
-            if began:  # the twin has begun an average with its first value
-                torch._foreach_mul_(began, weight)
-            went_on = [each for each in states if each[0] is not each[1]]
-            if went_on:
-                own, grads = ([each[i]["exp_avg"] for each in went_on] for i in (0, 1))
-                torch._foreach_lerp_(own, grads, weight)
-
-    def _clip(self, jobs: Sequence[_Job], gradients: Tensor) -> Scalar:
+    def _clip(self, jobs: Sequence[UpdateJob], gradients: Tensor) -> Scalar:
         """Clip a bucket's gradients as the script would clip the mean gradient, had it that.
         Returns the factor.
 
         A clip has to come before the second moment, and the norm of the whole gradient is not known
         yet: it is as much larger than usual as the bucket's own is, by its second moments."""
-        name = "exp_avg_sq" if "betas" in jobs[0].group else "square_avg"
-        if not self._clips or not all(name in job.state for job in jobs):
+        energies = [typical_energy(job) for job in jobs] if self._clips else []
+        known = [energy for energy in energies if energy is not None]
+        if len(known) < len(jobs):
             return 1.0
         assert self.scales.max_norm is not None
-        usual = sum(
-            job.state[name].sum(dtype=torch.float64)
-            / _bias(_decay_of_squares(job.group), job.state)
-            for job in jobs
-        )
-        now = squared_norms([_flat(job.grad) for job in jobs]).sum()
-        norm = (self.scales.mean("clipped") * now / (usual + _LEAST)).sqrt()
+        now = squared_norms([flat(job.grad) for job in jobs]).sum()
+        norm = (self.scales.mean("clipped") * now / (sum(known) + LEAST)).sqrt()
         factor = (self.scales.max_norm / norm).clamp(max=1.0)
         gradients.mul_(factor.to(gradients.dtype))
         return factor
-
-    def _enlarge(self, jobs: Sequence[_Job]) -> Tensor:
-        """Make the updates as large as the mean gradient's second moment would. Returns the energy
-        of the mean gradient, as far as a sample of this rank's tells."""
-        stride = sampling(sum(job.grad.numel() for job in jobs))
-        energies = torch.cat([_flat(job.grad)[::stride] for job in jobs]).square_()
-        if not all("exp_avg" in job.state for job in jobs):
-            return energies.sum(dtype=torch.float64) * stride
-        moments = [
-            (_flat(job.state["exp_avg"]), _flat(job.state["exp_avg_sq"]), _flat(job.update))
-            for job in jobs
-        ]
-        noises = [_noise(job.group, job.share, job.state) for job in jobs]
-        if is_host(energies.device):  # block by block, in the cache
-            for noise, (mean, square, update) in zip(noises, moments, strict=True):
-                for start, stop in block_bounds(update, CACHE_BLOCK):
-                    block = mean[start:stop], square[start:stop]
-                    parts = _parts_of_mean([block[0]], [block[1]], [noise], self._ranks)
-                    update[start:stop].mul_(parts[0].rsqrt_())
-            samples = [(mean[::stride], square[::stride]) for mean, square, _ in moments]
-            means, squares = map(list, zip(*samples, strict=True))
-            parts = _parts_of_mean(means, squares, noises, self._ranks)
-        else:
-            means, squares, updates = map(list, zip(*moments, strict=True))
-            parts = _parts_of_mean(means, squares, noises, self._ranks)
-            torch._foreach_div_(updates, list(torch._foreach_sqrt(parts)))
-            parts = [part[::stride] for part in parts]
-        return energies.mul_(torch.cat([*parts])).sum(dtype=torch.float64) * stride
-
-    def _decoupled(self, group: Group) -> bool:
-        """Weight decay is taken off the parameter, not added to its gradient."""
-        return bool(group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)))
 
     @torch.no_grad()
     def _step(self, group: Group) -> None:
@@ -458,7 +360,7 @@ class UpdateMemory(Residual):
         if skips is not None:
             lr = lr * (1 - skips)
             updates = [update.masked_fill(skips > 0, 0.0) for update in updates]
-        if group["weight_decay"] and self._decoupled(group):
+        if group["weight_decay"] and is_decoupled(self._optimizer, group):
             torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
         factor = lr / self._scale
         clipped = self._clipped() if self._clips else None
@@ -486,7 +388,7 @@ class UpdateMemory(Residual):
         for p in group["params"] if self._late else ():
             late = self._late.pop(p, None)
             if late is not None:
-                p.sub_(_shaped(late, p).to(p.dtype) * group["lr"])
+                p.sub_(shaped(late, p).to(p.dtype) * group["lr"])
 
     def _agree_on(self, parameter: ModelParameter, exchange: Exchange) -> None:
         """The same moments on all ranks, and what waits of the parameter for the next step. A
@@ -495,14 +397,14 @@ class UpdateMemory(Residual):
         assert group is not None
         state, own = self._optimizer.state[p], p in self._own
         if own and "exp_avg" in state:
-            of_mean = self._of_mean(group, parameter.lag, state)
+            part = part_of_mean(group, parameter.lag, state, self._ranks)
             self._change_lag(parameter, 1.0)
-            _scale_second_moments(state, of_mean)
+            scale_second_moments(state, part)
         parameter.lag = 1.0
-        names = _averages(group)
+        names = averages(group)
         sizes = [p.numel(), 1, *(1 if name in NUMBERS else p.numel() for name in names)]
-        flat = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
-        residual, there, *moments = flat.split(sizes)
+        sent = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
+        residual, there, *moments = sent.split(sizes)
         # A residual that is not its own is one of gradients, which another memory has left.
         if own and parameter.filled and parameter.residual is not None:
             residual.copy_(parameter.residual)
@@ -510,106 +412,12 @@ class UpdateMemory(Residual):
         if "step" in state:
             there.fill_(1.0)
             for name, moment in zip(names, moments, strict=True):
-                moment.copy_(_flat(state[name]))
-        exchange.all_reduce(flat).wait()
+                moment.copy_(flat(state[name]))
+        exchange.all_reduce(sent).wait()
         if "step" not in state:  # of a parameter that this rank has not used
-            grad, update = (_shaped(parameter.zeros(), p) for _ in range(2))
-            self._update([_Job(group, 1.0, p.detach(), grad, update, state)])
+            grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
+            self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
         some = there.clamp(min=1.0)
         for name, moment in zip(names, moments, strict=True):
-            state[name].copy_(_shaped(moment.div_(some), state[name]))
+            state[name].copy_(shaped(moment.div_(some), state[name]))
         self._late[p] = residual.div_(exchange.world_size)
-
-
-def _without_decay(group: Group, share: float, host: bool) -> dict[str, Any]:
-    """The user's group with no parameters, no weight decay, learning rate -1, and momentum with a
-    share of its lag; on the host fused where torch can, which is four times as fast."""
-    own = {**group, "params": [], "weight_decay": 0.0, "lr": -1.0}
-    if host and group.get("fused", False) is None and not group["foreach"]:
-        own["fused"] = True
-    if "betas" in group:
-        own["betas"] = (with_lag(group["betas"][0], share), group["betas"][1])
-    return own
-
-
-def with_lag(momentum: float, share: float) -> float:
-    """The momentum with this share of the lag m / (1 - m)."""
-    if share == 1 or not 0 < momentum < 1:
-        return momentum
-    lag = share * momentum / (1 - momentum)
-    return lag / (1 + lag)
-
-
-def _decay(beta1: float, share: float) -> float:
-    """Of the first moment while momentum has a share of its lag; with none it is the user's."""
-    return with_lag(beta1, share) if share else beta1
-
-
-def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
-    """How much of its weight an average that began with zeros has by now."""
-    return (1 - beta ** state["step"]).clamp(min=1 - beta)
-
-
-def _noise(group: Group, share: float, state: Mapping[str, Tensor]) -> tuple[Any, float]:
-    """By what the ratio of an element's squared first moment to its second moment is to be
-    multiplied for an unbiased one of all that is not noise but for a constant, and that constant.
-
-    Of mere noise the square of an average with decay b is in the mean (1 - b) / (1 + b) of the
-    average square."""
-    beta1, beta2 = _decay(group["betas"][0], share), group["betas"][1]
-    of_noise = (1 - beta1) / (1 + beta1)
-    scale = _bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise)
-    on_host = scale.device.type == "cpu"  # where an optimizer keeps its steps unless capturable
-    return float(scale) if on_host else scale, of_noise / (1 - of_noise)
-
-
-def _parts_of_mean(
-    means: list[Tensor], squares: list[Tensor], noises: list[tuple[Any, float]], ranks: int
-) -> list[Tensor]:
-    """Which part of each second moment the mean gradient has as well, in [1 / N, 1]: all of the
-    signal's, and 1 / N of the noise's. From first moments, second ones, and `_noise` of each."""
-    shared = 1 - 1 / ranks
-    parts = list(torch._foreach_mul(means, means))
-    torch._foreach_div_(parts, list(torch._foreach_add(squares, _LEAST)))
-    torch._foreach_mul_(parts, [scale * shared for scale, _ in noises])
-    torch._foreach_add_(parts, [1 / ranks - constant * shared for _, constant in noises])
-    torch._foreach_clamp_min_(parts, 1 / ranks)
-    torch._foreach_clamp_max_(parts, 1.0)
-    return parts
-
-
-def _decay_of_squares(group: Group) -> float:
-    """Of the second moment."""
-    beta2: float = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
-    return beta2
-
-
-def _scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
-    """factor: of each element, flat."""
-    for name in SECOND_MOMENTS:
-        if name in state:
-            state[name].mul_(_shaped(factor, state[name]))
-
-
-def _averages(group: Group) -> list[str]:
-    """What an optimizer with these settings keeps of a parameter: averages over steps, and how many
-    these were."""
-    if "betas" in group:
-        largest = ["max_exp_avg_sq"] if group.get("amsgrad") else []
-        of_nadam = ["mu_product"] if "momentum_decay" in group else []
-        return ["step", "exp_avg", "exp_avg_sq", *largest, *of_nadam]
-    if "alpha" in group:  # RMSprop
-        mean = ["grad_avg"] if group["centered"] else []
-        momentum = ["momentum_buffer"] if group["momentum"] > 0 else []
-        return ["step", "square_avg", *mean, *momentum]
-    return ["step", "sum"]
-
-
-def _shaped(flat: Tensor, p: Tensor) -> Tensor:
-    """A view of a flat tensor like `p`, whose elements lie in the order of memory."""
-    return flat.as_strided(p.size(), p.stride())
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A view of a dense tensor with its elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))

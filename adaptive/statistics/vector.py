@@ -172,8 +172,8 @@ class Statistics:
     """The same of gradients that were clipped before they became updates."""
     given: float = _number("mean", only="updates")
     """||mean update||^2 of the compressed step before; nan if there was none."""
-    clipped: float = _number("mean", only="updates")
-    """||p.grad||^2 as a script has clipped it since; nan if it has not."""
+    clipped_to: float = _number("mean", only="updates")
+    """||p.grad||^2 once a script had clipped it in that step; nan if it had not."""
 
     @classmethod
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:

@@ -61,6 +61,18 @@ def small_net(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
         ).to(dtype)
 
 
+class TwoBranches(nn.Module):
+    """Uses one branch or the other, or both: 0, 1, 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([small_net(seed=0), small_net(seed=1)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        wanted = self.branches if which == 2 else [self.branches[which]]
+        return sum(branch(x) for branch in wanted)
+
+
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs (8, 12) and targets (8, 3): another batch for every step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -7,28 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, batch, small_net, waiting
-
-
-class _TwoBranches(nn.Module):
-    """Uses one branch or the other, or both: 0, 1, 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([small_net(seed=0), small_net(seed=1)])
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        wanted = self.branches if which == 2 else [self.branches[which]]
-        return sum(branch(x) for branch in wanted)
+from tests.distributed.setting import Scripted, TwoBranches, batch, waiting
 
 
 def _run(rank: int, cfs: list[float], momentum: float) -> float:
-    model = DDP(_TwoBranches(), find_unused_parameters=True, bucket_cap_mb=0.004)
+    model = DDP(TwoBranches(), find_unused_parameters=True, bucket_cap_mb=0.004)
     compressor = AdaptiveCompressor(
         "topk",
         (1, 100),

@@ -16,7 +16,14 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from adaptive import AdaptiveCompressor, Fixed, Schedule
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import batch, flat_parameters, local_gradients, loss_of, small_net
+from tests.distributed.setting import (
+    TwoBranches,
+    batch,
+    flat_parameters,
+    local_gradients,
+    loss_of,
+    small_net,
+)
 from tests.distributed.test_script_habits import _listen
 from tests.distributed.test_updates import ALL, Training, differs, mean, moments
 
@@ -308,24 +315,12 @@ def test_a_parameter_in_no_optimizer_has_plain_error_feedback() -> None:
         assert max(found.values()) < 1e-12
 
 
-class Branches(nn.Module):
-    """Uses one branch, or the other, or both: 0, 1, 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([small_net(seed=0), small_net(seed=1)])
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        wanted = self.branches if which == 2 else [self.branches[which]]
-        return sum(branch(x) for branch in wanted)
-
-
 def _unused(rank: int, name: str, cf: float, ways: str) -> dict[str, float]:
     """By how much ranks differ, step by step."""
     run = Training(
         ALL[name],
         Schedule({0: cf, 7: 1, 9: cf}),
-        Branches(),
+        TwoBranches(),
         ddp={"find_unused_parameters": True, "bucket_cap_mb": 0.004},
     )
     found = {}

@@ -8,7 +8,7 @@ from math import nan
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
@@ -102,6 +102,7 @@ def test_a_change_at_any_time_is_followed(before, after, at):
 
 @settings(max_examples=30)
 @given(RATES, RATES, RATES, st.integers(20, 80), st.integers(1, 30))
+@example(1e8, 10**7.5, 1e8, 20, 5)  # over just when it leaves dense
 def test_a_change_in_between_is_not_remembered(before, for_a_while, after, at, steps):
     sent = run(started(), [before] * at + [for_a_while] * steps + [after] * 80)
     reached = sum(t_comp(cf, after) for cf in sent[-20:]) / 20
