@@ -85,8 +85,9 @@ class Unit:
     """What one payload stands for: elements [start, stop) of the bucket.
 
     compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
-    compressed. base: by which it is measured, at `levels`, a CF for each one that the step
-    measures. ranges: the parts that it covers, in order.
+    compressed. base, rungs: by which it is measured, at `levels`, a CF for each one that the step
+    measures: the base, but for CFs that have a compressor of their own. ranges: the parts that it
+    covers, in order.
     """
 
     start: int
@@ -97,6 +98,11 @@ class Unit:
     cf: float
     levels: tuple[float, ...]
     ranges: tuple[Range, ...]
+    rungs: Mapping[float, Compressor] = field(default_factory=dict)
+
+    def by(self, cf: float) -> Compressor:
+        """What compresses it at `cf`."""
+        return EXACT if cf == DENSE else self.rungs.get(cf, self.base)
 
     @property
     def numel(self) -> int:
@@ -105,8 +111,9 @@ class Unit:
     @property
     def floats(self) -> float:
         """Elements that are sent of it, indices not counted."""
-        shape = self.key.shape or (self.numel,)
-        return float(self.numel) if self.cf == DENSE else self.base.floats_for(shape, self.cf)
+        if self.cf == DENSE:
+            return float(self.numel)
+        return self.by(self.cf).floats_for(self.key.shape or (self.numel,), self.cf)
 
     @property
     def skipped(self) -> bool:
@@ -198,14 +205,20 @@ class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
-    they are. whole_buckets: neighbouring parts are compressed as one ("bucket" granularity), not
-    one by one ("layer"). Only in buckets that stay as they are: in the first backward there is a
-    single one of the whole model, as which the memory is not laid out.
+    they are, and but for the CFs of `rungs`, which have one of their own. whole_buckets:
+    neighbouring parts are compressed as one ("bucket" granularity), not one by one ("layer"). Only
+    in buckets that stay as they are: in the first backward there is a single one of the whole
+    model, as which the memory is not laid out.
     """
 
     compressor: Compressor
     whole_buckets: bool = False
     dense_below: int = 0
+    rungs: Mapping[float, Compressor] = field(default_factory=dict)
+
+    def by(self, cf: float) -> Compressor:
+        """What compresses at `cf`."""
+        return self.rungs.get(cf, self.compressor)
 
     def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
         """The units of a bucket, in order; none crosses the border between two of `shards`
@@ -239,11 +252,13 @@ class Granularity:
         if (start, stop) != (first.start, first.stop):  # not the parameter: a name of its own
             begin = start - first.start
             key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
-        cf, compressor = cfs.sent(layer), base
+        cf, rungs = cfs.sent(layer), {} if base is EXACT else self.rungs
+        compressor = rungs.get(cf, base)
         if base is EXACT or cf == DENSE:
             cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)
             compressor = self.compressor if in_rounds else EXACT
-        return Unit(start, stop, key, compressor, base, cf, cfs.levels(layer), tuple(ranges))
+        levels = cfs.levels(layer)
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), rungs)
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:
@@ -274,17 +289,17 @@ def compress_levels(
     base, before = unit.base, None
     payloads = {} if sent is None else {unit.cf: sent}
     for cf in sorted(set(unit.levels)):
-        how = EXACT if cf == DENSE else base
+        how = unit.by(cf)
         if cf in payloads:
             pass
-        elif base.multilevel and before is not None:
+        elif how is base and base.multilevel and before is not None:
             payloads[cf] = base.recompress(before, max(1.0, cf / before.cf))
         elif addend is not None:
             payloads[cf] = how.compress_sum(target, addend, cf, unit.key)
             addend = None
         else:
             payloads[cf] = how.compress(target, cf, unit.key)
-        if cf != DENSE:
+        if how is base:
             before = payloads[cf]
     return [payloads[cf] for cf in unit.levels]
 

@@ -19,6 +19,7 @@ from adaptive.config import (
     debug_interval,
     default_policy,
     make_base,
+    make_rungs,
     positive,
     require,
 )
@@ -64,6 +65,9 @@ class AdaptiveCompressor:
         "auto": the fastest by a cost model of the network, measured when there is a choice.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
+    rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
+        in the residual. "auto": {2: "bf16", 4: "int8"} with policy "goodput" and a sparsifier with
+        error feedback, for a network that is only a little too slow. None: none.
     memory: "residual" feeds back errors. "momentum": momentum correction (DGC, section 3), for SGD
         with momentum. "updates": what each rank's own Adam, AdamW, NAdam, RAdam, RMSprop or Adagrad
         makes of its gradient is fed back and sent. "none": what is not sent is lost. "auto": by the
@@ -104,6 +108,7 @@ class AdaptiveCompressor:
         dense_below: int = 0,
         exchange: str = "auto",
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
+        rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
         momentum: float | None = None,
         momentum_lag: float | None = None,
@@ -118,7 +123,10 @@ class AdaptiveCompressor:
         debug: bool | int | None = None,
         checksum: bool = False,
     ) -> None:
-        compressor, rungs = make_base(base, memory, exchange), check_hooks(hooks)
+        compressor, foreign = make_base(base, memory, exchange), check_hooks(hooks)
+        policy = make_policy(default_policy(compressor, foreign) if policy is None else policy)
+        cf_range = checks.cf_range(cf_range)
+        below = make_rungs(rungs, compressor, policy, exchange, memory, cf_range[0])
         spec = LinkSpec.parse(link) if isinstance(link, str) else link
         accepted = "a rate such as '100mbit', a LinkSpec or None"
         require(isinstance(spec, LinkSpec | None), "link", link, accepted)
@@ -128,10 +136,11 @@ class AdaptiveCompressor:
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
             dense_below=checks.whole("dense_below", dense_below, least=0),
             exchange=check_exchange(exchange, compressor),
-            hooks=rungs,
-            cf_range=checks.cf_range(cf_range),
-            policy=make_policy(default_policy(compressor, rungs) if policy is None else policy),
-            memory=MemoryChoice(compressor, memory, momentum, momentum_lag, masking),
+            hooks=foreign,
+            rungs=below,
+            cf_range=cf_range,
+            policy=policy,
+            memory=MemoryChoice(compressor, below, memory, momentum, momentum_lag, masking),
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),

@@ -17,8 +17,9 @@ from adaptive.exchange.link import LinkSpec
 from adaptive.hook import HookRung
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor
+from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
-from policies import Policy, checks
+from policies import Goodput, Policy, checks
 
 if TYPE_CHECKING:
     from adaptive.memory.model_memory import MemoryChoice
@@ -28,6 +29,10 @@ MEMORIES = ("auto", "residual", "momentum", "updates", "none")
 
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
+
+RUNGS = {2.0: "bf16", 4.0: "int8"}
+"""Compressors below the smallest CF of a sparsifier's ladder, if nobody says: for a network that is
+only a little too slow. They keep next to everything."""
 
 VALUES = "int4"
 """How a sparsifier's values travel if nobody says: as good as fp32 with error feedback, and a kept
@@ -52,6 +57,43 @@ def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -
     """The policy that nobody has chosen: "goodput" where a shadow ladder tells all gains, else
     "gravac". docs/results.md has the comparison."""
     return "goodput" if isinstance(base, Sparsifier) and not hooks else "gravac"
+
+
+def make_rungs(
+    rungs: Any, base: Compressor, policy: Policy, exchange: str, memory: str, low: float
+) -> dict[float, Compressor]:
+    """The compressors that `AdaptiveCompressor(rungs=...)` puts below `low`, the smallest CF of
+    cf_range, by CF. "auto": RUNGS for policy "goodput", where that can be.
+
+    Their errors must stay in the residual, so they are not summed on the wire. ValueError or
+    TypeError if the argument is wrong or does not go with the others."""
+    sends_payloads = exchange in ("auto", "all_gather", "sharded")
+    fits = isinstance(base, Sparsifier) and not policy.layerwise and sends_payloads
+    fits = fits and memory != "none"
+    if isinstance(rungs, str) and rungs == "auto":
+        wanted = fits and isinstance(policy, Goodput)
+        rungs = {cf: name for cf, name in RUNGS.items() if cf < low} if wanted else {}
+    accepted = "'auto', None, or a mapping of CFs to compressors such as {4: 'int8'}"
+    require(isinstance(rungs, Mapping | None), "rungs", rungs, accepted)
+    if rungs and not fits:
+        raise ValueError(
+            f"rungs={dict(rungs)!r}: must be empty unless the base is a sparsifier, layers have "
+            f"no CFs of their own, memory is not 'none', and exchange is 'auto', 'all_gather' or "
+            f"'sharded'; got base {base.name!r}, policy {policy.name!r}, memory {memory!r}, "
+            f"exchange {exchange!r}"
+        )
+    made = {}
+    for cf, rung in (rungs or {}).items():
+        cf = checks.real("a CF of rungs", cf, above=1)
+        compressor = make_compressor(rung)
+        keeps = compressor.error_feedback and not isinstance(compressor, RoundsCompressor)
+        if cf >= low or not keeps or compressor.supported(cf, 10**6) != cf:
+            raise ValueError(
+                f"rungs[{cf:g}] must be a compressor with error feedback that can do this CF, "
+                f"below the smallest of cf_range, {low:g}; got {compressor.name!r}"
+            )
+        made[cf] = compressor
+    return made
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
@@ -114,6 +156,7 @@ class Settings:
     dense_below: int
     exchange: str
     hooks: dict[float, HookRung]
+    rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
     policy: Policy
     memory: MemoryChoice
@@ -165,7 +208,8 @@ class Settings:
             f"base={self.base.name!r} {of_base}",
             f"granularity={self.granularity!r}, dense_below={self.dense_below}, "
             f"exchange={self.exchange!r}, "
-            f"hooks={ {cf: str(rung) for cf, rung in sorted(self.hooks.items())} }",
+            f"hooks={ {cf: str(rung) for cf, rung in sorted(self.hooks.items())} }, "
+            f"rungs={ {cf: rung.name for cf, rung in sorted(self.rungs.items())} }",
             f"cf_range={self.cf_range}, shadow_sample={self.shadow_sample:g}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",

@@ -77,7 +77,7 @@ class Session:
         self._pipeline = Pipeline(timestamps)
         self._choice = ExchangeChoice(settings.base, settings.exchange, world_size)
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
-        self._granularity = Granularity(settings.base, as_one, settings.dense_below)
+        self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(self._prepare, optimizer, scaler)
@@ -122,7 +122,8 @@ class Session:
         context = start_policy(settings, self._sizes)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
-        candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *settings.hooks}
+        not_shadowed = {DENSE, *settings.hooks, *settings.rungs}
+        candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one, settings.shadow_sample
         )

@@ -18,6 +18,10 @@ from adaptive.parameters import ModelParameter
 from adaptive.timeline.records import Header
 from policies import DENSE, Context, Fixed
 
+RUNG_GAIN = 0.95
+"""What policies take the gain of a quantizer below cf_range for. It is more, but where one saves
+hardly any time dense is to be sent."""
+
 BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
 
@@ -84,7 +88,7 @@ class Sizes:
             return cf
         shapes = [shape for shape, own in self._tensors(cf) if own != DENSE]
         largest = max(shapes, key=torch.Size.numel, default=torch.Size([1]))
-        return self.granularity.compressor.supported_for(cf, largest)
+        return self.granularity.by(cf).supported_for(cf, largest)
 
     def _without_base(self, cf: float) -> bool:
         return cf == DENSE or cf in self.hooks
@@ -105,7 +109,7 @@ class Sizes:
     def _nbytes(self, shape: torch.Size, cf: float) -> float:
         if cf == DENSE:
             return 4.0 * shape.numel()
-        return self.granularity.compressor.exchanged_nbytes(shape, cf)
+        return self.granularity.by(cf).exchanged_nbytes(shape, cf)
 
 
 def start_policy(settings: Settings, sizes: Sizes) -> Context:
@@ -122,6 +126,7 @@ def start_policy(settings: Settings, sizes: Sizes) -> Context:
             f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
         )
     assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
+    assumed |= dict.fromkeys(settings.rungs, RUNG_GAIN)
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
@@ -150,6 +155,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         policy=policy.name,
         settings=policy.state_dict().get("settings", {}),
         cf_range=context.cf_range,
+        assumed=context.assumed,
         world_size=context.world_size,
         base=settings.base.name,
         memory=memory,

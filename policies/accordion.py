@@ -118,7 +118,7 @@ class Accordion(WrappingPolicy):
         for name, side in (("low", low), ("high", high)):
             policy = side
             if not isinstance(policy, Policy):
-                policy = Fixed(checks.cf_within(name, policy, context.cf_range))
+                policy = Fixed(context.check(name, policy))
             policy.start(context)
             self._sides[name] = policy
         self._numels = dict(context.layers)

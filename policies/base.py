@@ -33,8 +33,9 @@ class Context:
     cf_range: tuple[float, float]  # smallest and largest CF that may be sent besides dense
     world_size: int
     supported: Callable[[float], float] = float  # the nearest CF that the compressor can really do
-    # For hooks of other libraries, whose gain cannot be measured: gains by CF, which are candidates
-    # as well, and CFs whose gain is not even assumed, which are sent only if the user names them.
+    # For hooks of other libraries and for quantizers below the range, whose gain the shadow ladder
+    # cannot measure: gains by CF, which are candidates as well, and CFs whose gain is not even
+    # assumed, which are sent only if the user names them.
     assumed: Mapping[float, float] = field(default_factory=dict)
     unknown: frozenset[float] = frozenset()
     # Bytes that a rank puts on the wire in a step at a CF; nan if not known.
@@ -46,6 +47,18 @@ class Context:
 
     def __post_init__(self) -> None:
         checks.cf_range(self.cf_range)
+
+    def check(self, name: str, cf: float) -> float:
+        """`cf` if it may be sent; ValueError names the argument otherwise."""
+        low, high = self.cf_range
+        if not low <= cf <= high and cf not in (DENSE, *self.assumed):
+            others = f" or one of {', '.join(f'{cf:g}' for cf in self.assumed)}" * bool(
+                self.assumed
+            )
+            raise ValueError(
+                f"{name}={cf:g}: must be 1 (dense) or inside cf_range ({low:g}, {high:g}){others}"
+            )
+        return cf
 
     def ladder(self, step_size: float, scaling: str = "geometric") -> tuple[float, ...]:
         """The ascending CFs to choose from (`make_ladder`) that the compressor can do."""

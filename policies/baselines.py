@@ -50,9 +50,8 @@ class Fixed(DeclaredPolicy):
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
-        allowed = context.cf_range
-        send = allowed[0] if self.cf is None else self.cf
-        send = context.supported(checks.cf_within("cf", send, allowed))
+        send = context.cf_range[0] if self.cf is None else self.cf
+        send = context.supported(context.check("cf", send))
         self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
 
     def plan(self) -> Plan:
@@ -100,10 +99,9 @@ class Schedule(DeclaredPolicy):
     def start(self, context: Context) -> None:
         """Raises ValueError if a CF is neither 1 nor inside cf_range."""
         self._begin()
-        allowed = context.cf_range
         self._cfs = {}  # by step, that the compressor can do
         for step, cf in sorted({0: DENSE, **self.pieces}.items()):
-            checks.cf_within(f"pieces[{step}]", cf, allowed)
+            context.check(f"pieces[{step}]", cf)
             self._cfs[step] = DENSE if cf == DENSE else context.supported(cf)
 
     def _at(self, step: int) -> float:

@@ -60,11 +60,3 @@ def cf_range(value: Any) -> tuple[float, float]:
     if low > high:
         raise ValueError(f"cf_range={value!r}: the smallest CF must not exceed the largest")
     return low, high
-
-
-def cf_within(name: str, cf: float, allowed: tuple[float, float]) -> float:
-    """`cf` if it is dense (1) or inside the `allowed` range."""
-    low, high = allowed
-    if cf != 1 and not low <= cf <= high:
-        raise ValueError(f"{name}={cf:g}: must be 1 (dense) or inside cf_range ({low:g}, {high:g})")
-    return cf

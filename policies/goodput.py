@@ -7,10 +7,10 @@ nothing is sent only to be measured, and a changed network moves the CF as soon 
 Signal gain is the part of the gradient that gets through at once. The rest is late, not lost, so
 progress falls more slowly, as the root of it (measured: docs/results.md).
 
-A run begins at the smallest CF. Not dense: over a slow network a dense step can take as long as a
-hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if they wait in
-the residual until a later, smaller CF sends them all at once, training is set back. From a large CF
-it comes down in strides, and measures the network anew at each.
+A run begins at the smallest CF of the ladder. Not dense: over a slow network a dense step can take
+as long as a hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if
+they wait in the residual until a later, smaller CF sends them all at once, training is set back.
+From a large CF it comes down in strides, and measures the network anew at each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
     predicted compression throughput. ValueError or TypeError names a setting that is wrong.
 
-    step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1.
+    step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1, and the
+        CFs whose gain is assumed (`Context.assumed`).
     opening: steps at the smallest CF before another is considered, >= 1.
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
         in addition to UP standard errors. A smaller CF need only promise more.
@@ -85,10 +86,12 @@ class Goodput(DeclaredPolicy):
     def start(self, context: Context) -> None:
         """Raises ValueError if step_size makes too many candidates."""
         self._begin()
-        self._ladder = context.ladder(self.step_size)
+        ladder = context.ladder(self.step_size)
+        self._assumed = context.assumed
+        self._candidates = tuple(sorted({*ladder, *context.assumed}))
         self._time = StepTime(context.wire_bytes)
         self._signal = SignalGain() if self.gain == "signal" else None
-        self._send = self._ladder[0]
+        self._send = ladder[0]
 
     def plan(self) -> Plan:
         return Plan(self._send, reason=self._reason)
@@ -111,7 +114,7 @@ class Goodput(DeclaredPolicy):
         return self.cooldown if self._came_from is None else min(STRIDE_STEPS, self.cooldown)
 
     def candidates(self) -> tuple[float, ...]:
-        return self._ladder
+        return self._candidates
 
     def t_comp(self) -> dict[float, float]:
         """Predicted compression throughput of dense and the CFs whose gain and step time are known:
@@ -119,7 +122,7 @@ class Goodput(DeclaredPolicy):
         promised = {}
         power = 1.0 if self._signal is None else self.power
         largest = inf if self._signal is None else FILLED * self._steps
-        for cf in sorted({DENSE, *self._ladder}):
+        for cf in sorted({DENSE, *self._candidates}):
             gain, seconds = self._gain(cf), self._time.seconds(cf)
             if gain and seconds and cf <= largest:
                 promised[cf] = gain**power / seconds
@@ -164,6 +167,8 @@ class Goodput(DeclaredPolicy):
     def _gain(self, cf: float) -> float | None:
         if cf == DENSE:
             return 1.0
+        if cf in self._assumed:
+            return self._assumed[cf]
         if self._signal is not None:
             return self._signal.gain(cf)
         gain = self._gains.value(cf)
@@ -186,7 +191,7 @@ class Goodput(DeclaredPolicy):
         best = max(better, key=lambda cf: (promised[cf], -cf))
         listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in promised.items())
         why = f"T_comp {promised[best]:.4g} against {here:.4g} ({listed})"
-        goal = self._time.within_reach(best, self._send, (DENSE, *self._ladder))
+        goal = self._time.within_reach(best, self._send, (DENSE, *self._candidates))
         if goal != best:
             self._came_from = self._send if origin is None else origin
             why = f"on the way to {best:g}, {why}"
@@ -200,5 +205,8 @@ class Goodput(DeclaredPolicy):
         here = promised.get(self._send, 0.0)
         if cf < self._send:
             return max([here, *(n for other, n in promised.items() if other > self._send)])
-        doubt = 0.0 if self._signal is None else self.power * self._signal.doubt(cf, self._send)
-        return (1 + self.margin + UP * doubt) * here
+        if self._signal is None:
+            return (1 + self.margin) * here
+        # What is assumed is no more in doubt than what dense keeps.
+        a, b = (DENSE if each in self._assumed else each for each in (cf, self._send))
+        return (1 + self.margin + UP * self.power * self._signal.doubt(a, b)) * here

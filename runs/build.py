@@ -42,7 +42,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
-_ELSEWHERE = ("layerwise", "base", "cf_range", "fixed_clock", "model_mb")
+_ELSEWHERE = ("layerwise", "base", "cf_range", "rungs", "fixed_clock", "model_mb")
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
 
@@ -120,6 +120,8 @@ def compressor_settings(config: TrainConfig) -> dict[str, Any]:
         settings["cf_range"] = (cf, cf)
     elif config.cf_range is not None:
         settings["cf_range"] = config.cf_range
+    if config.rungs is False:
+        settings["rungs"] = None
     return settings
 
 

@@ -74,6 +74,7 @@ class TrainConfig:
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None
     granularity: str | None = None
+    rungs: bool | None = None
     dense_below: int | None = None
     memory: str | None = None
     momentum_lag: float | None = None

@@ -15,6 +15,7 @@ HOOK_OPTIONS = (
     "cf_range",
     "exchange",
     "granularity",
+    "rungs",
     "dense_below",
     "memory",
     "momentum_lag",

@@ -182,6 +182,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "where the base keeps the largest elements of all (auto)",
     )
     how.add_argument(
+        "--rungs",
+        type=switch,
+        metavar="on|off",
+        help="of goodput with a sparsifier: below cf-range it also finds CF 2 (bf16) and 4 (int8) "
+        "(on)",
+    )
+    how.add_argument(
         "--dense-below",
         type=whole(0),
         metavar="N",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import log10
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
+from compressors.quantizers import Quantizer
 from policies import DENSE, checks
 
 if TYPE_CHECKING:
@@ -28,13 +29,22 @@ class MemoryChoice:
     argument, for settings that do not go together."""
 
     def __init__(
-        self, base: Compressor, memory: Any, momentum: Any, momentum_lag: Any, masking: Any
+        self,
+        base: Compressor,
+        rungs: Collection[float],
+        memory: Any,
+        momentum: Any,
+        momentum_lag: Any,
+        masking: Any,
     ) -> None:
+        """rungs: CFs below cf_range, of quantizers."""
         self.kind = checks.one_of("memory", memory, MEMORIES)
         self._base = base
+        own = base.forms if isinstance(base, Quantizer) else ()
+        self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
         self._momentum = momentum_or_none(momentum)
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
-        self._lag_at(2.0)  # a compressor of the user's own is found out here
+        self._lag_of_base(2.0)  # a compressor of the user's own is found out here
         self._masking = masking_cf(masking, base.masking)
         if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
@@ -90,9 +100,10 @@ class MemoryChoice:
         )
 
     def _lag_at(self, cf: float) -> float:
-        """Share of the momentum's lag in a step at `cf`. Nothing waits at CF 1."""
-        if cf == DENSE:
-            return 1.0
+        """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""
+        return 1.0 if cf in self._keeps_most else self._lag_of_base(cf)
+
+    def _lag_of_base(self, cf: float) -> float:
         if self._lag is not None:
             return self._lag
         return checks.fraction(
@@ -102,7 +113,9 @@ class MemoryChoice:
     def _update_lag_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/defaults.md)."""
-        return self._lag if self._lag is not None and cf > DENSE else max(0.0, 1 - log10(cf))
+        if cf in self._keeps_most:
+            return 1.0
+        return max(0.0, 1 - log10(cf)) if self._lag is None else self._lag
 
     def __str__(self) -> str:
         settings = f"momentum={self._momentum}, momentum_lag={self._lag}, masking={self._masking}"

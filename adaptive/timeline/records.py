@@ -27,6 +27,7 @@ class Header:
     """The facts of a run that a policy needs to be replayed from the run's records.
 
     policy, settings: its name, and what it was made with. cf_range, world_size: of the run.
+    assumed: gains that the policy was told of, by CF.
     base, memory: names of the compressor, and of the memory of what is not sent. numel: elements of
     all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
@@ -46,6 +47,7 @@ class Header:
     supported: Mapping[float, float]
     wire_bytes: Mapping[float, float]
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    assumed: Mapping[float, float] = field(default_factory=dict)
     version: int = 1
 
 

@@ -127,6 +127,7 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         (min(low, *ends), max(high, *ends)),
         config.workers,
         supported,
+        assumed={} if source.recorded.header is None else source.recorded.header.assumed,
         wire_bytes=RecordedCosts(source.recorded.steps, source.recorded.header).computed,
         layers=layers,
         layer_bytes=layer_bytes,

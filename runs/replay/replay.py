@@ -55,7 +55,9 @@ def replay(
     records = recorded.steps
     reports = Reports(recorded) if reports is None else reports
     sums = RecordedSums(records)
-    ladder = tuple(cf for cf in policy.candidates() if cf != DENSE) if policy.shadow else ()
+    assumed = recorded.header.assumed if recorded.header is not None else {}
+    known = {DENSE, *assumed}
+    ladder = tuple(cf for cf in policy.candidates() if cf not in known) if policy.shadow else ()
     layers = LayerReadings(reports.layers, ladder)
     plans: list[Plan] = []
     followed = guessed = 0

@@ -69,6 +69,7 @@ def _context(recorded: Recorded) -> Context:
         header.cf_range,
         header.world_size,
         lambda cf: header.supported.get(cf, cf),
+        assumed=header.assumed,
         wire_bytes=RecordedCosts(recorded.steps, header).computed,
         layers=layers,
         layer_bytes=layer_bytes,

@@ -1,0 +1,146 @@
+"""Ladders of several compressors: what one rounds away, the next one sends."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, LinkSpec, ModelledClock
+from adaptive.sizes import RUNG_GAIN
+from compressors.kernels import blocks
+from tests.distributed.balance import balance
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, loss_of, small_net
+from tests.distributed.test_device_path import ByStep
+from tests.distributed.test_updates import MAKE, Training, differs
+
+RUNGS = {2: "bf16", 4: "int8"}
+SWITCHES = [20.0, 4.0, 4.0, 50.0, 2.0, 1.0, 4.0, 10.0, 2.0]
+
+
+def _deviation(rank: int, cfs: list[float], probe: list[float], exchange: str, cap: float) -> float:
+    options = {"cf_range": (10, 1000), "rungs": RUNGS, "exchange": exchange}
+    policy, ddp = Scripted(cfs, tuple(probe)), {"bucket_cap_mb": cap}
+    found = balance(rank, "topk", policy, len(cfs) + 2, options=options, ddp_options=ddp)
+    return float(found["deviation"])
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sent_plus_residual_is_the_sum_of_gradients(exchange: str, world_size: int) -> None:
+    worst = run_ranks(world_size, _deviation, SWITCHES, [2.0, 20.0], exchange, 0.004)
+    assert max(worst) < 1e-12
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    cfs=st.lists(st.sampled_from([1.0, 2.0, 4.0, 10.0, 300.0]), min_size=1, max_size=7),
+    probe=st.lists(st.sampled_from([2.0, 4.0, 10.0, 40.0]), max_size=3, unique=True),
+    cap=st.sampled_from([0.001, 0.004, 25]),
+)
+def test_nothing_is_lost_whatever_follows_what(
+    cfs: list[float], probe: list[float], cap: float
+) -> None:
+    assert max(run_ranks(2, _deviation, cfs, probe, "all_gather", cap)) < 1e-12
+
+
+def _measured(rank: int, exchange: str) -> dict[str, Any]:
+    """Gains and bytes of each CF, whether it is sent or probed."""
+    policy = Scripted([4.0, 20.0, 2.0, 1.0], probe=(2.0, 4.0, 20.0))
+    model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
+    options = {"rungs": RUNGS, "exchange": exchange, "memory": "residual"}
+    compressor = AdaptiveCompressor("topk", policy=policy, **options).attach(model)
+    for step in range(9):
+        loss_of(model, step, rank).backward()
+    compressor.flush()
+    return {
+        "gains": [
+            {cf: m.gain("error_fed") for cf, m in r.measurements.items()} for r in policy.reports
+        ],
+        "sent": [(r.cf, r.wire_bytes - r.statistics_bytes) for r in policy.reports],
+        "promised": {cf: policy.context.wire_bytes(cf) for cf in (1.0, 2.0, 4.0)},
+        "assumed": dict(policy.context.assumed),
+    }
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> None:
+    for found in run_ranks(2, _measured, exchange):
+        assert found["assumed"] == {2.0: RUNG_GAIN, 4.0: RUNG_GAIN}
+        for gains in found["gains"]:
+            assert set(gains) >= {2.0, 4.0, 20.0}
+            assert gains[20.0] < 0.9
+            assert gains[20.0] < gains[4.0] < gains[2.0] <= 1
+        sent = {cf: gains for gains, (cf, _) in zip(found["gains"], found["sent"], strict=True)}
+        assert sent[2.0][2.0] > 0.9999
+        assert sent[4.0][4.0] > 0.999
+        for cf, nbytes in found["sent"][1:]:
+            if cf in found["promised"]:  # a scale more for the last bits of each bucket
+                assert nbytes == pytest.approx(found["promised"][cf], rel=0.03)
+        dense = found["promised"][1.0]
+        assert found["promised"][2.0] == pytest.approx(dense / 2, rel=0.01)
+        assert found["promised"][4.0] == pytest.approx(dense / 4, rel=0.03)
+
+
+def _with_adamw(rank: int, exchange: str, path: str) -> dict[str, float]:
+    """Across all rungs: by how much ranks differ, and another path from that of the host, after it
+    was resumed in the middle or on a device."""
+    options = {"cf_range": (10, 100), "rungs": RUNGS, "exchange": exchange}
+    plain = Training(MAKE["adamw"], ByStep(SWITCHES), **options).train(rank, 0, 10)
+    parts = {"model": plain.model, "optimizer": plain.optimizer, "memory": plain.compressor}
+    saved = deepcopy({name: part.state_dict() for name, part in parts.items()})
+    plain.train(rank, 10, 20)
+    blocks.force_device_path = path == "device"
+    other = Training(MAKE["adamw"], ByStep(SWITCHES), **options)
+    if path == "resumed":
+        loss_of(other.model, 0, rank).backward()  # DDP cuts its buckets anew
+        other.model.load_state_dict(saved["model"])
+        other.optimizer.load_state_dict(saved["optimizer"])
+        other.compressor.load_state_dict(saved["memory"])
+        other.compressor.policy.planned = 10
+        other.train(rank, 10, 20)
+    else:
+        other.train(rank, 0, 20)
+    blocks.force_device_path = False
+    apart = float((plain.flat - other.flat).abs().max())
+    return {"ranks": differs([plain.flat, other.flat]), "paths": apart}
+
+
+# Many of Adam's first updates are as large as each other: of means, each path picks its own.
+@pytest.mark.parametrize(
+    ("exchange", "path"),
+    [("all_gather", "resumed"), ("all_gather", "device"), ("sharded", "resumed")],
+)
+def test_updates_go_through_every_rung(exchange: str, path: str) -> None:
+    for found in run_ranks(2, _with_adamw, exchange, path):
+        assert found["ranks"] == 0.0
+        assert found["paths"] <= (1e-6 if path == "device" else 0.0)
+
+
+def _chosen(rank: int) -> list[float]:
+    """What the default sends on an ever slower network."""
+    found = []
+    for link in ("1000gbit", "10gbit", "1mbit"):
+        model = DDP(small_net(torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        clock = ModelledClock(1e-3, LinkSpec.parse(link), 100.0)
+        compressor = AdaptiveCompressor(clock=clock).attach(model, optimizer=optimizer)
+        for step in range(40):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        found.append(compressor.cf)
+    return found
+
+
+def test_a_network_that_is_a_little_too_slow_gets_a_little_compression() -> None:
+    for fast, slower, slow in run_ranks(2, _chosen):
+        assert fast <= 2
+        assert slower == 4
+        assert slow >= 10

@@ -1,0 +1,120 @@
+"""Other compressors below cf_range: which there are, and when goodput goes there."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptive import AdaptiveCompressor, Goodput, GraVAC, Layerwise
+from adaptive.sizes import RUNG_GAIN
+from compressors import Int8, make_compressor
+from policies import DENSE, Context
+from tests.unit.test_policies_goodput import nbytes as sparse_nbytes
+from tests.unit.test_policies_goodput import run, started
+
+QUANTIZED = {2.0: RUNG_GAIN, 4.0: RUNG_GAIN}
+
+
+def names(**options) -> dict[float, str]:
+    compressor = AdaptiveCompressor(**options)
+    return {cf: rung.name for cf, rung in compressor._settings.rungs.items()}
+
+
+def test_by_default_bf16_and_int8_are_below_the_range() -> None:
+    assert names() == {2.0: "bf16", 4.0: "int8"}
+    assert names(policy=Goodput(power=1.0), base="dgc") == {2.0: "bf16", 4.0: "int8"}
+    assert names(cf_range=(3, 100)) == {2.0: "bf16"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rungs": None},
+        {"rungs": {}},
+        {"cf_range": (2, 100)},
+        {"policy": "gravac"},
+        {"policy": "accordion"},
+        {"policy": Layerwise(Goodput())},
+        {"base": "int8"},
+        {"base": "powersgd"},
+        {"memory": "none"},
+        {"exchange": "shared_indices", "base": "topk+fp32"},
+    ],
+    ids=str,
+)
+def test_elsewhere_there_are_none(options) -> None:
+    assert names(**options) == {}
+
+
+def test_they_can_be_chosen() -> None:
+    rungs = {4: Int8(bucket=64), 2: "fp16"}
+    assert names(rungs=rungs, policy=GraVAC()) == {4.0: "int8", 2.0: "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"rungs": ["int8"]}, TypeError, r"rungs must be 'auto', None, or .*got \['int8'\]"),
+        ({"rungs": "int8"}, TypeError, "rungs must be 'auto'"),
+        ({"rungs": {"4": "int8"}}, TypeError, "a CF of rungs='4': must be a finite number > 1"),
+        ({"rungs": {1: "none"}}, ValueError, "a CF of rungs=1: must be a finite number > 1"),
+        ({"rungs": {4: "int9"}}, ValueError, "int9"),
+        ({"rungs": {4: "bf16"}}, ValueError, r"rungs\[4\] must be .* can do this CF.*got 'bf16'"),
+        ({"rungs": {4: "natural"}}, ValueError, r"rungs\[4\] must be .* with error feedback"),
+        ({"rungs": {4: "powersgd"}}, ValueError, r"rungs\[4\] must be"),
+        ({"rungs": {20: "topk"}}, ValueError, "below the smallest of cf_range, 10"),
+        ({"rungs": {4: "int8"}, "base": "int8"}, ValueError, "unless the base is a sparsifier"),
+        ({"rungs": {4: "int8"}, "memory": "none"}, ValueError, "got .* memory 'none'"),
+        ({"rungs": {4: "int8"}, "policy": "layerwise"}, ValueError, "policy 'layerwise'"),
+    ],
+    ids=str,
+)
+def test_bad_rungs_are_named(options, error, told) -> None:
+    with pytest.raises(error, match=told):
+        AdaptiveCompressor(**options)
+
+
+def nbytes(cf: float) -> float:
+    """On the wire: without indices where everything is sent."""
+    return sparse_nbytes(DENSE) / cf if cf in QUANTIZED else sparse_nbytes(cf)
+
+
+def with_rungs(gain: str) -> Goodput:
+    policy = Goodput(gain=gain)
+    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, assumed=QUANTIZED))
+    return policy
+
+
+@pytest.mark.parametrize("gain", ["error_fed", "signal"])
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(1e9, {DENSE, 2.0}), (7e7, {4.0}), (1e6, {10.0, 20.0, 40.0, 80.0, 160.0})],
+)
+def test_goodput_goes_there_when_the_network_is_a_little_too_slow(gain, rate, expected) -> None:
+    """Gains as in test_policies_goodput, of the ladder alone; a quantized step takes as long to
+    compress as another."""
+    policy = with_rungs(gain)
+    assert policy.candidates()[:3] == (2.0, 4.0, 10.0)
+    sent = run(policy, [rate] * 60)
+    assert sent[0] == 10.0
+    assert set(sent[40:]) <= expected
+
+
+def test_it_comes_back_up_when_the_network_gets_slow() -> None:
+    sent = run(with_rungs("error_fed"), [3e7] * 40 + [3e5] * 60)
+    assert sent[39] == 4.0
+    assert sent[99] == run(started(), [3e5] * 100)[99]
+
+
+def test_dense_needs_no_less_where_there_are_rungs() -> None:
+    """What a rung promises is compared without a doubt that nobody has measured."""
+    policy = with_rungs("signal")
+    run(policy, [1e9] * 60)
+    assert "promises" in policy.next_move()
+
+
+@pytest.mark.parametrize(("cf", "name"), [(2.0, "bf16"), (4.0, "int8")])
+def test_the_defaults_can_do_their_cfs(cf, name) -> None:
+    compressor = make_compressor(name)
+    assert compressor.supported(cf, 1000) == cf
+    assert compressor.error_feedback
+    assert compressor.keeps_zeros
