@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from compressors.base import Key, Payload
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
+from compressors.sparsifier import Sparsifier
 from policies import DENSE
 
 EXACT = NoCompression()
@@ -219,6 +221,12 @@ class Granularity:
     def by(self, cf: float) -> Compressor:
         """What compresses at `cf`."""
         return self.rungs.get(cf, self.compressor)
+
+    @cached_property
+    def in_full(self) -> Granularity:
+        """The same, with values that are coded by whoever exchanges them."""
+        assert isinstance(self.compressor, Sparsifier)
+        return replace(self, compressor=self.compressor.in_full())
 
     def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
         """The units of a bucket, in order; none crosses the border between two of `shards`

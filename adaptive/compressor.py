@@ -23,8 +23,8 @@ from adaptive.config import (
     positive,
     require,
 )
+from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
-from adaptive.exchange.strategies import check_exchange
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session

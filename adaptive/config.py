@@ -67,7 +67,7 @@ def make_rungs(
 
     Their errors must stay in the residual, so they are not summed on the wire. ValueError or
     TypeError if the argument is wrong or does not go with the others."""
-    sends_payloads = exchange in ("auto", "all_gather", "sharded")
+    sends_payloads = exchange in ("auto", "all_gather", "sharded", "voted_indices")
     fits = isinstance(base, Sparsifier) and not policy.layerwise and sends_payloads
     fits = fits and memory != "none"
     if isinstance(rungs, str) and rungs == "auto":
@@ -78,9 +78,9 @@ def make_rungs(
     if rungs and not fits:
         raise ValueError(
             f"rungs={dict(rungs)!r}: must be empty unless the base is a sparsifier, layers have "
-            f"no CFs of their own, memory is not 'none', and exchange is 'auto', 'all_gather' or "
-            f"'sharded'; got base {base.name!r}, policy {policy.name!r}, memory {memory!r}, "
-            f"exchange {exchange!r}"
+            f"no CFs of their own, memory is not 'none', and exchange is 'auto', 'all_gather', "
+            f"'sharded' or 'voted_indices'; got base {base.name!r}, policy {policy.name!r}, "
+            f"memory {memory!r}, exchange {exchange!r}"
         )
     made = {}
     for cf, rung in (rungs or {}).items():

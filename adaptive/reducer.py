@@ -41,9 +41,10 @@ from adaptive.bucket import (
     record_levels,
     strided_sample,
 )
+from adaptive.exchange.choice import Strategy
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import Outgoing, Received, Strategy
+from adaptive.exchange.strategies import Outgoing, Received
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
@@ -110,7 +111,8 @@ class Reducer:
         rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
         bucket = self._open(step, buffer, parameters, rooms, self.memory.turn)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
-        units = self.granularity.cut(bucket, step.cfs, shards)
+        granularity = self.granularity.in_full if strategy.votes else self.granularity
+        units = granularity.cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None

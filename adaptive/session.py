@@ -20,10 +20,10 @@ from adaptive.agreement import agree, compare_replicas
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import Controller
+from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import ExchangeChoice
 from adaptive.hook import send_through
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
@@ -231,7 +231,8 @@ class Session:
         elif plan.send == DENSE:
             done = self._reducer.dense(step, work, parameters)
         else:
-            strategy, leader = self._choice.pick(self._sizes.bucket_nbytes(cfs)), controller.leader
+            nbytes, leader = self._sizes.bucket_nbytes(cfs), controller.leader
+            strategy = self._choice.pick(nbytes, self._granularity.by(plan.send))
             done = self._reducer.compressed(
                 step, work, parameters, strategy, leader, bucket.index(), bucket.is_last()
             )

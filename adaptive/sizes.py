@@ -12,10 +12,12 @@ from torch import Tensor
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
+from adaptive.exchange.choice import GATHERED, ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchange.strategies import GATHERED, ExchangeChoice
 from adaptive.parameters import ModelParameter
 from adaptive.timeline.records import Header
+from compressors.base import kept
+from compressors.sparsifier import Sparsifier
 from policies import DENSE, Context, Fixed
 
 RUNG_GAIN = 0.95
@@ -77,9 +79,15 @@ class Sizes:
         """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
         if self._without_base(cf):
             return reduce_wire_bytes(self.payload_nbytes(DENSE) / cf, self.world_size)
-        gathered = self.choice.pick(self.bucket_nbytes(StepCFs(cf))) is GATHERED
-        on_wire = gather_wire_bytes if gathered else reduce_wire_bytes
-        return on_wire(self.payload_nbytes(cf), self.world_size)
+        compressor, n = self.granularity.by(cf), self.world_size
+        strategy = self.choice.pick(self.bucket_nbytes(StepCFs(cf)), compressor)
+        if strategy.votes:
+            assert isinstance(compressor, Sparsifier)
+            parts = [_voted_nbytes(compressor, *each, n) for each in self._tensors(cf)]
+            indices, values = map(sum, zip((0, 0), *parts, strict=True))
+            return gather_wire_bytes(indices, n) + reduce_wire_bytes(values, n)
+        on_wire = gather_wire_bytes if strategy is GATHERED else reduce_wire_bytes
+        return on_wire(self.payload_nbytes(cf), n)
 
     def supported(self, cf: float) -> float:
         """The nearest CF that the base or a hook can really do; the base on the largest that it
@@ -110,6 +118,20 @@ class Sizes:
         if cf == DENSE:
             return 4.0 * shape.numel()
         return self.granularity.by(cf).exchanged_nbytes(shape, cf)
+
+
+def _voted_nbytes(
+    compressor: Sparsifier, shape: torch.Size, cf: float, ranks: int
+) -> tuple[int, int]:
+    """Of a tensor whose indices the ranks vote on: bytes of the indices that one proposes, and of
+    the values at what all propose."""
+    numel = shape.numel()
+    if cf == DENSE:
+        return 0, 4 * numel
+    values = max(kept(numel, cf), min(numel, ranks * kept(numel, cf * ranks)))
+    return compressor.index_nbytes(numel, cf * ranks), compressor.values.nbytes(
+        values, torch.float32
+    )
 
 
 def start_policy(settings: Settings, sizes: Sizes) -> Context:

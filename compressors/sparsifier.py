@@ -17,7 +17,15 @@ from torch import Tensor
 from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
 from compressors.kernels import kernels_for, squared_norm, squared_norms
-from compressors.kernels.blocks import Flag, Selected, check_same_length, energies, is_host, on_host
+from compressors.kernels.blocks import (
+    Flag,
+    Selected,
+    check_same_length,
+    either,
+    energies,
+    is_host,
+    on_host,
+)
 from compressors.kernels.device import take_present
 from compressors.wire.indices import choose_format
 from compressors.wire.values import ValueFormat, make_values
@@ -158,6 +166,36 @@ class Sparsifier(Compressor):
         chosen = Selected(indices, values, squared_norm(tensor))
         return replace(self._payload(chosen, tensor.numel(), cf, key), corrupt=corrupt)
 
+    def in_full(self) -> Sparsifier:
+        """A sparsifier that keeps the same elements, and writes any number of values in full."""
+        other = self.coded("fp32")
+        other.exact_count = False
+        return other
+
+    def at_proposed(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
+        """The payload of flat `tensor` at all indices that any rank has packed at `cf` x ranks.
+        packed: (ranks, bytes). On a device an index that several have named leaves slots empty."""
+        base.check_flat(tensor)
+        flat, numel, lists = tensor.detach(), tensor.numel(), []
+        corrupt: Flag = False
+        for each in packed:
+            indices, unknown = self._unpacked(each, numel, cf * len(packed))
+            corrupt = either(corrupt, unknown)
+            lists.append(indices)
+        indices = torch.cat(lists).sort().values
+        if is_host(tensor.device):
+            indices = indices.unique_consecutive()
+            values = flat.index_select(0, indices)
+        else:
+            again = torch.zeros_like(indices, dtype=torch.bool)
+            again[1:] = indices[1:] == indices[:-1]
+            indices = indices.masked_fill(again, numel).sort().values
+            missing = max(0, kept(numel, cf) - indices.numel())
+            indices = torch.cat([indices, indices.new_full((missing,), numel)])
+            values = take_present(flat, indices)
+        chosen = Selected(indices, values, squared_norm(tensor))
+        return replace(self._payload(chosen, numel, cf, key), corrupt=corrupt)
+
     def _unpacked(self, packed: Tensor, numel: int, cf: float) -> tuple[Tensor, Flag]:
         """The indices that were packed, and whether nobody can have packed them."""
         k = kept(numel, cf)
@@ -174,7 +212,7 @@ class Sparsifier(Compressor):
 
     def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
         indices, values, total = chosen
-        count, missing = values.numel(), kept(numel, cf) - values.numel()
+        count, missing = values.numel(), max(0, kept(numel, cf) - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
         coded, decoded = self.values.encode(slots, key)
         sent = None if self.values.lossless else decoded[:count]

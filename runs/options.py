@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adaptive.exchange.strategies import EXCHANGES
+from adaptive.exchange.choice import EXCHANGES
 from compressors import compressor_names
 from runs.config import TrainConfig
 from runs.optimizers import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, LR_SCHEDULES, OPTIMIZERS

@@ -8,30 +8,24 @@ of each collective that it has issued, and is sent its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from math import isfinite, nan
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import Bucket, Unit, shard_borders
+from adaptive.bucket import EXACT, Bucket, Unit, shard_borders
 from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.link import LinkCost
-from compressors import Compressor
-from compressors.base import Payload
-from compressors.grace import GraceCompressor
-from compressors.kernels import all_finite
-from compressors.kernels.blocks import Flag, either, fill_if, fresh
+from compressors.base import Key, Payload, split_bytes
+from compressors.kernels import all_finite, squared_norms
+from compressors.kernels.blocks import Flag, either, energies, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
-
-WORTH = 0.9
-"""Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
+from compressors.wire.values import Full, ValueFormat
 
 
 @dataclass
@@ -184,6 +178,132 @@ def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
     return Received(received, all_finite(total) ^ True, 1 / exchange.world_size, own)
 
 
+def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rounds:
+    """Each rank proposes 1/N of the indices, those of its own largest elements, and all ranks send
+    their values at all of them: to the owner of each shard of the values, which sends the mean on.
+    Both travel as `values` says; what the owner's coding loses goes to its own residual. Bytes a
+    rank sends: (N-1)/N index lists, 2(N-1)/N value lists."""
+    n, me, own = exchange.world_size, exchange.rank, list(out.payloads)
+    sparse = [
+        (i, unit, unit.compressor)
+        for i, unit in enumerate(out.units)
+        if isinstance(unit.compressor, Sparsifier)
+    ]
+    sizes = [compressor.index_nbytes(unit.numel, unit.cf * n) for _, unit, compressor in sparse]
+    wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
+    for (i, unit, compressor), room in zip(sparse, wire.split(sizes), strict=True):
+        proposed = compressor.compress(own[i].parts[0], unit.cf * n, unit.key)
+        room.copy_(compressor.pack_indices(proposed))
+    rows = yield exchange.all_gather(wire, f"bucket {out.index}, proposed indices")
+
+    for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
+        own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.cf, unit.key)
+    empty = out.bucket.work[:0]
+    lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
+    key = out.bucket.key._replace(name=f"values {out.index}")
+    sent = lists.flat.clone()
+    wires = [lists.encode(sent, rank, key, out.bucket.poisoned) for rank in range(n)]
+    out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
+    sizes = [wire.numel() for wire in wires]
+    rows = yield exchange.all_to_all(torch.cat(wires), sizes, f"bucket {out.index}")
+
+    mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
+    for row in rows:
+        for piece, decoded in zip(lists.of(mean, me), lists.decode(row, me), strict=True):
+            piece.add_(decoded, alpha=1 / n)
+    poisoned = all_finite(mean) ^ True
+    fill_if(poisoned, mean, 0.0)
+    exact = mean.clone()
+    wire = fresh(max(sizes), torch.uint8, mean.device).zero_()  # the collective wants equal sizes
+    wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
+    # The next mean divides by the number of ranks what its owner alone has lost of this one.
+    sent.sub_(exact.sub_(mean), alpha=n)
+    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means")
+
+    for rank, row in enumerate(rows):
+        for piece, decoded in zip(
+            lists.of(mean, rank), lists.decode(row[: sizes[rank]], rank), strict=True
+        ):
+            piece.copy_(decoded)
+    received = [[payload] for payload in lists.put(own, mean)]
+    return Received(received, all_finite(mean) ^ True, 1.0, lists.put(own, sent))
+
+
+class _ValueLists:
+    """The values of a bucket's payloads one after the other, those that are coded first, and all of
+    them cut into two pieces for each rank: of what is coded, and of what is not.
+
+    flat: the values. coded: which payloads' values travel as `form` says."""
+
+    def __init__(
+        self,
+        payloads: Sequence[Payload],
+        coded: Set[int],
+        form: ValueFormat,
+        ranks: int,
+        empty: Tensor,
+    ) -> None:
+        self._order = sorted(range(len(payloads)), key=lambda i: i not in coded)
+        lists = [payloads[i].parts[-1] for i in self._order]
+        self._numels = [each.numel() for each in lists]
+        self.flat = torch.cat([empty, *lists])
+        self._forms = (form, Full())
+        border = sum(self._numels[: len(coded)])
+        cuts = shard_borders(border, ranks), shard_borders(self.flat.numel() - border, ranks)
+        self._slices = [
+            [slice(first + a, first + b) for first, (a, b) in zip((0, border), each, strict=True)]
+            for each in zip(*map(pairwise, cuts), strict=True)
+        ]
+
+    def of(self, x: Tensor, rank: int) -> list[Tensor]:
+        """The rank's pieces of `x`, which is like `flat`."""
+        return [x[where] for where in self._slices[rank]]
+
+    def encode(self, x: Tensor, rank: int, key: Key, poisoned: Flag) -> Tensor:
+        """The bytes of the rank's pieces of `x`, which become what `decode` makes of these."""
+        parts: list[Tensor] = []
+        for form, piece in zip(self._forms, self.of(x, rank), strict=True):
+            if piece.numel():
+                coded, decoded = form.encode(piece, key)
+                parts += coded
+                piece.copy_(decoded)
+        payload = Payload(tuple(parts), x.numel(), 1.0, key)
+        wire = fresh(payload.nbytes, torch.uint8, x.device)
+        (EXACT.poison(payload, poisoned) if parts else payload).write(wire)
+        return wire
+
+    def decode(self, wire: Tensor, rank: int) -> list[Tensor]:
+        """The rank's pieces, from their bytes."""
+        dtype, numels = self.flat.dtype, [each.stop - each.start for each in self._slices[rank]]
+        layouts = [
+            form.layout(numel, dtype) if numel else ()
+            for form, numel in zip(self._forms, numels, strict=True)
+        ]
+        parts = split_bytes(wire, *chain(*layouts))
+        first, pieces = len(layouts[0]), []
+        for form, own, numel in zip(
+            self._forms, (parts[:first], parts[first:]), numels, strict=True
+        ):
+            pieces.append(form.decode(own, numel, dtype) if numel else self.flat[:0])
+        return pieces
+
+    def put(self, payloads: Sequence[Payload], x: Tensor) -> list[Payload]:
+        """The payloads with the values of `x`, which is like `flat`."""
+        changed = list(payloads)
+        for i, values in zip(self._order, x.split(self._numels), strict=True):
+            changed[i] = changed[i].with_parts(*changed[i].parts[:-1], values)
+        return changed
+
+
+def _rounded(payload: Payload, sent: Payload) -> Payload:
+    """`sent` with its energies: the payload with values that coding has changed."""
+    exact, values = payload.parts[-1], sent.parts[-1]
+    norms = squared_norms([values, exact - values])
+    kept, lost = norms.tolist() if is_host(norms.device) else norms.unbind()
+    total, _, error = payload.scalars
+    return replace(sent, energies=energies(total, kept, error + lost, values))
+
+
 def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:
     """As many all-reduces as the compressor has rounds: of what it hands out, and then is given the
     sum of. A rank whose gradients are not finite sends NaN."""
@@ -257,87 +377,3 @@ def any_poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
     for unit, payload in zip(units, payloads, strict=True):
         flag = either(flag, unit.compressor.is_poisoned(payload))
     return flag
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A strategy is one way in which payloads become the mean.
-
-    start: begins the exchange of one bucket. collectives: that it issues a bucket. takes_sums: it
-    compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
-    shards.
-    """
-
-    name: str
-    start: Callable[[Exchange, Outgoing], Rounds]
-    collectives: int
-    takes_sums: bool = False
-    sharded: bool = False
-
-
-GATHERED = Strategy("all_gather", gathered, 1)
-SUMMED = Strategy("all_reduce", summed, 1)
-SHARDED = Strategy("sharded", sharded, 2, sharded=True)
-SHARED_INDICES = Strategy("shared_indices", shared_indices, 2, takes_sums=True)
-"""The ranks take turns to choose."""
-BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True)
-"""The one with the largest error-fed gradient does."""
-
-ALL = (SUMMED, GATHERED, SHARDED, SHARED_INDICES, BY_ENERGY)
-EXCHANGES = ("auto", *(strategy.name for strategy in ALL))
-
-
-def strategies(base: Compressor) -> list[Strategy]:
-    """The strategies that a compressor allows, the one that suits it on any network first."""
-    if isinstance(base, RoundsCompressor):
-        start = partial(in_rounds, compressor=base)
-        return [Strategy("all_reduce", start, base.rounds_count, takes_sums=True)]
-    if base.linear:
-        return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
-    if isinstance(base, GraceCompressor):  # a second compression would have a ctx of its own
-        return [GATHERED]
-    if isinstance(base, Sparsifier) and base.values.lossless:
-        return [GATHERED, SHARDED, SHARED_INDICES, BY_ENERGY]
-    return [GATHERED, SHARDED]
-
-
-def check_exchange(exchange: str, base: Compressor) -> str:
-    """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
-    accepted = ["auto", *(strategy.name for strategy in strategies(base))]
-    if exchange not in accepted:
-        told = f"exchange must be one of {', '.join(accepted)} for base {base.name!r}"
-        raise ValueError(f"{told}; got {exchange!r}")
-    return exchange
-
-
-class ExchangeChoice:
-    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
-
-    With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange."""
-
-    def __init__(self, base: Compressor, exchange: str, world_size: int) -> None:
-        allowed = strategies(base)
-        self._fixed = next((each for each in allowed if each.name == exchange), None)
-        if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
-            self._fixed = allowed[0]
-        self._world_size = world_size
-        self.link = LinkCost()
-
-    @property
-    def measures(self) -> bool:
-        """The choice depends on the link, which is to be measured."""
-        return self._fixed is None and self._world_size > 2
-
-    @property
-    def by_energy(self) -> bool:
-        """The ranks' energies must be known."""
-        return self._fixed is BY_ENERGY
-
-    def pick(self, nbytes: float) -> Strategy:
-        """For payloads of `nbytes` a bucket."""
-        if not self.measures:
-            return self._fixed or GATHERED
-        n, link = self._world_size, self.link
-        if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
-            link = LinkCost(0.0, 1.0)
-        return SHARDED if link.sharded(nbytes, n) < WORTH * link.gathered(nbytes, n) else GATHERED

@@ -32,6 +32,7 @@ def bench_exchanges() -> list[Row]:
     for base, exchange in (
         ("topk", "all_gather"),
         ("topk", "sharded"),
+        ("topk", "voted_indices"),
         ("topk", "shared_indices"),
         ("randomk", "all_reduce"),
     ):

@@ -76,6 +76,8 @@ CASES = [
     ("qsgd", "sharded", "all_gather"),
     ("int8", "sharded", "all_to_all_single"),
     ("topk+fp32", "shared_indices", "broadcast"),
+    ("topk", "voted_indices", "all_gather"),
+    ("topk", "voted_indices", "all_to_all_single"),
 ]
 
 

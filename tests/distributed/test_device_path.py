@@ -55,6 +55,8 @@ def _balance(rank: int, base: str, options: dict[str, Any], bad_at: int | None) 
 WAYS = [
     ("topk", {"exchange": "all_gather", "granularity": "bucket"}),
     ("topk", {"exchange": "sharded"}),
+    ("topk", {"exchange": "voted_indices"}),
+    ("dgc+int8", {"exchange": "voted_indices"}),
     ("topk", {"exchange": "shared_indices"}),
     ("dgc", {"granularity": "layer"}),
     ("randomk", {"exchange": "all_reduce"}),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive.exchange.strategies import strategies
+from adaptive.exchange.choice import strategies
 from compressors import QSGD, Compressor, compressor_names, make_compressor
 from compressors.powersgd import PowerSGD
 from tests.distributed.processes import run_ranks

@@ -43,6 +43,9 @@ def _check(results: list[dict[str, Any]], limit: float = 1e-12) -> None:
 WAYS = [
     ("topk", {"exchange": "all_gather"}),
     ("topk", {"exchange": "sharded"}),
+    ("topk", {"exchange": "voted_indices"}),
+    ("dgc+qsgd", {"exchange": "voted_indices"}),
+    ("topk+fp32", {"exchange": "voted_indices"}),
     ("topk", {"exchange": "shared_indices"}),
     ("topk", {"exchange": "shared_indices_by_energy"}),
     ("randomk", {"exchange": "all_reduce"}),
@@ -68,7 +71,7 @@ def test_one_bucket(base: str, options: dict[str, Any], world_size: int) -> None
     _check(run_ranks(world_size, run, base, {**options, "dense_below": 50}, 25, CFS, None))
 
 
-@pytest.mark.parametrize("exchange", ["sharded", "shared_indices", "all_gather"])
+@pytest.mark.parametrize("exchange", ["sharded", "voted_indices", "shared_indices", "all_gather"])
 def test_eight_ranks(exchange: str) -> None:
     _check(run_ranks(8, run, "topk", {"exchange": exchange}, 0.004, CFS, 4))
 
@@ -89,6 +92,7 @@ def _bytes(rank: int, exchange: str) -> float:
 
 def test_bytes_against_ranks_flat_for_sharded_and_growing_for_gather() -> None:
     gathered = [run_ranks(n, _bytes, "all_gather")[0] for n in (2, 4)]
-    sharded = [run_ranks(n, _bytes, "sharded")[0] for n in (2, 4)]
     assert gathered[1] > 2.5 * gathered[0]
-    assert sharded[1] < 2 * sharded[0]  # 2(N-1)/N of a payload, and the rounding of small shards
+    for exchange in ("sharded", "voted_indices"):
+        sent = [run_ranks(n, _bytes, exchange)[0] for n in (2, 4)]
+        assert sent[1] < 2 * sent[0]  # 2(N-1)/N of a payload, and the rounding of small shards

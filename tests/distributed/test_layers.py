@@ -59,6 +59,7 @@ def _run(
     [
         ("topk", "all_gather"),
         ("topk", "sharded"),
+        ("topk", "voted_indices"),
         ("topk", "shared_indices"),
         ("threshold", "auto"),
         ("randomk", "auto"),

@@ -80,6 +80,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (NESTEROV, {"base": "powersgd"}),
     (DAMPENED, {"base": "qsgd", "exchange": "sharded"}),
     (DAMPENED, {"base": "topk+fp32", "exchange": "shared_indices"}),
+    (DAMPENED, {"base": "topk", "exchange": "voted_indices"}),
 ]
 
 

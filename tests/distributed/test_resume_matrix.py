@@ -30,7 +30,7 @@ from adaptive import (
     Warmup,
 )
 from adaptive.config import GRANULARITIES, MEMORIES
-from adaptive.exchange.strategies import EXCHANGES
+from adaptive.exchange.choice import EXCHANGES
 from compressors import compressor_names
 from policies import policy_names
 from runs.simulate.ranks import WorkerError

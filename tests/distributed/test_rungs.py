@@ -31,7 +31,7 @@ def _deviation(rank: int, cfs: list[float], probe: list[float], exchange: str, c
     return float(found["deviation"])
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded", "voted_indices"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sent_plus_residual_is_the_sum_of_gradients(exchange: str, world_size: int) -> None:
     worst = run_ranks(world_size, _deviation, SWITCHES, [2.0, 20.0], exchange, 0.004)

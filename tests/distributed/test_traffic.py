@@ -77,6 +77,7 @@ def _count(
         ("topk", "auto"),
         ("topk", "all_gather"),
         ("topk", "sharded"),
+        ("topk", "voted_indices"),
         ("topk", "shared_indices"),
         ("randomk", "auto"),
         ("powersgd", "auto"),

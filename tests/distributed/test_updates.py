@@ -187,7 +187,7 @@ WAYS = [
     ("adamw", "all_gather", "bucket"),
     ("adamw, groups", "sharded", "bucket"),
     ("adam, amsgrad, foreach", "all_gather", "layer"),
-    ("nadam", "sharded", "layer"),
+    ("nadam", "voted_indices", "layer"),
     ("radam", "all_gather", "bucket"),
     ("rmsprop, centered, momentum", "all_gather", "layer"),
     ("adagrad, decays", "sharded", "bucket"),

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adaptive.config import make_base
-from adaptive.exchange.strategies import strategies
+from adaptive.exchange.choice import strategies
 from compressors import compressor_names, make_compressor
 from tests.faults import saving, training
 from tests.faults.ranks import START, Ranks

@@ -136,6 +136,7 @@ RUNS: dict[str, Run] = {
     ),
     "a layer left out": Run(_goodput, "topk", "momentum", "all_gather", "bucket", unused=True),
     "adamw": Run(_goodput, "topk", "updates", "all_gather", "bucket", ranks=3),
+    "votes": Run(_goodput, "topk", "updates", "voted_indices", "bucket", ranks=4),
     # The other compressors
     "adacomp": Run(_gravac, "adacomp", "residual", "all_gather", "bucket"),
     "bf16": Run(_fixed, "bf16", "none", "all_reduce", "bucket", cf_range=(2, 2)),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from adaptive.config import MEMORIES
-from adaptive.exchange.strategies import EXCHANGES
+from adaptive.exchange.choice import EXCHANGES
 from compressors import compressor_names
 from policies import policy_names
 from tests.integration.commands import ROOT

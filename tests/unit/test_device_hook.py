@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import whole_buckets
+from adaptive.exchange.choice import Strategy, strategies
 from adaptive.exchange.collectives import Exchange, Traffic
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.memory.updates import UpdateMemory

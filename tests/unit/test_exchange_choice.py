@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from adaptive.exchange.choice import ExchangeChoice, check_exchange, strategies
 from adaptive.exchange.link import LinkCost
-from adaptive.exchange.strategies import ExchangeChoice, check_exchange, strategies
 from compressors import QSGD, RandomK, compressor_names, make_compressor
 
 SLOW = LinkCost(alpha=1e-4, beta=1e7)  # 0.1 ms a message, 80 Mbit/s
 MB = 1e6
 
 
-def pick(nbytes: float, world_size: int, link: LinkCost = SLOW, exchange: str = "auto") -> str:
+def pick(
+    nbytes: float,
+    world_size: int,
+    link: LinkCost = SLOW,
+    exchange: str = "auto",
+    base: str = "topk",
+) -> str:
     choice = ExchangeChoice(make_compressor("topk"), exchange, world_size)
     choice.link = link
-    return choice.pick(nbytes).name
+    return choice.pick(nbytes, make_compressor(base)).name
 
 
 def test_with_two_ranks_there_is_nothing_to_choose() -> None:
@@ -24,27 +30,30 @@ def test_with_two_ranks_there_is_nothing_to_choose() -> None:
 
 
 def test_many_ranks_and_large_payloads_are_sharded() -> None:
-    assert pick(MB, 4) == "sharded"
-    assert pick(MB, 16) == "sharded"
+    assert pick(MB, 4) == "voted_indices"
+    assert pick(MB, 16) == "voted_indices"
+    assert pick(MB, 16, base="int8") == "sharded"  # a rung of the same ladder
 
 
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
     assert pick(100, 8) == "all_gather"
-    assert pick(100, 8, LinkCost(0.0, 1e7)) == "sharded"
+    assert pick(100, 8, LinkCost(0.0, 1e7)) == "voted_indices"
 
 
 def test_at_three_ranks_the_saving_of_a_third_is_taken() -> None:
     assert LinkCost(0.0, 1e7).sharded(MB, 3) == pytest.approx(2 / 3 * SLOW.beta**-1 * 2 * MB)
-    assert pick(MB, 3) == "sharded"
+    assert pick(MB, 3) == "voted_indices"
 
 
 def test_a_clock_that_stands_still_leaves_the_bytes_to_count() -> None:
-    assert pick(MB, 4, LinkCost()) == "sharded"
+    assert pick(MB, 4, LinkCost()) == "voted_indices"
 
 
 def test_what_is_asked_for_is_done() -> None:
     assert pick(MB, 16, exchange="all_gather") == "all_gather"
     assert pick(1, 2, exchange="sharded") == "sharded"
+    assert pick(1, 2, exchange="voted_indices") == "voted_indices"
+    assert pick(1, 2, exchange="voted_indices", base="int8") == "sharded"
 
 
 @pytest.mark.parametrize("name", compressor_names())
@@ -52,7 +61,7 @@ def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str)
     base = make_compressor(name)
     ways = strategies(base)
     assert [check_exchange(way.name, base) for way in ways] == [way.name for way in ways]
-    assert ExchangeChoice(base, "auto", 8).pick(MB).name in {way.name for way in ways}
+    assert ExchangeChoice(base, "auto", 8).pick(MB, base).name in {way.name for way in ways}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""Which exchange a bucket takes: what a compressor allows, and what is fastest on the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.link import LinkCost
+from adaptive.exchange.strategies import (
+    Outgoing,
+    Rounds,
+    gathered,
+    in_rounds,
+    sharded,
+    shared_indices,
+    summed,
+    voted_indices,
+)
+from compressors import Compressor
+from compressors.grace import GraceCompressor
+from compressors.rounds import RoundsCompressor
+from compressors.sparsifier import Sparsifier
+
+WORTH = 0.9
+"""Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy is one way in which payloads become the mean.
+
+    start: begins the exchange of one bucket. collectives: that it issues a bucket. takes_sums: it
+    compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
+    shards. votes: payloads hold the values at any number of indices, in full.
+    """
+
+    name: str
+    start: Callable[[Exchange, Outgoing], Rounds]
+    collectives: int
+    takes_sums: bool = False
+    sharded: bool = False
+    votes: bool = False
+
+
+GATHERED = Strategy("all_gather", gathered, 1)
+SUMMED = Strategy("all_reduce", summed, 1)
+SHARDED = Strategy("sharded", sharded, 2, sharded=True)
+SHARED_INDICES = Strategy("shared_indices", shared_indices, 2, takes_sums=True)
+"""The ranks take turns to choose."""
+BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True)
+"""The one with the largest error-fed gradient does."""
+
+EXCHANGES = (
+    "auto",
+    "all_reduce",
+    "all_gather",
+    "sharded",
+    "voted_indices",
+    "shared_indices",
+    "shared_indices_by_energy",
+)
+
+
+def strategies(base: Compressor) -> list[Strategy]:
+    """The strategies that a compressor allows, the one that suits it on any network first."""
+    if isinstance(base, RoundsCompressor):
+        start = partial(in_rounds, compressor=base)
+        return [Strategy("all_reduce", start, base.rounds_count, takes_sums=True)]
+    if base.linear:
+        return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
+    if isinstance(base, GraceCompressor):  # a second compression would have a ctx of its own
+        return [GATHERED]
+    if isinstance(base, Sparsifier):
+        start = partial(voted_indices, values=base.values)
+        voted = Strategy("voted_indices", start, 3, takes_sums=True, votes=True)
+        shared = [SHARED_INDICES, BY_ENERGY] if base.values.lossless else []
+        return [GATHERED, SHARDED, voted, *shared]
+    return [GATHERED, SHARDED]
+
+
+def check_exchange(exchange: str, base: Compressor) -> str:
+    """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
+    accepted = ["auto", *(strategy.name for strategy in strategies(base))]
+    if exchange not in accepted:
+        told = f"exchange must be one of {', '.join(accepted)} for base {base.name!r}"
+        raise ValueError(f"{told}; got {exchange!r}")
+    return exchange
+
+
+class ExchangeChoice:
+    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
+
+    With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
+    a sparsifier voted indices, which send fewer bytes than that and get more through."""
+
+    def __init__(self, base: Compressor, exchange: str, world_size: int) -> None:
+        allowed = strategies(base)
+        self._fixed = next((each for each in allowed if each.name == exchange), None)
+        self._many = next((each for each in allowed if each.votes), SHARDED)
+        if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
+            self._fixed = allowed[0]
+        self._world_size = world_size
+        self.link = LinkCost()
+
+    @property
+    def measures(self) -> bool:
+        """The choice depends on the link, which is to be measured."""
+        return self._fixed is None and self._world_size > 2
+
+    @property
+    def by_energy(self) -> bool:
+        """The ranks' energies must be known."""
+        return self._fixed is BY_ENERGY
+
+    def pick(self, nbytes: float, compressor: Compressor) -> Strategy:
+        """For payloads of `nbytes` a bucket, which `compressor` makes: the base, or a quantizer
+        below it."""
+        many = self._many if isinstance(compressor, Sparsifier) else SHARDED
+        if not self.measures:
+            fixed = self._fixed or GATHERED
+            return many if fixed.votes else fixed
+        n, link = self._world_size, self.link
+        if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
+            link = LinkCost(0.0, 1.0)
+        return many if link.sharded(nbytes, n) < WORTH * link.gathered(nbytes, n) else GATHERED
