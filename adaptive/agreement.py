@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.parameters import ModelParameter
 from policies import Plan
 
 
@@ -63,12 +62,13 @@ def check_model(model: object) -> DistributedDataParallel:
 
 
 def compare_replicas(
-    step: int, plan: Plan, parameters: Iterable[ModelParameter], group: dist.ProcessGroup
+    step: int, plan: Plan, parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """Compare the plan of a step, and these parameters, over the ranks. A collective that waits for
-    the ranks and for the device. RuntimeError on all of them, naming what differs and the ranks."""
-    parameters = list(parameters)
-    own = f"step {step}: {plan}", [_checksum(parameter.tensor) for parameter in parameters]
+    """Compare the plan of a step, and these parameters by name, over the ranks. A collective that
+    waits for the ranks and for the device. RuntimeError on all of them, naming what differs and the
+    ranks."""
+    named = list(parameters)
+    own = f"step {step}: {plan}", [_checksum(tensor) for _, tensor in named]
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     first_plan, first = everyone[0]
@@ -78,11 +78,11 @@ def compare_replicas(
                 f"debug: rank {rank} plans otherwise than rank 0, and must plan alike:\n"
                 f"  rank 0: {first_plan}\n  rank {rank}: {said}"
             )
-    for i, parameter in enumerate(parameters):
+    for i, (name, _) in enumerate(named):
         for rank, (_, theirs) in enumerate(everyone):
             if theirs[i] != first[i]:
                 raise RuntimeError(
-                    f"debug: parameter {parameter.name!r} of rank {rank} is not that of rank 0 "
+                    f"debug: parameter {name!r} of rank {rank} is not that of rank 0 "
                     f"before step {step}; the ranks are replicas no longer"
                 )
 

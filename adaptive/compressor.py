@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from adaptive.config import (
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
+from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
@@ -38,7 +40,7 @@ from policies import state as saved
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 10
+_STATE_VERSION = 11
 
 
 class AdaptiveCompressor:
@@ -85,6 +87,11 @@ class AdaptiveCompressor:
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
     timeline: a `Timeline` or several; rank 0 writes.
+    local_steps: H > 1 lets each rank take H steps by itself, with any optimizer of torch's, between
+        two exchanges, which are of what the ranks have come to since the last (DiLoCo): H times
+        fewer bytes again. A step of the policy and of the timeline is then a round of H.
+    outer_lr, outer_momentum: with local steps, of the outer step, SGD with Nesterov momentum, which
+        moves all ranks by the mean of that.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`; None: the
@@ -116,6 +123,9 @@ class AdaptiveCompressor:
         clip_norm: float | None = None,
         shadow_sample: float = SHARE,
         samples_per_step: float | None = None,
+        local_steps: int = 1,
+        outer_lr: float = OUTER_LR,
+        outer_momentum: float = OUTER_MOMENTUM,
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -144,6 +154,9 @@ class AdaptiveCompressor:
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),
+            local_steps=checks.whole("local_steps", local_steps, least=1),
+            outer_lr=checks.real("outer_lr", outer_lr, above=0),
+            outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
             timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,
@@ -216,7 +229,7 @@ class AdaptiveCompressor:
 
         The exchange is dense until something is attached again. What the residual holds is sent
         with the next step, or with updates is taken off the parameters now; velocities and moments
-        go back into the optimizer."""
+        go back into the optimizer. With local steps all ranks go on from their mean."""
         if self._model is None or self._session is None:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()
@@ -259,6 +272,12 @@ class AdaptiveCompressor:
         """Take in the last step's statistics, which otherwise come with the next step's start. On
         every rank."""
         self._running().controller.flush()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context in which the model holds the mean of the ranks' parameters, for evaluation and
+        for saving. With local steps they differ, and it is a collective, as large as a dense step;
+        else the model holds it anyway."""
+        return self._running().averaged()
 
     def discard(self) -> None:
         """Call this instead of `optimizer.step()` where the gradients of a backward are thrown

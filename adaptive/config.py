@@ -163,6 +163,9 @@ class Settings:
     clip_norm: float | None
     shadow_sample: float
     samples_per_step: float | None
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
     timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
@@ -185,6 +188,10 @@ class Settings:
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
                 f"base={base.name!r}"
             )
+        if self.outer_momentum >= 1:
+            raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
+        if self.local_steps > 1:
+            self._check_local_steps()
         if policy.layerwise:
             why = f"policy {policy.name!r}, which gives layers CFs of their own"
             if self.granularity == "bucket":
@@ -195,6 +202,19 @@ class Settings:
                 raise ValueError(
                     f"base must not be summed in half precision with {why}; got base={base.name!r}"
                 )
+
+    def _check_local_steps(self) -> None:
+        """ValueError for whatever makes sense of gradients only."""
+        wrong = {
+            "hooks": (self.hooks, "empty"),
+            "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
+            "memory": (self.memory.kind in ("momentum", "updates"), "'auto', 'residual' or 'none'"),
+        }
+        for name, (given, accepted) in wrong.items():
+            if given:
+                got = self.memory.kind if name == "memory" else given
+                told = f"{name} must be {accepted} with local_steps={self.local_steps}"
+                raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
@@ -213,5 +233,7 @@ class Settings:
             f"cf_range={self.cf_range}, shadow_sample={self.shadow_sample:g}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",
+            f"local_steps={self.local_steps}, outer_lr={self.outer_lr:g}, "
+            f"outer_momentum={self.outer_momentum:g}",
             f"debug={self.debug}, checksum={self.checksum}",
         )

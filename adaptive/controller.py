@@ -56,8 +56,9 @@ class Controller(saved.Stateful):
 
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
     may hold something. residual_first: that must be sent, by a dense step, before anything is
-    compressed. agreed: the statistics of the last step that the ranks have agreed on. corrupt:
-    something has arrived that no rank can have sent.
+    compressed. local_steps: of each rank, of which a step here consists. agreed: the statistics of
+    the last step that the ranks have agreed on. corrupt: something has arrived that no rank can
+    have sent.
     """
 
     _fields = saved.declare(
@@ -87,6 +88,7 @@ class Controller(saved.Stateful):
     forced_dense: bool = False
     carrying: bool = False
     residual_first: bool = False
+    local_steps: int = 1
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
     _was_forced_dense: bool = False
@@ -214,7 +216,7 @@ class Controller(saved.Stateful):
         )
         read_sum, layer_cfs = self.plan.read_sum, self.cfs.sent_layers
         self._pending.append(_Pending(report, layer_cfs, read_sum, tally, sketches, summed))
-        self._totals.add_step(self.cf, traffic, report.dense_wire_bytes)
+        self._totals.add_step(self.cf, traffic, report.dense_wire_bytes * self.local_steps)
         self.step += 1
 
     def flush(self) -> None:
@@ -231,7 +233,8 @@ class Controller(saved.Stateful):
 
     def summary(self) -> Summary:
         verdict = self.policy.verdict()
-        return replace(deepcopy(self._totals), cf=self.cf, verdict=verdict)
+        totals = deepcopy(self._totals)
+        return replace(totals, cf=self.cf, verdict=verdict, local_steps=self.local_steps)
 
     def explain(self) -> str:
         """CF, since when and why, what the policy has concluded, what would change it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,9 @@ from adaptive.controller import Controller
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
-from adaptive.exchange.pipeline import Pipeline
+from adaptive.exchange.pipeline import Pipeline, done_with
 from adaptive.hook import send_through
+from adaptive.local_steps import LocalSteps
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameters
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 log = logging.getLogger("adaptive")
+
+BROADCASTS = (
+    "DDP sends the model's buffers (batch norm's statistics?) in every forward, local steps or not:"
+    " DDP(model, broadcast_buffers=False)"
+)
 
 
 class Session:
@@ -80,6 +86,7 @@ class Session:
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
+        self._local: LocalSteps | None = None
         self._agree(self._prepare, optimizer, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
@@ -89,13 +96,20 @@ class Session:
             settings.policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(settings.timeline, rank == 0, self._header, settings.samples_per_step or 1.0),
+            Recorder(
+                settings.timeline,
+                rank == 0,
+                self._header,
+                settings.samples_per_step or 1.0,
+                settings.local_steps,
+            ),
             self._requested,
             self._sizes,
             lambda: learning_rate(self._optimizer),
             lambda: self._memory.now,
             device,
         )
+        self.controller.local_steps = settings.local_steps
         self._start_watching()
 
     def _agree(
@@ -112,7 +126,8 @@ class Session:
             self._optimizer = None
             raise
         self._reduce_with(self.settings.clip_norm)
-        warning = self._memory.warning(optimizer)
+        self._start_local_steps()
+        warning = "" if self._local is not None else self._memory.warning(optimizer)
         if warning and self.exchange.rank == 0 and self._watch.is_new(warning):
             log.warning("%s", warning)
 
@@ -127,7 +142,7 @@ class Session:
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one, settings.shadow_sample
         )
-        self._memory.choose(self._optimizer)
+        self._choose_memory(self._optimizer)
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
             raise ValueError(
@@ -149,12 +164,35 @@ class Session:
         )
         return "\n".join(lines)
 
+    def _choose_memory(self, optimizer: Optimizer | None) -> None:
+        """ValueError if it does not go with what was asked for."""
+        every = self.settings.local_steps
+        if every > 1 and self.model is None:
+            raise ValueError(f"local_steps={every} needs the model: attach(model) or bind(model)")
+        # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
+        self._memory.choose(optimizer if every == 1 else None)
+
+    def _start_local_steps(self) -> None:
+        """Now that all ranks stand alike."""
+        settings, model = self.settings, self.model
+        if settings.local_steps == 1 or model is None:
+            return
+        self._local = LocalSteps(
+            list(self._parameters.values()),
+            settings.local_steps,
+            settings.outer_lr,
+            settings.outer_momentum,
+        )
+        broadcasts = model.broadcast_buffers and any(b.numel() for b in model.module.buffers())
+        if broadcasts and self.exchange.rank == 0 and self._watch.is_new(BROADCASTS):
+            log.warning("%s", BROADCASTS)
+
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood. A collective; the error of a rank
         that cannot is raised on all, and it is as it was."""
 
         def prepare() -> str:
-            self._memory.choose(optimizer)
+            self._choose_memory(optimizer)
             return ""
 
         self._agree(prepare, optimizer, scaler)
@@ -180,6 +218,9 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
+        if self._local is not None:
+            self._local.end(self.exchange)
+            self._local = None
         self._memory.release(self.exchange)
         self._watch.end()
         self._optimizer = None
@@ -211,14 +252,19 @@ class Session:
             )
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        controller = self.controller
+        controller, local = self.controller, self._local
+        if local is not None and not local.due:
+            if bucket.is_last():
+                local.backward_ends()
+                self._reducer.end_backward()
+            return done_with(bucket.buffer())
         if bucket.index() == 0:
             self._begin_step()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
         parameters = [self._parameters.find(p) for p in bucket.parameters()]
-        scale = loss_scale(self._scaler, buffer.device)
-        work = buffer
+        scale = loss_scale(self._scaler, buffer.device) if local is None else None
+        work = buffer if local is None else local.outer_gradients(bucket.index(), parameters)
         if scale is not None:  # in float32, where unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
         plan, cfs = controller.plan, controller.cfs
@@ -243,7 +289,10 @@ class Session:
         def finish(future: Future[Tensor]) -> Tensor:
             with self._noting_failure(step.number):
                 mean = future.value()
-                if scale is not None:
+                if local is not None:
+                    local.arrived(parameters, mean)
+                    mean = buffer
+                elif scale is not None:
                     mean = buffer.copy_(mean.mul_(scale))
                 stopwatch.bucket_done(drain(self._pipeline.decoded))
                 return mean
@@ -264,7 +313,7 @@ class Session:
         if controller.plan.send in (DENSE, *self.settings.hooks):
             self._memory.now.settle(self.exchange)
         if every := self.settings.debug:
-            compared = () if controller.step % every else self._parameters.values()
+            compared = () if controller.step % every else self._alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
         # Falling back is decided on an agreed statistic, warnings are each rank's own.
         agreed, memory, watch = controller.agreed, self._memory.now, self._watch
@@ -279,21 +328,34 @@ class Session:
         twice = watch.unstepped and (sends_velocities or memory.scales is not None)
         watch.warn(twice, UNSTEPPED, controller.step - 1, controller.was_spoiled)
 
+    def _alike(self) -> Iterable[tuple[str, Tensor]]:
+        """What must be the same on all ranks, by parameter name."""
+        values = self._local.anchors if self._local is not None else {}
+        return ((p.name, values.get(p, p.tensor)) for p in self._parameters.values())
+
     def _end_step(self, scale: Tensor | None) -> None:
         """What comes after the last bucket's own collective."""
         controller, watch = self.controller, self._watch
         controller.end_step(watch.take_found())
         self._reducer.end_backward()
+        if self._local is not None:  # gradients are the optimizer's, whatever a script does to them
+            self._local.backward_ends()
+            return
         # After `detach` nobody would compare them.
         compare = bool(self._memory.now.keeps) and not controller.forced_dense
         watch.backward_ends(scale, compare)
         kept = watch.thrown_away and self._memory.holds_something()
         watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model holds the mean of the ranks' parameters, which with local steps differ."""
+        return nullcontext() if self._local is None else self._local.averaged(self.exchange)
+
     def discard(self) -> None:
         """Forget what the memory holds: the last backward's gradients are thrown away."""
         self._check_whole()
-        self._memory.discard()
+        if self._local is None:  # else what it holds is of other steps
+            self._memory.discard()
         self._watch.discarded()
 
     def _fall_back(self) -> None:
@@ -308,6 +370,7 @@ class Session:
         self._check_whole()
         self.controller.flush()
         self._memory.now.conclude()
+        local = {} if self._local is None else self._local.state_dict()  # may change the memory
         return {
             **self._identity(),
             "resharded_from": None,
@@ -315,6 +378,7 @@ class Session:
             "link": list(vars(self._choice.link).values()),
             "memory": self._memory.state_dict(),
             "scales": scales.state_dict() if (scales := self._memory.now.scales) else {},
+            "local": local,
             **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
         }
@@ -352,6 +416,8 @@ class Session:
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
+        if self._local is not None:
+            self._local.load_state_dict(state["local"])
         self._failed = None
 
     def _identity(self) -> dict[str, Any]:
@@ -362,6 +428,7 @@ class Session:
             "base": self.settings.base.name,
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
+            "local_steps": self.settings.local_steps,
             "parameters": {p.name: list(p.tensor.shape) for p in self._parameters.values()},
         }
 

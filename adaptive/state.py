@@ -21,12 +21,12 @@ from policies.state import read, together
 State = Mapping[str, Any]
 
 CONTENTS = (
-    *("compressor", "link", "memory", "scales", "shadow", "sum", "layers", "peers"),
+    *("compressor", "link", "memory", "scales", "local", "shadow", "sum", "layers", "peers"),
     *("controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
 
-ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "parameters")
+ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "local_steps", "parameters")
 """What the states of one moment have in common."""
 
 
@@ -78,6 +78,13 @@ def check_state(
     for name, kept in state["memory"].items():
         whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
         together(whole, f"the memory of {name!r} has lost something")
+    like = {"backwards": int, "anchors": flat, "moving": flat}
+    local = read(state, "local", Mapping)
+    check_like("local", local, like if expected["local_steps"] > 1 else {})
+    if expected["local_steps"] > 1:
+        whole = local.keys() == like.keys() and local["anchors"].keys() == flat.keys()
+        whole = whole and local["moving"].keys() in (set(), flat.keys())
+        together(whole, "'local' has lost something")
     check_like("sum", state["sum"], flat, finite=False)
     check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
     for name, kept in state["shadow"].items():

@@ -18,7 +18,8 @@ class Summary(saved.Stateful):
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
     elements sent, indices not counted. dense_bytes: bytes on the wire had every step been a dense
     fp32 all-reduce. verdict: what the policy has concluded, if anything. gain_terms: numerator and
-    denominator of the error-fed gain at each CF, summed over the steps sent at it.
+    denominator of the error-fed gain at each CF, summed over the steps sent at it. local_steps: of
+    each rank, of which a step here consists.
     """
 
     steps: int = 0
@@ -31,6 +32,7 @@ class Summary(saved.Stateful):
     dense_bytes: float = 0.0
     verdict: str = ""
     gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict)
+    local_steps: int = 1
 
     _fields = saved.declare(
         steps=int,
@@ -76,7 +78,8 @@ class Summary(saved.Stateful):
             name = "dense" if cf == DENSE else f"{cf:g}"
             share = steps / max(1, self.steps)
             rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {gains.get(cf, nan):>10.4f}")
-        rows.append(f"{self.steps} steps, {self.switches} switches, CF {self.cf:g} in use")
+        unit = "steps" if self.local_steps == 1 else f"rounds of {self.local_steps} steps"
+        rows.append(f"{self.steps} {unit}, {self.switches} switches, CF {self.cf:g} in use")
         rows.append(
             f"bytes sent {_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} dense: "
             f"wire factor {self.wire_factor:.1f}"

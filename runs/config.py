@@ -81,6 +81,9 @@ class TrainConfig:
     masking: bool | float | None = None
     clip_norm: float | None = None
     shadow_sample: float | None = None
+    local_steps: int | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
     checksum: bool | None = None
     link: str | None = None
     eval_every: int = 0

@@ -22,6 +22,9 @@ HOOK_OPTIONS = (
     "masking",
     "clip_norm",
     "shadow_sample",
+    "local_steps",
+    "outer_lr",
+    "outer_momentum",
     "checksum",
     "link",
     "fixed_clock",
@@ -58,6 +61,9 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
         )
     if "model_mb" in given:
         _check_size(given)
+    for name in ("outer_lr", "outer_momentum"):
+        if name in given and given.get("local_steps", 1) == 1:
+            raise UsageError(f"{option(name)} {shown(given[name])} needs --local-steps 2 or more")
     check_one_worker(given)
     for name in ("momentum_lag", "masking"):
         if name in given and given.get("memory", "auto") not in ("auto", "momentum"):

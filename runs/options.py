@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.exchange.choice import EXCHANGES
+from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from compressors import compressor_names
 from runs.config import TrainConfig
 from runs.optimizers import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, LR_SCHEDULES, OPTIMIZERS
@@ -187,6 +188,24 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         metavar="on|off",
         help="of goodput with a sparsifier: below cf-range it also finds CF 2 (bf16) and 4 (int8) "
         "(on)",
+    )
+    how.add_argument(
+        "--local-steps",
+        type=whole(1),
+        metavar="H",
+        help="each worker takes H steps by itself between two exchanges (1)",
+    )
+    how.add_argument(
+        "--outer-lr",
+        type=positive,
+        metavar="LR",
+        help=f"of local steps: by how much of their mean all workers move ({OUTER_LR:g})",
+    )
+    how.add_argument(
+        "--outer-momentum",
+        type=number,
+        metavar="M",
+        help=f"of local steps: Nesterov momentum of these moves ({OUTER_MOMENTUM:g})",
     )
     how.add_argument(
         "--dense-below",

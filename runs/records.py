@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from itertools import pairwise
 from math import nan, prod
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -69,8 +70,28 @@ class Recorded:
     @property
     def wire_factor(self) -> float:
         """Bytes of dense fp32 all-reduce / bytes sent; 1 if nothing was sent."""
-        dense = sum(step.report.dense_wire_bytes for step in self.steps)
+        dense = sum(step.dense_bytes for step in self.steps)
         return dense / self.bytes_sent if self.bytes_sent else 1.0
+
+
+def local_steps(records: Sequence[StepRecord]) -> int:
+    """Of the optimizer, of which each record's step consists."""
+    return records[0].local_steps if records else 1
+
+
+def bytes_by_step(sent: Sequence[float], every: int) -> list[float]:
+    """Bytes sent by the end of each step of the optimizer, from those by the end of each exchange.
+    With local steps the first exchange comes after that many."""
+    return [*([0.0] * every), *(at for at in sent for _ in range(every))] if every > 1 else [*sent]
+
+
+def seconds_by_step(ends: Sequence[float], every: int) -> list[float]:
+    """When each step of the optimizer ended, from when each exchange's did. With local steps those
+    before the first exchange are taken to last as long as those after the last."""
+    if every == 1 or not ends:
+        return [*ends]
+    known = [0.0, *ends, 2 * ends[-1] - (ends[-2] if len(ends) > 1 else 0.0)]
+    return [a + (b - a) * (i + 1) / every for a, b in pairwise(known) for i in range(every)]
 
 
 @dataclass(frozen=True)
@@ -283,6 +304,11 @@ def _counted(name: str, value: Any) -> int:
     return whole_number(name, value) or _refuse(name, value, "must be at least 1")
 
 
+def _local_steps(name: str, value: Any) -> int:
+    count = _counted(name, value)
+    return count if count <= 10**4 else _refuse(name, value, "must be at most 10,000")
+
+
 def _text(name: str, value: Any) -> str:
     return value if isinstance(value, str) else _refuse(name, value, "must be a text")
 
@@ -393,6 +419,7 @@ _BY_NAME: dict[tuple[str, Any], Callable[[str, Any], Any]] = {
     },
     ("numel", int): _counted,
     ("world_size", int): _counted,
+    ("local_steps", int): _local_steps,
     **{
         (name, float): amount
         for name in (

@@ -100,8 +100,9 @@ def save_result(
     could not be saved: the last checkpoint, or the result itself."""
     notes = list(logbook.notes)
     recorded = _read(config.folder / TIMELINE_FILE, notes)
-    if config.policy != "off" and len(recorded.steps) < outcome.steps_done:
-        notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {outcome.steps_done} steps")
+    exchanges = outcome.summary.steps
+    if config.policy != "off" and len(recorded.steps) < exchanges:
+        notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {exchanges} steps")
     if recorded.steps:
         path = config.folder / PLOT_FILE
         try:
@@ -202,15 +203,17 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     if result["scaling_efficiency"] is not None:
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
         rows.append(("  scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
-    summary = outcome.summary
+    summary, every = outcome.summary, config.local_steps or 1
+    unit = "step" if every == 1 else "round"
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     spent = result["step_milliseconds"]
     if spent:
-        rows.append(("  ms of a step, medians", _parts(spent)))
+        rows.append((f"  ms of a {unit}, medians", _parts(spent)))
     lines = [f"{name:<28}{value}".rstrip() if value else name for name, value in rows]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""
-        lines += [f"  CF history{note}", *_history(result["cf_history"])]
+        rounds = "" if every == 1 else f", in rounds of {every} steps"
+        lines += [f"  CF history{rounds}{note}", *_history(result["cf_history"])]
         lines += [f"  summary of one worker{note}"]
         lines += [f"    {line}" for line in str(summary).splitlines()]
     lines += [f"  note: {note}" for note in notes]

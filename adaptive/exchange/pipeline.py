@@ -30,6 +30,17 @@ class _Running:
     issued: Future[Tensor] = field(init=False)
 
 
+def done_with(value: Tensor) -> Future[Tensor]:
+    """A future of what is there already."""
+    done = _future(value.device)
+    done.set_result(value)
+    return done
+
+
+def _future(device: torch.device) -> Future[Tensor]:
+    return Future(devices=[device]) if device.type == "cuda" else Future()
+
+
 class Pipeline:
     """The exchanges of the buckets that wait for a further round.
 
@@ -56,7 +67,7 @@ class Pipeline:
 
         Then let the exchanges of earlier buckets take their next round; if this bucket is the
         `last`, all of them, and this one too."""
-        done: Future[Tensor] = Future(devices=[device]) if device.type == "cuda" else Future()
+        done = _future(device)
         earlier = list(self._queue)
         self._queue.append(_Running(rounds, collectives, decode, done))
         self._issue(self._queue[-1], None)

@@ -62,6 +62,7 @@ class StepRecord:
     policy has read the norm of the sum of mean gradients, and a new sum has begun.
     active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
     medians, so that pauses do not count), bytes of this rank, and what they would have been dense.
+    local_steps: of each rank, of which this one consists; a dense run would have exchanged in each.
     """
 
     report: StepReport
@@ -74,12 +75,18 @@ class StepRecord:
     active: float = nan
     sent: float = nan
     dense: float = nan
+    local_steps: int = 1
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes that dense fp32 all-reduce would have sent."""
+        return self.local_steps * self.report.dense_wire_bytes
 
     @property
     def wire_factor(self) -> float:
-        """Bytes that dense fp32 all-reduce would have sent / bytes sent; 1 if neither sends."""
+        """Those over bytes sent; 1 if neither sends."""
         sent = self.report.wire_bytes
-        return self.report.dense_wire_bytes / sent if sent else 1.0
+        return self.dense_bytes / sent if sent else 1.0
 
 
 @dataclass(frozen=True)
@@ -227,19 +234,24 @@ def _finite(value: Any) -> Any:
 class Recorder(Stateful):
     """What puts steps and switches on record, on the one rank that writes.
 
-    writes: on this rank. header: asked for at the first record of a run. samples: in a step, of all
-    workers; 1 if throughput is to be steps/s.
+    writes: on this rank. header: asked for at the first record of a run. samples: in a step of the
+    optimizer, of all workers; 1 if throughput is to be steps/s. local_steps: see `StepRecord`.
     """
 
     _fields = declare(_started_at=float | None, _active=float)
 
     def __init__(
-        self, timeline: SafeTimeline, writes: bool, header: Callable[[], Header], samples: float
+        self,
+        timeline: SafeTimeline,
+        writes: bool,
+        header: Callable[[], Header],
+        samples: float,
+        local_steps: int = 1,
     ) -> None:
         self._timeline = timeline
         self._writes = writes
         self._header: Callable[[], Header] | None = header
-        self._samples = samples
+        self._samples, self._local_steps = samples * local_steps, local_steps
         self._started_at: float | None = None  # the first step's time
         self._active = 0.0  # seconds of steps so far
         self._logged: set[str] = set()
@@ -283,6 +295,7 @@ class Recorder(Stateful):
             active=self._active,
             sent=sent,
             dense=dense,
+            local_steps=self._local_steps,
         )
         self._timeline.step(record)
         verdict = policy.verdict()

@@ -20,6 +20,8 @@ from runs.records import (
     TIMELINE_FILE,
     Recorded,
     Stretch,
+    bytes_by_step,
+    local_steps,
     read_metrics,
     read_records,
     stretches,
@@ -121,10 +123,12 @@ def smoothed(evaluations: Sequence[tuple[int, float]], count: int) -> list[tuple
 
 
 def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[float, ...]:
-    """Bytes sent by the end of each step; without records (plain DDP) all steps send alike."""
+    """Bytes sent by the end of each step of the optimizer; without records (plain DDP) all steps
+    send alike."""
     if not records:
         return tuple(total * (i + 1) / steps for i in range(steps))
-    return tuple(accumulate(record.report.wire_bytes for record in records))
+    sent = list(accumulate(record.report.wire_bytes for record in records))
+    return tuple(bytes_by_step(sent, local_steps(records)))
 
 
 def _evaluations(config: TrainConfig) -> list[tuple[int, float]]:

@@ -19,6 +19,7 @@ from statistics import median
 
 from adaptive import LinkSpec, StepRecord
 from adaptive.exchange.link import imagined_bytes
+from runs.records import local_steps, seconds_by_step
 
 
 def compute_seconds(records: Sequence[StepRecord]) -> float:
@@ -56,21 +57,20 @@ def compress_seconds(records: Sequence[StepRecord]) -> list[float]:
 def modelled_seconds(
     records: Sequence[StepRecord], network: LinkSpec, times: float = 1.0
 ) -> list[float]:
-    """When each step would have ended; nan throughout if no step was timed.
+    """When each step of the optimizer would have ended; nan throughout if no step was timed.
 
     times: the size of the model that is imagined, in sizes of the one that was trained.
     """
     compute = compute_seconds(records)
     compress, rate = compress_seconds(records), network.bits_per_second
-    return list(
-        accumulate(
-            compute
-            + times * spent
-            + network.latency
-            + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
-            for sent, spent in zip((record.report for record in records), compress, strict=True)
-        )
+    ends = accumulate(
+        compute
+        + times * spent
+        + network.latency
+        + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
+        for sent, spent in zip((record.report for record in records), compress, strict=True)
     )
+    return seconds_by_step(list(ends), local_steps(records))
 
 
 def model_bytes(records: Sequence[StepRecord], workers: int) -> float:

@@ -21,7 +21,14 @@ from runs.logbook import emulated, gain_kind
 from runs.option_rules import HOOK_OPTIONS
 from runs.policy_expression import UntrustedPolicyError
 from runs.policy_options import POLICY_OPTIONS
-from runs.records import Recorded, Stretch, stretches
+from runs.records import (
+    Recorded,
+    Stretch,
+    bytes_by_step,
+    local_steps,
+    seconds_by_step,
+    stretches,
+)
 from runs.result import title
 from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
@@ -176,7 +183,7 @@ class Run:
         """Of the steps alone; nan if it is not known."""
         seconds = sum(self.step_seconds)
         if self.records and seconds > 0:
-            return len(self.records) / seconds
+            return len(self.records) * local_steps(self.records) / seconds
         if isfinite(self.rate):
             return self.rate
         return self.ending.steps_per_second if self.ending is not None else nan
@@ -202,23 +209,27 @@ class Run:
         return done / rate if rate > 0 else nan
 
     def at(self, series: Sequence[float], done: int) -> float:
-        """Of a series with a value for each record, the one after so many steps; nan if that step
-        is not on record."""
+        """Of a series with a value for each step on record, the one after so many steps; nan if
+        that step is not on record."""
         count = bisect_right(self._steps, done - 1)
         reached = count and self._steps[count - 1] == done - 1
         return series[count - 1] if reached else nan
 
     @cached_property
     def _steps(self) -> list[int]:
-        return [record.report.step for record in self.records]
+        every = local_steps(self.records)
+        rounds = [record.report.step for record in self.records]
+        rounds += [rounds[-1] + 1] if every > 1 else []
+        return [each * every + i for each in rounds for i in range(every)]
 
     @cached_property
     def _sent(self) -> list[float]:
-        return list(accumulate(record.report.wire_bytes for record in self.records))
+        sent = list(accumulate(record.report.wire_bytes for record in self.records))
+        return bytes_by_step(sent, local_steps(self.records))
 
     @cached_property
     def _seconds(self) -> list[float]:
-        return list(accumulate(self.step_seconds))
+        return seconds_by_step(list(accumulate(self.step_seconds)), local_steps(self.records))
 
     @cached_property
     def _pauses(self) -> set[int]:

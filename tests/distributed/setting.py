@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,15 @@ def local_gradients(model: DDP, step: int, rank: int) -> dict[str, Tensor]:
 
 def flat_parameters(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def listen() -> list[str]:
+    """What the library warns of from now on."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("adaptive").addHandler(handler)
+    return told
 
 
 def same(a: Any, b: Any) -> bool:

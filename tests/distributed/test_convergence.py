@@ -36,9 +36,8 @@ def _learn(rank: int, world_size: int, steps: int, policy: Policy | None) -> dic
     }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "steps"), [(2, 50), pytest.param(4, 30, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 50), (4, 30)])
 def test_compressed_training_learns_a_real_task(world_size: int, steps: int) -> None:
     gravac = GraVAC(window=6, cooldown=6, allow_dense=False)
     dense, adaptive = (

@@ -169,12 +169,14 @@ class _NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watched(rank: int, base: str, policy: str) -> int:
+def _watched(rank: int, base: str, policy: str, local_steps: int) -> int:
     blocks.force_device_path = True
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     timeline = MemoryTimeline()
-    compressor = AdaptiveCompressor(base, (4, 100), policy=policy, timeline=timeline)
+    compressor = AdaptiveCompressor(
+        base, (4, 100), policy=policy, timeline=timeline, local_steps=local_steps
+    )
     compressor.attach(model, optimizer=optimizer)
     session: Any = compressor._session
     begin, reduce = session.controller.begin_step, session.reduce
@@ -188,6 +190,14 @@ def _watched(rank: int, base: str, policy: str) -> int:
             return reduce(bucket)
 
     session.controller.begin_step, session.reduce = begin_step, watched
+    if session._local is not None:
+        outer_step = session._local._outer_step
+
+        def watched_step() -> None:
+            with _NoReading():
+                outer_step()
+
+        session._local._outer_step = watched_step
     for step in range(12):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -202,11 +212,18 @@ def test_reading_a_value_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "policy"),
-    [("topk", "goodput"), ("topk", "gravac"), ("int8", "gravac"), ("topk", "accordion")],
+    ("base", "policy", "local_steps"),
+    [
+        ("topk", "goodput", 1),
+        ("topk", "gravac", 1),
+        ("int8", "gravac", 1),
+        ("topk", "accordion", 1),
+        ("topk", "goodput", 2),
+    ],
 )
-def test_no_hook_call_waits(base: str, policy: str) -> None:
-    assert run_ranks(2, _watched, base, policy) == [12, 0]  # rank 0 writes the timeline
+def test_no_hook_call_waits(base: str, policy: str, local_steps: int) -> None:
+    steps = 12 if local_steps == 1 else 5  # exchanges after 2, 4, ... steps
+    assert run_ranks(2, _watched, base, policy, local_steps) == [steps, 0]  # rank 0 writes
 
 
 def _corrupt(rank: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -18,20 +17,12 @@ from tests.distributed.setting import (
     Scripted,
     batch,
     flat_parameters,
+    listen,
     local_gradients,
     loss_of,
     same,
     small_net,
 )
-
-
-def _listen() -> list[str]:
-    """What the library warns of from now on."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("adaptive").addHandler(handler)
-    return told
 
 
 def _clip(model: DDP) -> None:
@@ -71,7 +62,7 @@ def _with_habit(habit: str, rank: int, views: bool) -> tuple[str, float, int]:
     model = DDP(small_net(), bucket_cap_mb=0.002, gradient_as_bucket_view=views)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
-    told = _listen()
+    told = listen()
     for step in range(8):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -325,7 +316,7 @@ def test_what_is_clipped_in_a_closure_is_noticed() -> None:
 
 def _state_of_plain_error_feedback(rank: int) -> list[str]:
     """What is said when momentum correction is asked for, and the state has none."""
-    states, told = [], _listen()
+    states, told = [], listen()
     for options in ({"memory": "residual"}, {}):
         model = DDP(small_net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -350,7 +341,7 @@ def _thrown_away(rank: int, how: str, momentum: float) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
     compressor = AdaptiveCompressor(policy=Scripted([10.0]))
     compressor.attach(model, optimizer=optimizer if momentum else None)
-    told = _listen()
+    told = listen()
     for step in range(9):
         skips = step % 3 == 1
         if how == "zeroes before forward":
@@ -436,7 +427,7 @@ def _scaled_residual(rank: int, how: str) -> int:
     compressor = AdaptiveCompressor(policy=Scripted([10.0]))
     handed_over = scaler if how == "handed over" else None
     compressor.attach(model, optimizer=optimizer, scaler=handed_over)
-    told = _listen()
+    told = listen()
     for step in range(6):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step, rank)).backward()

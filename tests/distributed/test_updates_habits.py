@@ -20,11 +20,11 @@ from tests.distributed.setting import (
     TwoBranches,
     batch,
     flat_parameters,
+    listen,
     local_gradients,
     loss_of,
     small_net,
 )
-from tests.distributed.test_script_habits import _listen
 from tests.distributed.test_updates import ALL, Training, differs, mean, moments
 
 LR = 0.01
@@ -611,7 +611,7 @@ def _chosen(rank: int) -> dict[str, Any]:
     """Which memory each optimizer gets, and how often is warned of it."""
     found: dict[str, Any] = {}
     model = DDP(small_net())
-    told = _listen()
+    told = listen()
 
     def attach(optimizer: Optimizer | None, **options: Any) -> str:
         compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(20), **options)

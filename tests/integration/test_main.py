@@ -37,6 +37,7 @@ def test_the_bar_on_a_terminal_says_what_is_emulated() -> None:
     assert all(part.startswith(f"{LINK}: ") for part in drawn)
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     """As in `train | head -1`: the run is finished all the same, without a traceback."""
     text = write_text_file(tmp_path)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
@@ -47,6 +48,7 @@ def test_the_script_in_the_readme(tmp_path: Path) -> None:
     assert "wire factor" in output
 
 
+@pytest.mark.long
 def test_the_recipes_for_other_peoples_compressors(tmp_path: Path) -> None:
     output = _run("docs/compressors.md", "recipes.py", tmp_path)
     results = re.findall(r"(.+): loss ([0-9.]+), CF ([0-9.]+), wire factor ([0-9.]+)", output)

@@ -44,6 +44,7 @@ RUNS = [
     ("gravac", "sketch"),
     ("gravac", "topk", "AdamW"),
     ("goodput", "topk", "RMSprop"),
+    ("gravac", "topk", "AdamW", 2),
 ]
 
 
@@ -63,14 +64,21 @@ class _Run:
 
     good: dict[str, Any]
 
-    def __init__(self, policy: str, base: str, optimizer: str = "SGD") -> None:
+    def __init__(
+        self, policy: str, base: str, optimizer: str = "SGD", local_steps: int = 1
+    ) -> None:
         self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
         settings = {"momentum": 0.9} if optimizer == "SGD" else {}
         make = getattr(torch.optim, optimizer)
         self.optimizer = make(self.model.parameters(), lr=0.02, **settings)
         self.clock = Clock()
         self.compressor = AdaptiveCompressor(
-            base, (2, 100), policy=POLICIES[policy](), clock=self.clock
+            base,
+            (2, 100),
+            policy=POLICIES[policy](),
+            clock=self.clock,
+            local_steps=local_steps,
+            outer_momentum=0.5,
         ).attach(self.model, optimizer=self.optimizer)
         self.step = 0
 
@@ -86,7 +94,7 @@ class _Run:
         return self.compressor.state_dict()
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=" with ".join)
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: " with ".join(map(str, run)))
 def run(request: pytest.FixtureRequest) -> _Run:
     """A run that has trained."""
     trained = _Run(*request.param)
@@ -263,3 +271,29 @@ def test_a_state_without_the_scales_of_updates_is_refused() -> None:
     del state["scales"]
     with pytest.raises(ValueError, match="state: scales missing"):
         run.compressor.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("path", "damaged", "told"),
+    [
+        (("local",), {}, "'local' has lost something"),
+        (("local", "backwards"), 1.0, "'local: backwards' must be int"),
+        (("local", "anchors", "0.weight"), torch.zeros(3), "local: anchors: 0.weight must be"),
+        (("local", "anchors", "stranger"), torch.zeros(3), "unknown keys: stranger"),
+        (("local", "moving"), {"0.weight": torch.zeros(480)}, "'local' has lost something"),
+        (("local_steps",), 5, "local_steps is 5, expected 2"),
+    ],
+    ids=str,
+)
+def test_a_damaged_state_of_local_steps_is_refused(path: Any, damaged: Any, told: str) -> None:
+    run = _Run("gravac", "topk", "AdamW", 2)
+    run.train(12)
+    state = deepcopy(run.state())
+    before, place = deepcopy(state), state
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = damaged
+    with pytest.raises(ValueError, match="state: ") as caught:
+        run.compressor.load_state_dict(state)
+    assert told in str(caught.value)
+    assert same(run.state(), before)

@@ -25,6 +25,7 @@ def _state(rank: int, world_size: int, memory: dict[str, Any]) -> dict[str, Any]
         "base": "topk",
         "policy": "fixed",
         "memory_kind": "momentum",
+        "local_steps": 1,
         "parameters": {"w": [5], "b": [3]},
         "resharded_from": None,
         "compressor": {},

@@ -1,0 +1,366 @@
+"""Local steps: each rank steps by itself, and the ranks exchange how far they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from adaptive import AdaptiveCompressor, adaptive_hook
+from compressors.kernels import blocks
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import (
+    Scripted,
+    TwoBranches,
+    batch,
+    flat_parameters,
+    listen,
+    same,
+    small_net,
+)
+from tests.distributed.test_resume import Run
+
+STEPS, EVERY = 14, 4
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+}
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank)
+    return ((model(x) - y) ** 2).mean()
+
+
+def _train(
+    rank: int, optimizer: str, cfs: list[float], options: dict[str, Any], bucket_mb: float
+) -> dict[str, Any]:
+    model = DDP(small_net(), bucket_cap_mb=bucket_mb)
+    steps = OPTIMIZERS[optimizer](model)
+    compressor = AdaptiveCompressor(
+        policy=Scripted(cfs), cf_range=(1, 64), local_steps=EVERY, debug=1, **options
+    ).attach(model, optimizer=steps)
+    for step in range(STEPS):
+        steps.zero_grad()
+        _loss(model, step, rank).backward()
+        steps.step()
+    own = flat_parameters(model)
+    with compressor.averaged():
+        averaged = flat_parameters(model)
+    assert torch.equal(flat_parameters(model), own)
+    summary, state = compressor.summary(), compressor.state_dict()
+    compressor.detach()
+    anchors, kept = state["local"]["anchors"], state["memory"]
+    names = [name for name, _ in model.module.named_parameters()]
+    rest = [kept.get(name, {}).get("residual", torch.zeros(())) for name in names]
+    return {
+        "own": own,
+        "averaged": averaged,
+        "anchor": torch.cat([anchors[name] for name in names]),
+        "rest": torch.cat(
+            [each.expand_as(anchors[name]) for name, each in zip(names, rest, strict=True)]
+        ),
+        "united": flat_parameters(model),
+        "summary": summary,
+    }
+
+
+def _reference(ranks: int, optimizer: str, outer_lr: float, outer_momentum: float) -> list[Tensor]:
+    """The anchor and each rank's parameters after as many steps, without compression: replicas in
+    one process, and an outer optimizer of torch's."""
+    models = [small_net() for _ in range(ranks)]
+    steps = [OPTIMIZERS[optimizer](model) for model in models]
+    anchor = nn.Parameter(flat_parameters(models[0]).clone())
+    outer = torch.optim.SGD(
+        [anchor], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            steps[rank].zero_grad()
+            _loss(model, step, rank).backward()
+        if step and step % EVERY == 0:
+            mean = torch.stack([flat_parameters(model) for model in models]).mean(0)
+            anchor.grad = anchor.detach() - mean
+            outer.step()
+            for model in models:
+                nn.utils.vector_to_parameters(anchor.detach().clone(), model.parameters())
+        for each in steps:
+            each.step()
+    return [anchor.detach(), *map(flat_parameters, models)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("outer", [(0.7, 0.9), (1.0, 0.0)])
+def test_uncompressed_it_is_what_replicas_and_an_outer_sgd_do(
+    optimizer: str, outer: tuple[float, float]
+) -> None:
+    options = {"outer_lr": outer[0], "outer_momentum": outer[1]}
+    found = run_ranks(2, _train, optimizer, [1.0], options, 0.004)
+    anchor, *own = _reference(2, optimizer, *outer)
+    for rank, mine in enumerate(found):
+        torch.testing.assert_close(mine["anchor"], anchor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine["own"], own[rank], rtol=0, atol=1e-12)
+        mean = torch.stack(own).mean(0)
+        torch.testing.assert_close(mine["united"], mean, rtol=0, atol=1e-12)
+        assert torch.equal(mine["averaged"], mine["united"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("exchange", ["all_gather", "voted_indices"])
+def test_compressed_ranks_end_alike_and_bytes_are_counted(ranks: int, exchange: str) -> None:
+    found = run_ranks(ranks, _train, "adamw", [8.0, 1.0, 16.0], {"exchange": exchange}, 0.004)
+    mean = torch.stack([each["own"] - each["rest"] for each in found]).mean(0)
+    for each in found:
+        assert torch.equal(each["anchor"], found[0]["anchor"])
+        assert torch.equal(each["united"], found[0]["united"])
+        torch.testing.assert_close(each["united"], mean, rtol=0, atol=1e-12)
+        assert each["summary"].steps == (STEPS - 1) // EVERY
+        assert each["summary"].dense_bytes > 3 * EVERY * each["summary"].bytes_sent / 4
+
+
+def _stand_still(rank: int, base: str, exchange: str) -> list[Tensor]:
+    """Parameters, less residuals, after some steps and after many more with a learning rate of 0:
+    only exchanges move them."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor(
+        base, (8, 8), policy="fixed", local_steps=2, exchange=exchange
+    ).attach(model, optimizer=optimizer)
+
+    def now() -> Tensor:
+        kept = compressor.state_dict()["memory"]
+        named = model.module.named_parameters()
+        rest = [kept.get(n, {}).get("residual", torch.zeros(p.numel())) for n, p in named]
+        return flat_parameters(model) - torch.cat(rest)
+
+    found = []
+    for step in range(60):
+        if step == 8:
+            optimizer.param_groups[0]["lr"] = 0.0
+            found.append(now())
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        optimizer.step()
+    return [*found, now(), flat_parameters(model)]
+
+
+@pytest.mark.parametrize(
+    ("base", "exchange"),
+    [
+        ("topk+fp32", "all_gather"),
+        ("topk", "all_gather"),
+        ("topk", "voted_indices"),
+        ("int8", "sharded"),
+    ],
+)
+def test_exchanges_keep_the_mean_and_bring_the_ranks_together(base: str, exchange: str) -> None:
+    found = run_ranks(4, _stand_still, base, exchange)
+    before, after, own = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-6)
+    spread = (own - own.mean(0)).norm()
+    assert spread < 0.05 * (before - before.mean(0)).norm()
+
+
+def _spoilt(rank: int, on_device: bool) -> list[Tensor]:
+    """The anchor at first, after a round that was spoilt on rank 1, and after a good one."""
+    blocks.force_device_path = on_device
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = OPTIMIZERS["sgd"](model)
+    compressor = AdaptiveCompressor(policy="fixed", local_steps=EVERY).attach(
+        model, optimizer=optimizer
+    )
+    anchors = []
+    for step in range(2 * EVERY + 1):
+        if step in (0, EVERY + 1):
+            kept = compressor.state_dict()["local"]["anchors"]
+            anchors.append(torch.cat(list(kept.values())))
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        if rank == 1 and step == EVERY - 1:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, torch.inf)
+        if rank == 1 and step == EVERY:  # the momentum is spoilt as well
+            optimizer.state.clear()
+        optimizer.step()
+    assert flat_parameters(model).isfinite().all()
+    kept = compressor.state_dict()["local"]["anchors"]
+    return [*anchors, torch.cat(list(kept.values()))]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_round_with_parameters_that_are_not_finite_is_thrown_away(on_device: bool) -> None:
+    """All ranks go back to where they stood alike, also the one that has failed."""
+    (first, spoilt, good), others = run_ranks(2, _spoilt, on_device)
+    assert torch.equal(first, spoilt)
+    assert not torch.equal(good, first)
+    assert good.isfinite().all()
+    assert torch.equal(good, others[-1])
+
+
+def _unused(rank: int) -> dict[str, Tensor]:
+    """Accumulates two micro-batches a step; the second branch is used by rank 1 only."""
+    model = DDP(TwoBranches(), find_unused_parameters=True, bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor(
+        policy=Scripted([8.0, 1.0]), local_steps=2, outer_lr=1.0, outer_momentum=0.0
+    ).attach(model, optimizer=optimizer)
+    for step in range(9):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        with model.no_sync():
+            ((model(x, rank) - y) ** 2).mean().backward()
+        ((model(x, 0) - y) ** 2).mean().backward()
+        optimizer.step()
+    with compressor.averaged():
+        averaged = flat_parameters(model)
+    own = flat_parameters(model)
+    compressor.detach()
+    return {"own": own, "averaged": averaged, "united": flat_parameters(model)}
+
+
+def test_accumulated_gradients_and_unused_parameters() -> None:
+    found = run_ranks(2, _unused)
+    for each in found:
+        assert torch.equal(each["united"], found[0]["united"])
+        assert torch.equal(each["averaged"], found[0]["united"])
+        torch.testing.assert_close(each["own"], each["united"], rtol=0, atol=0.1)
+    assert not torch.equal(found[0]["united"][-100:], flat_parameters(TwoBranches())[-100:])
+
+
+def _resumed(rank: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run() -> Run:
+        return Run(Scripted([4.0, 1.0, 16.0]), "topk", "auto", local_steps=3)
+
+    straight, stopped, resumed = run(), run(), run()
+    straight.train(rank, 0, 21)
+    stopped.train(rank, 0, 11)
+    torch.save(stopped.state(), f"{path}/{rank}")
+    resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
+    resumed.train(rank, 11, 21)
+    ends = [
+        r.compressor.state_dict() | {"own": flat_parameters(r.model)} for r in (straight, resumed)
+    ]
+    return ends[0], ends[1]
+
+
+def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(2, _resumed, str(tmp_path)):
+        assert same(straight, resumed)
+
+
+def _refused(rank: int) -> list[str]:
+    told = []
+    for options in (
+        {"hooks": {4: bf16_compress_hook}},
+        {"clip_norm": 1.0},
+        {"memory": "momentum", "momentum": 0.9},
+        {"outer_momentum": 1.0},
+        {"local_steps": 0},
+    ):
+        try:
+            AdaptiveCompressor(**{"policy": "fixed", "local_steps": 4, **options})
+        except ValueError as error:
+            told.append(str(error))
+    model = DDP(small_net())
+    model.register_comm_hook(AdaptiveCompressor(local_steps=4), adaptive_hook)
+    try:
+        _loss(model, 0, rank).backward()
+    except ValueError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_does_not_go_with_local_steps_is_refused() -> None:
+    for told in run_ranks(2, _refused):
+        names = ("hooks", "clip_norm", "memory", "outer_momentum", "local_steps", "local_steps=4")
+        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 6
+
+
+def _by_hand(rank: int, optimizers: int) -> tuple[Tensor, list[str]]:
+    """Parameters at the end, and what was warned of, with so many optimizers; with none the script
+    moves the parameters itself."""
+    model = DDP(small_net())
+    halves = [list(model.parameters())[:3], list(model.parameters())[3:]]
+    parts = halves if optimizers == 2 else [list(model.parameters())]
+    made = [torch.optim.SGD(part, lr=0.05) for part in parts]
+    messages = listen()
+    AdaptiveCompressor(policy=Scripted([1.0]), local_steps=2).attach(model)
+    for step in range(9):
+        model.zero_grad()
+        _loss(model, step, rank).backward()
+        for each in made[:optimizers]:
+            each.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                if not optimizers:
+                    p -= 0.05 * p.grad
+    return flat_parameters(model), messages
+
+
+def test_any_number_of_optimizers() -> None:
+    for (one, _), (two, told), (_, warned) in zip(
+        *(run_ranks(2, _by_hand, optimizers) for optimizers in (1, 2, 0)), strict=True
+    ):
+        assert torch.equal(one, two)
+        assert told == []
+        assert "no optimizer of torch's has stepped" in warned[0]
+
+
+def _scaled(rank: int) -> dict[str, Any]:
+    """Rank 1's scaler leaves out the step after an exchange, which moves it one step later."""
+    model = DDP(small_net(torch.float32))
+    optimizer = OPTIMIZERS["adamw"](model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    compressor = AdaptiveCompressor(
+        "topk", (8, 8), policy="fixed", local_steps=EVERY, debug=1
+    ).attach(model, optimizer=optimizer, scaler=scaler)
+    scales = []
+    for step in range(3 * EVERY):
+        optimizer.zero_grad()
+        x, y = batch(step, rank, torch.float32)
+        too_large = rank == 1 and step == EVERY
+        loss = ((model(x) - y) ** 2).mean() * (torch.inf if too_large else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    compressor.detach()
+    return {"united": flat_parameters(model), "scales": scales}
+
+
+def test_a_scaler_that_leaves_out_a_step_on_one_rank() -> None:
+    first, second = run_ranks(2, _scaled)
+    assert torch.equal(first["united"], second["united"])
+    assert first["united"].isfinite().all()
+    assert (first["scales"][-1], second["scales"][-1]) == (4.0, 2.0)
+
+
+def _half(rank: int) -> dict[str, Any]:
+    model = DDP(small_net(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor("topk", (4, 4), policy="fixed", local_steps=2, debug=1)
+    compressor.attach(model)
+    for step in range(9):
+        optimizer.zero_grad()
+        x, y = batch(step, rank, torch.bfloat16)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    anchors = compressor.state_dict()["local"]["anchors"]
+    compressor.detach()
+    united = flat_parameters(model)
+    return {"united": united, "dtypes": {united.dtype, *(a.dtype for a in anchors.values())}}
+
+
+def test_parameters_in_half_precision_have_an_anchor_in_single() -> None:
+    first, second = run_ranks(2, _half)
+    assert torch.equal(first["united"], second["united"])
+    assert first["dtypes"] == {torch.bfloat16, torch.float32}
+    assert not torch.equal(first["united"], flat_parameters(small_net(torch.bfloat16)))
