@@ -32,10 +32,10 @@ examples:
   python -m runs study signal --task cifar10 --model resnet8 --data DIR --steps 400 --seeds 0 1
 
 It trains, with each seed, (a) dense and at each of --cfs all along, with plain error feedback and
-with momentum correction, recording every gain of every CF; (b) with momentum correction, the two
-largest CFs in one run, each first, changing where the learning rate drops; (c) GraVAC with each of
-the gains, and each of --epsilons, over an emulated link ({LINK}), so that compression pays. The
-learning rate drops to a tenth after {DROP:.0%} of the steps (--lr-drop).
+with momentum correction (adamw and those like it: with updates), recording every gain of every CF;
+(b) with the latter, the two largest CFs in one run, each first, changing where the learning rate
+drops; (c) GraVAC with each of the gains, and each of --epsilons, over an emulated link ({LINK}), so
+that compression pays. The learning rate drops to a tenth after {DROP:.0%} of the steps (--lr-drop).
 
 Ctrl-C saves what was done (exit code 130); the same command with the same --log-dir goes on from
 there and repeats no run that is finished.
@@ -106,9 +106,10 @@ def make_study(given: dict[str, Any]) -> Study:
     link, window = given.pop("link", LINK), given.pop("window", max(5, steps // 20))
     folder = Path(given.pop("log_dir", None) or Path("logs", f"study-{given.get('task', 'text')}"))
     as_json = given.pop("json", False)
+    corrected = "momentum" if given.get("optimizer", "sgd") == "sgd" else "updates"
     named = {
-        **_fixed(cfs),
-        **_moved(cfs, drop),
+        **_fixed(cfs, corrected),
+        **_moved(cfs, drop, corrected),
         **_chosen(cfs, epsilons, {"link": link, "window": window}),
     }
     runs = [
@@ -122,23 +123,23 @@ def make_study(given: dict[str, Any]) -> Study:
 _Named = dict[tuple[str, str], dict[str, Any]]
 
 
-def _fixed(cfs: tuple[float, ...]) -> _Named:
+def _fixed(cfs: tuple[float, ...], corrected: str) -> _Named:
     common = {"policy": "fixed", "gain": "signal", "probe": cfs}
-    named: _Named = {("fixed", "dense"): {**common, "cf": 1.0, "memory": "momentum"}}
-    for memory in ("residual", "momentum"):
+    named: _Named = {("fixed", "dense"): {**common, "cf": 1.0, "memory": corrected}}
+    for memory in ("residual", corrected):
         for cf in cfs:
             named["fixed", f"{memory} {cf:g}"] = {**common, "cf": cf, "memory": memory}
     return named
 
 
-def _moved(cfs: tuple[float, ...], drop: int) -> _Named:
+def _moved(cfs: tuple[float, ...], drop: int, corrected: str) -> _Named:
     named: _Named = {}
     for first, then in (cfs[-2:], cfs[:-3:-1]):
         named["moved", f"{first:g} then {then:g}"] = {
             "policy": "schedule",
             "schedule": (f"0:{first:g}", f"{drop}:{then:g}"),
             "gain": "signal",
-            "memory": "momentum",
+            "memory": corrected,
             "cf_range": (cfs[0], cfs[-1]),
         }
     return named
