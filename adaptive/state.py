@@ -78,6 +78,8 @@ def check_state(
     for name, kept in state["memory"].items():
         whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
         together(whole, f"the memory of {name!r} has lost something")
+    if expected["memory_kind"] != UpdateMemory.name:  # which checks its own
+        check_like("scales", state["scales"], {})
     like = {"backwards": int, "anchors": flat, "moving": flat}
     local = read(state, "local", Mapping)
     check_like("local", local, like if expected["local_steps"] > 1 else {})

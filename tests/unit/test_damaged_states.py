@@ -266,6 +266,14 @@ def test_a_damaged_state_of_updates_is_refused(path: Any, damaged: Any, told: st
     run.train(3)
 
 
+def test_scales_of_a_run_without_updates_must_be_empty() -> None:
+    run = _Run("gravac", "topk")
+    run.train(3)
+    state = deepcopy(run.state()) | {"scales": "none"}
+    with pytest.raises(ValueError, match="state: scales must be a mapping"):
+        run.compressor.load_state_dict(state)
+
+
 def test_a_state_without_the_scales_of_updates_is_refused() -> None:
     run, state = _updates()
     del state["scales"]
