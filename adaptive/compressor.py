@@ -17,6 +17,7 @@ from adaptive.agreement import check_model
 from adaptive.config import (
     GRANULARITIES,
     Settings,
+    check_local_steps,
     debug_interval,
     default_policy,
     make_base,
@@ -40,7 +41,7 @@ from policies import state as saved
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_STATE_VERSION = 11
+_STATE_VERSION = 12
 
 
 class AdaptiveCompressor:
@@ -89,7 +90,9 @@ class AdaptiveCompressor:
     timeline: a `Timeline` or several; rank 0 writes.
     local_steps: H > 1 lets each rank take H steps by itself, with any optimizer of torch's, between
         two exchanges, which are of what the ranks have come to since the last (DiLoCo): H times
-        fewer bytes again. A step of the policy and of the timeline is then a round of H.
+        fewer bytes again. A step of the policy and of the timeline is then a round of H. "auto":
+        the policy ("goodput") chooses H, from 1 to 32, as it chooses the CF; with memory "updates",
+        and else 1.
     outer_lr, outer_momentum: with local steps, of the outer step, SGD with Nesterov momentum, which
         moves all ranks by the mean of that.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
@@ -123,7 +126,7 @@ class AdaptiveCompressor:
         clip_norm: float | None = None,
         shadow_sample: float = SHARE,
         samples_per_step: float | None = None,
-        local_steps: int = 1,
+        local_steps: int | str = 1,
         outer_lr: float = OUTER_LR,
         outer_momentum: float = OUTER_MOMENTUM,
         timeline: Timeline | Sequence[Timeline] | None = None,
@@ -154,7 +157,7 @@ class AdaptiveCompressor:
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),
-            local_steps=checks.whole("local_steps", local_steps, least=1),
+            local_steps=check_local_steps(local_steps),
             outer_lr=checks.real("outer_lr", outer_lr, above=0),
             outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
             timeline=SafeTimeline(timeline),

@@ -118,6 +118,13 @@ def debug_interval(debug: Any) -> int:
     return checks.whole(argument, value, least=0)
 
 
+def check_local_steps(value: Any) -> int | str:
+    """`value`, a whole number >= 1 or "auto"."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f"local_steps={value!r}: must be a whole number >= 1 or 'auto'")
+    return value if value == "auto" else checks.whole("local_steps", value, least=1)
+
+
 def positive(argument: str, value: float | None) -> float | None:
     """`value`, a finite number > 0, or None."""
     return None if value is None else checks.real(argument, value, above=0)
@@ -163,7 +170,7 @@ class Settings:
     clip_norm: float | None
     shadow_sample: float
     samples_per_step: float | None
-    local_steps: int
+    local_steps: int | str
     outer_lr: float
     outer_momentum: float
     timeline: SafeTimeline
@@ -190,7 +197,7 @@ class Settings:
             )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
-        if self.local_steps > 1:
+        if self.local_steps != 1:
             self._check_local_steps()
         if policy.layerwise:
             why = f"policy {policy.name!r}, which gives layers CFs of their own"
@@ -210,10 +217,17 @@ class Settings:
             "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
             "memory": (self.memory.kind in ("momentum", "updates"), "'auto', 'residual' or 'none'"),
         }
+        if self.local_steps == "auto":
+            wrong["memory"] = (self.memory.kind not in ("auto", "updates"), "'auto' or 'updates'")
+            if not self.policy.chooses_local_steps:
+                raise ValueError(
+                    f"local_steps must be a whole number with policy {self.policy.name!r}, which "
+                    f"does not choose it as 'goodput' does; got 'auto'"
+                )
         for name, (given, accepted) in wrong.items():
             if given:
                 got = self.memory.kind if name == "memory" else given
-                told = f"{name} must be {accepted} with local_steps={self.local_steps}"
+                told = f"{name} must be {accepted} with local_steps={self.local_steps!r}"
                 raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
 
     def describe(self, memory: str) -> tuple[str, ...]:
@@ -233,7 +247,7 @@ class Settings:
             f"cf_range={self.cf_range}, shadow_sample={self.shadow_sample:g}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",
-            f"local_steps={self.local_steps}, outer_lr={self.outer_lr:g}, "
+            f"local_steps={self.local_steps!r}, outer_lr={self.outer_lr:g}, "
             f"outer_momentum={self.outer_momentum:g}",
             f"debug={self.debug}, checksum={self.checksum}",
         )

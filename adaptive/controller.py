@@ -40,9 +40,10 @@ log = logging.getLogger("adaptive")
 class _Pending(NamedTuple):
     """A step whose statistics are under way: with what is known of it already, the layers that
     were sent at other CFs, whether the norm of a sum was read, this rank's tally and sketches (for
-    signal gain), and the sum of the ranks' tallies."""
+    signal gain), and the sum of the ranks' tallies. steps: of each rank, of which it consists."""
 
     report: StepReport
+    steps: int
     layer_cfs: Mapping[str, float]
     read_sum: bool
     tally: Tally
@@ -56,9 +57,10 @@ class Controller(saved.Stateful):
 
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
     may hold something. residual_first: that must be sent, by a dense step, before anything is
-    compressed. local_steps: of each rank, of which a step here consists. agreed: the statistics of
-    the last step that the ranks have agreed on. corrupt: something has arrived that no rank can
-    have sent.
+    compressed. local_steps: that each rank takes until the next exchange. numbers: that the policy
+    may choose from. apart: each rank steps by itself now. skipped: backwards since the last step,
+    which have exchanged nothing. agreed: the statistics of the last step that the ranks have agreed
+    on. corrupt: something has arrived that no rank can have sent.
     """
 
     _fields = saved.declare(
@@ -67,6 +69,8 @@ class Controller(saved.Stateful):
         cf=float,
         carrying=bool,
         residual_first=bool,
+        local_steps=int,
+        skipped=int,
         _totals=Summary,
         _last_switch=tuple[int, str],
     )
@@ -89,6 +93,9 @@ class Controller(saved.Stateful):
     carrying: bool = False
     residual_first: bool = False
     local_steps: int = 1
+    numbers: tuple[int, ...] = (1,)
+    apart: bool = False
+    skipped: int = 0
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
     _was_forced_dense: bool = False
@@ -116,6 +123,7 @@ class Controller(saved.Stateful):
         if switches or (plan.reason and not self.forced_dense):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
+        self.local_steps = plan.local_steps or self.local_steps
         compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
@@ -141,6 +149,11 @@ class Controller(saved.Stateful):
             raise ValueError(
                 f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
             )
+        if plan.local_steps not in (0, *self.numbers):
+            raise ValueError(
+                f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
+                f"one of {', '.join(map(str, self.numbers))}, or 0"
+            )
         if was_forced_dense and not plan.reason:
             plan = replace(plan, reason="attached again")
         waits = self.residual_first or (self.carrying and plan.send in self.sizes.hooks)
@@ -160,11 +173,12 @@ class Controller(saved.Stateful):
             layers=0 if layers is None else layers.numel,
             sketch=0 if peers is None else WIDTH,
             updates=self.memory().scales is not None,
+            drift=peers is not None and len(self.numbers) > 1,
             by_energy=self.sizes.choice.by_energy,
             ranks=self.exchange.world_size,
             rank=self.exchange.rank,
             device=self.device,
-            known={"lr": self.lr(), **self.stopwatch.start(plan.send)},
+            known={"lr": self.lr(), **self.stopwatch.start(plan.send, self._steps_to_come)},
         )
         if peers is not None:
             peers.begin_step(tally)
@@ -175,6 +189,19 @@ class Controller(saved.Stateful):
         if layers is not None:
             tally.at("layers").copy_(layers.read(norms))
         return tally
+
+    @property
+    def _steps_to_come(self) -> int:
+        """Of each rank until the next exchange. The first one of ranks that part does not count."""
+        return self.local_steps + (self.local_steps > 1 and not self.apart)
+
+    def take_steps(self, local_steps: int, apart: bool) -> None:
+        """So many from here on, until the policy says otherwise."""
+        self.local_steps, self.apart, self.skipped = local_steps, apart, 0
+
+    def meet(self) -> None:
+        """From here on every step is exchanged, and the residual holds what was not sent."""
+        self.carrying, self._compressed_last = True, self.step
 
     @property
     def leader(self) -> int:
@@ -204,19 +231,21 @@ class Controller(saved.Stateful):
             summed.start()
         traffic = self.exchange.take_traffic()
         self.stopwatch.sent(traffic)
-        timed_cf, timed_bytes = self.stopwatch.timed
+        timed_cf, timed_bytes, timed_steps = self.stopwatch.timed
+        steps, self.skipped = 1 + self.skipped, 0
         report = StepReport(
             step=self.step,
             cf=self.cf,
             timed_cf=timed_cf,
+            timed_steps=timed_steps,
             wire_bytes=traffic.wire,
             statistics_bytes=traffic.statistics,
             dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )
         read_sum, layer_cfs = self.plan.read_sum, self.cfs.sent_layers
-        self._pending.append(_Pending(report, layer_cfs, read_sum, tally, sketches, summed))
-        self._totals.add_step(self.cf, traffic, report.dense_wire_bytes * self.local_steps)
+        self._pending.append(_Pending(report, steps, layer_cfs, read_sum, tally, sketches, summed))
+        self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
     def flush(self) -> None:
@@ -234,12 +263,13 @@ class Controller(saved.Stateful):
     def summary(self) -> Summary:
         verdict = self.policy.verdict()
         totals = deepcopy(self._totals)
-        return replace(totals, cf=self.cf, verdict=verdict, local_steps=self.local_steps)
+        return replace(totals, cf=self.cf, verdict=verdict)
 
     def explain(self) -> str:
         """CF, since when and why, what the policy has concluded, what would change it."""
         step, reason = self._last_switch
         cf = "dense" if self.cf == DENSE else f"CF {self.cf:g}"
+        cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
         lines = [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense until it is attached again"])
@@ -259,6 +289,9 @@ class Controller(saved.Stateful):
         """same_clock: see `Stopwatch.load_state_dict`. An error may leave it half loaded: see
         `loaded_parts`."""
         super().load_state_dict(state)
+        fits = self.local_steps in self.numbers and self.skipped >= 0
+        told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
+        saved.together(fits, f"{told}, and 'skipped' not negative")
         self._pending = deque()
         self.exchange.take_traffic()
         self._agreed_step = self.step - 1
@@ -305,5 +338,12 @@ class Controller(saved.Stateful):
             self.policy.observe(report)
         sent, dense = self._totals.bytes_sent, self._totals.dense_bytes
         self.recorder.step(
-            report, self.policy, now, pending.layer_cfs, pending.read_sum, sent, dense
+            report,
+            self.policy,
+            now,
+            pending.layer_cfs,
+            pending.read_sum,
+            sent,
+            dense,
+            pending.steps,
         )

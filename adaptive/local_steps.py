@@ -11,6 +11,12 @@ outer step an exchange leaves the mean of the ranks' parameters, less residuals,
 brings them together. In the residual waits what rounding has lost of elements that were exchanged.
 
 The exchange hides behind one backward, whose gradient is of where the rank stood before.
+
+Ranks that exchange each step may part, and meet again, without a collective. In both cases a rank
+holds something that the others have not got yet. Those that exchange updates keep it in the
+residual, as updates that the optimizer multiplies by the learning rate; those that step by
+themselves have it in their own parameters. So it is multiplied by the learning rate on the way
+there, and divided by it on the way back.
 """
 
 from __future__ import annotations
@@ -22,11 +28,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive.exchange.collectives import Exchange
+from adaptive.memory.moments import flat, shaped
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if, is_host
@@ -42,13 +50,23 @@ NO_STEP = (
 )
 
 
+AUTO_IS_ONE = (
+    "local_steps='auto' needs memory 'updates', so an optimizer handed over that is torch's and "
+    "divides by a second moment, such as AdamW: the ranks exchange in every step. A number, as in "
+    "local_steps=4, goes with any optimizer"
+)
+
+NUMBERS = (1, 2, 4, 8, 16, 32)
+"""Of local steps, that "auto" chooses from."""
+
+
 class LocalSteps:
     """The anchor and the outer optimizer of one model.
 
-    every: local steps between two exchanges, H. outer_lr, outer_momentum: of the outer step, SGD
-    with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
-    with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
-    doubles).
+    every: local steps between two exchanges, H, which may change. outer_lr, outer_momentum: of the
+    outer step, SGD with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d +
+    outer_momentum m), with d the mean outer gradient. anchors: what all ranks agree on, flat, in
+    float32 (float64 of doubles).
     """
 
     def __init__(
@@ -64,12 +82,20 @@ class LocalSteps:
         self._own = {p.tensor for p in parameters}
         self.anchors = {p: _flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
         self._moving = {p: p.zeros() for p in parameters} if outer_momentum else {}
+        self._to_anchor = False  # before the next step, which ends all this
         self._rooms: dict[int, Tensor] = {}
         self._arrived: list[tuple[Sequence[ModelParameter], Tensor]] = []
+        self._updates: list[ModelParameter] = []  # whose residuals go with the next step
         self._backwards = 0  # since the last exchange began
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
         me = weakref.proxy(self)  # torch's hook must not keep it alive
         handle: Any = register_optimizer_step_pre_hook(lambda *args: me._before_step(*args))
         self._take_off = weakref.finalize(self, handle.remove)
+
+    @property
+    def have_met(self) -> bool:
+        """The step that `meet` has announced has come."""
+        return not self._to_anchor
 
     @property
     def due(self) -> bool:
@@ -84,7 +110,7 @@ class LocalSteps:
         """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
         if index == 0 and self._arrived:
             log.warning("%s", NO_STEP)
-            self._outer_step()
+            self.conclude()
         anchors = [self.anchors[p] for p in parameters]
         room = self._rooms.get(index)
         if room is None or room.numel() != sum(anchor.numel() for anchor in anchors):
@@ -101,27 +127,66 @@ class LocalSteps:
         its parameters go back to the anchor."""
         self._arrived.append((parameters, mean))
 
+    @torch.no_grad()
+    def part(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
+        """The ranks, which stand alike, part with the next step: what waits in the residuals as
+        updates becomes a rank's own."""
+        for p in self._parameters:
+            if p.filled and p.residual is not None:
+                p.residual.mul_(learning_rates[p])
+                self._updates.append(p)
+
+    @torch.no_grad()
+    def meet(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
+        """The ranks go back to the anchor with the next step: how far each has come from there
+        waits in its residual, as updates. Where the learning rate is 0 these could move nothing,
+        and that is forgotten."""
+        self.conclude()
+        for p in self._parameters:
+            residual = p.open_residual().add_(self.anchors[p]).sub_(_flat(p.tensor))
+            # Residuals of updates lie as the parameter does in memory.
+            like = torch.empty_like(p.tensor, dtype=residual.dtype)
+            residual.copy_(flat(like.copy_(residual.view_as(p.tensor))))
+            lr = learning_rates[p]
+            if isinstance(lr, Tensor):
+                residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
+            else:
+                residual.mul_(1 / lr if lr > 0 else 0.0)
+        self._to_anchor = True
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Of any optimizer, the first of this model's moves all of it. args: as torch hands them to
         step hooks, the optimizer first; a closure runs backward before the step."""
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         if not any(p in self._own for p in stepped):
             return None
+        self._optimizers.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._outer_step()
+            self.conclude()
             return None
 
         def then_outer_step() -> Any:
             loss = closure()
-            self._outer_step()
+            self.conclude()
             return loss
 
         return args[:1], {**kwargs, "closure": then_outer_step}
 
     @torch.no_grad()
-    def _outer_step(self) -> None:
-        """By the means that have arrived, if this is the step after an exchange."""
+    def conclude(self) -> None:
+        """Do what comes before the optimizer's next step, if that has not come yet: the outer step
+        by the means that have arrived, and whatever else moves the parameters."""
+        if self._to_anchor:
+            for p, anchor in self.anchors.items():
+                p.tensor.copy_(anchor.view_as(p.tensor))
+            self._to_anchor = False
+            self._take_off()
+        updates, self._updates = self._updates, []
+        for p in updates:
+            assert p.residual is not None
+            p.tensor.sub_(shaped(p.residual, p.tensor))
+            p.filled = False
         arrived, self._arrived = self._arrived, []
         for parameters, mean in arrived:
             anchors = [self.anchors[p] for p in parameters]
@@ -150,7 +215,7 @@ class LocalSteps:
     @contextmanager
     def averaged(self, exchange: Exchange) -> Iterator[None]:
         """The model holds the mean of the ranks' parameters (a collective, dense)."""
-        self._outer_step()
+        self.conclude()
         own = [p.tensor.detach().clone() for p in self._parameters]
         self._unite(exchange)
         try:
@@ -160,12 +225,15 @@ class LocalSteps:
                 for p, before in zip(self._parameters, own, strict=True):
                     p.tensor.copy_(before)
 
-    def end(self, exchange: Exchange) -> None:
-        """All ranks go on from the mean of their parameters (a collective, dense), and without
-        local steps."""
+    def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
+        """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
+        collective, dense), and without local steps."""
         self._take_off()
-        self._outer_step()
+        self.conclude()
         self._unite(exchange)
+        if optimizer is not None:  # it may not have stepped since a state was loaded
+            self._optimizers.add(optimizer)
+        self._unite_moments(exchange)
         for p in self._parameters:
             p.filled = False
 
@@ -179,9 +247,41 @@ class LocalSteps:
             exchange.count_floats(own.numel())
             p.tensor.copy_(exchange.all_reduce(own).wait().view_as(p.tensor))
 
+    @torch.no_grad()
+    def _unite_moments(self, exchange: Exchange) -> None:
+        """Or ranks whose parameters are the same would go apart with the next step. A rank that has
+        not used a parameter yet gets what the others keep of it."""
+        states: dict[str, dict[str, Any]] = {p.name: {} for p in self._parameters}
+        for optimizer in self._optimizers:
+            for p in self._parameters:
+                if p.tensor in optimizer.state:
+                    states[p.name] = optimizer.state[p.tensor]
+        own = {
+            (name, key): (kept.shape, kept.dtype)
+            for name, state in states.items()
+            for key, kept in state.items()
+            if isinstance(kept, Tensor) and kept.is_floating_point()
+        }
+        everyone = [own] * exchange.world_size
+        dist.all_gather_object(everyone, own, group=exchange.group)
+        for p in self._parameters:
+            state = states[p.name]
+            for key in sorted(
+                {key for theirs in everyone for name, key in theirs if name == p.name}
+            ):
+                found = [theirs[p.name, key] for theirs in everyone if (p.name, key) in theirs]
+                shape, dtype = found[0]
+                mine = state.setdefault(
+                    key, torch.zeros(shape, dtype=dtype, device=p.tensor.device)
+                )
+                # Sums are made where gradients are, whatever may lie elsewhere.
+                wide = mine.to(p.tensor.device, p.dtype, copy=True).flatten() / len(found)
+                mine.copy_(exchange.all_reduce(wide).wait().view(shape))
+        exchange.take_traffic()  # no step's
+
     def state_dict(self) -> dict[str, Any]:
         """By parameter name. Between steps; what has arrived is taken in first."""
-        self._outer_step()
+        self.conclude()
         return {
             "backwards": self._backwards,
             "anchors": {p.name: anchor.clone() for p, anchor in self.anchors.items()},

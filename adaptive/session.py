@@ -25,9 +25,11 @@ from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline, done_with
 from adaptive.hook import send_through
-from adaptive.local_steps import LocalSteps
+from adaptive.local_steps import AUTO_IS_ONE, NUMBERS, LocalSteps
+from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
+from adaptive.memory.updates import UpdateMemory, UpdateScales
 from adaptive.parameters import ModelParameters
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
@@ -87,6 +89,7 @@ class Session:
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._local: LocalSteps | None = None
+        self._left: LocalSteps | None = None  # the ranks meet with the next step
         self._agree(self._prepare, optimizer, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
@@ -101,7 +104,6 @@ class Session:
                 rank == 0,
                 self._header,
                 settings.samples_per_step or 1.0,
-                settings.local_steps,
             ),
             self._requested,
             self._sizes,
@@ -109,7 +111,8 @@ class Session:
             lambda: self._memory.now,
             device,
         )
-        self.controller.local_steps = settings.local_steps
+        self.controller.numbers = self._numbers
+        self.controller.take_steps(self._numbers[0], self._local is not None)
         self._start_watching()
 
     def _agree(
@@ -128,13 +131,21 @@ class Session:
         self._reduce_with(self.settings.clip_norm)
         self._start_local_steps()
         warning = "" if self._local is not None else self._memory.warning(optimizer)
+        if self.settings.local_steps == "auto" and self._numbers == (1,):
+            warning = AUTO_IS_ONE
         if warning and self.exchange.rank == 0 and self._watch.is_new(warning):
             log.warning("%s", warning)
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
-        context = start_policy(settings, self._sizes)
+        self._choose_memory(self._optimizer)
+        self._numbers: tuple[int, ...] = (1,)
+        if settings.local_steps != "auto":
+            self._numbers = (int(settings.local_steps),)
+        elif isinstance(self._memory.now, UpdateMemory):
+            self._numbers = NUMBERS
+        context = start_policy(settings, self._sizes, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *settings.rungs}
@@ -142,7 +153,6 @@ class Session:
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one, settings.shadow_sample
         )
-        self._choose_memory(self._optimizer)
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
             raise ValueError(
@@ -167,25 +177,59 @@ class Session:
     def _choose_memory(self, optimizer: Optimizer | None) -> None:
         """ValueError if it does not go with what was asked for."""
         every = self.settings.local_steps
-        if every > 1 and self.model is None:
-            raise ValueError(f"local_steps={every} needs the model: attach(model) or bind(model)")
+        if every != 1 and self.model is None:
+            raise ValueError(f"local_steps={every!r} needs the model: attach(model) or bind(model)")
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
-        self._memory.choose(optimizer if every == 1 else None)
+        self._memory.choose(optimizer if every in (1, "auto") else None)
 
     def _start_local_steps(self) -> None:
         """Now that all ranks stand alike."""
         settings, model = self.settings, self.model
         if settings.local_steps == 1 or model is None:
             return
-        self._local = LocalSteps(
-            list(self._parameters.values()),
-            settings.local_steps,
-            settings.outer_lr,
-            settings.outer_momentum,
-        )
+        if settings.local_steps != "auto":
+            self._local = self._new_local_steps(int(settings.local_steps))
         broadcasts = model.broadcast_buffers and any(b.numel() for b in model.module.buffers())
         if broadcasts and self.exchange.rank == 0 and self._watch.is_new(BROADCASTS):
             log.warning("%s", BROADCASTS)
+
+    def _new_local_steps(self, every: int) -> LocalSteps:
+        settings = self.settings
+        parameters = list(self._parameters.values())
+        return LocalSteps(parameters, every, settings.outer_lr, settings.outer_momentum)
+
+    def _part_or_meet(self) -> None:
+        """At the first bucket of a backward, as the ranks have agreed with the last exchange: each
+        steps by itself from here on, or they exchange each step again."""
+        controller, local = self.controller, self._local
+        if len(self._numbers) == 1:
+            return
+        if self._left is not None and (self._left.have_met or controller.local_steps > 1):
+            self._left.conclude()
+            self._left = None
+        if controller.local_steps > 1 and local is None:
+            memory = self._memory.now
+            assert isinstance(memory, UpdateMemory)
+            rates = memory.part()
+            self._local = self._new_local_steps(controller.local_steps)
+            self._local.part(rates)
+            self._memory.release()
+        elif controller.local_steps == 1 and local is not None:
+            self._memory.choose(self._optimizer)
+            memory = self._memory.now
+            assert isinstance(memory, UpdateMemory)
+            local.meet(memory.meet())
+            self._local, self._left = None, local
+            controller.meet()
+        else:
+            return
+        self._use_memory()
+
+    def _use_memory(self) -> None:
+        """From here on the memory is another one."""
+        self.controller.apart = self._local is not None
+        self._reducer.memory = self._memory.now
+        self._requested.follow(self._memory.now)
 
     def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood. A collective; the error of a rank
@@ -193,10 +237,15 @@ class Session:
 
         def prepare() -> str:
             self._choose_memory(optimizer)
+            if len(self._numbers) > 1 and not isinstance(self._memory.now, UpdateMemory):
+                raise ValueError(
+                    f"optimizer must be one as before, got {describe(optimizer)}: {AUTO_IS_ONE}"
+                )
             return ""
 
         self._agree(prepare, optimizer, scaler)
         self._gave_up_momentum = False
+        self.controller.take_steps(self._numbers[0], self._local is not None)
         self._start_watching()
         self.controller.forced_dense = False
 
@@ -218,9 +267,13 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
+        if self._left is not None:
+            self._left.conclude()
+            self._left = None
         if self._local is not None:
-            self._local.end(self.exchange)
+            self._local.end(self.exchange, self._optimizer)
             self._local = None
+        self.controller.take_steps(1, apart=False)
         self._memory.release(self.exchange)
         self._watch.end()
         self._optimizer = None
@@ -252,11 +305,15 @@ class Session:
             )
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        controller, local = self.controller, self._local
+        controller = self.controller
+        if bucket.index() == 0:
+            self._part_or_meet()
+        local = self._local
         if local is not None and not local.due:
             if bucket.is_last():
                 local.backward_ends()
                 self._reducer.end_backward()
+                controller.skipped += 1
             return done_with(bucket.buffer())
         if bucket.index() == 0:
             self._begin_step()
@@ -330,7 +387,8 @@ class Session:
 
     def _alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks, by parameter name."""
-        values = self._local.anchors if self._local is not None else {}
+        local = self._local or self._left
+        values = local.anchors if local is not None else {}
         return ((p.name, values.get(p, p.tensor)) for p in self._parameters.values())
 
     def _end_step(self, scale: Tensor | None) -> None:
@@ -339,6 +397,7 @@ class Session:
         controller.end_step(watch.take_found())
         self._reducer.end_backward()
         if self._local is not None:  # gradients are the optimizer's, whatever a script does to them
+            self._local.every = controller.local_steps
             self._local.backward_ends()
             return
         # After `detach` nobody would compare them.
@@ -362,15 +421,16 @@ class Session:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
         self._gave_up_momentum = True
         self._memory.release()
-        self._reducer.memory = self._memory.now
-        self._requested.follow(self._memory.now)
+        self._use_memory()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         self._check_whole()
         self.controller.flush()
         self._memory.now.conclude()
-        local = {} if self._local is None else self._local.state_dict()  # may change the memory
+        if self._left is not None:
+            self._left.conclude()
+        local = self._local_state()
         return {
             **self._identity(),
             "resharded_from": None,
@@ -382,6 +442,12 @@ class Session:
             **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
         }
+
+    def _local_state(self) -> dict[str, Any]:
+        if self._local is not None:
+            return self._local.state_dict()
+        together = {"backwards": 0, "anchors": {}, "moving": {}}
+        return together if self.settings.local_steps == "auto" else {}
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
@@ -397,8 +463,11 @@ class Session:
                 "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
             )
         loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
-        scales = self._memory.now.scales
-        loaded += [scales] if scales is not None else []
+        apart = self._local is not None
+        if len(self._numbers) > 1:
+            apart = bool(saved.read(saved.read(state, "local", Mapping), "anchors", Mapping))
+            expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
+        scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
         with undone_on_error((base, controller.policy), loaded):
             check_state(state, expected, by_name, len(requested.ladder))
             base.load_state_dict(saved.read(state, "compressor", Mapping))
@@ -408,6 +477,17 @@ class Session:
             if state["resharded_from"] is not None:
                 controller.policy.rescale()
             requested.load_state_dict(state, by_name)
+        if apart != (self._local is not None):
+            if apart:
+                self._memory.release()
+                self._local = self._new_local_steps(controller.local_steps)
+            else:
+                self._memory.choose(self._optimizer)
+                self._local = None
+            self._use_memory()
+            requested.load_state_dict(state, by_name)  # what is followed now has begun anew
+        if scales is not None:
+            self._memory.now.scales = scales
         if has_fallen_back:
             self._fall_back()
             requested.load_state_dict(state, by_name)  # what is followed now has begun anew
@@ -418,7 +498,8 @@ class Session:
         self._memory.load_state_dict(state["memory"])
         if self._local is not None:
             self._local.load_state_dict(state["local"])
-        self._failed = None
+            self._local.every = controller.local_steps
+        self._left = self._failed = None
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is loaded."""

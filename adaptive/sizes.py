@@ -134,9 +134,10 @@ def _voted_nbytes(
     )
 
 
-def start_policy(settings: Settings, sizes: Sizes) -> Context:
+def start_policy(settings: Settings, sizes: Sizes, local_steps: tuple[int, ...]) -> Context:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. ValueError if the settings do not go together or do not fit the model."""
+    what it was told. local_steps: numbers of them to choose from. ValueError if the settings do not
+    go together or do not fit the model."""
     hooks, (low, high) = settings.hooks, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
     if ends[1] == DENSE < high and not hooks:
@@ -158,6 +159,7 @@ def start_policy(settings: Settings, sizes: Sizes) -> Context:
         wire_bytes=sizes.wire_bytes,
         layers={name: shape.numel() for name, shape in sizes.layers().items()},
         layer_bytes=sizes.layer_nbytes,
+        local_steps=local_steps,
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(
@@ -186,4 +188,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         supported=supported,
         wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
+        local_steps=context.local_steps,
     )

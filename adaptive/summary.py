@@ -18,8 +18,8 @@ class Summary(saved.Stateful):
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
     elements sent, indices not counted. dense_bytes: bytes on the wire had every step been a dense
     fp32 all-reduce. verdict: what the policy has concluded, if anything. gain_terms: numerator and
-    denominator of the error-fed gain at each CF, summed over the steps sent at it. local_steps: of
-    each rank, of which a step here consists.
+    denominator of the error-fed gain at each CF, summed over the steps sent at it. local_steps:
+    that each rank has taken for these; with local steps they are more.
     """
 
     steps: int = 0
@@ -32,7 +32,7 @@ class Summary(saved.Stateful):
     dense_bytes: float = 0.0
     verdict: str = ""
     gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict)
-    local_steps: int = 1
+    local_steps: int = 0
 
     _fields = saved.declare(
         steps=int,
@@ -43,6 +43,7 @@ class Summary(saved.Stateful):
         floats_sent=float,
         dense_bytes=float,
         gain_terms=dict[float, tuple[float, float]],
+        local_steps=int,
     )
 
     @property
@@ -56,13 +57,15 @@ class Summary(saved.Stateful):
         """dense_bytes / bytes_sent; 1 if nothing is ever sent (a world of one)."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
-    def add_step(self, cf: float, traffic: Traffic, dense_bytes: float) -> None:
+    def add_step(self, cf: float, traffic: Traffic, dense_bytes: float, local_steps: int) -> None:
+        """dense_bytes: of each of the local steps."""
+        self.local_steps += local_steps
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
         self.bytes_sent += traffic.wire
         self.payload_bytes += traffic.payload
         self.floats_sent += traffic.floats
-        self.dense_bytes += dense_bytes
+        self.dense_bytes += dense_bytes * local_steps
 
     def add_gain(self, cf: float, measurement: Measurement) -> None:
         """Take in the error-fed gain of the CF that was sent; skips what is not finite."""
@@ -78,7 +81,8 @@ class Summary(saved.Stateful):
             name = "dense" if cf == DENSE else f"{cf:g}"
             share = steps / max(1, self.steps)
             rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {gains.get(cf, nan):>10.4f}")
-        unit = "steps" if self.local_steps == 1 else f"rounds of {self.local_steps} steps"
+        rounds = self.local_steps > self.steps
+        unit = f"rounds of {self.local_steps / self.steps:.3g} steps" if rounds else "steps"
         rows.append(f"{self.steps} {unit}, {self.switches} switches, CF {self.cf:g} in use")
         rows.append(
             f"bytes sent {_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} dense: "

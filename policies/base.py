@@ -38,6 +38,9 @@ class Context:
     # assumed, which are sent only if the user names them.
     assumed: Mapping[float, float] = field(default_factory=dict)
     unknown: frozenset[float] = frozenset()
+    # How many steps of its own a rank may take for each exchange, ascending; one number if that is
+    # not for the policy to choose.
+    local_steps: tuple[int, ...] = (1,)
     # Bytes that a rank puts on the wire in a step at a CF; nan if not known.
     wire_bytes: Callable[[float], float] = lambda cf: nan
     # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
@@ -79,6 +82,9 @@ class Plan:
     # itself. Only policies with `layerwise = True` may fill it.
     layers: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
     read_layers: bool = False  # put a `LayerReport` of each layer into this step's report
+    # Steps of its own that each rank takes until the next exchange, one of `Context.local_steps`;
+    # 0: as many as before.
+    local_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,7 @@ class StepReport:
     # The times are those of the step before this one: how long a step took is known only when the
     # next one begins. timed_cf and timed_bytes: its CF and wire bytes.
     timed_cf: float = nan
+    timed_steps: int = 1  # that the ranks took in that time, more than one with local steps
     seconds: float = nan  # wall time, mean over ranks
     median_seconds: float = nan  # mean of the ranks' medians over the last steps at timed_cf
     compress_seconds: float = nan  # that went to compression, mean over ranks
@@ -163,6 +170,9 @@ class StepReport:
     signal_total: float = nan
     peers: Mapping[float, float] = field(default_factory=dict)
     peers_total: float = nan
+    # ||g||^2 by the same sketches, where the policy chooses the number of local steps. Their ratio,
+    # by the number of other ranks, is the cosine of two ranks' gradients.
+    peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
     # exchange_seconds of the rank that waited least. That rank was ready last and waited for
     # nobody, so this is the time of the network alone.
@@ -207,6 +217,7 @@ class Policy(ABC):
     gain: GainKind = "gradient"  # by which it decides; T_comp in the timeline uses it too
     shadow: bool = False  # it needs the steady-state gains of its candidates
     layerwise: bool = False  # its plans may give layers CFs of their own, and read their reports
+    chooses_local_steps: bool = False  # its plans may say how many local steps the ranks take
 
     @abstractmethod
     def start(self, context: Context) -> None:

@@ -161,6 +161,7 @@ class Warmup(WrappingPolicy):
         super().__post_init__()
         self.shadow = self.then is not None and self.then.shadow
         self.layerwise = self.then is not None and self.then.layerwise
+        self.chooses_local_steps = self.then is not None and self.then.chooses_local_steps
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range does not suit `then`."""

@@ -11,12 +11,21 @@ A run begins at the smallest CF of the ladder. Not dense: over a slow network a 
 as long as a hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if
 they wait in the residual until a later, smaller CF sends them all at once, training is set back.
 From a large CF it comes down in strides, and measures the network anew at each.
+
+Where it may choose how many local steps the ranks take between two exchanges, these have a gain as
+well. In its own steps a rank follows its own gradient alone, and only one step in H averages the
+noise of N ranks. So the gain is a + (1 - a) / H, with a what a lone rank's step is worth beside one
+of all ranks: 1 / N where gradients are mere noise, 1 where all ranks have the same. With noise k
+times the signal (in energies) a step of n ranks makes 1 / (1 + k / n) of the progress that one
+without noise would (McCandlish and others 2018, section 2), so a is (1 + k / N) / (1 + k). How far
+the ranks drift apart tells k: the cosine of two ranks' gradients is 1 / (1 + k), and that of what
+they have come to in H steps 1 / (1 + k / H), since noise adds up as its root does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, nan
 
 from policies import checks
@@ -32,7 +41,7 @@ from policies.base import (
 )
 from policies.estimators import Averages
 from policies.signal_gain import SignalGain
-from policies.state import saved
+from policies.state import saved, together
 from policies.step_time import STRIDE_STEPS, StepTime
 
 GAIN_WEIGHT = 0.1
@@ -41,6 +50,16 @@ GAIN_WEIGHT = 0.1
 FILLED = 8.0
 """With signal gain, only CFs up to so many times the number of steps done are considered: the
 shadow residual of a larger CF is still filling, which makes its gain look too large."""
+
+FEWER = 0.1
+"""The smallest number of local steps is taken that promises at most so much less than the best."""
+
+RESET = 0.4
+"""Of the exponent, with local steps: what is not sent then moves its own rank all the same, and a
+larger CF costs less (docs/defaults.md)."""
+
+FOREIGN = 3
+"""So many reports after a switch tell of gradients from before it."""
 
 UP = 2.0
 """A larger CF must be better by so many standard errors of its T_comp."""
@@ -65,6 +84,7 @@ class Goodput(DeclaredPolicy):
 
     name = "goodput"
     shadow = True
+    chooses_local_steps = True
 
     step_size: float = setting(2.0, checks.real, above=1)
     opening: int = setting(5, checks.whole, least=1)
@@ -74,8 +94,12 @@ class Goodput(DeclaredPolicy):
     power: float = setting(0.5, checks.real, above=0)
 
     _send: float = saved(DENSE)
+    _local_steps: int = saved(1)
     _since: int = saved(0)  # steps at the present CF
     _steps: int = saved(0)  # steps in all
+    _least: float = saved(DENSE)  # CF, with local steps: that at which they began
+    _cosines: Averages = saved(Averages(GAIN_WEIGHT))  # of two ranks, by local steps
+    _filling: int = saved(0)  # the step from which on shadow residuals have been filling
     # On the way in strides to a CF with many more bytes: the CF where that way began.
     _came_from: float | None = saved(None)
     _reason: str = saved("")
@@ -92,14 +116,22 @@ class Goodput(DeclaredPolicy):
         self._time = StepTime(context.wire_bytes)
         self._signal = SignalGain() if self.gain == "signal" else None
         self._send = ladder[0]
+        self._numbers, self._ranks = context.local_steps, context.world_size
+        self._local_steps = self._numbers[0]
 
     def plan(self) -> Plan:
-        return Plan(self._send, reason=self._reason)
+        chosen = self._local_steps if len(self._numbers) > 1 else 0
+        return Plan(self._send, reason=self._reason, local_steps=chosen)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
         for cf, gain in report.steady.items():
             self._gains.add(cf, gain)
+        if self._filling and self._steps - self._filling < FOREIGN:
+            report = replace(report, signal_total=nan, peers_total=nan)
+        elif report.peers_energy > 0 and self._ranks > 1:
+            cosine = report.peers_total / report.peers_energy / (self._ranks - 1)
+            self._cosines.add(self._local_steps, cosine)
         self._since += 1
         self._steps += 1
         self._reason = "" if self._signal is None else self._signal.observe(report)
@@ -118,19 +150,40 @@ class Goodput(DeclaredPolicy):
 
     def t_comp(self) -> dict[float, float]:
         """Predicted compression throughput of dense and the CFs whose gain and step time are known:
-        steps a second x gain (signal gain to the power)."""
+        steps a second x gain (signal gain to the power). With local steps, rounds a second, and
+        the gain of local steps as well."""
         promised = {}
         power = 1.0 if self._signal is None else self.power
-        largest = inf if self._signal is None else FILLED * self._steps
+        steps, worth = None, 1.0
+        if self._local_steps > 1 and len(self._numbers) > 1:
+            steps, worth = self._local_steps, self._gain_of_steps(self._local_steps)
+            power *= RESET
+        largest = inf if self._signal is None else self._filled
         for cf in sorted({DENSE, *self._candidates}):
-            gain, seconds = self._gain(cf), self._time.seconds(cf)
-            if gain and seconds and cf <= largest:
-                promised[cf] = gain**power / seconds
+            gain, seconds = self._gain(cf), self._time.seconds(cf, steps)
+            if gain and seconds and self._least <= cf <= largest:
+                promised[cf] = worth * gain**power / seconds
         return promised
+
+    @property
+    def _filled(self) -> float:
+        """The largest CF whose gain is known by now."""
+        filled = FILLED * (self._steps - self._filling)
+        return max(filled, self._send) if self._filling else filled
+
+    def _gain_of_steps(self, steps: int) -> float:
+        """Of so many local steps, beside ranks that exchange in each; see above."""
+        cosine = self._cosines.value(self._local_steps)
+        alone = 1 / self._ranks
+        if cosine is not None and cosine > 0:
+            noise = self._local_steps * (1 / min(1.0, cosine) - 1)
+            alone = (1 + noise / self._ranks) / (1 + noise)
+        return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
         """candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s), gain: of the CF sent.
-        exploring: 1 until it first considers leaving the first CF. And `SignalGain.status`."""
+        exploring: 1 until it first considers leaving the first CF. local_steps: if it chooses them.
+        And `SignalGain.status`."""
         seconds, gain = self._time.seconds(self._send), self._gain(self._send)
         promised = self.t_comp()
         return {
@@ -139,8 +192,36 @@ class Goodput(DeclaredPolicy):
             "t_comp": promised.get(self._send, nan),
             "gain": nan if gain is None else gain,
             "exploring": float(self._since == self._steps < self.opening),
+            **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
             **({} if self._signal is None else self._signal.status()),
         }
+
+    def _choose_local_steps(self) -> None:
+        """Move to a better number of them, if there is one at the CF in use. Not before the next
+        larger CF was considered: that costs less than the first of them."""
+        if len(self._numbers) == 1:
+            return
+        larger = next((cf for cf in self._candidates if cf > self._send), self._send)
+        if self._filled < larger and not self._filling:
+            return
+        here = self._local_steps
+        promised = {
+            steps: steps * self._gain_of_steps(steps) / seconds
+            for steps in self._numbers
+            if (seconds := self._time.seconds(self._send, steps))
+        }
+        enough = max(promised.values(), default=inf) / (1 + FEWER)
+        goal = next((steps for steps in self._numbers if promised.get(steps, 0.0) >= enough), here)
+        if goal == here or promised[goal] <= promised[here] * (1 + self.margin):
+            return
+        listed = ", ".join(f"{value:.4g} with {steps}" for steps, value in promised.items())
+        why = f"local steps {here} -> {goal}: steps/s x their gain {listed}"
+        self._reason = "; ".join(filter(None, (why, self._reason)))
+        self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
+        self._local_steps, self._since, self._came_from = goal, 0, None
+        self._filling = self._steps
+        if self._signal is not None:
+            self._signal.rescale()  # what the ranks exchange now is of another number of steps
 
     def verdict(self) -> str:
         sends_dense = self._send == DENSE and self._since >= self.cooldown
@@ -156,6 +237,10 @@ class Goodput(DeclaredPolicy):
             f"it changes when a CF promises enough more T_comp: CF {first:g} is nearest to that, "
             f"promises {promised[first]:.4g} and needs more than {needed[first]:.4g}"
         )
+
+    def _check_loaded(self) -> None:
+        known = self._local_steps in self._numbers
+        together(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
 
     def rescale(self) -> None:
         """It stays at its CF for a cooldown and measures the step times anew."""
@@ -175,7 +260,8 @@ class Goodput(DeclaredPolicy):
         return None if gain is None else min(1.0, max(0.0, gain))
 
     def _consider(self) -> None:
-        """Move to the CF that promises most, if that is enough more than the one in use."""
+        """Move to the CF that promises most, if that is enough more than the one in use; if none
+        is, perhaps to another number of local steps."""
         promised = self.t_comp()
         here = promised.get(self._send, 0.0)
         if not promised:
@@ -187,6 +273,7 @@ class Goodput(DeclaredPolicy):
         if origin is not None and promised.get(origin, 0.0) > here:
             better.append(origin)  # the strides have shown that leaving it was a mistake
         if not better:
+            self._choose_local_steps()
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
         listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in promised.items())

@@ -2,10 +2,11 @@
 
     seconds = work + compressing and decoding + exposed time
 
-Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF. The
-exposed time is what the rank that waits least waits for the network, and grows with the bytes sent.
-A report gives all three, so one CF that was run is enough to predict the others. When the network
-changes, which shows at the CF in use, the exposed times of the others are forgotten.
+Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF, and as
+often as the ranks step by themselves between two exchanges. The exposed time is what the rank that
+waits least waits for the network, and grows with the bytes sent. A report gives all three, so one
+CF that was run is enough to predict the others. When the network changes, which shows at the CF in
+use, the exposed times of the others are forgotten.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class StepTime(Stateful):
     _same: int = saved(0)  # steps at the CF in use on the network as it is now
     _doubted: bool = saved(False)  # whether the other CFs were already forgotten on this network
     _cf: float | None = saved(None)  # in use
+    _steps: int = saved(1)  # of each rank, for each exchange
 
     def observe(self, report: StepReport) -> None:
         """Take in the times of one step; a report without all of them is skipped."""
@@ -79,26 +81,28 @@ class StepTime(Stateful):
         self._pauses = self._pauses + 1 if seconds > PAUSE * report.median_seconds else 0
         if self._pauses == 1:
             return
-        self._work.add(DENSE, max(0.0, seconds - exposed - coding))
+        self._steps = report.timed_steps
+        self._work.add(DENSE, max(0.0, seconds - exposed - coding) / self._steps)
         self._compress.add(cf, compress)
         self._decode.add(cf, coding - compress)
         self._observe_exposed(cf, exposed, NOISE_SHARE * self._work[DENSE])
 
-    def seconds(self, cf: float) -> float | None:
-        """Seconds of a step at `cf`; None before the first step."""
+    def seconds(self, cf: float, steps: int | None = None) -> float | None:
+        """Seconds of a step at `cf`; None before the first step. With local steps those of so many
+        steps (None: as many as in the last report) and one exchange."""
         if not self._work.cfs():
             return None
-        return self._work[DENSE] + self.coding(cf) + self.exposed(cf)
+        return self._working(steps) + self.coding(cf) + self.exposed(cf)
 
     def measured(self, cf: float) -> float | None:
         """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
         was; None if it never was."""
         exposed = self._last.get(cf)
-        return None if exposed is None else self._work[DENSE] + self.coding(cf) + exposed
+        return None if exposed is None else self._working() + self.coding(cf) + exposed
 
     def without_compression(self) -> dict[float, float]:
         """Seconds of a step less compressing and decoding, by CF that was run, as `measured`."""
-        return {cf: self._work[DENSE] + exposed for cf, exposed in self._last.items()}
+        return {cf: self._working() + exposed for cf, exposed in self._last.items()}
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
@@ -106,7 +110,7 @@ class StepTime(Stateful):
         if not self._work.cfs():
             return None
         fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
-        return self._work[DENSE] + fastest + self._latency()
+        return self._working() + fastest + self._latency()
 
     def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither. Where a CF that was not
@@ -152,6 +156,9 @@ class StepTime(Stateful):
             return ratio if isfinite(ratio) else most / cf
 
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
+
+    def _working(self, steps: int | None = None) -> float:
+        return self._work[DENSE] * (self._steps if steps is None else steps)
 
     def _latency(self) -> float:
         """The exposed time of a step that sends nothing; 0 until two CFs show it."""
@@ -238,4 +245,5 @@ class StepTime(Stateful):
         in_use = self._cf is None or self._cf in self._typical
         enough = len(self._recent) >= min(self._same, MANY)
         timed = bool(self._work.cfs()) or not (self._last or self._typical)
-        together(alike and in_use and enough and timed, "the times of steps contradict each other")
+        whole = alike and in_use and enough and timed and self._steps >= 1
+        together(whole, "the times of steps contradict each other")

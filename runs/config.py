@@ -81,7 +81,7 @@ class TrainConfig:
     masking: bool | float | None = None
     clip_norm: float | None = None
     shadow_sample: float | None = None
-    local_steps: int | None = None
+    local_steps: int | str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
     checksum: bool | None = None
@@ -185,7 +185,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
     """A value read from a file, as the field's type has it. ValueError if it is another's."""
-    least = 1 if name in ("workers", "steps", "threads", "batch_size") else 0
+    least = 1 if name in ("workers", "steps", "threads", "batch_size", "local_steps") else 0
     for one in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         parts = get_args(one) if get_origin(one) is tuple else ()
         if parts and isinstance(value, (list, tuple)):

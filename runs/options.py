@@ -19,6 +19,7 @@ from runs.parser import (
     switch,
     switch_or_number,
     whole,
+    whole_or_auto,
 )
 from runs.policy_options import (
     POLICY_OPTIONS,
@@ -191,9 +192,10 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
     )
     how.add_argument(
         "--local-steps",
-        type=whole(1),
+        type=whole_or_auto(1),
         metavar="H",
-        help="each worker takes H steps by itself between two exchanges (1)",
+        help="each worker takes H steps by itself between two exchanges; auto: as goodput chooses, "
+        "with adamw and others like it (1)",
     )
     how.add_argument(
         "--outer-lr",

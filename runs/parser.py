@@ -72,6 +72,21 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def whole_or_auto(least: int) -> Callable[[str], int | str]:
+    """An argument type: an integer >= `least`, or auto."""
+
+    def parse(text: str) -> int | str:
+        if text == "auto":
+            return text
+        try:
+            return whole(least)(text)
+        except argparse.ArgumentTypeError:
+            told = f"must be an integer >= {least} or auto, got {text!r}"
+            raise argparse.ArgumentTypeError(told) from None
+
+    return parse
+
+
 def number(text: str) -> float:
     """An argument type: a finite number."""
     try:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from itertools import pairwise
 from math import nan, prod
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -74,24 +73,33 @@ class Recorded:
         return dense / self.bytes_sent if self.bytes_sent else 1.0
 
 
-def local_steps(records: Sequence[StepRecord]) -> int:
-    """Of the optimizer, of which each record's step consists."""
-    return records[0].local_steps if records else 1
+def local_steps(records: Sequence[StepRecord]) -> list[int]:
+    """Steps of the optimizer from each exchange to the next; those after the last, which is not on
+    record, are taken to be as many as before it."""
+    return [record.local_steps for record in (*records[1:], *records[-1:])]
 
 
-def bytes_by_step(sent: Sequence[float], every: int) -> list[float]:
-    """Bytes sent by the end of each step of the optimizer, from those by the end of each exchange.
-    With local steps the first exchange comes after that many."""
-    return [*([0.0] * every), *(at for at in sent for _ in range(every))] if every > 1 else [*sent]
+def exchanges(records: Sequence[StepRecord]) -> list[int]:
+    """How many were over by the end of each step of the optimizer. The first step of a round is the
+    one with the exchange; before the first exchange there are steps only with local steps."""
+    rounds = enumerate(local_steps(records), 1)
+    before = records[0].local_steps - 1 if records else 0
+    return [*([0] * before), *(count for count, steps in rounds for _ in range(steps))]
 
 
-def seconds_by_step(ends: Sequence[float], every: int) -> list[float]:
-    """When each step of the optimizer ended, from when each exchange's did. With local steps those
-    before the first exchange are taken to last as long as those after the last."""
-    if every == 1 or not ends:
-        return [*ends]
-    known = [0.0, *ends, 2 * ends[-1] - (ends[-2] if len(ends) > 1 else 0.0)]
-    return [a + (b - a) * (i + 1) / every for a, b in pairwise(known) for i in range(every)]
+def seconds_by_step(records: Sequence[StepRecord], ends: Sequence[float]) -> list[float]:
+    """When each step of the optimizer ended, from when the round of each exchange did. Steps before
+    the first exchange are taken to last as long as those after it."""
+    if not ends:
+        return []
+    rounds = local_steps(records)
+    each, before = ends[0] / rounds[0], records[0].local_steps - 1
+    seconds, start = [each * (i + 1) for i in range(before)], 0.0
+    for end, steps in zip(ends, rounds, strict=True):
+        inside = [start + (end - start) * (i + 1) / steps for i in range(steps - 1)]
+        seconds += [each * before + at for at in (*inside, end)]
+        start = end
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -356,6 +364,12 @@ def _pair(name: str, value: Any) -> tuple[float, float]:
     return float(_cf(name, value[0])), float(_cf(name, value[1]))
 
 
+def _counts(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or sorted(set(value)) != value:
+        _refuse(name, value, "must be a list of different numbers, the smallest first")
+    return tuple(_local_steps(name, count) for count in value)
+
+
 def _shapes(name: str, value: Any) -> dict[str, Sequence[int]]:
     found = _object(name, value)
     for layer, shape in found.items():
@@ -400,6 +414,7 @@ _READERS: dict[Any, Callable[[str, Any], Any]] = {
     Mapping[str, float]: _by_name,
     Mapping[str, Any]: _settings,
     Mapping[str, Sequence[int]]: _shapes,
+    tuple[int, ...]: _counts,
     Mapping[float, Measurement]: _measurements,
     Mapping[str, LayerReport]: lambda name, value: {
         layer: _make(LayerReport, _object(layer, one))
@@ -420,6 +435,7 @@ _BY_NAME: dict[tuple[str, Any], Callable[[str, Any], Any]] = {
     ("numel", int): _counted,
     ("world_size", int): _counted,
     ("local_steps", int): _local_steps,
+    ("timed_steps", int): _local_steps,
     **{
         (name, float): amount
         for name in (

@@ -19,7 +19,7 @@ from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import cf_name
-from runs.records import TIMELINE_FILE, Recorded, read_records, stretches
+from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
 from runs.times import seconds_by_clock, where_time_went
@@ -149,7 +149,8 @@ def make_result(
     task = TASKS[config.task]
     made = outcome.steps_done - outcome.first_step
     rate = made / outcome.seconds if outcome.seconds > 0 else None
-    whole = len(recorded.steps) >= outcome.steps_done  # nothing has been dropped
+    of_rounds = local_steps(recorded.steps)
+    whole = sum(of_rounds) + max(of_rounds, default=1) > outcome.steps_done  # nothing was dropped
     modelled = seconds_by_clock(config, recorded) if whole else None
     by_clock = outcome.steps_done / modelled if modelled else rate
     return {
@@ -203,8 +204,9 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     if result["scaling_efficiency"] is not None:
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
         rows.append(("  scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
-    summary, every = outcome.summary, config.local_steps or 1
-    unit = "step" if every == 1 else "round"
+    summary = outcome.summary
+    in_rounds = (config.local_steps or 1) != 1
+    unit = "round" if in_rounds else "step"
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     spent = result["step_milliseconds"]
     if spent:
@@ -212,7 +214,8 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     lines = [f"{name:<28}{value}".rstrip() if value else name for name, value in rows]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""
-        rounds = "" if every == 1 else f", in rounds of {every} steps"
+        of = "local" if config.local_steps == "auto" else config.local_steps
+        rounds = f", in rounds of {of} steps" if in_rounds else ""
         lines += [f"  CF history{rounds}{note}", *_history(result["cf_history"])]
         lines += [f"  summary of one worker{note}"]
         lines += [f"    {line}" for line in str(summary).splitlines()]

@@ -43,6 +43,9 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     clock = modelled_clock(config, numel) if numel else None
     if clock is None:
         return None
-    for record in recorded.steps:
-        clock.end_step(record.report.wire_bytes, record.report.statistics_bytes)
+    following = [*recorded.steps[1:], *recorded.steps[-1:]]
+    for record, next_one in zip(recorded.steps, following, strict=True):
+        report = record.report
+        steps = next_one.local_steps
+        clock.now += clock.step(report.wire_bytes, report.statistics_bytes, steps)
     return clock.now

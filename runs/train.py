@@ -334,7 +334,7 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     except Exception as error:  # whatever does not fit, the other ranks must hear of it
         problem = f"--resume {folder}: the checkpoint does not fit this program: {error!r}"
     raise_on_all(problem)
-    if (checkpoint.config.local_steps or 1) == 1:
+    if checkpoint.config.local_steps in (None, 1):
         check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False

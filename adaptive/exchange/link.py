@@ -142,9 +142,9 @@ class ModelledClock:
         counted = imagined_bytes(wire_bytes, statistics, self.scale)
         return self.link.latency + counted * 8 / self.link.bits_per_second
 
-    def end_step(self, wire_bytes: float, statistics: float = 0.0) -> None:
-        """A step that sent so much is over."""
-        self.now += self.compute + self.exchange(wire_bytes, statistics)
+    def step(self, wire_bytes: float, statistics: float = 0.0, steps: int = 1) -> float:
+        """Seconds of so many steps, one of which has sent something."""
+        return self.compute * steps + self.exchange(wire_bytes, statistics)
 
 
 class EmulatedLink:

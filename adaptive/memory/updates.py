@@ -235,6 +235,31 @@ class UpdateMemory(Residual):
             self.scales.differ = False
             self._own.clear()
 
+    def part(self) -> dict[ModelParameter, Any]:
+        """The optimizer makes its own steps again, with each rank's own moments and all of its
+        momentum. Returns the learning rates that residuals are to be multiplied by."""
+        rates = {}
+        for p, parameter in self._parameters.items():
+            group = self._handover.settings(p)
+            rates[parameter] = 0.0 if group is None else group["lr"]
+            if group is None:
+                continue
+            self._make_own(parameter, 1.0)
+            late = self._late.pop(p, None)
+            if late is not None:
+                parameter.open_residual().add_(late)
+        return rates
+
+    def meet(self) -> dict[ModelParameter, Any]:
+        """The moments are the ranks' own. Returns the learning rates that residuals are to be
+        divided by."""
+        self.scales.differ = True
+        self._own.update(self._parameters)
+        groups = {
+            parameter: self._handover.settings(p) for p, parameter in self._parameters.items()
+        }
+        return {p: 0.0 if group is None else group["lr"] for p, group in groups.items()}
+
     def discard(self) -> None:
         """Moments have taken in what is thrown away, so they begin anew; those that the ranks have
         agreed on have not."""

@@ -42,7 +42,8 @@ class Peers:
     def __init__(self, cfs: int) -> None:
         self._signs: dict[ModelParameter, Tensor] = {}
         self._sketches = torch.zeros(1 + cfs, WIDTH, dtype=torch.float64)  # of the running step
-        self._found = torch.zeros(1 + cfs, dtype=torch.float64)  # products to be told of next
+        # Products to be told of next: the gradient's own energy, then with the other ranks'.
+        self._found = torch.zeros(2 + cfs, dtype=torch.float64)
 
     def add(self, parameter: ModelParameter, step: int, rows: Tensor, sections: Sections) -> None:
         """Take in the sample of one parameter or of several from `parameter` on, and what each CF
@@ -66,13 +67,15 @@ class Peers:
 
     def receive(self, own: Tensor, total: Tensor) -> None:
         """own: what `end_step` returned. total: the sum over ranks of that step's sketches."""
-        self._found = inner(own, total - own[0])
+        self._found = torch.cat([inner(own[:1], own[0]), inner(own, total - own[0])])
 
     def begin_step(self, tally: Tally) -> None:
         """Add the products of the last step received to the tally, unless that was done before."""
         found = self._found.to(tally.vector.device)  # a state may have been loaded
-        tally.at("peers_total").add_(found[:1])
-        tally.at("peers").add_(found[1:])
+        if tally.drift:
+            tally.at("peers_energy").add_(found[:1])
+        tally.at("peers_total").add_(found[1:2])
+        tally.at("peers").add_(found[2:])
         self._found = torch.zeros_like(found)
         self._sketches.zero_()
 

@@ -74,20 +74,23 @@ class StepTiming(saved.Stateful):
     """The timestamps of one step; on the host, where they are numbers, those of a step that has
     not ended are saved.
 
-    began: the first hook call. cf, wire, statistics: what was sent. calls: of the hook. waits:
-    for the network, within these. exchanged: when the last mean was there. decoded: when a thread
-    of the process group was decoding. ended: the next step's first hook call. forward: when its
-    forward began, if known.
+    began: the first hook call. cf, wire, statistics: what was sent. steps: that the rank takes
+    until the next exchange, more than one with local steps. calls: of the hook. waits: for the
+    network, within these. exchanged: when the last mean was there. decoded: when a thread of the
+    process group was decoding. ended: the next step's first hook call. forward: when its forward
+    began, if known.
     """
 
     _fields = saved.declare(
         **dict.fromkeys(("began", "cf", "wire", "statistics"), float),
         **dict.fromkeys(("calls", "waits", "decoded"), list[tuple[float, float]]),
         exchanged=float | None,
+        steps=int,
     )
 
     began: Timestamp
     cf: float
+    steps: int = 1
     wire: float = 0.0
     statistics: float = 0.0
     calls: list[Span] = field(default_factory=list)
@@ -96,6 +99,10 @@ class StepTiming(saved.Stateful):
     decoded: list[Span] = field(default_factory=list)
     ended: Timestamp = None
     forward: Timestamp = None
+
+    def modelled(self, clock: ModelledClock) -> float:
+        """Seconds that it takes by a clock that does not measure."""
+        return clock.step(self.wire, self.statistics, self.steps)
 
     def split(self, between: Callable[[Timestamp, Timestamp], float]) -> dict[str, float]:
         """The seconds of a step that has ended, by the names that `Statistics` has for them.
@@ -169,18 +176,20 @@ class Stopwatch:
         self.forward = ForwardMark(timestamps)
         self._on_device = timestamps.event is not None
         self._times: dict[float, deque[float]] = {}
+        self._times_of = 1  # so many local steps
         self._running: StepTiming | None = None
         # The steps that are over, the one that can be read by now first; None: it does not count.
         self._over: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
         self._now: Timestamp = nan
-        self.timed = (nan, nan)
-        """CF and wire bytes of the step that `start` has told of last; nan if there was none."""
+        self.timed = (nan, nan, 1)
+        """CF, wire bytes and local steps of the step that `start` has told of last; nan if there
+        was none."""
 
     def stop(self, counts: bool) -> float:
         """The last step is over; returns the time. counts: not the first step of all, which builds
         DDP's buckets."""
         if isinstance(self.clock, ModelledClock) and self._running is not None:
-            self.clock.end_step(self._running.wire, self._running.statistics)
+            self.clock.now += self._running.modelled(self.clock)
         self._now, forward = self.timestamps(), self.forward.take()
         if self._running is not None:
             self._running.ended, self._running.forward = self._now, forward
@@ -193,20 +202,22 @@ class Stopwatch:
         clock, running = self.clock, self._running
         if not isinstance(clock, ModelledClock) or running is None:
             return clock()
-        exchange = clock.exchange(running.wire, running.statistics)
-        return clock() + (clock.compute + exchange)  # rounded as end_step() does
+        return clock() + running.modelled(clock)
 
-    def start(self, cf: float) -> dict[str, float]:
-        """A step at `cf` begins where the last one stopped. Returns, by the names of `Statistics`,
-        what the last step took that can be read by now."""
-        self._running = StepTiming(self._now, cf)
+    def start(self, cf: float, steps: int = 1) -> dict[str, float]:
+        """A step at `cf` begins where the last one stopped, and the next exchange comes after so
+        many `steps`. Returns, by the names of `Statistics`, what the last step took that can be
+        read by now."""
+        self._running = StepTiming(self._now, cf, steps)
         timed = self._over[0] if len(self._over) == self._over.maxlen else None
-        self.timed = (timed.cf, timed.wire) if timed else (nan, nan)
+        self.timed = (timed.cf, timed.wire, timed.steps) if timed else (nan, nan, 1)
         if timed is None:
             return {}
+        if timed.steps != self._times_of:
+            self._times, self._times_of = {}, timed.steps
         seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, ModelledClock):
-            seconds["compute_seconds"] = self.clock.compute
+            seconds["compute_seconds"] = self.clock.compute * timed.steps
             seconds["exchange_seconds"] = self.clock.exchange(timed.wire, timed.statistics)
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(seconds["seconds"]):
@@ -235,6 +246,7 @@ class Stopwatch:
         running = None if self._on_device else self._running
         return {
             "times": [(cf, list(times)) for cf, times in self._times.items()],
+            "times_of": self._times_of,
             "timing": None if running is None else running.state_dict(),
             "saved_at": self.clock(),
         }
@@ -244,6 +256,7 @@ class Stopwatch:
         the interval between is a pause and is not timed. Returns the seconds of that pause."""
         saved_at = saved.read(state, "saved_at", float)
         times = saved.read(state, "times", dict[float, list[float]])
+        times_of = saved.read(state, "times_of", int)
         timing = saved.read(state, "timing", Mapping | None)
         running = None if timing is None else StepTiming(began=nan, cf=nan)
         if running is not None:
@@ -251,6 +264,7 @@ class Stopwatch:
         if isinstance(self.clock, ModelledClock):
             self.clock.now = saved_at
         self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
+        self._times_of = times_of
         self._running = running if same_clock else None
         self._over = deque(maxlen=self._over.maxlen)
         self.forward.take()  # of a step that was not part of the run

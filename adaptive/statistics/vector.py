@@ -42,8 +42,8 @@ class Tally:
 
     cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
     many numbers of the layers, and of signal gain's sketch. updates: what is sent are updates.
-    by_energy: energies are to be agreed
-    rank by rank. ranks: world size. known: the numbers that the host knows, by name.
+    drift: how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by
+    rank. ranks: world size. known: the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -51,6 +51,7 @@ class Tally:
     layers: int = 0
     sketch: int = 0
     updates: bool = False
+    drift: bool = False
     by_energy: bool = False
     ranks: int = 1
     rank: int = 0
@@ -161,6 +162,8 @@ class Statistics:
     signal_total: float = _number("sum", reported=True, only="sketch")
     """<g_t, g_{t+1}>, t + 1 being this step; `peers_total` <g_t, g_t> between different ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")
+    peers_energy: float = _number("sum", reported=True, only="drift")
+    """||g_t||^2, by the same sketches."""
     signal: list[float] = _numbers("ladder", only="sketch")
     """<c_t, g_{t+1}> at each CF; `peers` <c_t, g_t> between different ranks."""
     peers: list[float] = _numbers("ladder", only="sketch")

@@ -32,7 +32,8 @@ class Header:
     all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
-    CFs of their own, if they are known. version: of the records; a reader must ignore fields that
+    CFs of their own, if they are known. local_steps: numbers of them that the policy could choose
+    from. version: of the records; a reader must ignore fields that
     it does not know.
     """
 
@@ -48,6 +49,7 @@ class Header:
     wire_bytes: Mapping[float, float]
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     assumed: Mapping[float, float] = field(default_factory=dict)
+    local_steps: tuple[int, ...] = (1,)
     version: int = 1
 
 
@@ -235,7 +237,7 @@ class Recorder(Stateful):
     """What puts steps and switches on record, on the one rank that writes.
 
     writes: on this rank. header: asked for at the first record of a run. samples: in a step of the
-    optimizer, of all workers; 1 if throughput is to be steps/s. local_steps: see `StepRecord`.
+    optimizer, of all workers; 1 if throughput is to be steps/s.
     """
 
     _fields = declare(_started_at=float | None, _active=float)
@@ -246,12 +248,11 @@ class Recorder(Stateful):
         writes: bool,
         header: Callable[[], Header],
         samples: float,
-        local_steps: int = 1,
     ) -> None:
         self._timeline = timeline
         self._writes = writes
         self._header: Callable[[], Header] | None = header
-        self._samples, self._local_steps = samples * local_steps, local_steps
+        self._samples = samples
         self._started_at: float | None = None  # the first step's time
         self._active = 0.0  # seconds of steps so far
         self._logged: set[str] = set()
@@ -270,9 +271,10 @@ class Recorder(Stateful):
         read_sum: bool,
         sent: float,
         dense: float,
+        local_steps: int,
     ) -> None:
         """A step that was agreed on, at the time `now`; and in the log, what the policy has
-        concluded. sent, dense: bytes by its end, see `StepRecord`."""
+        concluded. sent, dense: bytes by its end; these and local_steps: see `StepRecord`."""
         if not self._writes:
             return
         self._start()
@@ -287,15 +289,15 @@ class Recorder(Stateful):
         record = StepRecord(
             report,
             elapsed=now - self._started_at,
-            t_sys=t_sys * self._samples,
-            t_comp=t_comp * self._samples,
+            t_sys=t_sys * report.timed_steps * self._samples,
+            t_comp=t_comp * report.timed_steps * self._samples,
             status=status,
             layer_cfs=layer_cfs,
             read_sum=read_sum,
             active=self._active,
             sent=sent,
             dense=dense,
-            local_steps=self._local_steps,
+            local_steps=local_steps,
         )
         self._timeline.step(record)
         verdict = policy.verdict()

@@ -20,8 +20,7 @@ from runs.records import (
     TIMELINE_FILE,
     Recorded,
     Stretch,
-    bytes_by_step,
-    local_steps,
+    exchanges,
     read_metrics,
     read_records,
     stretches,
@@ -128,7 +127,7 @@ def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[fl
     if not records:
         return tuple(total * (i + 1) / steps for i in range(steps))
     sent = list(accumulate(record.report.wire_bytes for record in records))
-    return tuple(bytes_by_step(sent, local_steps(records)))
+    return tuple(sent[count - 1] if count else 0.0 for count in exchanges(records))
 
 
 def _evaluations(config: TrainConfig) -> list[tuple[int, float]]:

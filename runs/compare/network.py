@@ -23,9 +23,10 @@ from runs.records import local_steps, seconds_by_step
 
 
 def compute_seconds(records: Sequence[StepRecord]) -> float:
-    """Of a step, without compression and network; nan if no step was timed."""
+    """Of a step of the optimizer, without compression and network; nan if no step was timed."""
     rest = [
         max(0.0, report.seconds - _known(report.coding_seconds) - _known(report.wait_seconds))
+        / report.timed_steps
         for report in (record.report for record in records)
         if isfinite(report.seconds)
     ]
@@ -63,14 +64,15 @@ def modelled_seconds(
     """
     compute = compute_seconds(records)
     compress, rate = compress_seconds(records), network.bits_per_second
+    rounds = zip((record.report for record in records), compress, local_steps(records), strict=True)
     ends = accumulate(
-        compute
+        compute * steps
         + times * spent
         + network.latency
         + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
-        for sent, spent in zip((record.report for record in records), compress, strict=True)
+        for sent, spent, steps in rounds
     )
-    return seconds_by_step(list(ends), local_steps(records))
+    return seconds_by_step(records, list(ends))
 
 
 def model_bytes(records: Sequence[StepRecord], workers: int) -> float:

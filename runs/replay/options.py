@@ -116,7 +116,8 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
 def make_context(config: TrainConfig, source: Source) -> Context:
     """What the controller would have told the policy."""
     supported, base = _supported(config, source), _base(config)
-    layers, layer_bytes = recorded_layers(source.recorded.header, base)
+    header = source.recorded.header
+    layers, layer_bytes = recorded_layers(header, base)
     if config.policy == "fixed" and not config.layerwise:
         cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
         low = high = cf
@@ -127,10 +128,11 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         (min(low, *ends), max(high, *ends)),
         config.workers,
         supported,
-        assumed={} if source.recorded.header is None else source.recorded.header.assumed,
-        wire_bytes=RecordedCosts(source.recorded.steps, source.recorded.header).computed,
+        assumed={} if header is None else header.assumed,
+        wire_bytes=RecordedCosts(source.recorded.steps, header).computed,
         layers=layers,
         layer_bytes=layer_bytes,
+        local_steps=(1,) if header is None else header.local_steps,
     )
 
 

@@ -24,7 +24,7 @@ from runs.policy_options import POLICY_OPTIONS
 from runs.records import (
     Recorded,
     Stretch,
-    bytes_by_step,
+    exchanges,
     local_steps,
     seconds_by_step,
     stretches,
@@ -183,7 +183,7 @@ class Run:
         """Of the steps alone; nan if it is not known."""
         seconds = sum(self.step_seconds)
         if self.records and seconds > 0:
-            return len(self.records) * local_steps(self.records) / seconds
+            return sum(local_steps(self.records)) / seconds
         if isfinite(self.rate):
             return self.rate
         return self.ending.steps_per_second if self.ending is not None else nan
@@ -217,19 +217,19 @@ class Run:
 
     @cached_property
     def _steps(self) -> list[int]:
-        every = local_steps(self.records)
-        rounds = [record.report.step for record in self.records]
-        rounds += [rounds[-1] + 1] if every > 1 else []
-        return [each * every + i for each in rounds for i in range(every)]
+        # A record may lack steps; of one with local steps the numbers would not be known then.
+        if any(record.local_steps > 1 for record in self.records):
+            return list(range(len(self._sent)))
+        return [record.report.step for record in self.records]
 
     @cached_property
     def _sent(self) -> list[float]:
         sent = list(accumulate(record.report.wire_bytes for record in self.records))
-        return bytes_by_step(sent, local_steps(self.records))
+        return [sent[count - 1] if count else 0.0 for count in exchanges(self.records)]
 
     @cached_property
     def _seconds(self) -> list[float]:
-        return seconds_by_step(list(accumulate(self.step_seconds)), local_steps(self.records))
+        return seconds_by_step(self.records, list(accumulate(self.step_seconds)))
 
     @cached_property
     def _pauses(self) -> set[int]:

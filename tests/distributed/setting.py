@@ -14,12 +14,20 @@ from policies import Context, Plan, Policy, StepReport
 
 
 class Scripted(Policy):
-    """Sends the CFs of a list, over and over, and remembers the reports."""
+    """Sends the CFs of a list, over and over, with the local steps of another, and remembers the
+    reports."""
 
     name = "scripted"
+    chooses_local_steps = True
 
-    def __init__(self, cfs: Sequence[float], probe: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self,
+        cfs: Sequence[float],
+        probe: tuple[float, ...] = (),
+        local_steps: Sequence[int] = (0,),
+    ) -> None:
         self.cfs = list(cfs)
+        self.local_steps = local_steps
         self.probe = probe
         self.step = 0
         self.reports: list[StepReport] = []
@@ -30,7 +38,8 @@ class Scripted(Policy):
     def plan(self) -> Plan:
         send = self.cfs[self.step % len(self.cfs)]
         probe = tuple(cf for cf in self.probe if cf != send)
-        return Plan(send, probe, reason=f"step {self.step}")
+        local_steps = self.local_steps[self.step % len(self.local_steps)]
+        return Plan(send, probe, reason=f"step {self.step}", local_steps=local_steps)
 
     def observe(self, report: StepReport) -> None:
         self.reports.append(report)

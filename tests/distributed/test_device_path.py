@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from adaptive import AdaptiveCompressor, MemoryTimeline
+from adaptive.local_steps import LocalSteps
 from compressors.kernels import blocks
 from policies import Plan
 from tests.distributed.balance import balance
@@ -169,13 +170,18 @@ class _NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watched(rank: int, base: str, policy: str, local_steps: int) -> int:
+def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
     blocks.force_device_path = True
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
+    optimizer: torch.optim.Optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    chosen: Any = policy
+    if local_steps == "auto":
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)  # Adam reads its host step
+        chosen = Scripted([8.0, 1.0], local_steps=[1, 2, 1])
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
-        base, (4, 100), policy=policy, timeline=timeline, local_steps=local_steps
+        base, (4, 100), policy=chosen, timeline=timeline, local_steps=local_steps
     )
     compressor.attach(model, optimizer=optimizer)
     session: Any = compressor._session
@@ -190,14 +196,13 @@ def _watched(rank: int, base: str, policy: str, local_steps: int) -> int:
             return reduce(bucket)
 
     session.controller.begin_step, session.reduce = begin_step, watched
-    if session._local is not None:
-        outer_step = session._local._outer_step
+    conclude = LocalSteps.conclude
 
-        def watched_step() -> None:
-            with _NoReading():
-                outer_step()
+    def watched_step(self: LocalSteps) -> None:
+        with _NoReading():
+            conclude(self)
 
-        session._local._outer_step = watched_step
+    LocalSteps.conclude = watched_step  # type: ignore[method-assign]
     for step in range(12):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -212,17 +217,17 @@ def test_reading_a_value_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "policy", "local_steps"),
+    ("base", "policy", "local_steps", "steps"),
     [
-        ("topk", "goodput", 1),
-        ("topk", "gravac", 1),
-        ("int8", "gravac", 1),
-        ("topk", "accordion", 1),
-        ("topk", "goodput", 2),
+        ("topk", "goodput", 1, 12),
+        ("topk", "gravac", 1, 12),
+        ("int8", "gravac", 1, 12),
+        ("topk", "accordion", 1, 12),
+        ("topk", "goodput", 2, 5),  # exchanges after 2, 4, ... steps
+        ("topk", "scripted", "auto", 8),  # which part and meet again
     ],
 )
-def test_no_hook_call_waits(base: str, policy: str, local_steps: int) -> None:
-    steps = 12 if local_steps == 1 else 5  # exchanges after 2, 4, ... steps
+def test_no_hook_call_waits(base: str, policy: str, local_steps: int | str, steps: int) -> None:
     assert run_ranks(2, _watched, base, policy, local_steps) == [steps, 0]  # rank 0 writes
 
 

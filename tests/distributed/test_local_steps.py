@@ -13,8 +13,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from adaptive import AdaptiveCompressor, adaptive_hook
+from adaptive import (
+    AdaptiveCompressor,
+    Goodput,
+    JSONLTimeline,
+    LinkSpec,
+    MemoryTimeline,
+    ModelledClock,
+    adaptive_hook,
+)
 from compressors.kernels import blocks
+from policies import Context
+from runs.records import Recorded, exchanges, read_records, seconds_by_step
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Scripted,
@@ -364,3 +374,243 @@ def test_parameters_in_half_precision_have_an_anchor_in_single() -> None:
     assert torch.equal(first["united"], second["united"])
     assert first["dtypes"] == {torch.bfloat16, torch.float32}
     assert not torch.equal(first["united"], flat_parameters(small_net(torch.bfloat16)))
+
+
+CHANGING = [1, 2, 2, 1, 1, 4, 1, 2]
+"""Numbers of local steps as a policy may plan them."""
+
+
+def _parting(rank: int, cfs: list[float], strided: bool) -> dict[str, Any]:
+    """Some steps, then many that would change nothing but for the exchanges: without gradients, and
+    so without updates. In each of these what the ranks hold is added up."""
+    net = small_net()
+    if strided:  # a parameter whose elements do not lie in the order of its indices
+        net[0].weight = nn.Parameter(net[0].weight.detach().t().contiguous().t())
+    model = DDP(net, bucket_cap_mb=0.004)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, weight_decay=0.0)
+    compressor = AdaptiveCompressor(
+        "topk+fp32",
+        (2, 64),
+        policy=Scripted(cfs, local_steps=CHANGING),
+        local_steps="auto",
+        debug=1,
+    ).attach(model, optimizer=optimizer)
+
+    def holds() -> Tensor:
+        """This rank's share of the mean of all: its parameters less what it has still to send."""
+        state, held = compressor.state_dict(), []
+        rate = 1.0 if state["local"]["anchors"] else optimizer.param_groups[0]["lr"]
+        for name, p in model.module.named_parameters():
+            rest = state["memory"].get(name, {}).get("residual")
+            own = p.detach().clone()
+            if rest is not None and rate == 1.0:
+                own -= rest.view_as(p)
+            elif rest is not None:
+                own -= rate * rest.as_strided(p.size(), p.stride())
+            held.append(own.flatten())
+        return torch.cat(held)
+
+    found, apart = [], []
+    for step in range(60):
+        if step == 17:
+            optimizer.param_groups[0]["lr"] = 0.002
+        if step >= 17:
+            found.append(holds())
+            apart.append(bool(compressor.state_dict()["local"]["anchors"]))
+        optimizer.zero_grad()
+        (_loss(model, step, rank) * (1.0 if step < 17 else 0.0)).backward()
+        optimizer.step()
+    summary = compressor.summary()
+    compressor.detach()
+    return {
+        "held": torch.stack(found),
+        "apart": apart,
+        "united": flat_parameters(model),
+        "summary": summary,
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strided", [False, True])
+def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool) -> None:
+    found = run_ranks(ranks, _parting, [8.0, 32.0, 1.0, 8.0, 4.0], strided)
+    assert {True, False} == set(found[0]["apart"])
+    mean = torch.stack([each["held"] for each in found]).mean(0)
+    torch.testing.assert_close(mean, mean[:1].expand_as(mean), rtol=0, atol=1e-12)
+    for each in found:
+        assert each["apart"] == found[0]["apart"]
+        assert torch.equal(each["united"], found[0]["united"])
+        assert each["summary"].local_steps > 1.4 * each["summary"].steps
+    torch.testing.assert_close(found[0]["united"], mean[0], rtol=0, atol=1e-12)
+
+
+def _resumed_apart(rank: int, stop: int, path: str) -> list[dict[str, Any]]:
+    def run() -> Run:
+        policy = Scripted([4.0, 1.0, 16.0], local_steps=CHANGING)
+        return Run(policy, "topk", "auto", memory="updates", local_steps="auto")
+
+    straight, stopped, resumed = run(), run(), run()
+    straight.train(rank, 0, 30)
+    stopped.train(rank, 0, stop)
+    torch.save(stopped.state(), f"{path}/{rank}")
+    resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
+    resumed.train(rank, stop, 30)
+    return [
+        r.compressor.state_dict() | {"own": flat_parameters(r.model)} for r in (straight, resumed)
+    ]
+
+
+@pytest.mark.parametrize("stop", range(6, 16))
+def test_resuming_while_ranks_part_and_meet(stop: int, tmp_path: Path) -> None:
+    """Stopped after each step of a few rounds: together, apart, and just before either."""
+    for straight, resumed in run_ranks(2, _resumed_apart, stop, str(tmp_path)):
+        assert same(straight, resumed)
+
+
+def _on_a_link(rank: int, path: str) -> dict[str, Any]:
+    """Goodput chooses, on a link that is slow at first and then fast."""
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    clock, timeline = ModelledClock(1e-3, LinkSpec(1e6)), MemoryTimeline()
+    compressor = AdaptiveCompressor(
+        policy=Goodput(opening=2, cooldown=2),
+        cf_range=(10, 40),
+        local_steps="auto",
+        clock=clock,
+        timeline=[timeline, JSONLTimeline(f"{path}/{rank}.jsonl")],
+    ).attach(model, optimizer=optimizer)
+    chosen = []
+    for step in range(900):
+        if step == 250:
+            clock.link = LinkSpec(1e12)
+        optimizer.zero_grad()
+        x, y = batch(step, rank, torch.float32)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        chosen.append(compressor.policy.plan().local_steps)
+    own = flat_parameters(model)
+    summary = compressor.summary()
+    compressor.close()
+    return {"chosen": chosen, "own": own, "summary": summary, "steps": timeline.steps}
+
+
+def test_goodput_chooses_how_many_local_steps(tmp_path: Path) -> None:
+    found = run_ranks(2, _on_a_link, str(tmp_path))
+    chosen, summary = found[0]["chosen"], found[0]["summary"]
+    assert chosen[240] > 1
+    assert chosen[-1] == 1
+    assert found[1]["chosen"] == chosen
+    assert torch.equal(found[0]["own"], found[1]["own"])
+    assert summary.local_steps == 900
+    assert summary.steps == len(found[0]["steps"]) < 600
+    recorded = read_records(tmp_path / "0.jsonl")
+    assert recorded.wire_factor == pytest.approx(summary.wire_factor)
+    done = exchanges(recorded.steps)
+    assert len(done) == 900
+    assert done[-1] == summary.steps
+    seconds = seconds_by_step(recorded.steps, [float(i) for i in range(1, summary.steps + 1)])
+    assert len(seconds) == 900
+    assert seconds == sorted(seconds)
+    assert replay_like(recorded) == [record.report.cf for record in recorded.steps]
+
+
+def replay_like(recorded: Recorded) -> list[float]:
+    """The CFs that the policy plans when it is shown what was recorded."""
+    header = recorded.header
+    assert header is not None
+    policy = Goodput(opening=2, cooldown=2)
+    wire = header.wire_bytes
+    policy.start(
+        Context(
+            header.cf_range,
+            header.world_size,
+            assumed=header.assumed,
+            wire_bytes=lambda cf: wire[cf],
+            local_steps=header.local_steps,
+        )
+    )
+    planned = []
+    for record in recorded.steps:
+        planned.append(policy.plan().send)
+        policy.observe(record.report)
+    return planned
+
+
+def _not_auto(rank: int) -> list[str]:
+    told, messages = [], listen()
+    for options in (
+        {"policy": "gravac"},
+        {"memory": "residual"},
+        {"policy": "goodput", "hooks": {40.0: bf16_compress_hook}},
+        {"local_steps": "many"},
+    ):
+        try:
+            AdaptiveCompressor(**{"local_steps": "auto", **options})
+        except ValueError as error:
+            told.append(str(error))
+    model = DDP(small_net())
+    optimizer = OPTIMIZERS["sgd"](model)
+    compressor = AdaptiveCompressor(local_steps="auto").attach(model, optimizer=optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        optimizer.step()
+    told.append(" ".join(messages))
+    compressor.detach()
+    _loss(model, 3, rank).backward()
+    plan = Scripted([8.0], local_steps=[3])
+    adam = OPTIMIZERS["adamw"](model)
+    try:
+        AdaptiveCompressor(policy=plan, local_steps="auto").attach(model, optimizer=adam)
+        _loss(model, 4, rank).backward()
+    except ValueError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_does_not_go_with_auto_is_refused_or_told() -> None:
+    first, second = run_ranks(2, _not_auto)
+    policy, memory, hooks, word, warning, planned = first
+    assert "'gravac'" in policy
+    assert memory.startswith("memory must be 'auto' or 'updates' with local_steps='auto'")
+    assert hooks.startswith("hooks must be empty with local_steps='auto'")
+    assert word == "local_steps='many': must be a whole number >= 1 or 'auto'"
+    assert "local_steps='auto' needs memory 'updates'" in warning
+    assert (
+        planned
+        == "policy 'scripted' plans 3 local steps: it must be one of 1, 2, 4, 8, 16, 32, or 0"
+    )
+    assert [second[i] for i in (0, 1, 2, 3, 5)] == [first[i] for i in (0, 1, 2, 3, 5)]
+
+
+def _detached(rank: int, optimizer_name: str, local_steps: int | str) -> list[Tensor]:
+    """Detached while the ranks are apart, then attached again."""
+    model = DDP(TwoBranches(), find_unused_parameters=True)
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    planned = [1, 2, 4] if local_steps == "auto" else [0]
+    compressor = AdaptiveCompressor(
+        policy=Scripted([8.0], local_steps=planned), local_steps=local_steps, debug=1
+    ).attach(model, optimizer=optimizer)
+    found = []
+    for step in range(40):
+        if step == 9:
+            compressor.detach()
+        if step in (9, 14):
+            found.append(flat_parameters(model))
+        if step == 14:
+            compressor.attach(model, optimizer=optimizer)
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        which = rank if step < 9 else 2  # a rank has no moments of the other's branch
+        ((model(x, which) - y) ** 2).mean().backward()
+        optimizer.step()
+    compressor.detach()
+    return [*found, flat_parameters(model)]
+
+
+@pytest.mark.parametrize(("optimizer", "local_steps"), [("adamw", "auto"), ("sgd", 4)])
+def test_ranks_that_are_detached_while_apart_go_on_alike(
+    optimizer: str, local_steps: int | str
+) -> None:
+    for first, second in zip(*run_ranks(2, _detached, optimizer, local_steps), strict=True):
+        assert torch.equal(first, second)

@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from math import inf, nan
 from typing import Any
 
@@ -28,18 +29,47 @@ from adaptive import (
     Policy,
     Warmup,
 )
+from policies import Context, Plan, StepReport, checks
+from policies.base import DeclaredPolicy, setting
+from policies.state import saved
 from tests.distributed.setting import Clock, loss_of, same, small_net
+
+
+@dataclass(eq=False)
+class Stepping(DeclaredPolicy):
+    """So many local steps in its first exchanges, and so many later."""
+
+    name = "stepping"
+    chooses_local_steps = True
+
+    first: int = setting(1, checks.whole, least=1)
+    later: int = setting(2, checks.whole, least=1)
+    _step: int = saved(0)
+
+    def start(self, context: Context) -> None:
+        self._begin()
+
+    def plan(self) -> Plan:
+        return Plan(8.0, local_steps=self.first if self._step < 6 else self.later)
+
+    def observe(self, report: StepReport) -> None:
+        self._step += 1
+
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "accordion per layer": lambda: Accordion(interval=4, per_layer=True),
     "budget": lambda: Budget(window=6),
     "goodput": lambda: Goodput(opening=3, cooldown=2),
     "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05, retry=1),
+    "parting": lambda: Stepping(first=1, later=2),
+    "meeting": lambda: Stepping(first=2, later=1),
     "layerwise": lambda: Layerwise(Fixed(cf=8), window=4),
     "warmup": lambda: Warmup(Goodput(), steps=2, stages=2),
 }
 RUNS = [
-    *((policy, "topk") for policy in POLICIES),
+    *((policy, "topk") for policy in POLICIES if not policy.endswith("ing")),
+    ("parting", "topk", "AdamW", "auto"),
+    ("meeting", "topk", "AdamW", "auto"),
     ("gravac", "powersgd"),
     ("gravac", "sketch"),
     ("gravac", "topk", "AdamW"),
@@ -65,7 +95,7 @@ class _Run:
     good: dict[str, Any]
 
     def __init__(
-        self, policy: str, base: str, optimizer: str = "SGD", local_steps: int = 1
+        self, policy: str, base: str, optimizer: str = "SGD", local_steps: int | str = 1
     ) -> None:
         self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
         settings = {"momentum": 0.9} if optimizer == "SGD" else {}
@@ -176,6 +206,21 @@ def test_a_damaged_state_changes_nothing_or_loads_whole(run: _Run, data: st.Data
     path = data.draw(st.sampled_from(list(_places(run.good))))
     how = data.draw(st.sampled_from(("missing", "type", "not finite", "shape", "truncated")))
     _check(run, _with(run.good, path, how, data.draw(st.integers(0, 50))))
+
+
+def test_states_of_ranks_apart_and_together_go_into_either() -> None:
+    runs = [_Run(policy, "topk", "AdamW", "auto") for policy in ("parting", "meeting")]
+    for run in runs:
+        run.train(30)
+    states = [deepcopy(run.state()) for run in runs]
+    assert [bool(state["local"]["anchors"]) for state in states] == [True, False]
+    for run, own, other in zip(runs, states, reversed(states), strict=True):
+        controller = {**other["controller"], "policy": own["controller"]["policy"]}
+        state = deepcopy({**other, "controller": controller})
+        run.compressor.load_state_dict(state)
+        assert same(_without_time(run.state()), _without_time(state))
+        run.train(20)
+        assert run.state()["local"]["anchors"].keys() == own["local"]["anchors"].keys()
 
 
 def test_a_state_of_another_model_names_the_parameters() -> None:

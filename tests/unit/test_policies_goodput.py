@@ -266,9 +266,9 @@ class Misled(StepTime):
         cf = self._cf
         return () if cf is None else (cf,)
 
-    def seconds(self, cf):
+    def seconds(self, cf, steps=None):
         misled = cf == DENSE and self.timed() == (40.0,)
-        return WORK if misled else super().seconds(cf)
+        return WORK if misled else super().seconds(cf, steps)
 
 
 def test_it_goes_back_from_a_way_that_led_nowhere():
@@ -391,3 +391,81 @@ def test_dense_is_no_conclusion_before_its_cooldown_is_over():
         told.append((plan.send, bool(policy.verdict())))
         policy.observe(report(step, plan.send, 1e9))
     assert told == [(OPENING, False)] * 2 + [(DENSE, False)] * 4 + [(DENSE, True)] * 4
+
+
+STEPS = (1, 2, 4, 8, 16, 32)
+
+
+def run_with_local_steps(policy, rates, cosine):
+    """(CF, local steps) of each exchange, when round i runs on a network of rates[i] bytes a
+    second, and the gradients of two ranks have this cosine."""
+    taken, chosen = 1, []
+    for step, rate in enumerate(rates):
+        plan = policy.plan()
+        chosen.append((plan.send, plan.local_steps))
+        seconds = step_seconds(plan.send, rate) + (taken - 1) * WORK
+        noise = (1 / cosine - 1) / taken
+        policy.observe(
+            report(
+                step,
+                plan.send,
+                rate,
+                seconds=seconds,
+                median_seconds=seconds,
+                timed_steps=taken,
+                peers_energy=1.0,
+                peers_total=1 / (1 + noise),
+            )
+        )
+        taken = plan.local_steps
+    return chosen
+
+
+def with_local_steps(**options):
+    policy = Goodput(gain="error_fed", **options)
+    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, local_steps=STEPS))
+    return policy
+
+
+def test_on_a_fast_network_it_takes_no_local_steps():
+    chosen = run_with_local_steps(with_local_steps(), [1e8] * 300, 0.1)
+    assert {steps for _, steps in chosen} == {1}
+
+
+def test_on_a_slow_network_it_takes_local_steps_and_gives_them_up_on_a_faster_one():
+    policy = with_local_steps()
+    rates = [1e4] * 200 + [1e9] * 100
+    chosen = run_with_local_steps(policy, rates, 0.1)
+    first = next(i for i, (_, steps) in enumerate(chosen) if steps > 1)
+    assert FILLED * first >= 2 * chosen[first][0]  # a larger CF was considered
+    assert len({steps for _, steps in chosen[first + 40 : 200]}) == 1
+    cf = chosen[first][0]
+    assert all(other >= cf for other, steps in chosen if steps > 1)
+    assert chosen[-1] == (best(1e9), 1)
+
+
+def test_ranks_whose_gradients_are_alike_take_more_local_steps():
+    """They lose nothing; ranks whose gradients are mere noise lose most."""
+    found = [
+        run_with_local_steps(with_local_steps(), [3e5] * 200, cosine)[-1][1]
+        for cosine in (0.001, 0.3, 0.99)
+    ]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
+def test_without_a_choice_of_local_steps_it_plans_none():
+    assert started().plan().local_steps == 0
+    assert with_local_steps().plan().local_steps == 1
+
+
+def test_a_state_with_another_number_of_local_steps_is_refused():
+    policy = with_local_steps()
+    run_with_local_steps(policy, [1e4] * 200, 0.1)
+    state = json.loads(json.dumps(policy.state_dict()))
+    again = with_local_steps()
+    again.load_state_dict(state)
+    assert again.plan() == policy.plan()
+    assert again.plan().local_steps > 1
+    with pytest.raises(ValueError, match="local_steps"):
+        with_local_steps().load_state_dict({**state, "local_steps": 3})

@@ -27,11 +27,11 @@ def test_a_step_is_told_of_with_the_next_and_its_median_is_of_its_own_cf() -> No
     first = _step(watch, 1.0, 9.0, counts=False)
     second = _step(watch, 10.0, 0.5, counts=False)  # the first of all is not counted
     assert first == second == {}
-    assert all(map(isnan, watch.timed))
+    assert all(map(isnan, watch.timed[:2]))
     told = [_step(watch, cf, seconds) for cf, seconds in ((10, 0.7), (20, 4.0), (10, 0.8), (1, 1))]
     assert [each["seconds"] for each in told] == pytest.approx([0.5, 0.7, 4.0, 0.8])
     assert [each["median_seconds"] for each in told] == pytest.approx([0.5, 0.6, 4.0, 0.7])
-    assert watch.timed == (10, 1000)
+    assert watch.timed == (10, 1000, 1)
 
 
 def test_the_pause_before_a_resumed_step_is_not_timed() -> None:
