@@ -156,6 +156,9 @@ class Controller(saved.Stateful):
             )
         if was_forced_dense and not plan.reason:
             plan = replace(plan, reason="attached again")
+        if self.apart and plan.local_steps == 1 and plan.send != DENSE:
+            why = "dense once, before the ranks meet"
+            plan = replace(plan, send=DENSE, reason="; ".join(filter(None, (plan.reason, why))))
         waits = self.residual_first or (self.carrying and plan.send in self.sizes.hooks)
         if plan.send != DENSE and waits:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
@@ -197,6 +200,9 @@ class Controller(saved.Stateful):
 
     def take_steps(self, local_steps: int, apart: bool) -> None:
         """So many from here on, until the policy says otherwise."""
+        if self.skipped:  # nothing more of them is exchanged
+            self._totals.local_steps += self.skipped
+            self._totals.dense_bytes += self.skipped * self.sizes.wire_bytes(DENSE)
         self.local_steps, self.apart, self.skipped = local_steps, apart, 0
 
     def meet(self) -> None:

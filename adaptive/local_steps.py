@@ -12,18 +12,18 @@ brings them together. In the residual waits what rounding has lost of elements t
 
 The exchange hides behind one backward, whose gradient is of where the rank stood before.
 
-Ranks that exchange each step may part, and meet again, without a collective. In both cases a rank
-holds something that the others have not got yet. Those that exchange updates keep it in the
-residual, as updates that the optimizer multiplies by the learning rate; those that step by
-themselves have it in their own parameters. So it is multiplied by the learning rate on the way
-there, and divided by it on the way back.
+Ranks that exchange each step may part, and meet again. In both cases a rank holds something that
+the others have not got yet. Those that exchange updates keep it in the residual, as updates that
+the optimizer multiplies by the learning rate; those that step by themselves have it in their own
+parameters. So it is multiplied by the learning rate on the way there, and divided by it on the way
+back; before that a dense exchange takes all but the last step, whose learning rate is this one.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.moments import flat, shaped
+from adaptive.memory.moments import flat, part_of_mean, scale_second_moments, shaped
+from adaptive.memory.updates import steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if, is_host
@@ -51,9 +52,9 @@ NO_STEP = (
 
 
 AUTO_IS_ONE = (
-    "local_steps='auto' needs memory 'updates', so an optimizer handed over that is torch's and "
-    "divides by a second moment, such as AdamW: the ranks exchange in every step. A number, as in "
-    "local_steps=4, goes with any optimizer"
+    "local_steps='auto' needs memory 'updates': an optimizer of all parameters handed over that is "
+    "torch's and divides by a second moment, such as AdamW. Without, the ranks exchange in every "
+    "step. A number, as in local_steps=4, goes with any optimizer"
 )
 
 NUMBERS = (1, 2, 4, 8, 16, 32)
@@ -83,6 +84,7 @@ class LocalSteps:
         self.anchors = {p: _flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
         self._moving = {p: p.zeros() for p in parameters} if outer_momentum else {}
         self._to_anchor = False  # before the next step, which ends all this
+        self._join: Callable[[Optimizer], None] | None = None
         self._rooms: dict[int, Tensor] = {}
         self._arrived: list[tuple[Sequence[ModelParameter], Tensor]] = []
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
@@ -137,7 +139,9 @@ class LocalSteps:
                 self._updates.append(p)
 
     @torch.no_grad()
-    def meet(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
+    def meet(
+        self, learning_rates: Mapping[ModelParameter, Any], join: Callable[[Optimizer], None]
+    ) -> None:
         """The ranks go back to the anchor with the next step: how far each has come from there
         waits in its residual, as updates. Where the learning rate is 0 these could move nothing,
         and that is forgotten."""
@@ -152,7 +156,7 @@ class LocalSteps:
                 residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
             else:
                 residual.mul_(1 / lr if lr > 0 else 0.0)
-        self._to_anchor = True
+        self._to_anchor, self._join = True, join
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Of any optimizer, the first of this model's moves all of it. args: as torch hands them to
@@ -168,7 +172,10 @@ class LocalSteps:
 
         def then_outer_step() -> Any:
             loss = closure()
+            meets = self._to_anchor
             self.conclude()
+            if meets and self._join is not None:
+                self._join(optimizer)
             return loss
 
         return args[:1], {**kwargs, "closure": then_outer_step}
@@ -176,16 +183,16 @@ class LocalSteps:
     @torch.no_grad()
     def conclude(self) -> None:
         """Do what comes before the optimizer's next step, if that has not come yet: the outer step
-        by the means that have arrived, and whatever else moves the parameters."""
+        by the means that have arrived, and whatever else moves the parameters. If no step has come
+        for long, that is in the middle of a backward, which autograd must not be told of."""
         if self._to_anchor:
             for p, anchor in self.anchors.items():
-                p.tensor.copy_(anchor.view_as(p.tensor))
+                p.tensor.data.copy_(anchor.view_as(p.tensor))
             self._to_anchor = False
-            self._take_off()
         updates, self._updates = self._updates, []
         for p in updates:
             assert p.residual is not None
-            p.tensor.sub_(shaped(p.residual, p.tensor))
+            p.tensor.data.sub_(shaped(p.residual, p.tensor))
             p.filled = False
         arrived, self._arrived = self._arrived, []
         for parameters, mean in arrived:
@@ -208,9 +215,15 @@ class LocalSteps:
                 if p.filled and p.residual is not None:
                     own = anchor - p.residual.masked_fill(here, 0.0)
                     p.residual.mul_(here)
-                p.tensor.copy_(own.view_as(p.tensor))
+                p.tensor.data.copy_(own.view_as(p.tensor))
                 if p.tensor.grad is not None:  # of where a round has led that is thrown away
                     fill_if(poisoned, p.tensor.grad, 0.0)
+
+    def leave(self) -> None:
+        """Its work is done. Not left to the garbage collector, which may come while torch goes
+        through the hooks of all optimizers."""
+        self._take_off()
+        self._join = None
 
     @contextmanager
     def averaged(self, exchange: Exchange) -> Iterator[None]:
@@ -244,18 +257,23 @@ class LocalSteps:
             if p.filled and p.residual is not None:
                 own -= p.residual
             own /= exchange.world_size
-            exchange.count_floats(own.numel())
             p.tensor.copy_(exchange.all_reduce(own).wait().view_as(p.tensor))
+        exchange.take_traffic()  # no step's
 
     @torch.no_grad()
     def _unite_moments(self, exchange: Exchange) -> None:
         """Or ranks whose parameters are the same would go apart with the next step. A rank that has
         not used a parameter yet gets what the others keep of it."""
         states: dict[str, dict[str, Any]] = {p.name: {} for p in self._parameters}
+        names = {p.tensor: p.name for p in self._parameters}
         for optimizer in self._optimizers:
-            for p in self._parameters:
-                if p.tensor in optimizer.state:
-                    states[p.name] = optimizer.state[p.tensor]
+            for group in optimizer.param_groups:
+                for tensor in names.keys() & set(group["params"]):
+                    state = states[names[tensor]] = optimizer.state[tensor]
+                    if steps_for(optimizer) and "exp_avg" in state:
+                        # A rank's own second moment has noise that the mean gradient's has not.
+                        part = part_of_mean(group, 1.0, state, exchange.world_size)
+                        scale_second_moments(state, part)
         own = {
             (name, key): (kept.shape, kept.dtype)
             for name, state in states.items()

@@ -143,7 +143,7 @@ class Session:
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
             self._numbers = (int(settings.local_steps),)
-        elif isinstance(self._memory.now, UpdateMemory):
+        elif isinstance(self._memory.now, UpdateMemory) and self._memory.now.steps_all:
             self._numbers = NUMBERS
         context = start_policy(settings, self._sizes, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
@@ -206,19 +206,19 @@ class Session:
             return
         if self._left is not None and (self._left.have_met or controller.local_steps > 1):
             self._left.conclude()
+            self._left.leave()
             self._left = None
         if controller.local_steps > 1 and local is None:
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            rates = memory.part()
             self._local = self._new_local_steps(controller.local_steps)
-            self._local.part(rates)
+            self._local.part(memory.part(self._local.conclude))
             self._memory.release()
         elif controller.local_steps == 1 and local is not None:
             self._memory.choose(self._optimizer)
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            local.meet(memory.meet())
+            local.meet(memory.meet(), memory.join)
             self._local, self._left = None, local
             controller.meet()
         else:
@@ -269,6 +269,7 @@ class Session:
             self._forward_hook.remove()
         if self._left is not None:
             self._left.conclude()
+            self._left.leave()
             self._left = None
         if self._local is not None:
             self._local.end(self.exchange, self._optimizer)
@@ -397,8 +398,8 @@ class Session:
         controller.end_step(watch.take_found())
         self._reducer.end_backward()
         if self._local is not None:  # gradients are the optimizer's, whatever a script does to them
-            self._local.every = controller.local_steps
             self._local.backward_ends()
+            self._local.every = controller.local_steps
             return
         # After `detach` nobody would compare them.
         compare = bool(self._memory.now.keeps) and not controller.forced_dense
@@ -463,13 +464,17 @@ class Session:
                 "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
             )
         loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
-        apart = self._local is not None
-        if len(self._numbers) > 1:
-            apart = bool(saved.read(saved.read(state, "local", Mapping), "anchors", Mapping))
+        apart, local = self._local is not None, saved.read(state, "local", Mapping)
+        if len(self._numbers) > 1 and not controller.forced_dense:
+            apart = bool(local.get("anchors"))
             expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
         scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
         with undone_on_error((base, controller.policy), loaded):
             check_state(state, expected, by_name, len(requested.ladder))
+            alike = apart == bool(local.get("anchors"))
+            saved.together(
+                alike, "it is of ranks that step by themselves: attach before loading it"
+            )
             base.load_state_dict(saved.read(state, "compressor", Mapping))
             if scales is not None:
                 scales.load_state_dict(saved.read(state, "scales", Mapping))
@@ -483,6 +488,8 @@ class Session:
                 self._local = self._new_local_steps(controller.local_steps)
             else:
                 self._memory.choose(self._optimizer)
+                assert self._local is not None
+                self._local.leave()
                 self._local = None
             self._use_memory()
             requested.load_state_dict(state, by_name)  # what is followed now has begun anew
@@ -499,6 +506,8 @@ class Session:
         if self._local is not None:
             self._local.load_state_dict(state["local"])
             self._local.every = controller.local_steps
+        if self._left is not None:
+            self._left.leave()
         self._left = self._failed = None
 
     def _identity(self) -> dict[str, Any]:

@@ -121,7 +121,8 @@ class Goodput(DeclaredPolicy):
 
     def plan(self) -> Plan:
         chosen = self._local_steps if len(self._numbers) > 1 else 0
-        return Plan(self._send, reason=self._reason, local_steps=chosen)
+        meets = chosen == 1 and 0 < self._filling == self._steps
+        return Plan(DENSE if meets else self._send, reason=self._reason, local_steps=chosen)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
@@ -173,10 +174,13 @@ class Goodput(DeclaredPolicy):
 
     def _gain_of_steps(self, steps: int) -> float:
         """Of so many local steps, beside ranks that exchange in each; see above."""
-        cosine = self._cosines.value(self._local_steps)
+        # Gradients of ranks that are apart need not be as much alike as those of ranks together.
+        seen = [int(n) for n in self._cosines.cfs() if n > 1] or [1]
+        known = min(seen, key=lambda n: max(n / steps, steps / n))
+        cosine = self._cosines.value(known)
         alone = 1 / self._ranks
         if cosine is not None and cosine > 0:
-            noise = self._local_steps * (1 / min(1.0, cosine) - 1)
+            noise = known * (1 / min(1.0, cosine) - 1)
             alone = (1 + noise / self._ranks) / (1 + noise)
         return alone + (1 - alone) / steps
 
@@ -212,10 +216,13 @@ class Goodput(DeclaredPolicy):
         }
         enough = max(promised.values(), default=inf) / (1 + FEWER)
         goal = next((steps for steps in self._numbers if promised.get(steps, 0.0) >= enough), here)
-        if goal == here or promised[goal] <= promised[here] * (1 + self.margin):
+        # More of them may do harm; fewer need only be about as good.
+        enough = promised[here] * (1 + self.margin) ** (1 if goal > here else -1)
+        if goal == here or promised[goal] <= enough:
             return
         listed = ", ".join(f"{value:.4g} with {steps}" for steps, value in promised.items())
         why = f"local steps {here} -> {goal}: steps/s x their gain {listed}"
+        why += "; dense once, before the ranks meet" if goal == 1 else ""
         self._reason = "; ".join(filter(None, (why, self._reason)))
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since, self._came_from = goal, 0, None

@@ -53,7 +53,7 @@ class Handover:
 
     neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
     prepare: called for each of these groups before, when all gradients are there. after: once the
-    optimizer has stepped.
+    optimizer has stepped. instead: called where a backward inside of the step has unhooked it.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Handover:
         self._prepare = prepare
         self._after = after
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
+        self.instead: Callable[[], object] = lambda: None
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
         self._hooks = [
@@ -90,6 +91,11 @@ class Handover:
         self._restore()
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+
+    def join(self, optimizer: Optimizer) -> None:
+        """The optimizer is in its step already, whose closure has run backward."""
+        self._before_step(optimizer, (optimizer,), {})
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,6 +107,9 @@ class Handover:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = args[:1], {"closure": lambda: loss}
+            if not self._hooks:  # the backward has put something else in its place
+                self.instead()
+                return args, kwargs
         groups = optimizer.param_groups
         taken = [group for group in groups if self._taken(group)]
         for group in taken:

@@ -235,9 +235,16 @@ class UpdateMemory(Residual):
             self.scales.differ = False
             self._own.clear()
 
-    def part(self) -> dict[ModelParameter, Any]:
+    @property
+    def steps_all(self) -> bool:
+        """No parameter that DDP reduces is another optimizer's."""
+        return all(self._handover.settings(p) is not None for p in self._parameters)
+
+    def part(self, instead: Callable[[], object]) -> dict[ModelParameter, Any]:
         """The optimizer makes its own steps again, with each rank's own moments and all of its
-        momentum. Returns the learning rates that residuals are to be multiplied by."""
+        momentum. Returns the learning rates that residuals are to be multiplied by. instead: to be
+        called before a step that is under way already, whose closure runs this backward."""
+        self._handover.instead = instead
         rates = {}
         for p, parameter in self._parameters.items():
             group = self._handover.settings(p)
@@ -266,6 +273,11 @@ class UpdateMemory(Residual):
         for p in self._own:
             for name, kept in self._optimizer.state[p].items():
                 kept.fill_(1.0 if name == "mu_product" else 0.0)
+
+    def join(self, optimizer: Optimizer) -> None:
+        """The optimizer is in its step already, whose closure has run backward."""
+        if optimizer is self._optimizer:
+            self._handover.join(optimizer)
 
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +377,7 @@ def test_parameters_in_half_precision_have_an_anchor_in_single() -> None:
     assert not torch.equal(first["united"], flat_parameters(small_net(torch.bfloat16)))
 
 
-CHANGING = [1, 2, 2, 1, 1, 4, 1, 2]
+CHANGING = [1, 2, 4, 1, 1, 4, 1, 2]
 """Numbers of local steps as a policy may plan them."""
 
 
@@ -614,3 +615,133 @@ def test_ranks_that_are_detached_while_apart_go_on_alike(
 ) -> None:
     for first, second in zip(*run_ranks(2, _detached, optimizer, local_steps), strict=True):
         assert torch.equal(first, second)
+
+
+def _with_closure(rank: int, closures: bool) -> list[Tensor]:
+    """Parameters and gradients after each step of ranks that part and meet."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = OPTIMIZERS["adamw"](model)
+    compressor = AdaptiveCompressor(
+        policy=Scripted([8.0], local_steps=CHANGING), local_steps="auto", debug=1
+    ).attach(model, optimizer=optimizer)
+    found = []
+    for step in range(40):
+
+        def backward(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model, step, rank)
+            loss.backward()
+            return loss
+
+        if closures:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+        found += [flat_parameters(model), *(p.grad.clone() for p in model.parameters())]
+    summary = compressor.summary()
+    assert summary.steps <= 40
+    compressor.detach()
+    assert compressor.summary().local_steps == 40
+    return found
+
+
+def test_ranks_part_and_meet_in_closures_as_without() -> None:
+    for plain, closed in zip(
+        run_ranks(2, _with_closure, False), run_ranks(2, _with_closure, True), strict=True
+    ):
+        assert same(plain, closed)
+
+
+def _two_models(rank: int) -> list[Tensor]:
+    """Two models that part and meet at other times, in one script."""
+    models = [DDP(small_net()), DDP(small_net())]
+    optimizers = [OPTIMIZERS["adamw"](model) for model in models]
+    for model, optimizer, planned in zip(models, optimizers, ([2, 1], CHANGING), strict=True):
+        AdaptiveCompressor(
+            policy=Scripted([8.0], local_steps=planned), local_steps="auto", debug=1
+        ).attach(model, optimizer=optimizer)
+    for step in range(30):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            _loss(model, step, rank).backward()
+            optimizer.step()
+    return [flat_parameters(model) for model in models]
+
+
+def test_two_models_part_and_meet() -> None:
+    for first, second in zip(*run_ranks(2, _two_models), strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0.1)
+
+
+class Deep(nn.Module):
+    """Many layers, so that a bucket is exchanged while backward still needs others' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [12, *([24] * 6), 3]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _skipping(rank: int, skipped: int, who: int) -> Tensor:
+    """A scaler leaves out one step, on one rank or on both."""
+    model = DDP(Deep(), bucket_cap_mb=0.002)
+    optimizer = OPTIMIZERS["adamw"](model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    compressor = AdaptiveCompressor(
+        policy=Scripted([8.0], local_steps=[1, 2, 1, 2]), local_steps="auto"
+    ).attach(model, optimizer=optimizer, scaler=scaler)
+    for step in range(24):
+        optimizer.zero_grad()
+        x, y = batch(step, rank, torch.float32)
+        too_large = step == skipped and rank in (who, who - 1)
+        loss = ((model(x) - y) ** 2).mean() * (torch.inf if too_large else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    compressor.detach()
+    return flat_parameters(model)
+
+
+@pytest.mark.parametrize("skipped", range(3, 9))
+def test_a_step_is_left_out_while_ranks_part_or_meet(skipped: int) -> None:
+    for who in (0, 1):  # rank 0; both
+        first, second = run_ranks(2, _skipping, skipped, who)
+        assert torch.equal(first, second)
+        assert first.isfinite().all()
+
+
+def _odd_ones(rank: int) -> list[str]:
+    told = []
+    messages = listen()
+    model = DDP(small_net())
+    first, *others = model.parameters()
+    adam, sgd = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD([first], lr=0.1)
+    AdaptiveCompressor(local_steps="auto").attach(model, optimizer=adam)
+    _loss(model, 0, rank).backward()
+    for optimizer in (adam, sgd):
+        optimizer.step()
+    told.append(" ".join(messages))
+    trained = Run(
+        Scripted([8.0], local_steps=[2]), "topk", "auto", local_steps="auto", memory="updates"
+    )
+    trained.train(rank, 0, 7)
+    state = trained.compressor.state_dict()
+    trained.compressor.detach()
+    try:
+        trained.compressor.load_state_dict(state)
+    except (ValueError, RuntimeError) as error:
+        told.append(str(error))
+    return told
+
+
+def test_parameters_of_another_optimizer_and_states_for_detached_ones() -> None:
+    (warning, refused), _ = run_ranks(2, _odd_ones)
+    assert "an optimizer of all parameters" in warning
+    assert refused

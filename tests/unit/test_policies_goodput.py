@@ -469,3 +469,29 @@ def test_a_state_with_another_number_of_local_steps_is_refused():
     assert again.plan().local_steps > 1
     with pytest.raises(ValueError, match="local_steps"):
         with_local_steps().load_state_dict({**state, "local_steps": 3})
+
+
+@pytest.mark.parametrize("cosine", [0.1, 0.5, 0.9, 0.97, 0.999])
+def test_a_network_that_becomes_fast_ends_local_steps(cosine):
+    chosen = run_with_local_steps(with_local_steps(), [1e4] * 200 + [1e9] * 200, cosine)
+    assert chosen[199][1] > 1
+    assert chosen[-1][1] == 1
+
+
+@pytest.mark.parametrize("rate", [1e5, 3e5, 1e6])
+def test_it_does_not_go_to_and_fro(rate):
+    """Gradients of ranks apart may be less alike than those of ranks together."""
+    policy = Goodput(gain="error_fed")
+    policy.start(Context((10, 1000), 8, wire_bytes=nbytes, local_steps=STEPS))
+    chosen, taken = [], 1
+    for step in range(600):
+        plan = policy.plan()
+        chosen.append(plan.local_steps)
+        seconds = step_seconds(plan.send, rate) + (taken - 1) * WORK
+        noise = (1 / (0.3 if taken == 1 else 0.05) - 1) / taken
+        times = {"seconds": seconds, "median_seconds": seconds, "timed_steps": taken}
+        peers = {"peers_energy": 1.0, "peers_total": 7 / (1 + noise)}
+        policy.observe(report(step, plan.send, rate, **times, **peers))
+        taken = plan.local_steps
+    assert sum(a != b for a, b in pairwise(chosen)) < 8
+    assert len(set(chosen[-200:])) == 1
