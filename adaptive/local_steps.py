@@ -50,7 +50,6 @@ NO_STEP = (
     "parameters only now: what has changed them in between is lost"
 )
 
-
 AUTO_IS_ONE = (
     "local_steps='auto' needs memory 'updates': an optimizer of all parameters handed over that is "
     "torch's and divides by a second moment, such as AdamW. Without, the ranks exchange in every "

@@ -214,8 +214,10 @@ class Goodput(DeclaredPolicy):
             for steps in self._numbers
             if (seconds := self._time.seconds(self._send, steps))
         }
-        enough = max(promised.values(), default=inf) / (1 + FEWER)
-        goal = next((steps for steps in self._numbers if promised.get(steps, 0.0) >= enough), here)
+        if here not in promised:
+            return
+        enough = max(promised.values()) / (1 + FEWER)
+        goal = next(steps for steps, value in promised.items() if value >= enough)
         # More of them may do harm; fewer need only be about as good.
         enough = promised[here] * (1 + self.margin) ** (1 if goal > here else -1)
         if goal == here or promised[goal] <= enough:
