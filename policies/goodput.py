@@ -202,8 +202,9 @@ class Goodput(DeclaredPolicy):
 
     def _choose_local_steps(self) -> None:
         """Move to a better number of them, if there is one at the CF in use. Not before the next
-        larger CF was considered: that costs less than the first of them."""
-        if len(self._numbers) == 1:
+        larger CF was considered: that costs less than the first of them. They are there to save the
+        network's time: where compressing takes long, a smaller CF is the remedy."""
+        if len(self._numbers) == 1 or self._since < self.cooldown:
             return
         larger = next((cf for cf in self._candidates if cf > self._send), self._send)
         if self._filled < larger and not self._filling:
@@ -212,7 +213,7 @@ class Goodput(DeclaredPolicy):
         promised = {
             steps: steps * self._gain_of_steps(steps) / seconds
             for steps in self._numbers
-            if (seconds := self._time.seconds(self._send, steps))
+            if (seconds := self._time.without_coding(self._send, steps))
         }
         if here not in promised:
             return

@@ -94,6 +94,11 @@ class StepTime(Stateful):
             return None
         return self._working(steps) + self.coding(cf) + self.exposed(cf)
 
+    def without_coding(self, cf: float, steps: int) -> float:
+        """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
+        first step."""
+        return self._working(steps) + self.exposed(cf) if self._work.cfs() else 0.0
+
     def measured(self, cf: float) -> float | None:
         """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
         was; None if it never was."""

@@ -495,3 +495,17 @@ def test_it_does_not_go_to_and_fro(rate):
         taken = plan.local_steps
     assert sum(a != b for a, b in pairwise(chosen)) < 8
     assert len(set(chosen[-200:])) == 1
+
+
+def test_compression_that_takes_long_is_no_reason_for_local_steps():
+    """A network that is fast enough has none, whatever the machine needs to compress."""
+    policy, taken = with_local_steps(), 1
+    for step in range(100):
+        plan = policy.plan()
+        coding = 0.0 if plan.send == DENSE else WORK
+        seconds = taken * WORK + coding + exposed(plan.send, 1e9)
+        times = {"seconds": seconds, "median_seconds": seconds, "compress_seconds": coding}
+        peers = {"peers_energy": 1.0, "peers_total": 0.1, "timed_steps": taken}
+        policy.observe(report(step, plan.send, 1e9, **times, **peers))
+        taken = plan.local_steps
+        assert taken == 1
