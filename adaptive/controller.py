@@ -57,9 +57,9 @@ class Controller(saved.Stateful):
 
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
     may hold something. residual_first: that must be sent, by a dense step, before anything is
-    compressed. local_steps: that each rank takes until the next exchange. numbers: that the policy
-    may choose from. apart: each rank steps by itself now. skipped: backwards since the last step,
-    which have exchanged nothing. agreed: the statistics of the last step that the ranks have agreed
+    compressed. local_steps: that each rank takes until the next exchange, one of `numbers`. apart:
+    whether each rank steps by itself now. skipped: backwards since the last step, which have
+    exchanged nothing. agreed: the statistics of the last step that the ranks have agreed
     on. corrupt: something has arrived that no rank can have sent.
     """
 
@@ -84,6 +84,8 @@ class Controller(saved.Stateful):
     lr: Callable[[], float]
     memory: Callable[[], NoMemory]
     device: torch.device
+    numbers: tuple[int, ...]
+    apart: Callable[[], bool]
     step: int = 0
     cf: float = DENSE
     plan: Plan = field(default_factory=lambda: Plan(send=DENSE))
@@ -93,8 +95,6 @@ class Controller(saved.Stateful):
     carrying: bool = False
     residual_first: bool = False
     local_steps: int = 1
-    numbers: tuple[int, ...] = (1,)
-    apart: bool = False
     skipped: int = 0
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
@@ -156,7 +156,7 @@ class Controller(saved.Stateful):
             )
         if was_forced_dense and not plan.reason:
             plan = replace(plan, reason="attached again")
-        if self.apart and plan.local_steps == 1 and plan.send != DENSE:
+        if self.apart() and plan.local_steps == 1 and plan.send != DENSE:
             why = "dense once, before the ranks meet"
             plan = replace(plan, send=DENSE, reason="; ".join(filter(None, (plan.reason, why))))
         waits = self.residual_first or (self.carrying and plan.send in self.sizes.hooks)
@@ -196,17 +196,17 @@ class Controller(saved.Stateful):
     @property
     def _steps_to_come(self) -> int:
         """Of each rank until the next exchange. The first one of ranks that part does not count."""
-        return self.local_steps + (self.local_steps > 1 and not self.apart)
+        return self.local_steps + (self.local_steps > 1 and not self.apart())
 
-    def take_steps(self, local_steps: int, apart: bool) -> None:
+    def take_steps(self, local_steps: int) -> None:
         """So many from here on, until the policy says otherwise."""
         if self.skipped:  # nothing more of them is exchanged
             self._totals.local_steps += self.skipped
             self._totals.dense_bytes += self.skipped * self.sizes.wire_bytes(DENSE)
-        self.local_steps, self.apart, self.skipped = local_steps, apart, 0
+        self.local_steps, self.skipped = local_steps, 0
 
     def meet(self) -> None:
-        """From here on every step is exchanged, and the residual holds what was not sent."""
+        """The ranks meet with this step: what they have not sent yet waits in residuals."""
         self.carrying, self._compressed_last = True, self.step
 
     @property

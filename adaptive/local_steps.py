@@ -56,8 +56,8 @@ AUTO_IS_ONE = (
     "step. A number, as in local_steps=4, goes with any optimizer"
 )
 
-NUMBERS = (1, 2, 4, 8, 16, 32)
-"""Of local steps, that "auto" chooses from."""
+CHOICES = (1, 2, 4, 8, 16, 32)
+"""Numbers of local steps that "auto" chooses from."""
 
 
 class LocalSteps:
@@ -307,7 +307,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
-        self._backwards, self._arrived = state["backwards"], []
+        self._backwards, self._arrived, self._updates = state["backwards"], [], []
         for p, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][p.name])
         for p, moving in self._moving.items():  # zero of a run without outer momentum

@@ -25,7 +25,7 @@ from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import Pipeline, done_with
 from adaptive.hook import send_through
-from adaptive.local_steps import AUTO_IS_ONE, NUMBERS, LocalSteps
+from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
@@ -110,9 +110,10 @@ class Session:
             lambda: learning_rate(self._optimizer),
             lambda: self._memory.now,
             device,
+            self._numbers,
+            lambda: self._local is not None,
         )
-        self.controller.numbers = self._numbers
-        self.controller.take_steps(self._numbers[0], self._local is not None)
+        self.controller.take_steps(self._numbers[0])
         self._start_watching()
 
     def _agree(
@@ -130,11 +131,12 @@ class Session:
             raise
         self._reduce_with(self.settings.clip_norm)
         self._start_local_steps()
-        warning = "" if self._local is not None else self._memory.warning(optimizer)
+        warnings = [] if self._local is not None else [self._memory.warning(optimizer)]
         if self.settings.local_steps == "auto" and self._numbers == (1,):
-            warning = AUTO_IS_ONE
-        if warning and self.exchange.rank == 0 and self._watch.is_new(warning):
-            log.warning("%s", warning)
+            warnings.append(AUTO_IS_ONE)
+        for warning in filter(None, warnings):
+            if self.exchange.rank == 0 and self._watch.is_new(warning):
+                log.warning("%s", warning)
 
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -143,8 +145,8 @@ class Session:
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
             self._numbers = (int(settings.local_steps),)
-        elif isinstance(self._memory.now, UpdateMemory) and self._memory.now.steps_all:
-            self._numbers = NUMBERS
+        elif self._may_part():
+            self._numbers = CHOICES
         context = start_policy(settings, self._sizes, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
@@ -198,6 +200,10 @@ class Session:
         parameters = list(self._parameters.values())
         return LocalSteps(parameters, every, settings.outer_lr, settings.outer_momentum)
 
+    def _may_part(self) -> bool:
+        """Ranks that exchange each step with this memory may go on by themselves."""
+        return isinstance(self._memory.now, UpdateMemory) and self._memory.now.steps_all
+
     def _part_or_meet(self) -> None:
         """At the first bucket of a backward, as the ranks have agreed with the last exchange: each
         steps by itself from here on, or they exchange each step again."""
@@ -205,29 +211,35 @@ class Session:
         if len(self._numbers) == 1:
             return
         if self._left is not None and (self._left.have_met or controller.local_steps > 1):
-            self._left.conclude()
-            self._left.leave()
-            self._left = None
+            self._end_meeting()
         if controller.local_steps > 1 and local is None:
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
             self._local = self._new_local_steps(controller.local_steps)
-            self._local.part(memory.part(self._local.conclude))
+            memory.part(self._local.conclude)
+            self._local.part(memory.learning_rates())
             self._memory.release()
         elif controller.local_steps == 1 and local is not None:
             self._memory.choose(self._optimizer)
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            local.meet(memory.meet(), memory.join)
+            memory.meet()
+            local.meet(memory.learning_rates(), memory.join)
             self._local, self._left = None, local
             controller.meet()
         else:
             return
         self._use_memory()
 
+    def _end_meeting(self) -> None:
+        """The ranks stand alike now, if they were to with the next step."""
+        if self._left is not None:
+            self._left.conclude()
+            self._left.leave()
+            self._left = None
+
     def _use_memory(self) -> None:
         """From here on the memory is another one."""
-        self.controller.apart = self._local is not None
         self._reducer.memory = self._memory.now
         self._requested.follow(self._memory.now)
 
@@ -237,7 +249,7 @@ class Session:
 
         def prepare() -> str:
             self._choose_memory(optimizer)
-            if len(self._numbers) > 1 and not isinstance(self._memory.now, UpdateMemory):
+            if len(self._numbers) > 1 and not self._may_part():
                 raise ValueError(
                     f"optimizer must be one as before, got {describe(optimizer)}: {AUTO_IS_ONE}"
                 )
@@ -245,7 +257,7 @@ class Session:
 
         self._agree(prepare, optimizer, scaler)
         self._gave_up_momentum = False
-        self.controller.take_steps(self._numbers[0], self._local is not None)
+        self.controller.take_steps(self._numbers[0])
         self._start_watching()
         self.controller.forced_dense = False
 
@@ -267,14 +279,11 @@ class Session:
         self.controller.forced_dense = True
         if self._forward_hook is not None:
             self._forward_hook.remove()
-        if self._left is not None:
-            self._left.conclude()
-            self._left.leave()
-            self._left = None
+        self._end_meeting()
         if self._local is not None:
             self._local.end(self.exchange, self._optimizer)
             self._local = None
-        self.controller.take_steps(1, apart=False)
+        self.controller.take_steps(1)
         self._memory.release(self.exchange)
         self._watch.end()
         self._optimizer = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from itertools import accumulate
 from math import nan, prod
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -85,6 +86,12 @@ def exchanges(records: Sequence[StepRecord]) -> list[int]:
     rounds = enumerate(local_steps(records), 1)
     before = records[0].local_steps - 1 if records else 0
     return [*([0] * before), *(count for count, steps in rounds for _ in range(steps))]
+
+
+def bytes_by_step(records: Sequence[StepRecord]) -> list[float]:
+    """Bytes that a rank has sent by the end of each step of the optimizer."""
+    sent = [0.0, *accumulate(record.report.wire_bytes for record in records)]
+    return [sent[count] for count in exchanges(records)]
 
 
 def seconds_by_step(records: Sequence[StepRecord], ends: Sequence[float]) -> list[float]:

@@ -205,7 +205,7 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
         rows.append(("  scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
     summary = outcome.summary
-    in_rounds = (config.local_steps or 1) != 1
+    in_rounds = config.local_steps not in (None, 1)
     unit = "round" if in_rounds else "step"
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     spent = result["step_milliseconds"]

@@ -9,7 +9,7 @@ from statistics import median
 from adaptive import StepRecord
 from runs.build import modelled_clock
 from runs.config import TrainConfig
-from runs.records import Recorded
+from runs.records import Recorded, local_steps
 
 
 def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -43,9 +43,7 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     clock = modelled_clock(config, numel) if numel else None
     if clock is None:
         return None
-    following = [*recorded.steps[1:], *recorded.steps[-1:]]
-    for record, next_one in zip(recorded.steps, following, strict=True):
+    for record, steps in zip(recorded.steps, local_steps(recorded.steps), strict=True):
         report = record.report
-        steps = next_one.local_steps
         clock.now += clock.step(report.wire_bytes, report.statistics_bytes, steps)
     return clock.now

@@ -240,32 +240,26 @@ class UpdateMemory(Residual):
         """No parameter that DDP reduces is another optimizer's."""
         return all(self._handover.settings(p) is not None for p in self._parameters)
 
-    def part(self, instead: Callable[[], object]) -> dict[ModelParameter, Any]:
-        """The optimizer makes its own steps again, with each rank's own moments and all of its
-        momentum. Returns the learning rates that residuals are to be multiplied by. instead: to be
-        called before a step that is under way already, whose closure runs this backward."""
+    def learning_rates(self) -> dict[ModelParameter, Any]:
+        """Of each parameter, by which the optimizer multiplies updates. All must be its own."""
+        groups = {each: self._handover.settings(p) for p, each in self._parameters.items()}
+        return {each: group["lr"] for each, group in groups.items() if group is not None}
+
+    def part(self, instead: Callable[[], object]) -> None:
+        """Before ranks step by themselves: the moments are each rank's own, momentum has all of its
+        lag, and what waits is in the residuals. instead: to be called before a step that is under
+        way already, whose closure runs this backward."""
         self._handover.instead = instead
-        rates = {}
         for p, parameter in self._parameters.items():
-            group = self._handover.settings(p)
-            rates[parameter] = 0.0 if group is None else group["lr"]
-            if group is None:
-                continue
             self._make_own(parameter, 1.0)
             late = self._late.pop(p, None)
             if late is not None:
                 parameter.open_residual().add_(late)
-        return rates
 
-    def meet(self) -> dict[ModelParameter, Any]:
-        """The moments are the ranks' own. Returns the learning rates that residuals are to be
-        divided by."""
+    def meet(self) -> None:
+        """After ranks have stepped by themselves: the moments are each rank's own."""
         self.scales.differ = True
         self._own.update(self._parameters)
-        groups = {
-            parameter: self._handover.settings(p) for p, parameter in self._parameters.items()
-        }
-        return {p: 0.0 if group is None else group["lr"] for p, group in groups.items()}
 
     def discard(self) -> None:
         """Moments have taken in what is thrown away, so they begin anew; those that the ranks have

@@ -33,8 +33,7 @@ class Header:
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
     CFs of their own, if they are known. local_steps: numbers of them that the policy could choose
-    from. version: of the records; a reader must ignore fields that
-    it does not know.
+    from. version: of the records; a reader must ignore fields that it does not know.
     """
 
     policy: str

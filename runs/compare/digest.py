@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import isfinite, nan
 from statistics import fmean as mean
 
@@ -20,7 +19,7 @@ from runs.records import (
     TIMELINE_FILE,
     Recorded,
     Stretch,
-    exchanges,
+    bytes_by_step,
     read_metrics,
     read_records,
     stretches,
@@ -126,8 +125,7 @@ def sent_by(records: Sequence[StepRecord], total: float, steps: int) -> tuple[fl
     send alike."""
     if not records:
         return tuple(total * (i + 1) / steps for i in range(steps))
-    sent = list(accumulate(record.report.wire_bytes for record in records))
-    return tuple(sent[count - 1] if count else 0.0 for count in exchanges(records))
+    return tuple(bytes_by_step(records))
 
 
 def _evaluations(config: TrainConfig) -> list[tuple[int, float]]:

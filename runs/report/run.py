@@ -24,7 +24,7 @@ from runs.policy_options import POLICY_OPTIONS
 from runs.records import (
     Recorded,
     Stretch,
-    exchanges,
+    bytes_by_step,
     local_steps,
     seconds_by_step,
     stretches,
@@ -224,8 +224,7 @@ class Run:
 
     @cached_property
     def _sent(self) -> list[float]:
-        sent = list(accumulate(record.report.wire_bytes for record in self.records))
-        return [sent[count - 1] if count else 0.0 for count in exchanges(self.records)]
+        return bytes_by_step(self.records)
 
     @cached_property
     def _seconds(self) -> list[float]:
