@@ -147,7 +147,7 @@ class Session:
             self._numbers = (int(settings.local_steps),)
         elif self._may_part():
             self._numbers = CHOICES
-        context = start_policy(settings, self._sizes, self._numbers)
+        context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *settings.rungs}

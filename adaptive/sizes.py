@@ -14,6 +14,7 @@ from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.choice import GATHERED, ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
+from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameter
 from adaptive.timeline.records import Header
 from compressors.base import kept
@@ -134,10 +135,12 @@ def _voted_nbytes(
     )
 
 
-def start_policy(settings: Settings, sizes: Sizes, local_steps: tuple[int, ...]) -> Context:
+def start_policy(
+    settings: Settings, sizes: Sizes, memory: str, local_steps: tuple[int, ...]
+) -> Context:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. local_steps: numbers of them to choose from. ValueError if the settings do not
-    go together or do not fit the model."""
+    what it was told. memory: the name of the one in use. local_steps: numbers of them to choose
+    from. ValueError if the settings do not go together or do not fit the model."""
     hooks, (low, high) = settings.hooks, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
     if ends[1] == DENSE < high and not hooks:
@@ -160,6 +163,7 @@ def start_policy(settings: Settings, sizes: Sizes, local_steps: tuple[int, ...])
         layers={name: shape.numel() for name, shape in sizes.layers().items()},
         layer_bytes=sizes.layer_nbytes,
         local_steps=local_steps,
+        updates=are_updates(memory, local_steps),
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(
@@ -168,6 +172,11 @@ def start_policy(settings: Settings, sizes: Sizes, local_steps: tuple[int, ...])
         )
     settings.policy.start(context)
     return context
+
+
+def are_updates(memory: str, local_steps: tuple[int, ...]) -> bool:
+    """`Context.updates`, by the name of the memory."""
+    return memory == UpdateMemory.name or local_steps != (1,)
 
 
 def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:

@@ -41,6 +41,9 @@ class Context:
     # How many steps of its own a rank may take for each exchange, ascending; one number if that is
     # not for the policy to choose.
     local_steps: tuple[int, ...] = (1,)
+    # What is fed back and sent is not gradients but updates, or how far ranks have come by
+    # themselves: no optimizer multiplies it once it is there.
+    updates: bool = False
     # Bytes that a rank puts on the wire in a step at a CF; nan if not known.
     wire_bytes: Callable[[float], float] = lambda cf: nan
     # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF

@@ -5,7 +5,8 @@ ladder at any time: the gain from the shadow ladder, the step time from its mode
 nothing is sent only to be measured, and a changed network moves the CF as soon as it shows.
 
 Signal gain is the part of the gradient that gets through at once. The rest is late, not lost, so
-progress falls more slowly, as the root of it (measured: docs/results.md).
+progress falls more slowly: as the root of it, and of updates, which go without momentum, as its
+fifth root (measured: docs/results.md, docs/defaults.md).
 
 A run begins at the smallest CF of the ladder. Not dense: over a slow network a dense step can take
 as long as a hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if
@@ -54,9 +55,8 @@ shadow residual of a larger CF is still filling, which makes its gain look too l
 FEWER = 0.1
 """The smallest number of local steps is taken that promises at most so much less than the best."""
 
-RESET = 0.4
-"""Of the exponent, with local steps: what is not sent then moves its own rank all the same, and a
-larger CF costs less (docs/defaults.md)."""
+POWER, POWER_OF_UPDATES = 0.5, 0.2
+"""Of signal gain in T_comp, if nobody says."""
 
 FOREIGN = 3
 """So many reports after a switch tell of gradients from before it."""
@@ -79,7 +79,7 @@ class Goodput(DeclaredPolicy):
         bytes).
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
-        and give more quality in as many steps.
+        and give more quality in as many steps. None: 0.5, of updates 0.2 (`Context.updates`).
     """
 
     name = "goodput"
@@ -91,7 +91,7 @@ class Goodput(DeclaredPolicy):
     margin: float = setting(0.05, checks.fraction)
     cooldown: int = setting(10, checks.whole, least=1)
     gain: GainKind = setting("signal", checks.one_of, accepted=("error_fed", "signal"))
-    power: float = setting(0.5, checks.real, above=0)
+    power: float | None = setting(None, checks.real, or_none=True, above=0)
 
     _send: float = saved(DENSE)
     _local_steps: int = saved(1)
@@ -115,6 +115,8 @@ class Goodput(DeclaredPolicy):
         self._candidates = tuple(sorted({*ladder, *context.assumed}))
         self._time = StepTime(context.wire_bytes)
         self._signal = SignalGain() if self.gain == "signal" else None
+        usual = POWER_OF_UPDATES if context.updates else POWER
+        self._power = 1.0 if self._signal is None else self.power or usual
         self._send = ladder[0]
         self._numbers, self._ranks = context.local_steps, context.world_size
         self._local_steps = self._numbers[0]
@@ -154,16 +156,14 @@ class Goodput(DeclaredPolicy):
         steps a second x gain (signal gain to the power). With local steps, rounds a second, and
         the gain of local steps as well."""
         promised = {}
-        power = 1.0 if self._signal is None else self.power
         steps, worth = None, 1.0
         if self._local_steps > 1 and len(self._numbers) > 1:
             steps, worth = self._local_steps, self._gain_of_steps(self._local_steps)
-            power *= RESET
         largest = inf if self._signal is None else self._filled
         for cf in sorted({DENSE, *self._candidates}):
             gain, seconds = self._gain(cf), self._time.seconds(cf, steps)
             if gain and seconds and self._least <= cf <= largest:
-                promised[cf] = worth * gain**power / seconds
+                promised[cf] = worth * gain**self._power / seconds
         return promised
 
     @property
@@ -306,4 +306,4 @@ class Goodput(DeclaredPolicy):
             return (1 + self.margin) * here
         # What is assumed is no more in doubt than what dense keeps.
         a, b = (DENSE if each in self._assumed else each for each in (cf, self._send))
-        return (1 + self.margin + UP * self.power * self._signal.doubt(a, b)) * here
+        return (1 + self.margin + UP * self._power * self._signal.doubt(a, b)) * here

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from adaptive.config import make_base
+from adaptive.sizes import are_updates
 from compressors import Compressor
 from policies import Policy
 from policies.base import Context
@@ -133,6 +134,7 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         layers=layers,
         layer_bytes=layer_bytes,
         local_steps=(1,) if header is None else header.local_steps,
+        updates=header is not None and are_updates(header.memory, header.local_steps),
     )
 
 

@@ -88,7 +88,7 @@ def _default(name: str, steps: int, lr: float) -> Parameter:
         "cf": lambda: Range(name, 2, 1000, log=True),
         "warmup_steps": lambda: Range(name, 1, max(2, steps // 5), whole=True, log=True),
         "margin": lambda: Range(name, 0.01, 0.5, log=True),
-        "power": lambda: Range(name, 0.25, 4, log=True),
+        "power": lambda: Range(name, 0.1, 4, log=True),
         "share": lambda: Range(name, 0.02, 0.8, log=True),
         "base": lambda: Choice(name, ("topk", "topk+bf16", "dgc", "sidco")),
         "memory": lambda: Choice(name, ("residual", "momentum")),
