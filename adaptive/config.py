@@ -173,6 +173,7 @@ class Settings:
     local_steps: int | str
     outer_lr: float
     outer_momentum: float
+    overlap: int
     timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
@@ -197,6 +198,10 @@ class Settings:
             )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
+        if self.local_steps != "auto" and self.overlap >= int(self.local_steps):
+            raise ValueError(
+                f"overlap={self.overlap}: must be less than local_steps={self.local_steps}"
+            )
         if self.local_steps != 1:
             self._check_local_steps()
         if policy.layerwise:
@@ -248,6 +253,6 @@ class Settings:
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",
             f"local_steps={self.local_steps!r}, outer_lr={self.outer_lr:g}, "
-            f"outer_momentum={self.outer_momentum:g}",
+            f"outer_momentum={self.outer_momentum:g}, overlap={self.overlap}",
             f"debug={self.debug}, checksum={self.checksum}",
         )

@@ -10,7 +10,11 @@ wait in the residual, as in CSER ("error reset": Xie and others 2020, algorithm 
 outer step an exchange leaves the mean of the ranks' parameters, less residuals, as it is, and
 brings them together. In the residual waits what rounding has lost of elements that were exchanged.
 
-The exchange hides behind one backward, whose gradient is of where the rank stood before.
+The exchange hides behind one backward, whose gradient is of where the rank stood before. With an
+*overlap* it has more time (Streaming DiLoCo: Douillard and others 2025, section 2.2): backward does
+not wait for it, and while up to so many further steps are computed the network brings one bucket
+after the other. Each moves its part of the model before a step that is fixed beforehand, so that
+runs can be repeated; what the rank has done in the meantime it keeps.
 
 Ranks that exchange each step may part, and meet again. In both cases a rank holds something that
 the others have not got yet. Those that exchange updates keep it in the residual, as updates that
@@ -25,11 +29,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -60,23 +66,55 @@ CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that "auto" chooses from."""
 
 
+@dataclass(eq=False)
+class _Arrival:
+    """The mean outer gradient of a bucket, there or under way, and how many steps after the last
+    exchange its parameters move. then: where they stood when the rank sent its own; None if it has
+    not moved since."""
+
+    parameters: Sequence[ModelParameter]
+    mean: Tensor | Future[Tensor]
+    due: int = 1
+    then: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The mean, once it is there."""
+        if not isinstance(self.mean, Tensor):
+            self.mean = self.mean.wait()
+        return self.mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of one that is not due yet."""
+        assert self.then is not None
+        names = [p.name for p in self.parameters]
+        mean, then = (_split(flat.clone(), self.parameters) for flat in (self.wait(), self.then))
+        return {
+            "due": self.due,
+            "mean": dict(zip(names, mean, strict=True)),
+            "then": dict(zip(names, then, strict=True)),
+        }
+
+
 class LocalSteps:
     """The anchor and the outer optimizer of one model.
 
-    every: local steps between two exchanges, H, which may change. outer_lr, outer_momentum: of the
-    outer step, SGD with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d +
-    outer_momentum m), with d the mean outer gradient. anchors: what all ranks agree on, flat, in
-    float32 (float64 of doubles).
+    every: local steps between two exchanges, H, which may change. overlap: steps that may pass
+    while an exchange is under way; at most H - 1 do. outer_lr, outer_momentum: of the outer step,
+    SGD with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
+    with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
+    doubles).
     """
 
     def __init__(
         self,
         parameters: Sequence[ModelParameter],
         every: int,
+        overlap: int,
         outer_lr: float,
         outer_momentum: float,
     ) -> None:
         self.every = every
+        self._overlap = overlap
         self._lr, self._momentum = outer_lr, outer_momentum
         self._parameters = parameters
         self._own = {p.tensor for p in parameters}
@@ -84,8 +122,10 @@ class LocalSteps:
         self._moving = {p: p.zeros() for p in parameters} if outer_momentum else {}
         self._to_anchor = False  # before the next step, which ends all this
         self._join: Callable[[Optimizer], None] | None = None
-        self._rooms: dict[int, Tensor] = {}
-        self._arrived: list[tuple[Sequence[ModelParameter], Tensor]] = []
+        self._rooms: dict[tuple[int, str], Tensor] = {}
+        self._arrived: list[_Arrival] = []
+        self._numel = sum(p.tensor.numel() for p in parameters)
+        self._sent = 0  # elements, of the exchange that has begun last
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
         self._backwards = 0  # since the last exchange began
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
@@ -109,24 +149,50 @@ class LocalSteps:
 
     def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
-        if index == 0 and self._arrived:
-            log.warning("%s", NO_STEP)
+        if index == 0:
+            if any(arrival.due <= self._backwards for arrival in self._arrived):
+                log.warning("%s", NO_STEP)
             self.conclude()
-        anchors = [self.anchors[p] for p in parameters]
-        room = self._rooms.get(index)
-        if room is None or room.numel() != sum(anchor.numel() for anchor in anchors):
-            room = torch.cat(anchors)
-            if is_host(room.device):  # a device's allocator keeps it
-                self._rooms[index] = room
-        else:
-            torch.cat(anchors, out=room)
+            self._sent = 0
+        room = self._joined(index, "sent", [self.anchors[p] for p in parameters])
         torch._foreach_sub_(_split(room, parameters), [_flat(p.tensor) for p in parameters])
         return room
+
+    def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
+        """Flat tensors of bucket `index` as one, in the same buffer every time."""
+        room = self._rooms.get((index, what))
+        if room is None or room.numel() != sum(tensor.numel() for tensor in tensors):
+            room = torch.cat(tensors)
+            if is_host(room.device):  # a device's allocator keeps it
+                self._rooms[index, what] = room
+            return room
+        return torch.cat(tensors, out=room)
 
     def arrived(self, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """The mean outer gradient of a bucket is there; not finite if some rank's was not, and then
         its parameters go back to the anchor."""
-        self._arrived.append((parameters, mean))
+        self._arrived.append(_Arrival(parameters, mean))
+
+    @property
+    def overlaps(self) -> bool:
+        """No backward waits for the exchange that it begins."""
+        return min(self._overlap, self.every - 1) > 0
+
+    def under_way(
+        self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor]
+    ) -> None:
+        """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
+        share the steps of the overlap as they share the elements."""
+        self._sent += sum(p.tensor.numel() for p in parameters)
+        later = -(-min(self._overlap, self.every - 1) * self._sent // self._numel)
+        here = [_flat(p.tensor).to(p.dtype) for p in parameters]
+        then = self._joined(index, "then", here)
+        self._arrived.append(_Arrival(parameters, mean, 1 + later, then))
+
+    def wait(self) -> None:
+        """Until all that is under way is there. It moves nothing yet."""
+        for arrival in self._arrived:
+            arrival.wait()
 
     @torch.no_grad()
     def part(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
@@ -166,13 +232,13 @@ class LocalSteps:
         self._optimizers.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self.conclude()
+            self.conclude(self._backwards)
             return None
 
         def then_outer_step() -> Any:
             loss = closure()
             meets = self._to_anchor
-            self.conclude()
+            self.conclude(self._backwards)
             if meets and self._join is not None:
                 self._join(optimizer)
             return loss
@@ -180,10 +246,12 @@ class LocalSteps:
         return args[:1], {**kwargs, "closure": then_outer_step}
 
     @torch.no_grad()
-    def conclude(self) -> None:
+    def conclude(self, due: int | None = None) -> None:
         """Do what comes before the optimizer's next step, if that has not come yet: the outer step
         by the means that have arrived, and whatever else moves the parameters. If no step has come
-        for long, that is in the middle of a backward, which autograd must not be told of."""
+        for long, that is in the middle of a backward, which autograd must not be told of.
+
+        due: steps since the exchange; None: what is not due yet moves them, too."""
         if self._to_anchor:
             for p, anchor in self.anchors.items():
                 p.tensor.data.copy_(anchor.view_as(p.tensor))
@@ -193,8 +261,10 @@ class LocalSteps:
             assert p.residual is not None
             p.tensor.data.sub_(shaped(p.residual, p.tensor))
             p.filled = False
-        arrived, self._arrived = self._arrived, []
-        for parameters, mean in arrived:
+        arrived = [each for each in self._arrived if due is None or each.due <= due]
+        self._arrived = [each for each in self._arrived if each not in arrived]
+        for arrival in arrived:
+            parameters, mean = arrival.parameters, arrival.wait()
             anchors = [self.anchors[p] for p in parameters]
             # Nothing moves in a round that is thrown away.
             poisoned = all_finite(mean) ^ True
@@ -209,14 +279,27 @@ class LocalSteps:
                 torch._foreach_add_(moving, steps)
                 torch._foreach_addcmul_(steps, moving, [share.expand_as(m) for m in moving])
             torch._foreach_add_(anchors, steps, alpha=-self._lr)
-            for p, anchor, here in zip(parameters, anchors, exchanged, strict=True):
+            since = self._moved_since(arrival, poisoned)
+            for p, anchor, here, moved in zip(parameters, anchors, exchanged, since, strict=True):
                 own = anchor
                 if p.filled and p.residual is not None:
                     own = anchor - p.residual.masked_fill(here, 0.0)
                     p.residual.mul_(here)
+                own = own if moved is None else own + moved
                 p.tensor.data.copy_(own.view_as(p.tensor))
                 if p.tensor.grad is not None:  # of where a round has led that is thrown away
                     fill_if(poisoned, p.tensor.grad, 0.0)
+
+    def _moved_since(self, arrival: _Arrival, poisoned: Any) -> Sequence[Tensor | None]:
+        """By how much the rank has moved each parameter since it sent what has arrived, unless all
+        of that is thrown away."""
+        if arrival.then is None:
+            return [None] * len(arrival.parameters)
+        then = _split(arrival.then, arrival.parameters)
+        for p, moved in zip(arrival.parameters, then, strict=True):
+            torch.sub(_flat(p.tensor).to(p.dtype), moved, out=moved)
+            fill_if(poisoned, moved, 0.0)
+        return then
 
     def leave(self) -> None:
         """Its work is done. Not left to the garbage collector, which may come while torch goes
@@ -226,7 +309,8 @@ class LocalSteps:
 
     @contextmanager
     def averaged(self, exchange: Exchange) -> Iterator[None]:
-        """The model holds the mean of the ranks' parameters (a collective, dense)."""
+        """The model holds the mean of the ranks' parameters (a collective, dense). What is under
+        way moves them now."""
         self.conclude()
         own = [p.tensor.detach().clone() for p in self._parameters]
         self._unite(exchange)
@@ -297,17 +381,30 @@ class LocalSteps:
         exchange.take_traffic()  # no step's
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name. Between steps; what has arrived is taken in first."""
-        self.conclude()
+        """By parameter name. Between steps; what is due is taken in first, and what is under way is
+        waited for."""
+        self.conclude(self._backwards)
+        self.wait()
         return {
             "backwards": self._backwards,
+            "arrived": {str(i): each.state_dict() for i, each in enumerate(self._arrived)},
             "anchors": {p.name: anchor.clone() for p, anchor in self.anchors.items()},
             "moving": {p.name: moving.clone() for p, moving in self._moving.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
-        self._backwards, self._arrived, self._updates = state["backwards"], [], []
+        self._backwards, self._updates = state["backwards"], []
+        by_name = {p.name: p for p in self._parameters}
+        self._arrived = [
+            _Arrival(
+                [by_name[name] for name in of_bucket["mean"]],
+                torch.cat([*of_bucket["mean"].values()]),
+                of_bucket["due"],
+                torch.cat([*of_bucket["then"].values()]),
+            )
+            for of_bucket in state["arrived"].values()
+        ]
         for p, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][p.name])
         for p, moving in self._moving.items():  # zero of a run without outer momentum

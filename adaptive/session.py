@@ -198,7 +198,8 @@ class Session:
     def _new_local_steps(self, every: int) -> LocalSteps:
         settings = self.settings
         parameters = list(self._parameters.values())
-        return LocalSteps(parameters, every, settings.outer_lr, settings.outer_momentum)
+        outer = settings.outer_lr, settings.outer_momentum
+        return LocalSteps(parameters, every, settings.overlap, *outer)
 
     def _may_part(self) -> bool:
         """Ranks that exchange each step with this memory may go on by themselves."""
@@ -352,11 +353,12 @@ class Session:
         if bucket.is_last():
             self._end_step(scale)
         stopwatch.hook_left(entered, drain(self._pipeline.waits))
+        overlaps = local is not None and local.overlaps
 
         def finish(future: Future[Tensor]) -> Tensor:
             with self._noting_failure(step.number):
                 mean = future.value()
-                if local is not None:
+                if local is not None and not overlaps:
                     local.arrived(parameters, mean)
                     mean = buffer
                 elif scale is not None:
@@ -364,7 +366,10 @@ class Session:
                 stopwatch.bucket_done(drain(self._pipeline.decoded))
                 return mean
 
-        return done.then(finish)
+        if local is None or not overlaps:
+            return done.then(finish)
+        local.under_way(bucket.index(), parameters, done.then(finish))
+        return done_with(buffer)
 
     def _begin_step(self) -> None:
         """What comes before the first bucket."""
@@ -420,6 +425,12 @@ class Session:
         """The model holds the mean of the ranks' parameters, which with local steps differ."""
         return nullcontext() if self._local is None else self._local.averaged(self.exchange)
 
+    def close(self) -> None:
+        """Take in the last step, wait for what is under way, and close the timeline."""
+        if self._local is not None:
+            self._local.wait()
+        self.controller.close()
+
     def discard(self) -> None:
         """Forget what the memory holds: the last backward's gradients are thrown away."""
         self._check_whole()
@@ -440,7 +451,7 @@ class Session:
         self._memory.now.conclude()
         if self._left is not None:
             self._left.conclude()
-        local = self._local_state()
+        local = self._local_state()  # before what an exchange that is under way changes
         return {
             **self._identity(),
             "resharded_from": None,
@@ -456,7 +467,7 @@ class Session:
     def _local_state(self) -> dict[str, Any]:
         if self._local is not None:
             return self._local.state_dict()
-        together = {"backwards": 0, "anchors": {}, "moving": {}}
+        together = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
         return together if self.settings.local_steps == "auto" else {}
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:

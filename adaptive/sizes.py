@@ -163,6 +163,7 @@ def start_policy(
         layers={name: shape.numel() for name, shape in sizes.layers().items()},
         layer_bytes=sizes.layer_nbytes,
         local_steps=local_steps,
+        overlap=settings.overlap,
         updates=are_updates(memory, local_steps),
     )
     if settings.policy.layerwise and not context.layers:
@@ -198,4 +199,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
+        overlap=context.overlap,
     )

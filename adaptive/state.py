@@ -81,8 +81,14 @@ def check_state(
     if expected["memory_kind"] != UpdateMemory.name:  # which checks its own
         check_like("scales", state["scales"], {})
     steps, local = expected["local_steps"], read(state, "local", Mapping)
-    like = {"backwards": int, "anchors": flat, "moving": flat}
+    like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
     check_like("local", local, like if steps != 1 else {})
+    for of_bucket in local.get("arrived", {}).values():
+        arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
+        check_like("local: arrived", of_bucket, arrival, finite=False)
+        whole = of_bucket.keys() == arrival.keys()
+        whole = whole and bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
+        together(whole and bool(local.get("anchors")), "what has arrived has lost something")
     if steps != 1:
         anchors: list[Any] = [flat.keys(), *([set()] if steps == "auto" else [])]
         whole = local.keys() == like.keys() and local["anchors"].keys() in anchors

@@ -41,6 +41,8 @@ class Context:
     # How many steps of its own a rank may take for each exchange, ascending; one number if that is
     # not for the policy to choose.
     local_steps: tuple[int, ...] = (1,)
+    # And how many of these may pass while an exchange is under way, if they are that many.
+    overlap: int = 0
     # What is fed back and sent is not gradients but updates, or how far ranks have come by
     # themselves: no optimizer multiplies it once it is there.
     updates: bool = False
@@ -202,7 +204,8 @@ class StepReport:
     def rest_seconds(self) -> float:
         """Seconds of the optimizer, waiting for input, and whatever else is not known."""
         coding, compute = self.coding_seconds, _known(self.compute_seconds)
-        return self.seconds - compute - coding - self.exchange_seconds
+        rest = self.seconds - compute - coding - self.exchange_seconds
+        return 0.0 if rest < 0 else rest  # an exchange may overlap with computing
 
 
 def _known(seconds: float) -> float:

@@ -74,13 +74,14 @@ class Budget(DeclaredPolicy):
         """Raises ValueError if cf_range makes too many CFs."""
         ladder = context.ladder(STEP_SIZE)
         self._cfs = tuple(sorted({DENSE, *ladder} - context.unknown))
-        self._computed = context.wire_bytes
+        self._computed, self._overlap = context.wire_bytes, context.overlap
         self._measure_anew(DENSE)
 
     def _measure_anew(self, send: float) -> None:
         """Begin to learn the bytes and times of the CFs. send: the CF, if no bytes are given."""
         self._begin()
-        self._wire, self._time = WireBytes(self._computed), StepTime(self._bytes)
+        self._wire = WireBytes(self._computed)
+        self._time = StepTime(self._bytes, self._overlap)
         within = self.bytes_per_step
         self._send = send if within is None else self._within(within)
 

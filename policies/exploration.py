@@ -94,6 +94,7 @@ class CandidateStatistics(Stateful):
     believed_after: int  # measurements that an average needs before it counts
     nbytes: Callable[[float], float]  # bytes on the wire at a CF
     assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
+    overlap: int = 0  # see `Context`
 
     _averages: Averages = saved()
     _judged: dict[float, float] = saved({})
@@ -102,7 +103,7 @@ class CandidateStatistics(Stateful):
 
     def __post_init__(self) -> None:
         self._averages = Averages(self.weight)
-        self.time = StepTime(self.nbytes)
+        self.time = StepTime(self.nbytes, self.overlap)
         self.signal = SignalGain() if self.kind == "signal" else None
 
     def observe(self, report: StepReport, measured: Collection[float]) -> str:
@@ -139,7 +140,7 @@ class CandidateStatistics(Stateful):
     def forget_times(self, chosen: float | None) -> None:
         """Step times have changed, gains have not: that of the CF in use is noted."""
         self.judge(chosen)
-        self.time = StepTime(self.nbytes)
+        self.time = StepTime(self.nbytes, self.overlap)
 
     def forget_gains(self) -> None:
         """Gains have changed, step times have not."""

@@ -56,7 +56,9 @@ FEWER = 0.1
 """The smallest number of local steps is taken that promises at most so much less than the best."""
 
 POWER, POWER_OF_UPDATES = 0.5, 0.2
-"""Of signal gain in T_comp, if nobody says."""
+"""Of signal gain in T_comp, if nobody says. The second is for updates, and for what ranks have come
+to by themselves. While local steps may follow it is the first: they cost less than the largest CFs
+(docs/defaults.md)."""
 
 FOREIGN = 3
 """So many reports after a switch tell of gradients from before it."""
@@ -113,10 +115,9 @@ class Goodput(DeclaredPolicy):
         ladder = context.ladder(self.step_size)
         self._assumed = context.assumed
         self._candidates = tuple(sorted({*ladder, *context.assumed}))
-        self._time = StepTime(context.wire_bytes)
+        self._time = StepTime(context.wire_bytes, context.overlap)
         self._signal = SignalGain() if self.gain == "signal" else None
-        usual = POWER_OF_UPDATES if context.updates else POWER
-        self._power = 1.0 if self._signal is None else self.power or usual
+        self._updates = context.updates
         self._send = ladder[0]
         self._numbers, self._ranks = context.local_steps, context.world_size
         self._local_steps = self._numbers[0]
@@ -155,7 +156,7 @@ class Goodput(DeclaredPolicy):
         """Predicted compression throughput of dense and the CFs whose gain and step time are known:
         steps a second x gain (signal gain to the power). With local steps, rounds a second, and
         the gain of local steps as well."""
-        promised = {}
+        promised, power = {}, self._power
         steps, worth = None, 1.0
         if self._local_steps > 1 and len(self._numbers) > 1:
             steps, worth = self._local_steps, self._gain_of_steps(self._local_steps)
@@ -163,8 +164,17 @@ class Goodput(DeclaredPolicy):
         for cf in sorted({DENSE, *self._candidates}):
             gain, seconds = self._gain(cf), self._time.seconds(cf, steps)
             if gain and seconds and self._least <= cf <= largest:
-                promised[cf] = worth * gain**self._power / seconds
+                promised[cf] = worth * gain**power / seconds
         return promised
+
+    @property
+    def _power(self) -> float:
+        """The exponent of the gain."""
+        if self._signal is None:
+            return 1.0
+        may_follow = len(self._numbers) > 1 and self._local_steps == 1
+        usual = POWER_OF_UPDATES if self._updates and not may_follow else POWER
+        return self.power or usual
 
     @property
     def _filled(self) -> float:
@@ -254,7 +264,7 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """It stays at its CF for a cooldown and measures the step times anew."""
-        self._time = StepTime(self._time.nbytes)
+        self._time = StepTime(self._time.nbytes, self._time.overlap)
         self._since, self._came_from = 0, None
         if self._signal is not None:
             self._signal.rescale()

@@ -116,6 +116,7 @@ class GraVAC(DeclaredPolicy):
             believed_after,
             context.wire_bytes,
             context.assumed,
+            context.overlap,
         )
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
         self._monitor = DriftMonitor(

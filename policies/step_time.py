@@ -1,10 +1,11 @@
 """What a step takes at any CF, whether that CF was run or not: the one model of the step time.
 
-    seconds = work + compressing and decoding + exposed time
+    seconds = work + compressing and decoding + exposed time that no local step hides
 
 Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF, and as
 often as the ranks step by themselves between two exchanges. The exposed time is what the rank that
-waits least waits for the network, and grows with the bytes sent. A report gives all three, so one
+waits least waits for the network, or would if it had nothing else to do, and grows with the bytes
+sent. A report gives all three, so one
 CF that was run is enough to predict the others. When the network changes, which shows at the CF in
 use, the exposed times of the others are forgotten.
 """
@@ -52,9 +53,11 @@ CHANGED = 1.25
 
 @dataclass(eq=False)
 class StepTime(Stateful):
-    """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF."""
+    """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF. overlap:
+    local steps that may pass while an exchange is under way."""
 
     nbytes: Callable[[float], float]
+    overlap: int = 0
 
     _work: Averages = saved(Averages(WEIGHT))  # the same at any CF: all of it is added to DENSE
     _compress: Averages = saved(Averages(WEIGHT))
@@ -82,7 +85,7 @@ class StepTime(Stateful):
         if self._pauses == 1:
             return
         self._steps = report.timed_steps
-        self._work.add(DENSE, max(0.0, seconds - exposed - coding) / self._steps)
+        self._work.add(DENSE, self._work_of_one(seconds, exposed, coding))
         self._compress.add(cf, compress)
         self._decode.add(cf, coding - compress)
         self._observe_exposed(cf, exposed, NOISE_SHARE * self._work[DENSE])
@@ -92,22 +95,28 @@ class StepTime(Stateful):
         steps (None: as many as in the last report) and one exchange."""
         if not self._work.cfs():
             return None
-        return self._working(steps) + self.coding(cf) + self.exposed(cf)
+        return self._working(steps) + self.coding(cf) + self._not_hidden(self.exposed(cf), steps)
 
     def without_coding(self, cf: float, steps: int) -> float:
         """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
         first step."""
-        return self._working(steps) + self.exposed(cf) if self._work.cfs() else 0.0
+        if not self._work.cfs():
+            return 0.0
+        return self._working(steps) + self._not_hidden(self.exposed(cf), steps)
 
     def measured(self, cf: float) -> float | None:
         """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
         was; None if it never was."""
         exposed = self._last.get(cf)
-        return None if exposed is None else self._working() + self.coding(cf) + exposed
+        if exposed is None:
+            return None
+        return self._working() + self.coding(cf) + self._not_hidden(exposed)
 
     def without_compression(self) -> dict[float, float]:
         """Seconds of a step less compressing and decoding, by CF that was run, as `measured`."""
-        return {cf: self._working() + exposed for cf, exposed in self._last.items()}
+        return {
+            cf: self._working() + self._not_hidden(exposed) for cf, exposed in self._last.items()
+        }
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
@@ -115,7 +124,7 @@ class StepTime(Stateful):
         if not self._work.cfs():
             return None
         fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
-        return self._working() + fastest + self._latency()
+        return self._working() + fastest + self._not_hidden(self._latency())
 
     def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither. Where a CF that was not
@@ -164,6 +173,21 @@ class StepTime(Stateful):
 
     def _working(self, steps: int | None = None) -> float:
         return self._work[DENSE] * (self._steps if steps is None else steps)
+
+    def _hiding(self, steps: int | None = None) -> int:
+        """Of so many steps, those that pass while an exchange is under way."""
+        return min(self.overlap, (self._steps if steps is None else steps) - 1)
+
+    def _not_hidden(self, exposed: float, steps: int | None = None) -> float:
+        """What is left of an exposed time behind so many steps."""
+        return max(0.0, exposed - self._work[DENSE] * self._hiding(steps))
+
+    def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
+        """Seconds of one step's work, of a report's."""
+        hiding, work = self._hiding(), (seconds - coding) / self._steps
+        if not hiding or exposed > hiding * work:
+            work = (seconds - exposed - coding) / (self._steps - hiding)
+        return max(0.0, work)
 
     def _latency(self) -> float:
         """The exposed time of a step that sends nothing; 0 until two CFs show it."""

@@ -84,6 +84,7 @@ class TrainConfig:
     local_steps: int | str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
+    overlap: int | None = None
     checksum: bool | None = None
     link: str | None = None
     eval_every: int = 0

@@ -25,6 +25,7 @@ HOOK_OPTIONS = (
     "local_steps",
     "outer_lr",
     "outer_momentum",
+    "overlap",
     "checksum",
     "link",
     "fixed_clock",
@@ -61,7 +62,7 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
         )
     if "model_mb" in given:
         _check_size(given)
-    for name in ("outer_lr", "outer_momentum"):
+    for name in ("outer_lr", "outer_momentum", "overlap"):
         if name in given and given.get("local_steps", 1) == 1:
             raise UsageError(f"{option(name)} {shown(given[name])} needs --local-steps 2 or more")
     check_one_worker(given)

@@ -210,6 +210,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         help=f"of local steps: Nesterov momentum of these moves ({OUTER_MOMENTUM:g})",
     )
     how.add_argument(
+        "--overlap",
+        type=whole(0),
+        metavar="N",
+        help="of local steps: so many may pass while an exchange is under way (0)",
+    )
+    how.add_argument(
         "--dense-below",
         type=whole(0),
         metavar="N",

@@ -120,9 +120,16 @@ class ModelledClock:
     link: that bytes go over, a rank's; None: the network takes no time.
     scale: bytes of gradients count so many times, those of statistics once, so that a small model
     can stand for a large one; > 0.
+    overlap: of the compressor: so many local steps hide the network's time.
     """
 
-    def __init__(self, compute: float, link: LinkSpec | None = None, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        compute: float,
+        link: LinkSpec | None = None,
+        scale: float = 1.0,
+        overlap: int = 0,
+    ) -> None:
         if not (isfinite(compute) and compute > 0):
             raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
         if not (isfinite(scale) and scale > 0):
@@ -130,6 +137,7 @@ class ModelledClock:
         self.compute = compute
         self.link = link
         self.scale = scale
+        self.overlap = overlap
         self.now = 0.0
 
     def __call__(self) -> float:
@@ -144,7 +152,8 @@ class ModelledClock:
 
     def step(self, wire_bytes: float, statistics: float = 0.0, steps: int = 1) -> float:
         """Seconds of so many steps, one of which has sent something."""
-        return self.compute * steps + self.exchange(wire_bytes, statistics)
+        hidden = self.compute * min(self.overlap, steps - 1)
+        return self.compute * steps + max(0.0, self.exchange(wire_bytes, statistics) - hidden)
 
 
 class EmulatedLink:

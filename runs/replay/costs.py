@@ -38,7 +38,7 @@ class RecordedCosts:
         measured = {cf: median(values) for cf, values in sorted(sent.items())}
         self._bytes = {**self._computed, **measured}
         self._bytes.setdefault(DENSE, self._dense)
-        self._time = StepTime(self.nbytes)
+        self._time = StepTime(self.nbytes, 0 if header is None else header.overlap)
         for record in records:
             self._time.observe(record.report)
         timed = len(self._time.without_compression())

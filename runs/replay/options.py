@@ -134,6 +134,7 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         layers=layers,
         layer_bytes=layer_bytes,
         local_steps=(1,) if header is None else header.local_steps,
+        overlap=0 if header is None else header.overlap,
         updates=header is not None and are_updates(header.memory, header.local_steps),
     )
 

@@ -23,6 +23,7 @@ from adaptive import (
     ModelledClock,
     adaptive_hook,
 )
+from adaptive.sizes import are_updates
 from compressors.kernels import blocks
 from policies import Context
 from runs.records import Recorded, exchanges, read_records, seconds_by_step
@@ -63,10 +64,11 @@ def _train(
         steps.zero_grad()
         _loss(model, step, rank).backward()
         steps.step()
-    own = flat_parameters(model)
+    before = flat_parameters(model)
     with compressor.averaged():
         averaged = flat_parameters(model)
-    assert torch.equal(flat_parameters(model), own)
+    own = flat_parameters(model)
+    assert options.get("overlap") or torch.equal(own, before)
     summary, state = compressor.summary(), compressor.state_dict()
     compressor.detach()
     anchors, kept = state["local"]["anchors"], state["memory"]
@@ -84,38 +86,52 @@ def _train(
     }
 
 
-def _reference(ranks: int, optimizer: str, outer_lr: float, outer_momentum: float) -> list[Tensor]:
+def _reference(
+    ranks: int, optimizer: str, outer_lr: float, outer_momentum: float, overlap: int
+) -> list[Tensor]:
     """The anchor and each rank's parameters after as many steps, without compression: replicas in
-    one process, and an outer optimizer of torch's."""
+    one process, and an outer optimizer of torch's. All parameters are one bucket."""
     models = [small_net() for _ in range(ranks)]
     steps = [OPTIMIZERS[optimizer](model) for model in models]
     anchor = nn.Parameter(flat_parameters(models[0]).clone())
     outer = torch.optim.SGD(
         [anchor], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
     )
-    for step in range(STEPS):
+    then: list[Tensor] = []
+    for step in range(STEPS + overlap):
         for rank, model in enumerate(models):
             steps[rank].zero_grad()
             _loss(model, step, rank).backward()
-        if step and step % EVERY == 0:
-            mean = torch.stack([flat_parameters(model) for model in models]).mean(0)
-            anchor.grad = anchor.detach() - mean
+        if step and step % EVERY == 0 and step < STEPS:
+            then = [flat_parameters(model) for model in models]
+        if then and step % EVERY == overlap:
+            anchor.grad = anchor.detach() - torch.stack(then).mean(0)
             outer.step()
-            for model in models:
-                nn.utils.vector_to_parameters(anchor.detach().clone(), model.parameters())
-        for each in steps:
+            for model, stood in zip(models, then, strict=True):
+                here = anchor.detach() + flat_parameters(model) - stood
+                nn.utils.vector_to_parameters(here, model.parameters())
+            then = []
+        for each in steps if step < STEPS else []:
             each.step()
     return [anchor.detach(), *map(flat_parameters, models)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("outer", [(0.7, 0.9), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "outer", "overlap"),
+    [
+        ("sgd", (0.7, 0.9), 0),
+        ("sgd", (1.0, 0.0), 3),
+        ("adamw", (1.0, 0.0), 0),
+        ("adamw", (0.7, 0.9), 1),
+        ("adamw", (0.7, 0.9), 3),
+    ],
+)
 def test_uncompressed_it_is_what_replicas_and_an_outer_sgd_do(
-    optimizer: str, outer: tuple[float, float]
+    optimizer: str, outer: tuple[float, float], overlap: int
 ) -> None:
-    options = {"outer_lr": outer[0], "outer_momentum": outer[1]}
-    found = run_ranks(2, _train, optimizer, [1.0], options, 0.004)
-    anchor, *own = _reference(2, optimizer, *outer)
+    options = {"outer_lr": outer[0], "outer_momentum": outer[1], "overlap": overlap}
+    found = run_ranks(2, _train, optimizer, [1.0], options, 25 if overlap else 0.004)
+    anchor, *own = _reference(2, optimizer, *outer, overlap)
     for rank, mine in enumerate(found):
         torch.testing.assert_close(mine["anchor"], anchor, rtol=0, atol=1e-12)
         torch.testing.assert_close(mine["own"], own[rank], rtol=0, atol=1e-12)
@@ -125,9 +141,12 @@ def test_uncompressed_it_is_what_replicas_and_an_outer_sgd_do(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("exchange", ["all_gather", "voted_indices"])
-def test_compressed_ranks_end_alike_and_bytes_are_counted(ranks: int, exchange: str) -> None:
-    found = run_ranks(ranks, _train, "adamw", [8.0, 1.0, 16.0], {"exchange": exchange}, 0.004)
+@pytest.mark.parametrize(("exchange", "overlap"), [("all_gather", 3), ("voted_indices", 0)])
+def test_compressed_ranks_end_alike_and_bytes_are_counted(
+    ranks: int, exchange: str, overlap: int
+) -> None:
+    options = {"exchange": exchange, "overlap": overlap}
+    found = run_ranks(ranks, _train, "adamw", [8.0, 1.0, 16.0], options, 0.004)
     mean = torch.stack([each["own"] - each["rest"] for each in found]).mean(0)
     for each in found:
         assert torch.equal(each["anchor"], found[0]["anchor"])
@@ -180,17 +199,17 @@ def test_exchanges_keep_the_mean_and_bring_the_ranks_together(base: str, exchang
     assert spread < 0.05 * (before - before.mean(0)).norm()
 
 
-def _spoilt(rank: int, on_device: bool) -> list[Tensor]:
+def _spoilt(rank: int, on_device: bool, overlap: int) -> list[Tensor]:
     """The anchor at first, after a round that was spoilt on rank 1, and after a good one."""
     blocks.force_device_path = on_device
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = OPTIMIZERS["sgd"](model)
-    compressor = AdaptiveCompressor(policy="fixed", local_steps=EVERY).attach(
+    compressor = AdaptiveCompressor(policy="fixed", local_steps=EVERY, overlap=overlap).attach(
         model, optimizer=optimizer
     )
     anchors = []
-    for step in range(2 * EVERY + 1):
-        if step in (0, EVERY + 1):
+    for step in range(2 * EVERY + 1 + overlap):
+        if step in (0, EVERY + 1 + overlap):
             kept = compressor.state_dict()["local"]["anchors"]
             anchors.append(torch.cat(list(kept.values())))
         optimizer.zero_grad()
@@ -198,7 +217,7 @@ def _spoilt(rank: int, on_device: bool) -> list[Tensor]:
         if rank == 1 and step == EVERY - 1:
             for p in model.parameters():
                 p.grad = torch.full_like(p, torch.inf)
-        if rank == 1 and step == EVERY:  # the momentum is spoilt as well
+        if rank == 1 and EVERY <= step <= EVERY + overlap:  # the momentum is spoilt as well
             optimizer.state.clear()
         optimizer.step()
     assert flat_parameters(model).isfinite().all()
@@ -206,10 +225,12 @@ def _spoilt(rank: int, on_device: bool) -> list[Tensor]:
     return [*anchors, torch.cat(list(kept.values()))]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_round_with_parameters_that_are_not_finite_is_thrown_away(on_device: bool) -> None:
+@pytest.mark.parametrize(("on_device", "overlap"), [(False, 0), (True, 0), (False, 2), (True, 1)])
+def test_a_round_with_parameters_that_are_not_finite_is_thrown_away(
+    on_device: bool, overlap: int
+) -> None:
     """All ranks go back to where they stood alike, also the one that has failed."""
-    (first, spoilt, good), others = run_ranks(2, _spoilt, on_device)
+    (first, spoilt, good), others = run_ranks(2, _spoilt, on_device, overlap)
     assert torch.equal(first, spoilt)
     assert not torch.equal(good, first)
     assert good.isfinite().all()
@@ -246,14 +267,17 @@ def test_accumulated_gradients_and_unused_parameters() -> None:
     assert not torch.equal(found[0]["united"][-100:], flat_parameters(TwoBranches())[-100:])
 
 
-def _resumed(rank: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _resumed(rank: int, overlap: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     def run() -> Run:
-        return Run(Scripted([4.0, 1.0, 16.0]), "topk", "auto", local_steps=3)
+        policy = Scripted([4.0, 1.0, 16.0])
+        return Run(policy, "topk", "auto", local_steps=3, overlap=overlap)
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 21)
     stopped.train(rank, 0, 11)
-    torch.save(stopped.state(), f"{path}/{rank}")
+    state = stopped.state()
+    assert bool(state["compressor"]["local"]["arrived"]) == (overlap > 0)
+    torch.save(state, f"{path}/{rank}")
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, 11, 21)
     ends = [
@@ -262,8 +286,11 @@ def _resumed(rank: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return ends[0], ends[1]
 
 
-def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
-    for straight, resumed in run_ranks(2, _resumed, str(tmp_path)):
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_resuming_equals_never_having_stopped(overlap: int, tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(2, _resumed, overlap, str(tmp_path)):
+        for state in (straight, resumed) if overlap else ():
+            del state["controller"]["timing"]  # when exactly the network brings what it brings
         assert same(straight, resumed)
 
 
@@ -274,6 +301,8 @@ def _refused(rank: int) -> list[str]:
         {"clip_norm": 1.0},
         {"memory": "momentum", "momentum": 0.9},
         {"outer_momentum": 1.0},
+        {"overlap": 4},
+        {"local_steps": 1, "overlap": 1},
         {"local_steps": 0},
     ):
         try:
@@ -291,8 +320,9 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_does_not_go_with_local_steps_is_refused() -> None:
     for told in run_ranks(2, _refused):
-        names = ("hooks", "clip_norm", "memory", "outer_momentum", "local_steps", "local_steps=4")
-        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 6
+        names = ("hooks", "clip_norm", "memory", "outer_momentum", "overlap=4", "overlap=1")
+        names += ("local_steps", "local_steps=4")
+        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 8
 
 
 def _by_hand(rank: int, optimizers: int) -> tuple[Tensor, list[str]]:
@@ -381,7 +411,7 @@ CHANGING = [1, 2, 4, 1, 1, 4, 1, 2]
 """Numbers of local steps as a policy may plan them."""
 
 
-def _parting(rank: int, cfs: list[float], strided: bool) -> dict[str, Any]:
+def _parting(rank: int, cfs: list[float], strided: bool, overlap: int) -> dict[str, Any]:
     """Some steps, then many that would change nothing but for the exchanges: without gradients, and
     so without updates. In each of these what the ranks hold is added up."""
     net = small_net()
@@ -394,16 +424,25 @@ def _parting(rank: int, cfs: list[float], strided: bool) -> dict[str, Any]:
         (2, 64),
         policy=Scripted(cfs, local_steps=CHANGING),
         local_steps="auto",
+        overlap=overlap,
         debug=1,
     ).attach(model, optimizer=optimizer)
 
     def holds() -> Tensor:
-        """This rank's share of the mean of all: its parameters less what it has still to send."""
+        """This rank's share of the mean of all: its parameters less what it has still to send, and
+        in place of what it has sent what is to arrive for that."""
         state, held = compressor.state_dict(), []
         rate = 1.0 if state["local"]["anchors"] else optimizer.param_groups[0]["lr"]
+        under_way = state["local"]["arrived"].values()
+        arrived.append(len(under_way))
         for name, p in model.module.named_parameters():
             rest = state["memory"].get(name, {}).get("residual")
             own = p.detach().clone()
+            for bucket in (each for each in under_way if name in each["mean"]):
+                to_come = (
+                    state["local"]["anchors"][name] - bucket["mean"][name] - bucket["then"][name]
+                )
+                own += to_come.view_as(p)
             if rest is not None and rate == 1.0:
                 own -= rest.view_as(p)
             elif rest is not None:
@@ -411,7 +450,7 @@ def _parting(rank: int, cfs: list[float], strided: bool) -> dict[str, Any]:
             held.append(own.flatten())
         return torch.cat(held)
 
-    found, apart = [], []
+    found, apart, arrived = [], [], []
     for step in range(60):
         if step == 17:
             optimizer.param_groups[0]["lr"] = 0.002
@@ -426,16 +465,19 @@ def _parting(rank: int, cfs: list[float], strided: bool) -> dict[str, Any]:
     return {
         "held": torch.stack(found),
         "apart": apart,
+        "arrived": arrived,
         "united": flat_parameters(model),
         "summary": summary,
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strided", [False, True])
-def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool) -> None:
-    found = run_ranks(ranks, _parting, [8.0, 32.0, 1.0, 8.0, 4.0], strided)
+@pytest.mark.parametrize(
+    ("ranks", "strided", "overlap"), [(2, False, 0), (2, True, 2), (4, False, 2), (4, True, 0)]
+)
+def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool, overlap: int) -> None:
+    found = run_ranks(ranks, _parting, [8.0, 32.0, 1.0, 8.0, 4.0], strided, overlap)
     assert {True, False} == set(found[0]["apart"])
+    assert (max(found[0]["arrived"]) > 0) == (overlap > 0)
     mean = torch.stack([each["held"] for each in found]).mean(0)
     torch.testing.assert_close(mean, mean[:1].expand_as(mean), rtol=0, atol=1e-12)
     for each in found:
@@ -448,7 +490,7 @@ def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool) -> N
 def _resumed_apart(rank: int, stop: int, path: str) -> list[dict[str, Any]]:
     def run() -> Run:
         policy = Scripted([4.0, 1.0, 16.0], local_steps=CHANGING)
-        return Run(policy, "topk", "auto", memory="updates", local_steps="auto")
+        return Run(policy, "topk", "auto", memory="updates", local_steps="auto", overlap=stop % 3)
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 30)
@@ -528,6 +570,7 @@ def replay_like(recorded: Recorded) -> list[float]:
             assumed=header.assumed,
             wire_bytes=lambda cf: wire[cf],
             local_steps=header.local_steps,
+            updates=are_updates(header.memory, header.local_steps),
         )
     )
     planned = []

@@ -95,7 +95,12 @@ class _Run:
     good: dict[str, Any]
 
     def __init__(
-        self, policy: str, base: str, optimizer: str = "SGD", local_steps: int | str = 1
+        self,
+        policy: str,
+        base: str,
+        optimizer: str = "SGD",
+        local_steps: int | str = 1,
+        overlap: int = 0,
     ) -> None:
         self.model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
         settings = {"momentum": 0.9} if optimizer == "SGD" else {}
@@ -108,6 +113,7 @@ class _Run:
             policy=POLICIES[policy](),
             clock=self.clock,
             local_steps=local_steps,
+            overlap=overlap,
             outer_momentum=0.5,
         ).attach(self.model, optimizer=self.optimizer)
         self.step = 0
@@ -334,13 +340,17 @@ def test_a_state_without_the_scales_of_updates_is_refused() -> None:
         (("local", "anchors", "0.weight"), torch.zeros(3), "local: anchors: 0.weight must be"),
         (("local", "anchors", "stranger"), torch.zeros(3), "unknown keys: stranger"),
         (("local", "moving"), {"0.weight": torch.zeros(480)}, "'local' has lost something"),
-        (("local_steps",), 5, "local_steps is 5, expected 2"),
+        (("local_steps",), 5, "local_steps is 5, expected 3"),
+        (("local", "arrived", "0", "due"), 1.0, "'local: arrived: due' must be int"),
+        (("local", "arrived", "0"), {"due": 2}, "what has arrived has lost something"),
+        (("local", "arrived", "0", "then"), {}, "what has arrived has lost something"),
+        (("local", "arrived", "0", "mean", "stranger"), torch.zeros(3), "unknown keys: stranger"),
     ],
     ids=str,
 )
 def test_a_damaged_state_of_local_steps_is_refused(path: Any, damaged: Any, told: str) -> None:
-    run = _Run("gravac", "topk", "AdamW", 2)
-    run.train(12)
+    run = _Run("gravac", "topk", "AdamW", 3, overlap=2)
+    run.train(13)
     state = deepcopy(run.state())
     before, place = deepcopy(state), state
     for key in path[:-1]:

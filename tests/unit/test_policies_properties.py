@@ -288,7 +288,8 @@ def test_gravac_says_something_only_when_something_changed(setting, cf_range, mo
 
     def visible(entry):
         plan, status, verdict, _ = entry
-        return plan.send, plan.probe, status.split("gain_floor")[0], verdict
+        basis = status.partition("'signal'")[2].partition(",")[0]
+        return plan.send, plan.probe, status.split("gain_floor")[0], basis, verdict
 
     for before, now in pairwise(seen):
         if visible(before) == visible(now):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaptive.exchange.link import LinkSpec, ModelledClock
 from policies.base import DENSE, StepReport
 from policies.step_time import StepTime
 
@@ -35,6 +36,35 @@ def _run(model: StepTime, cf: float, exposed: Sequence[float]) -> None:
 def test_a_steady_exchange_grows_with_the_bytes(exposed: float, steps: int, cf: float) -> None:
     seconds = _model([exposed] * steps).seconds(cf)
     assert seconds == pytest.approx(WORK + exposed * 10 / cf)
+
+
+@given(
+    exposed=st.floats(0.001, 10.0),
+    steps=st.integers(2, 32),
+    overlap=st.integers(0, 32),
+    cf=st.sampled_from([1.0, 5.0, 100.0]),
+    other=st.integers(2, 32),
+)
+def test_local_steps_hide_as_much_of_an_exchange_as_may_pass_meanwhile(
+    exposed: float, steps: int, overlap: int, cf: float, other: int
+) -> None:
+    """What one CF and one number of local steps have shown, tells of all others; the clock that
+    models step times reckons alike."""
+
+    def seconds(cf: float, steps: int) -> float:
+        link = LinkSpec(8e6 / (10 * exposed))  # 100,000 bytes at CF 10
+        return ModelledClock(WORK, link, overlap=overlap).step(1e6 / cf, 0.0, steps)
+
+    model = StepTime(lambda cf: 1e6 / cf, overlap)
+    for step in range(6):
+        times = {"seconds": seconds(10.0, steps), "exchange_seconds": exposed}
+        times["median_seconds"] = times["seconds"]
+        model.observe(
+            StepReport(step, 10.0, timed_cf=10.0, timed_steps=steps, compress_seconds=0.0, **times)
+        )
+    assert model.seconds(cf) == pytest.approx(seconds(cf, steps))
+    assert model.seconds(cf, other) == pytest.approx(seconds(cf, other))
+    assert model.without_coding(cf, other) == pytest.approx(seconds(cf, other))
 
 
 def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes() -> None:
