@@ -99,8 +99,8 @@ def add_task_arguments(
         "--lora",
         type=whole(1),
         metavar="RANK",
-        help="freeze all weights, and train low-rank adapters of so high a rank for the linear "
-        "layers of a transformer's blocks (all weights are trained)",
+        help="freeze all weights, and train adapters of this rank beside the linear layers of a "
+        "transformer's blocks (all weights are trained)",
     )
     what.add_argument("--workers", type=whole(1), metavar="N", help=workers)
     what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")

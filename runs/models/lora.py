@@ -25,7 +25,8 @@ class LowRankLinear(nn.Module):
     """A frozen linear layer with an adapter; inputs (..., inputs) become (..., outputs).
 
     a, b: the paper's A and B, the only parameters that have gradients. A's standard deviation,
-    of which the paper says nothing, is 1/sqrt(inputs): A x is then as large as x.
+    of which the paper says nothing, is 1/sqrt(inputs): the elements of A x are then as large as
+    those of x.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, generator: torch.Generator) -> None:
@@ -45,8 +46,8 @@ def add_adapters(model: nn.Module, rank: int, seed: int) -> None:
 
     The adapters are drawn from `seed`; the global random numbers are untouched. The state that
     `model.state_dict()` returns holds the frozen parameters, too. ValueError if the model has no
-    such layers, or if the rank is below 1 or above the smallest dimension of one of them, from
-    where on an adapter can be any matrix.
+    such layers, or if the rank is below 1 or above the smallest dimension of one of them, which is
+    the highest rank that a change of its weights can have.
     """
     blocks = getattr(model, "blocks", nn.ModuleList())
     found = [(name, m) for name, m in blocks.named_modules() if isinstance(m, nn.Linear)]
