@@ -24,6 +24,7 @@ from adaptive import (
     Warmup,
 )
 from runs.config import TrainConfig
+from runs.initial import initial_model
 from runs.optimizers import learning_rate
 from runs.option_rules import HOOK_OPTIONS, check_optimizer
 from runs.parser import UsageError, option
@@ -125,17 +126,21 @@ def compressor_settings(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, resumed: bool = False) -> None:
     """Build everything once, to have its errors before workers start.
 
+    resumed: the run goes on from a checkpoint, and so does without the weights of --init.
     UsageError names the option, its value and what is accepted.
     """
     check_optimizer(config)
     check_compression(config)
     try:
-        build_task(config).steps_per_epoch(config.workers)
+        task = build_task(config)
+        task.steps_per_epoch(config.workers)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(_with_option(str(error))) from error
+    if config.init is not None or config.lora is not None:
+        initial_model(config, task, read_weights=not resumed)
 
 
 def check_compression(config: TrainConfig) -> None:

@@ -188,7 +188,8 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
         found = Checkpoint(folder, step, world_size, config, digests)
     except OSError as error:
         raise UsageError(
-            f"--resume {log_dir}: nothing to resume, {path}: {error.strerror or error}; {_ACCEPTED}"
+            f"--resume {log_dir}: there is no checkpoint, {path}: {error.strerror or error}; "
+            f"{_ACCEPTED}"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(f"--resume {log_dir}: {path} is damaged: {error}; {_ACCEPTED}") from error

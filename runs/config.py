@@ -22,7 +22,9 @@ class TrainConfig:
     """The options of `python -m runs train` and `simulate`; None takes the default of the task or
     library.
 
-    batch_size: items a worker a step. policy: "off" is plain DDP without a hook.
+    init: the folder of a run with whose weights this one starts. lora: rank of the adapters that
+    are trained in place of the weights. batch_size: items a worker a step. policy: "off" is plain
+    DDP without a hook.
     lr_drop: step from which on the learning rate is a tenth. warmup: steps in which it rises
     from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is "constant".
     clip_grad: the norm to which the gradients that were exchanged are clipped, all as one vector.
@@ -39,6 +41,8 @@ class TrainConfig:
     task: str = "text"
     model: str | None = None
     data: str | None = None
+    init: str | None = None
+    lora: int | None = None
     workers: int = 2
     steps: int = 300
     batch_size: int | None = None
@@ -186,7 +190,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
     """A value read from a file, as the field's type has it. ValueError if it is another's."""
-    least = 1 if name in ("workers", "steps", "threads", "batch_size", "local_steps") else 0
+    least = 1 if name in ("workers", "steps", "threads", "batch_size", "local_steps", "lora") else 0
     for one in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         parts = get_args(one) if get_origin(one) is tuple else ()
         if parts and isinstance(value, (list, tuple)):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn, optim
 
 from runs.config import TrainConfig
-from runs.tasks import Task
+from runs.tasks import Task, trainable
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "sgd": optim.SGD,
@@ -39,7 +39,7 @@ def learning_rate(config: TrainConfig) -> float | None:
 
 
 def make_optimizer(config: TrainConfig, task: Task, model: nn.Module) -> optim.Optimizer:
-    """The optimizer of the model's parameters, with the task's learning rate.
+    """The optimizer of the model's parameters that are not frozen, with the task's learning rate.
 
     Settings that the configuration leaves out are the task's for SGD. For the others they are those
     above and otherwise torch's own.
@@ -52,7 +52,7 @@ def make_optimizer(config: TrainConfig, task: Task, model: nn.Module) -> optim.O
     settings: dict[str, Any] = {"lr": task.lr, "weight_decay": decay}
     if config.optimizer in WITH_BETAS:
         settings["betas"] = BETAS if config.betas is None else config.betas
-    parameters: Iterable[Any] = model.parameters()
+    parameters: Iterable[Any] = trainable(model)
     if config.optimizer == "adamw":
         parameters = _decayed_and_others(model)
     return OPTIMIZERS[config.optimizer](parameters, **settings)
@@ -90,7 +90,7 @@ def _sgd(config: TrainConfig, task: Task, model: nn.Module) -> optim.Optimizer:
 def _decayed_and_others(model: nn.Module) -> list[dict[str, Any]]:
     """Two parameter groups: biases and the scales of norms, which have fewer than two dimensions,
     are not decayed."""
-    parameters = list(model.parameters())
+    parameters = trainable(model)
     return [
         {"params": [p for p in parameters if p.dim() >= 2]},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -45,6 +45,8 @@ examples:
       one compression factor all along; --policy off is plain DDP without the library
   python -m runs train --model gpt --optimizer adamw --warmup 30 --lr-schedule cosine --clip-grad 1
       as people train transformers: betas 0.9 0.95, weight decay 0.1
+  python -m runs train --model gpt --data FILE --init logs/base --lora 8 --optimizer adamw
+      fine-tune what the run in logs/base has learnt, with low-rank adapters
   python -m runs train --task cifar10 --data DIR --model resnet20 --policy accordion
   python -m runs train --checkpoint-every 100 --log-dir logs/mine
   python -m runs train --resume logs/mine --steps 1000
@@ -79,12 +81,26 @@ def add_task_arguments(
     what = parser.add_argument_group("what to train")
     what.add_argument("--task", metavar="TASK", help=_TASK_HELP)
     what.add_argument(
-        "--model", help="text: lstm, gpt; images: resnet8, resnet20, ... (the task's first)"
+        "--model",
+        help="text: lstm, gpt, gpt-10m; images: resnet8, resnet20, ... (the task's first)",
     )
     what.add_argument(
         "--data",
         metavar="DIR",
         help="text file or folder, or the folder of the image data set in its standard format",
+    )
+    what.add_argument(
+        "--init",
+        metavar="RUN",
+        help="folder of a run of the same task and model: start with the weights of its checkpoint "
+        "(random weights)",
+    )
+    what.add_argument(
+        "--lora",
+        type=whole(1),
+        metavar="RANK",
+        help="freeze all weights, and train adapters of this rank beside the linear layers of a "
+        "transformer's blocks (all weights are trained)",
     )
     what.add_argument("--workers", type=whole(1), metavar="N", help=workers)
     what.add_argument("--steps", type=whole(1), metavar="N", help="steps in all (300)")

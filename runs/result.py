@@ -34,6 +34,8 @@ SHOWN = 12
 def title(config: TrainConfig) -> str:
     """The run in one line."""
     model = config.model or TASKS[config.task].models[0]
+    model += f", adapters of rank {config.lora}" if config.lora is not None else ""
+    model += f", from {config.init}" if config.init is not None else ""
     how = "plain DDP, no hook" if config.policy == "off" else f"{config.policy} over {config.base}"
     link = f", {emulated(config)}" if config.link else ""
     kind = "simulated worker" if config.simulated else "worker"

@@ -28,10 +28,11 @@ from runs.checkpoint import (
     withdraw_checkpoint,
 )
 from runs.config import TrainConfig
+from runs.initial import initial_model
 from runs.interrupt import Stop
 from runs.logbook import Logbook
 from runs.optimizers import lr_factor, make_optimizer
-from runs.tasks import Task
+from runs.tasks import Task, trainable
 from runs.vote import Vote
 
 HOPELESS = 1e6
@@ -46,16 +47,21 @@ class Trainer:
 
     With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
     task: what to train, if it is there already; ranks of one process may share it.
+    resumed: a checkpoint will be loaded, so that the weights of --init are not needed.
     """
 
     def __init__(
-        self, config: TrainConfig, timeline: Timeline | None = None, task: Task | None = None
+        self,
+        config: TrainConfig,
+        timeline: Timeline | None = None,
+        task: Task | None = None,
+        resumed: bool = False,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.step = 0
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
-        self.model = DDP(self.task.build_model())
+        self.model = DDP(initial_model(config, self.task, read_weights=not resumed))
         self.optimizer = make_optimizer(config, self.task, self.model)
         self._config = config
         self.compressor = None
@@ -64,7 +70,7 @@ class Trainer:
                 config,
                 samples_per_step=self.task.batch_size * self.world_size,
                 timeline=[timeline] if timeline is not None else [],
-                numel=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+                numel=sum(p.numel() for p in trainable(self.model)),
             ).attach(self.model, optimizer=self.optimizer)
 
     def loss(self) -> torch.Tensor:
@@ -92,7 +98,7 @@ class Trainer:
 
     def _dense_summary(self) -> Summary:
         """What plain DDP has sent."""
-        floats = self.step * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        floats = self.step * sum(p.numel() for p in trainable(self.model))
         wire = reduce_wire_bytes(4 * floats, self.world_size)
         return Summary(
             steps=self.step,
@@ -175,7 +181,7 @@ def train(
     measured only where `config` says so. keep: save a checkpoint when it stops early. task: see
     `Trainer`. voters: see `Vote`.
     """
-    trainer = Trainer(config, logbook, task)
+    trainer = Trainer(config, logbook, task, resumed=checkpoint is not None)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
     if logbook is not None:

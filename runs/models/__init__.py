@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from runs.models.gpt import byte_gpt
+from runs.models.gpt import byte_gpt, byte_gpt_10m
 from runs.models.lstm import byte_lstm
 from runs.models.resnet import resnet8, resnet18, resnet20
 from runs.models.vgg import vgg11, vgg16
@@ -14,6 +14,7 @@ from runs.models.vgg import vgg11, vgg16
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "lstm": byte_lstm,
     "gpt": byte_gpt,
+    "gpt-10m": byte_gpt_10m,
     "resnet8": resnet8,
     "resnet20": resnet20,
     "resnet18": resnet18,

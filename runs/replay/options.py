@@ -14,12 +14,14 @@ from policies import Policy
 from policies.base import Context
 from runs.build import build_policy, build_task, check_compression
 from runs.config import TrainConfig
+from runs.initial import initial_model
 from runs.options import make_config
 from runs.parser import UsageError, number, whole
 from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments
 from runs.replay.costs import RecordedCosts
 from runs.replay.layers import recorded_layers
 from runs.replay.source import Source
+from runs.tasks import trainable
 
 CF_RANGE = (10.0, 1000.0)
 
@@ -161,12 +163,13 @@ def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
     probes = (2.0, 10.0, 40.0, 1000.0)
     if any(base.supported_for(cf, shape) != cf for cf in probes) and source.config is not None:
         try:
-            model = build_task(source.config).build_model()
+            task = build_task(source.config)
+            model = initial_model(source.config, task, read_weights=False)
         except (ValueError, OSError) as error:
             raise UsageError(
                 f"--base {config.base}: its CFs depend on the model, which cannot be built: {error}"
             ) from error
-        shape = max((tuple(p.shape) for p in model.parameters()), key=prod)
+        shape = max((tuple(p.shape) for p in trainable(model)), key=prod)
     return lambda cf: base.supported_for(cf, shape) if cf != 1 else 1.0
 
 

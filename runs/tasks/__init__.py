@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runs.tasks.base import Batch, DataNotFoundError, Task
+from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
 from runs.tasks.images import Cifar10Task, Cifar100Task, FashionMnistTask
 from runs.tasks.text import TextTask
 
@@ -36,4 +36,4 @@ def make_task(
     return TASKS[task](model=model, data=data, batch_size=batch_size, seed=seed, lr=lr)
 
 
-__all__ = ["DEFAULT_TASK", "TASKS", "Batch", "DataNotFoundError", "Task", "make_task"]
+__all__ = ["DEFAULT_TASK", "TASKS", "Batch", "DataNotFoundError", "Task", "make_task", "trainable"]

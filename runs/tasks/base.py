@@ -104,7 +104,7 @@ class Task(ABC):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """SGD with momentum 0.9 and the task's learning rate for this model."""
         return torch.optim.SGD(
-            model.parameters(), lr=self.lr, momentum=0.9, weight_decay=self.weight_decay
+            trainable(model), lr=self.lr, momentum=0.9, weight_decay=self.weight_decay
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -116,6 +116,11 @@ class Task(ABC):
     def steps_per_epoch(self, world_size: int) -> int:
         """Steps in an epoch; ValueError if the data is too little for one batch a rank."""
         return self.shards.steps_per_epoch(world_size)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -296,7 +296,7 @@ def _resume(runs: Runs, folder: Path, world: int, fault: str = "killed") -> Foun
         shutil.rmtree(folder, ignore_errors=True)
         return Found(ERROR + ", before there was a checkpoint")
     codes, said = launch(world, {"words": ["--resume", folder, "--steps", saving.STEPS]})
-    if "nothing to resume" in said and saving.alike(folder, runs[f"{world}-whole"]):
+    if "there is no checkpoint" in said and saving.alike(folder, runs[f"{world}-whole"]):
         codes = [0] * world
     if any(codes):
         return Found("UNUSABLE checkpoint", f"{codes} {said}")

@@ -18,6 +18,10 @@ from tests.integration.commands import assert_refused
 BAD = {
     "--task x": ["--task", "'x'", "text, cifar10"],
     "--model x": ["--model", "'x'", "lstm, gpt"],
+    "--model gpt --init /nowhere": ["--init /nowhere", "no checkpoint", "--checkpoint-every"],
+    "--lora 0": ["--lora", "'0'", "integer >= 1"],
+    "--model gpt --lora 999": ["--lora 999", "from 1 to 160", "--model gpt"],
+    "--lora 8": ["--lora 8", "blocks with linear layers", "gpt-10m", "--model lstm"],
     "--data /nowhere": ["--data", "/nowhere", "text file or a folder"],
     "--workers 0": ["--workers", "'0'", "integer >= 1"],
     "--steps many": ["--steps", "'many'", "integer >= 1"],
@@ -146,6 +150,7 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_where_nothing_is
         "--policy off --task text --model gpt --batch-size 2 --checkpoint-every 5",
         "--optimizer adamw --betas 0.8 0.999 --weight-decay 0 --warmup 9 --lr-schedule cosine",
         "--policy warmup --warmup-steps 3 --warmup 7 --lr-schedule linear --clip-grad 0.5",
+        "--model gpt-10m --init logs/base --lora 8 --policy off",
         "--base none --threads 2",
         "--policy goodput --margin 0.1 --cf-range 5 50",
         "--policy budget --share 0.1",

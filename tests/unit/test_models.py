@@ -8,13 +8,19 @@ from runs.models import MODELS, make_model
 PARAMETERS = {  # of the default shapes; the image models' by hand from the papers' layer lists
     "lstm": 986_624,
     "gpt": 1_020_320,
+    "gpt-10m": 10_868_736,
     "resnet8": 78_042,
     "resnet20": 272_474,
     "resnet18": 11_173_962,
     "vgg11": 9_228_362,
     "vgg16": 14_724_042,
 }
-NARROW = {"lstm": {"hidden": 24}, "gpt": {"width": 20}, "resnet18": {"width": 8}}
+NARROW = {
+    "lstm": {"hidden": 24},
+    "gpt": {"width": 20},
+    "gpt-10m": {"width": 24},
+    "resnet18": {"width": 8},
+}
 IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16")
 
 
@@ -37,7 +43,7 @@ def test_image_models_take_both_sizes(name, shape):
     assert model(torch.randn(2, *shape)).shape == (2, 7)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gpt"])
+@pytest.mark.parametrize("name", ["lstm", "gpt", "gpt-10m"])
 def test_language_models_see_only_the_past(name):
     model = narrow(name, vocab=50, length=12)
     symbols = torch.randint(50, (2, 12))
