@@ -41,7 +41,7 @@ from policies.base import (
     setting,
 )
 from policies.estimators import Averages
-from policies.signal_gain import SignalGain
+from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import saved, together
 from policies.step_time import STRIDE_STEPS, StepTime
 
@@ -116,7 +116,8 @@ class Goodput(DeclaredPolicy):
         self._assumed = context.assumed
         self._candidates = tuple(sorted({*ladder, *context.assumed}))
         self._time = StepTime(context.wire_bytes, context.overlap)
-        self._signal = SignalGain() if self.gain == "signal" else None
+        weight = WEIGHT_OF_UPDATES if context.updates else WEIGHT
+        self._signal = SignalGain(weight) if self.gain == "signal" else None
         self._updates = context.updates
         self._send = ladder[0]
         self._numbers, self._ranks = context.local_steps, context.world_size

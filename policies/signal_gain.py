@@ -23,8 +23,9 @@ from policies.base import DENSE, StepReport
 from policies.estimators import Averages
 from policies.state import Stateful, saved, together
 
-WEIGHT = 0.02
-"""Weight of a new step in a `MeanRatio`: about fifty steps count."""
+WEIGHT, WEIGHT_OF_UPDATES = 0.02, 0.005
+"""Weight of a new step in a `MeanRatio`: about fifty steps count. Of updates two hundred do, since
+these make as much of small elements, and so of noise, as of large ones (docs/signal-gain.md)."""
 
 LEAST = 10
 """Steps that a `MeanRatio` needs before it can be clear."""
@@ -47,6 +48,7 @@ class MeanRatio(Stateful):
     """A ratio of exponentially weighted means by CF, E[product] / E[total], of products that noise
     may make negative: it means something only while the mean total is clearly above 0."""
 
+    weight: float = WEIGHT  # of a new step
     clear: bool = saved(False)  # whether it is, by its own standard error
     count: int = saved(0)  # steps taken in
     # Weighted sums of the products by CF, and of the products of two of them, in rows of the same
@@ -71,7 +73,7 @@ class MeanRatio(Stateful):
             self.clear, self.count, self._weight, self._weight2 = False, 0, 0.0, 0.0
             self._means = dict.fromkeys(values, 0.0)
             self._squares = [[0.0] * len(values) for _ in values]
-        old, new = 1 - WEIGHT, WEIGHT
+        old, new = 1 - self.weight, self.weight
         self.count += 1
         self._means = {cf: old * self._means[cf] + new * x for cf, x in values.items()}
         numbers = values.values()
@@ -141,12 +143,16 @@ class MeanRatio(Stateful):
 class SignalGain(Stateful):
     """The signal gain of every CF of the shadow ladder, and how uncertain it is."""
 
+    weight: float = WEIGHT  # of a new step
     peers: MeanRatio = saved(MeanRatio())  # of products with another rank's gradient
     next: MeanRatio = saved(MeanRatio())  # of products with the next step's
     _steady: Averages = saved(Averages(WEIGHT))
     _last_clear: MeanRatio = saved(MeanRatio())  # the ratio that was clear last, as it was then
     _clear_gains: dict[float, float] = saved({})  # by CF, from that ratio
     _norm: float = saved(0.0)  # of the last step's gradient
+
+    def __post_init__(self) -> None:
+        self.rescale()
 
     def observe(self, report: StepReport) -> str:
         """Take in one step. Returns, in words, which estimate decides if that has changed."""
@@ -207,7 +213,8 @@ class SignalGain(Stateful):
 
     def rescale(self) -> None:
         """Other pairs of ranks have more or less noise; gains stay until a ratio is clear again."""
-        self.peers, self.next, self._norm = MeanRatio(), MeanRatio(), 0.0
+        self.peers, self.next = MeanRatio(self.weight), MeanRatio(self.weight)
+        self._norm = 0.0
 
 
 def descending(values: Iterable[float]) -> list[float]:
