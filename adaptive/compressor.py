@@ -97,7 +97,7 @@ class AdaptiveCompressor:
         moves all ranks by the mean of that.
     overlap: with local steps, how many of them may pass while an exchange is under way, fewer than
         H: the link is busy while the ranks compute (Streaming DiLoCo), for one more copy of the
-        parameters. 0: backward waits for the exchange that it begins.
+        parameters. None: half of H. 0: backward waits for the exchange that it begins.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`; None: the
@@ -132,7 +132,7 @@ class AdaptiveCompressor:
         local_steps: int | str = 1,
         outer_lr: float = OUTER_LR,
         outer_momentum: float = OUTER_MOMENTUM,
-        overlap: int = 0,
+        overlap: int | None = None,
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -164,7 +164,7 @@ class AdaptiveCompressor:
             local_steps=check_local_steps(local_steps),
             outer_lr=checks.real("outer_lr", outer_lr, above=0),
             outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
-            overlap=checks.whole("overlap", overlap, least=0),
+            overlap=None if overlap is None else checks.whole("overlap", overlap, least=0),
             timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,

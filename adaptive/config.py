@@ -173,7 +173,7 @@ class Settings:
     local_steps: int | str
     outer_lr: float
     outer_momentum: float
-    overlap: int
+    overlap: int | None
     timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
@@ -198,7 +198,8 @@ class Settings:
             )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
-        if self.local_steps != "auto" and self.overlap >= int(self.local_steps):
+        most = inf if self.local_steps == "auto" else self.local_steps
+        if self.overlap and self.overlap >= float(most):
             raise ValueError(
                 f"overlap={self.overlap}: must be less than local_steps={self.local_steps}"
             )

@@ -45,6 +45,7 @@ from adaptive.memory.updates import steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if, is_host
+from policies.step_time import overlapped
 
 log = logging.getLogger("adaptive")
 
@@ -99,7 +100,7 @@ class LocalSteps:
     """The anchor and the outer optimizer of one model.
 
     every: local steps between two exchanges, H, which may change. overlap: steps that may pass
-    while an exchange is under way; at most H - 1 do. outer_lr, outer_momentum: of the outer step,
+    while an exchange is under way; None: half of H. outer_lr, outer_momentum: of the outer step,
     SGD with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
     with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
     doubles).
@@ -109,7 +110,7 @@ class LocalSteps:
         self,
         parameters: Sequence[ModelParameter],
         every: int,
-        overlap: int,
+        overlap: int | None,
         outer_lr: float,
         outer_momentum: float,
     ) -> None:
@@ -176,7 +177,7 @@ class LocalSteps:
     @property
     def overlaps(self) -> bool:
         """No backward waits for the exchange that it begins."""
-        return min(self._overlap, self.every - 1) > 0
+        return overlapped(self._overlap, self.every) > 0
 
     def under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor]
@@ -184,7 +185,7 @@ class LocalSteps:
         """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
         share the steps of the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
-        later = -(-min(self._overlap, self.every - 1) * self._sent // self._numel)
+        later = -(-overlapped(self._overlap, self.every) * self._sent // self._numel)
         here = [_flat(p.tensor).to(p.dtype) for p in parameters]
         then = self._joined(index, "then", here)
         self._arrived.append(_Arrival(parameters, mean, 1 + later, then))

@@ -41,8 +41,8 @@ class Context:
     # How many steps of its own a rank may take for each exchange, ascending; one number if that is
     # not for the policy to choose.
     local_steps: tuple[int, ...] = (1,)
-    # And how many of these may pass while an exchange is under way, if they are that many.
-    overlap: int = 0
+    # And how many of these may pass while an exchange is under way (policies/step_time.py).
+    overlap: int | None = 0
     # What is fed back and sent is not gradients but updates, or how far ranks have come by
     # themselves: no optimizer multiplies it once it is there.
     updates: bool = False

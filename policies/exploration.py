@@ -94,7 +94,7 @@ class CandidateStatistics(Stateful):
     believed_after: int  # measurements that an average needs before it counts
     nbytes: Callable[[float], float]  # bytes on the wire at a CF
     assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
-    overlap: int = 0  # see `Context`
+    overlap: int | None = 0  # see `Context`
 
     _averages: Averages = saved()
     _judged: dict[float, float] = saved({})

@@ -51,13 +51,19 @@ CHANGED = 1.25
 """A network has changed if the exposed time is this many times as long as before, or as short."""
 
 
+def overlapped(overlap: int | None, steps: int) -> int:
+    """How many of so many local steps pass while an exchange is under way: at most all but one, and
+    half of them if nobody says."""
+    return min(steps // 2 if overlap is None else overlap, steps - 1)
+
+
 @dataclass(eq=False)
 class StepTime(Stateful):
     """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF. overlap:
-    local steps that may pass while an exchange is under way."""
+    see `overlapped`."""
 
     nbytes: Callable[[float], float]
-    overlap: int = 0
+    overlap: int | None = 0
 
     _work: Averages = saved(Averages(WEIGHT))  # the same at any CF: all of it is added to DENSE
     _compress: Averages = saved(Averages(WEIGHT))
@@ -176,7 +182,7 @@ class StepTime(Stateful):
 
     def _hiding(self, steps: int | None = None) -> int:
         """Of so many steps, those that pass while an exchange is under way."""
-        return min(self.overlap, (self._steps if steps is None else steps) - 1)
+        return overlapped(self.overlap, self._steps if steps is None else steps)
 
     def _not_hidden(self, exposed: float, steps: int | None = None) -> float:
         """What is left of an exposed time behind so many steps."""

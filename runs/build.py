@@ -110,7 +110,7 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
         return None
     link = None if config.link is None else LinkSpec.parse(config.link)
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
-    return ModelledClock(config.fixed_clock, link, scale, config.overlap or 0)
+    return ModelledClock(config.fixed_clock, link, scale, config.overlap)
 
 
 def compressor_settings(config: TrainConfig) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--overlap",
         type=whole(0),
         metavar="N",
-        help="of local steps: so many may pass while an exchange is under way (0)",
+        help="of local steps: so many may pass while an exchange is under way (half of them)",
     )
     how.add_argument(
         "--dense-below",

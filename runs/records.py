@@ -415,6 +415,7 @@ def _shown(value: Any) -> str:
 _READERS: dict[Any, Callable[[str, Any], Any]] = {
     float: number,
     int: whole_number,
+    int | None: lambda name, value: None if value is None else whole_number(name, value),
     str: _text,
     bool: _flag,
     Mapping[float, float]: _by_cf,

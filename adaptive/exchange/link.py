@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from policies.step_time import overlapped
+
 if TYPE_CHECKING:
     from adaptive.exchange.collectives import Exchange
 
@@ -120,7 +122,7 @@ class ModelledClock:
     link: that bytes go over, a rank's; None: the network takes no time.
     scale: bytes of gradients count so many times, those of statistics once, so that a small model
     can stand for a large one; > 0.
-    overlap: of the compressor: so many local steps hide the network's time.
+    overlap: the compressor's: so many local steps hide the network's time.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class ModelledClock:
         compute: float,
         link: LinkSpec | None = None,
         scale: float = 1.0,
-        overlap: int = 0,
+        overlap: int | None = None,
     ) -> None:
         if not (isfinite(compute) and compute > 0):
             raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
@@ -152,7 +154,7 @@ class ModelledClock:
 
     def step(self, wire_bytes: float, statistics: float = 0.0, steps: int = 1) -> float:
         """Seconds of so many steps, one of which has sent something."""
-        hidden = self.compute * min(self.overlap, steps - 1)
+        hidden = self.compute * overlapped(self.overlap, steps)
         return self.compute * steps + max(0.0, self.exchange(wire_bytes, statistics) - hidden)
 
 

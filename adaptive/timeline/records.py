@@ -33,8 +33,8 @@ class Header:
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
     CFs of their own, if they are known. local_steps: numbers of them that the policy could choose
-    from. overlap: of these, how many may pass while an exchange is under way. version: of the
-    records; a reader must ignore fields that it does not know.
+    from. overlap: of these, how many may pass while an exchange is under way; None: half. version:
+    of the records; a reader must ignore fields that it does not know.
     """
 
     policy: str
@@ -50,7 +50,7 @@ class Header:
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     assumed: Mapping[float, float] = field(default_factory=dict)
     local_steps: tuple[int, ...] = (1,)
-    overlap: int = 0
+    overlap: int | None = 0
     version: int = 1
 
 

@@ -198,9 +198,9 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
     session.controller.begin_step, session.reduce = begin_step, watched
     conclude = LocalSteps.conclude
 
-    def watched_step(self: LocalSteps) -> None:
+    def watched_step(self: LocalSteps, due: int | None = None) -> None:
         with _NoReading():
-            conclude(self)
+            conclude(self, due)
 
     LocalSteps.conclude = watched_step  # type: ignore[method-assign]
     for step in range(12):

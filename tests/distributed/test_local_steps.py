@@ -57,9 +57,10 @@ def _train(
 ) -> dict[str, Any]:
     model = DDP(small_net(), bucket_cap_mb=bucket_mb)
     steps = OPTIMIZERS[optimizer](model)
-    compressor = AdaptiveCompressor(
-        policy=Scripted(cfs), cf_range=(1, 64), local_steps=EVERY, debug=1, **options
-    ).attach(model, optimizer=steps)
+    options = {"local_steps": EVERY, "overlap": 0, "debug": 1, **options}
+    compressor = AdaptiveCompressor(policy=Scripted(cfs), cf_range=(1, 64), **options).attach(
+        model, optimizer=steps
+    )
     for step in range(STEPS):
         steps.zero_grad()
         _loss(model, step, rank).backward()
@@ -570,6 +571,7 @@ def replay_like(recorded: Recorded) -> list[float]:
             assumed=header.assumed,
             wire_bytes=lambda cf: wire[cf],
             local_steps=header.local_steps,
+            overlap=header.overlap,
             updates=are_updates(header.memory, header.local_steps),
         )
     )
