@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import pi, sqrt
 
 import torch
@@ -58,6 +58,12 @@ def largest_of_chunks(x: Tensor, k: int) -> Tensor:
     """`largest` of the consecutive chunks of a tensor; its shape."""
     rows = F.pad(x.flatten(), (0, -x.numel() % CHUNK)).view(-1, CHUNK)
     return largest(rows, k).flatten()[: x.numel()].view_as(x)
+
+
+def mean_of_sent(ranks: Sequence[Tensor]) -> Tensor:
+    """Of each element, over the ranks that have sent it, where it is not 0."""
+    stacked = torch.stack(list(ranks))
+    return stacked.sum(dim=0) / stacked.count_nonzero(dim=0).clamp(min=1)
 
 
 def elements_sent(numel: int, k: int) -> int:

@@ -31,6 +31,7 @@ from runs.study.messages import (
     idct,
     largest,
     largest_of_chunks,
+    mean_of_sent,
     one_bit,
     to_chunks,
     two_bits,
@@ -199,15 +200,15 @@ class OneBitAdam(Dense):
 
 @dataclass
 class DeMo(Rule):
-    """DeMo (Peng and others 2024, algorithm 1).
+    """DeMo (Peng and others 2024, algorithm 1), in two points as the authors' demo.py has it.
 
-    Rank i adds its gradient to its own momentum, m_i <- decay m_i + g_i, takes the `k` largest
-    coefficients q_i of the discrete cosine transform of each chunk, and m_i <- m_i - idct(q_i). The
-    ranks exchange the q_i, and all take a step of the sign of idct(mean q_i). Chunks are up to 64 x
-    64 elements, 64 of vectors: each side is the largest divisor of the tensor's that is not above
-    64, as in the authors' code. Weight decay is decoupled; nothing is clipped, since only signs
-    count. A coefficient that a rank does not send counts as 0 in the mean. Bits: 16 of index and 32
-    of value for each coefficient (the authors' code sends indices in 64).
+    Rank i adds its gradient, times the learning rate (demo.py; it matters with a schedule), to its
+    own momentum, m_i <- decay m_i + lr g_i, takes the `k` largest coefficients q_i of the discrete
+    cosine transform of each chunk, and m_i <- m_i - idct(q_i). The ranks exchange the q_i, and all
+    take a step of lr times the sign of idct(mean q_i). The mean of a coefficient is over the ranks
+    that have sent it (demo.py). Chunks are up to 64 x 64 elements, 64 of vectors: each side is the
+    largest divisor of the tensor's that is not above 64. Weight decay is decoupled; nothing is
+    clipped. Bits: 16 of index and 32 of value for each coefficient (demo.py sends indices in 64).
     """
 
     k: int = key(32, whole(1))
@@ -217,19 +218,22 @@ class DeMo(Rule):
         self.momenta = [[torch.zeros_like(p) for p in r.parameters] for r in self.replicas]
 
     def step(self, step: int) -> None:
-        taken = [
-            [self.take(m.mul_(self.decay).add_(g)) for m, g in zip(momenta, gradients, strict=True)]
-            for momenta, gradients in zip(
-                self.momenta, [r.gradients for r in self.replicas], strict=True
-            )
-        ]
+        taken = [self._take_all(*rank) for rank in zip(self.replicas, self.momenta, strict=True)]
         for coefficients in taken[0]:
             chunks, height, width = coefficients.shape
             self.bits += chunks * min(self.k, height * width) * (FP32 + INT16)
-        exchanged = _mean(taken)
+        exchanged = [mean_of_sent(same) for same in zip(*taken, strict=True)]
         for replica in self.replicas:
             for (parameter, group), mean in zip(replica.groups(), exchanged, strict=True):
                 _descend(parameter, group, from_chunks(idct(mean), parameter.shape).sign())
+
+    def _take_all(self, replica: Replica, momenta: Tensors) -> Tensors:
+        """What a rank sends in this step."""
+        states = zip(replica.groups(), replica.gradients, momenta, strict=True)
+        return [
+            self.take(momentum.mul_(self.decay).add_(gradient, alpha=group["lr"]))
+            for (_, group), gradient, momentum in states
+        ]
 
     def take(self, momentum: Tensor) -> Tensor:
         """Take the largest coefficients out of a tensor's momentum, in place; all coefficients of

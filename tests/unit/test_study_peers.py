@@ -20,6 +20,7 @@ from runs.study.messages import (
     from_chunks,
     idct,
     largest_of_chunks,
+    mean_of_sent,
     one_bit,
     to_chunks,
     two_bits,
@@ -163,7 +164,12 @@ def test_demo_counts_what_it_takes_out_of_the_momentum(monkeypatch: pytest.Monke
     gradients = rule.replicas[0].gradients
     for left, out, gradient in zip(rule.momenta[0], taken, gradients, strict=True):
         whole = left + from_chunks(idct(out), left.shape)
-        torch.testing.assert_close(whole, gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole, 0.01 * gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_coefficient_counts_where_it_was_sent() -> None:
+    ranks = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3.0, 4.0, 0.0])]
+    assert mean_of_sent(ranks).tolist() == [2, 4, 0]
 
 
 def test_demo_moves_by_the_learning_rate_and_decays_the_weights() -> None:
