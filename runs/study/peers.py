@@ -251,7 +251,9 @@ class DiLoCo(Rule):
     Each rank takes `steps` steps with the user's optimizer, its own gradient clipped. Then the mean
     of the outer gradients, where all stood before minus where the rank is now, moves where they
     stood by SGD with Nesterov momentum, and all go on from there, with their own moments. There is
-    an exchange after the last step, too.
+    an exchange after the last step, too: in a short run whose learning rate falls to 0 the outer
+    momentum then overshoots. On 600 steps of the GPT in docs/defaults.md perplexity was 7.37 after
+    the last outer step, and 6.79 of rank 0's own parameters before it.
     """
 
     steps: int = key(50, whole(1))
