@@ -14,6 +14,7 @@ from runs.config import TrainConfig
 from runs.optimizers import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, LR_SCHEDULES, OPTIMIZERS
 from runs.option_rules import check_optimizer, check_together
 from runs.parser import (
+    below_one,
     number,
     positive,
     switch,
@@ -138,10 +139,10 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--lr-drop", type=whole(1), metavar="STEP", help="a tenth of it from this step on (never)"
     )
-    how.add_argument("--momentum", type=_below_one, help="of sgd alone, in [0, 1) (0.9)")
+    how.add_argument("--momentum", type=below_one, help="of sgd alone, in [0, 1) (0.9)")
     how.add_argument(
         "--betas",
-        type=_below_one,
+        type=below_one,
         nargs=2,
         metavar=("B1", "B2"),
         help="of adamw, adam, nadam and radam, in [0, 1) "
@@ -376,14 +377,6 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     config = TrainConfig(**given)
     check_optimizer(config)
     return config
-
-
-def _below_one(text: str) -> float:
-    """An argument type: a number in [0, 1)."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
-    return value
 
 
 def _not_negative(text: str) -> float:

@@ -109,6 +109,14 @@ def positive(text: str) -> float:
     return value
 
 
+def below_one(text: str) -> float:
+    """An argument type: a number in [0, 1)."""
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
+    return value
+
+
 def switch(text: str) -> bool:
     """An argument type: on or off."""
     if text not in ("on", "off"):

@@ -9,7 +9,8 @@ import sys
 from runs.claim import claim
 from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.parser import UsageError, fail, typed
-from runs.study.options import HELP, Study, add_arguments, make_study
+from runs.study.contest import compare
+from runs.study.options import HELP, Study, add_arguments, make_study, of_experiment
 
 __all__ = ["HELP", "add_arguments", "main"]
 
@@ -17,6 +18,8 @@ __all__ = ["HELP", "add_arguments", "main"]
 def main(args: argparse.Namespace) -> int:
     """Run the study; returns the exit code."""
     try:
+        if args.experiment == "peers":
+            return compare(of_experiment(vars(args)))
         study = make_study(vars(args))
         _check(study)
         with claim(study.folder, f"--log-dir {study.folder}", typed()):

@@ -10,7 +10,9 @@ from typing import Any, get_args
 from policies.base import GainKind
 from runs.config import TrainConfig
 from runs.options import add_clock_argument, add_link_argument, add_task_arguments, make_config
-from runs.parser import UsageError, number, whole
+from runs.parser import UsageError, number, option, whole
+from runs.study.contest import contender
+from runs.study.peers import PEERS
 
 DROP = 0.6
 """Share of the steps after which the learning rate is a tenth."""
@@ -23,24 +25,36 @@ EPSILONS = (0.3,)
 CFS = (10.0, 100.0, 1000.0)
 
 HELP = f"""\
-Experiments behind the notes in docs/. There is one, signal: which part of the true gradient gets
-through at each CF (docs/signal-gain.md).
+Experiments behind the notes in docs/. There are two. signal: which part of the true gradient gets
+through at each CF (docs/signal-gain.md). peers: what other people's rules for training with little
+communication reach on the same task (docs/defaults.md).
 
 examples:
   python -m runs study signal
       on the text task
   python -m runs study signal --task cifar10 --model resnet8 --data DIR --steps 400 --seeds 0 1
+  python -m runs study peers --model gpt --warmup 30 --lr-schedule cosine --clip-grad 1 --lr 6e-3
+      dense, bf16, 1-bit Adam, DeMo, DiLoCo and SparseLoCo with AdamW, on the text task
+  python -m runs study peers --peers demo:k=32,lr=3e-3 diloco:steps=100 sparseloco --lr 6e-3
 
-It trains, with each seed, (a) dense and at each of --cfs all along, with plain error feedback and
-with momentum correction (adamw and those like it: with updates), recording every gain of every CF;
-(b) with the latter, the two largest CFs in one run, each first, changing where the learning rate
-drops; (c) GraVAC with each of the gains, and each of --epsilons, over an emulated link ({LINK}), so
-that compression pays. The learning rate drops to a tenth after {DROP:.0%} of the steps (--lr-drop).
+signal: it trains, with each seed, (a) dense and at each of --cfs all along, with plain error
+feedback and with momentum correction (adamw and those like it: with updates), recording every gain
+of every CF; (b) with the latter, the two largest CFs in one run, each first, changing where the
+learning rate drops; (c) GraVAC with each of the gains, and each of --epsilons, over an emulated
+link ({LINK}), so that compression pays. The learning rate drops to a tenth after {DROP:.0%} of the
+steps (--lr-drop).
 
-Ctrl-C saves what was done (exit code 130); the same command with the same --log-dir goes on from
-there and repeats no run that is finished.
+peers: it trains n replicas in one process, one after the other, without the library, on the same
+batches, with the same learning rates and held-out data as `simulate`. Each rule has its paper's
+settings (runs/study/peers.py) where --peers does not say otherwise; bytes are those of the messages
+that a rank sends. The optimizer is adamw, or adam.
 
-files in the log folder: study.json, table.txt, signal.png, and each run's own in runs/."""
+Ctrl-C saves what was done (exit code 130), of peers the runs that are finished; the same command
+with the same --log-dir goes on from there and repeats no run that is finished. peers keeps what
+earlier commands on the same task have left there, so contenders can come one by one.
+
+files in the log folder: study.json, table.txt, and of signal: signal.png, and each run's own in
+runs/."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +84,7 @@ class Study:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All options; what is not given is not in the namespace."""
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("experiment", choices=["signal"], help="which experiment")
+    parser.add_argument("experiment", choices=["signal", "peers"], help="which experiment")
     parser.add_argument("--seeds", type=whole(0), nargs="+", metavar="N", help="seeds (0)")
     parser.add_argument(
         "--cfs", type=number, nargs="+", metavar="CF", help="at least two, > 1 (10 100 1000)"
@@ -81,20 +95,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=whole(1), metavar="N", help="of GraVAC (a twentieth of the steps)"
     )
+    parser.add_argument(
+        "--peers",
+        type=contender,
+        nargs="+",
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"of the experiment of that name: {', '.join(PEERS)}, each with settings of its own, "
+        "as in demo:k=32,lr=3e-3 (all)",
+    )
     add_task_arguments(parser, seed=False)
     add_link_argument(parser.add_argument_group("the network of the GraVAC runs"))
     output = parser.add_argument_group("what is kept")
-    output.add_argument("--log-dir", metavar="DIR", help="where the files go (logs/study-TASK)")
+    output.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="where the files go (logs/study-TASK, peers: logs/study-peers-TASK)",
+    )
     output.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
     )
     add_clock_argument(output)
 
 
+OWN_OPTIONS = {
+    "signal": ("cfs", "epsilons", "window", "link", "fixed_clock"),
+    "peers": ("peers",),
+}
+
+
+def of_experiment(given: dict[str, Any]) -> dict[str, Any]:
+    """The options without the experiment's name. UsageError if one is another experiment's."""
+    experiment, rest = given["experiment"], dict(given)
+    del rest["experiment"]
+    for owner, names in OWN_OPTIONS.items():
+        for name in names:
+            if owner != experiment and name in rest:
+                raise UsageError(f"{option(name)} is for study {owner}, got study {experiment}")
+    return rest
+
+
 def make_study(given: dict[str, Any]) -> Study:
     """UsageError names the option, its value and what is accepted."""
-    given = dict(given)
-    del given["experiment"]
+    given = of_experiment(given)
     cfs = tuple(sorted(set(given.pop("cfs", CFS))))
     if len(cfs) < 2 or cfs[0] <= 1:
         listed = " ".join(f"{cf:g}" for cf in cfs)

@@ -16,9 +16,7 @@ from runs.study.frontier import bytes_at
 from runs.study.options import Run, Study
 from runs.study.phases import gains, phases
 from runs.study.plot import PLOT_FILE, draw_signal
-from runs.study.table import make_table
-
-STUDY_FILE, TABLE_FILE = "study.json", "table.txt"
+from runs.study.table import STUDY_FILE, TABLE_FILE, make_table
 
 
 def make_report(study: Study) -> tuple[dict[str, Any], str]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from runs.study.phases import KINDS
 
+STUDY_FILE, TABLE_FILE = "study.json", "table.txt"
+"""In the log folder of every experiment."""
+
 
 def make_table(result: dict[str, Any]) -> str:
     """All the tables, as text. result: as in study.json."""
