@@ -155,7 +155,7 @@ def test_who_names_it_again_goes_on_with_it(
     assert main(["replay", str(folder.path), *again]) == 0
     assert folder.imported
     given = {"resume": str(folder.path), "steps": 9}
-    monkeypatch.setattr("runs.job.check", lambda config: None)  # reads data
+    monkeypatch.setattr("runs.job.check", lambda config, resumed: None)  # reads data
     job = make_job({**given, "expression": Typed(folder.expression)}, None)
     assert isinstance(job.config.expression, Typed)
     assert not isinstance(make_job(given, None).config.expression, Typed)
