@@ -16,6 +16,7 @@ from runs.build import build_task, check
 from runs.claim import claim
 from runs.config import TrainConfig, write_text
 from runs.files import read_json
+from runs.initial import initial_model
 from runs.interrupt import UNSAVED
 from runs.optimizers import learning_rate, lr_factor, make_optimizer
 from runs.options import make_config
@@ -163,7 +164,7 @@ def train(config: TrainConfig, rule: Rule, task: Task) -> Reached:
 
 def make_rule(one: Contender, config: TrainConfig, task: Task) -> Rule:
     """The rule, with replicas that are all alike."""
-    models = [task.build_model() for _ in range(config.workers)]
+    models = [initial_model(config, task) for _ in range(config.workers)]
     replicas = [Replica(model, make_optimizer(config, task, model)) for model in models]
     return PEERS[one.peer](config, replicas, **dict(one.given))
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from runs.__main__ import main
+from runs.build import build_task
 from runs.config import TrainConfig
+from runs.options import make_config
+from runs.study.contest import Contender, make_rule
 from runs.study.messages import (
     Residual,
     dct,
@@ -309,3 +312,10 @@ def test_bad_options_are_one_line(words: list[str], said: str, tmp_path: Path, c
 def test_the_signal_experiment_takes_no_peers(capsys: Any) -> None:
     assert main(["study", "signal", "--peers", "dense"]) == 2
     assert "--peers is for study peers, got study signal" in capsys.readouterr().err
+
+
+def test_with_adapters_only_these_are_exchanged() -> None:
+    config = make_config({"log_dir": "", "model": "gpt", "lora": 4, "lr": 1e-3, "policy": "off"})
+    rule = make_rule(Contender("dense"), config, build_task(config))
+    ends_of_a_block = (160 + 480) + (160 + 160) + (160 + 640) + (640 + 160)
+    assert sum(p.numel() for p in rule.replicas[1].parameters) == 3 * 4 * ends_of_a_block
