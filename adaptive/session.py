@@ -427,9 +427,11 @@ class Session:
 
     def close(self) -> None:
         """Take in the last step, wait for what is under way, and close the timeline."""
-        if self._local is not None:
-            self._local.wait()
-        self.controller.close()
+        try:
+            if self._local is not None and self._failed is None:
+                self._local.wait()
+        finally:
+            self.controller.close()
 
     def discard(self) -> None:
         """Forget what the memory holds: the last backward's gradients are thrown away."""

@@ -132,3 +132,27 @@ def test_a_rank_that_cannot_decode_the_second_round_says_so() -> None:
     errors = run_ranks(2, _cannot_decode, "qsgd", "sharded", lost=[9], timeout=5, limit=60)
     assert "a bit was flipped" in errors[1]
     assert errors[0]  # its peer is gone
+
+
+def _lose_a_peer_while_stepping(rank: int) -> dict[str, Any]:
+    """Rank 1 is killed before it begins an exchange that rank 0 does not wait for in backward."""
+    model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor(policy="fixed", local_steps=4, overlap=3).attach(model)
+    for step in range(20):
+        if rank == 1 and step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        try:
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return {"step": step, "error": str(error), **_refusals(compressor, model, rank)}
+    return {"step": None}
+
+
+def test_an_exchange_that_fails_while_ranks_step_fails_before_its_means_are_due() -> None:
+    survivor, _ = run_ranks(2, _lose_a_peer_while_stepping, lost=[1], timeout=5, limit=60)
+    assert 8 <= survivor["step"] <= 11, survivor  # the exchange of step 8 is due before step 11
+    assert "step 1 failed" in survivor["state"]
+    assert "next" in survivor
