@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from adaptive.memory.moments import flat, part_of_mean, scale_second_moments, sh
 from adaptive.memory.updates import steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
-from compressors.kernels.blocks import fill_if, is_host
+from compressors.kernels.blocks import Flag, either, fill_if, is_host
 from policies.step_time import overlapped
 
 log = logging.getLogger("adaptive")
@@ -127,6 +127,7 @@ class LocalSteps:
         self._arrived: list[_Arrival] = []
         self._numel = sum(p.tensor.numel() for p in parameters)
         self._sent = 0  # elements, of the exchange that has begun last
+        self._stepped = True  # an optimizer has, since then
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
         self._backwards = 0  # since the last exchange began
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
@@ -148,13 +149,16 @@ class LocalSteps:
         """At its last bucket."""
         self._backwards = 1 if self.due else self._backwards + 1
 
+    def begin_exchange(self) -> None:
+        """Before the first bucket. What the last exchange has brought is taken in, if the steps
+        before which that was due have not come."""
+        if self._arrived and not self._stepped:
+            log.warning("%s", NO_STEP)
+        self.conclude()
+        self._sent, self._stepped = 0, False
+
     def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
-        if index == 0:
-            if any(arrival.due <= self._backwards for arrival in self._arrived):
-                log.warning("%s", NO_STEP)
-            self.conclude()
-            self._sent = 0
         room = self._joined(index, "sent", [self.anchors[p] for p in parameters])
         torch._foreach_sub_(_split(room, parameters), [_flat(p.tensor) for p in parameters])
         return room
@@ -174,18 +178,17 @@ class LocalSteps:
         its parameters go back to the anchor."""
         self._arrived.append(_Arrival(parameters, mean))
 
-    @property
-    def overlaps(self) -> bool:
-        """No backward waits for the exchange that it begins."""
-        return overlapped(self._overlap, self.every) > 0
+    def overlap_of(self, steps: int) -> int:
+        """How many of so many steps until the next exchange this one may take."""
+        return overlapped(self._overlap, steps)
 
     def under_way(
-        self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor]
+        self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
     ) -> None:
         """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
         share the steps of the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
-        later = -(-overlapped(self._overlap, self.every) * self._sent // self._numel)
+        later = -(-overlap * self._sent // self._numel)
         here = [_flat(p.tensor).to(p.dtype) for p in parameters]
         then = self._joined(index, "then", here)
         self._arrived.append(_Arrival(parameters, mean, 1 + later, then))
@@ -194,6 +197,12 @@ class LocalSteps:
         """Until all that is under way is there. It moves nothing yet."""
         for arrival in self._arrived:
             arrival.wait()
+
+    def settle(self) -> None:
+        """Until nothing is under way any more, whether it arrives or fails."""
+        for arrival in self._arrived:
+            with suppress(Exception):  # whoever needs what has failed is told
+                arrival.wait()
 
     @torch.no_grad()
     def part(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
@@ -231,6 +240,7 @@ class LocalSteps:
         if not any(p in self._own for p in stepped):
             return None
         self._optimizers.add(optimizer)
+        self._stepped = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.conclude(self._backwards)
@@ -264,11 +274,13 @@ class LocalSteps:
             p.filled = False
         arrived = [each for each in self._arrived if due is None or each.due <= due]
         self._arrived = [each for each in self._arrived if each not in arrived]
+        spoilt: Flag = False
         for arrival in arrived:
             parameters, mean = arrival.parameters, arrival.wait()
             anchors = [self.anchors[p] for p in parameters]
             # Nothing moves in a round that is thrown away.
             poisoned = all_finite(mean) ^ True
+            spoilt = either(spoilt, poisoned)
             fill_if(poisoned, mean, 0.0)
             exchanged = _split(mean != 0, parameters)
             steps = _split(mean, parameters)
@@ -288,18 +300,30 @@ class LocalSteps:
                     p.residual.mul_(here)
                 own = own if moved is None else own + moved
                 p.tensor.data.copy_(own.view_as(p.tensor))
-                if p.tensor.grad is not None:  # of where a round has led that is thrown away
-                    fill_if(poisoned, p.tensor.grad, 0.0)
+        self._bring_back(spoilt)
 
-    def _moved_since(self, arrival: _Arrival, poisoned: Any) -> Sequence[Tensor | None]:
+    def _bring_back(self, spoilt: Flag) -> None:
+        """If what some bucket has come to is thrown away: the gradients are of there, too. And with
+        an overlap other parameters may have followed it meanwhile, or have not been moved back yet:
+        what is not finite goes to the anchor."""
+        if spoilt is False:
+            return
+        for p, anchor in self.anchors.items():
+            stays = p.tensor.isfinite() | (torch.as_tensor(spoilt, device=anchor.device) ^ True)
+            p.tensor.data.copy_(torch.where(stays, p.tensor, anchor.view_as(p.tensor)))
+            if p.tensor.grad is not None:
+                fill_if(spoilt, p.tensor.grad, 0.0)
+
+    def _moved_since(self, arrival: _Arrival, poisoned: Flag) -> Sequence[Tensor | None]:
         """By how much the rank has moved each parameter since it sent what has arrived, unless all
-        of that is thrown away."""
+        of that is thrown away, or leads nowhere."""
         if arrival.then is None:
             return [None] * len(arrival.parameters)
         then = _split(arrival.then, arrival.parameters)
         for p, moved in zip(arrival.parameters, then, strict=True):
             torch.sub(_flat(p.tensor).to(p.dtype), moved, out=moved)
             fill_if(poisoned, moved, 0.0)
+            moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 
     def leave(self) -> None:
@@ -400,9 +424,9 @@ class LocalSteps:
         self._arrived = [
             _Arrival(
                 [by_name[name] for name in of_bucket["mean"]],
-                torch.cat([*of_bucket["mean"].values()]),
+                _on_device(by_name, of_bucket["mean"]),
                 of_bucket["due"],
-                torch.cat([*of_bucket["then"].values()]),
+                _on_device(by_name, of_bucket["then"]),
             )
             for of_bucket in state["arrived"].values()
         ]
@@ -411,6 +435,11 @@ class LocalSteps:
         for p, moving in self._moving.items():  # zero of a run without outer momentum
             before = state["moving"].get(p.name)
             moving.zero_() if before is None else moving.copy_(before)
+
+
+def _on_device(by_name: Mapping[str, ModelParameter], flat: Mapping[str, Tensor]) -> Tensor:
+    """Tensors that were loaded, where their parameters are, as one."""
+    return torch.cat([each.to(by_name[name].tensor.device) for name, each in flat.items()])
 
 
 def _flat(parameter: Tensor) -> Tensor:

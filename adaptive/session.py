@@ -327,6 +327,8 @@ class Session:
                 controller.skipped += 1
             return done_with(bucket.buffer())
         if bucket.index() == 0:
+            if local is not None:
+                local.begin_exchange()
             self._begin_step()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer = bucket.buffer()
@@ -353,12 +355,12 @@ class Session:
         if bucket.is_last():
             self._end_step(scale)
         stopwatch.hook_left(entered, drain(self._pipeline.waits))
-        overlaps = local is not None and local.overlaps
+        overlap = 0 if local is None else local.overlap_of(controller.local_steps)
 
         def finish(future: Future[Tensor]) -> Tensor:
             with self._noting_failure(step.number):
                 mean = future.value()
-                if local is not None and not overlaps:
+                if local is not None and not overlap:
                     local.arrived(parameters, mean)
                     mean = buffer
                 elif scale is not None:
@@ -366,9 +368,9 @@ class Session:
                 stopwatch.bucket_done(drain(self._pipeline.decoded))
                 return mean
 
-        if local is None or not overlaps:
+        if local is None or not overlap:
             return done.then(finish)
-        local.under_way(bucket.index(), parameters, done.then(finish))
+        local.under_way(bucket.index(), parameters, done.then(finish), overlap)
         return done_with(buffer)
 
     def _begin_step(self) -> None:
@@ -474,6 +476,8 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
+        if self._local is not None:
+            self._local.settle()  # or it would change what is loaded
         by_name, base = self._parameters.by_name(), self.settings.base
         controller, requested, expected = self.controller, self._requested, self._identity()
         # It was told in the run that the state is of, and need not be found out again.

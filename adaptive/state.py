@@ -88,7 +88,8 @@ def check_state(
         check_like("local: arrived", of_bucket, arrival, finite=False)
         whole = of_bucket.keys() == arrival.keys()
         whole = whole and bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
-        together(whole and bool(local.get("anchors")), "what has arrived has lost something")
+        whole = whole and of_bucket["due"] >= 1 and bool(local.get("anchors"))
+        together(whole, "what has arrived has lost something")
     if steps != 1:
         anchors: list[Any] = [flat.keys(), *([set()] if steps == "auto" else [])]
         whole = local.keys() == like.keys() and local["anchors"].keys() in anchors
@@ -210,6 +211,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "resharded_from": old,
         "link": None,
         "memory": _memory(states, weights),
+        "local": states[0]["local"],
         "sum": {},
         "layers": {n: _mean(weights, [of_rank[n] for of_rank in layers]) for n in layers[0]},
         "peers": {name: torch.zeros_like(found) for name, found in heir["peers"].items()},

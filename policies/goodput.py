@@ -5,8 +5,8 @@ ladder at any time: the gain from the shadow ladder, the step time from its mode
 nothing is sent only to be measured, and a changed network moves the CF as soon as it shows.
 
 Signal gain is the part of the gradient that gets through at once. The rest is late, not lost, so
-progress falls more slowly: as the root of it, and of updates, which go without momentum, as its
-fifth root (measured: docs/results.md, docs/defaults.md).
+progress falls more slowly: as the root of it, and of two ranks' updates, which go without momentum,
+as its fifth root (measured: docs/results.md, docs/defaults.md).
 
 A run begins at the smallest CF of the ladder. Not dense: over a slow network a dense step can take
 as long as a hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if
@@ -56,9 +56,9 @@ FEWER = 0.1
 """The smallest number of local steps is taken that promises at most so much less than the best."""
 
 POWER, POWER_OF_UPDATES = 0.5, 0.2
-"""Of signal gain in T_comp, if nobody says. The second is for updates, and for what ranks have come
-to by themselves. While local steps may follow it is the first: they cost less than the largest CFs
-(docs/defaults.md)."""
+"""Of signal gain in T_comp, if nobody says. The second is for what ranks have come to by
+themselves, and for the updates of two ranks. With more ranks large CFs cost more; and while local
+steps may follow, these cost less than the largest CFs (docs/defaults.md)."""
 
 FOREIGN = 3
 """So many reports after a switch tell of gradients from before it."""
@@ -81,7 +81,8 @@ class Goodput(DeclaredPolicy):
         bytes).
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
-        and give more quality in as many steps. None: 0.5, of updates 0.2 (`Context.updates`).
+        and give more quality in as many steps. None: 0.5, of updates
+        (`Context.updates`) of two ranks, and with local steps, 0.2.
     """
 
     name = "goodput"
@@ -173,8 +174,8 @@ class Goodput(DeclaredPolicy):
         """The exponent of the gain."""
         if self._signal is None:
             return 1.0
-        may_follow = len(self._numbers) > 1 and self._local_steps == 1
-        usual = POWER_OF_UPDATES if self._updates and not may_follow else POWER
+        cautious = self._local_steps == 1 and (len(self._numbers) > 1 or self._ranks > 2)
+        usual = POWER_OF_UPDATES if self._updates and not cautious else POWER
         return self.power or usual
 
     @property

@@ -54,7 +54,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         "--power",
         type=number,
         help="of signal gain in what a CF promises: larger for more quality, smaller for less time "
-        "(0.5; with adamw and those like it 0.2)",
+        "(0.5; with adamw and those like it on two workers 0.2)",
     )
     budget = parser.add_argument_group("with --policy budget")
     budget.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -47,8 +48,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    x, y = batch(step, rank)
+def _loss(model: nn.Module, step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    x, y = batch(step, rank, dtype)
     return ((model(x) - y) ** 2).mean()
 
 
@@ -236,6 +237,82 @@ def test_a_round_with_parameters_that_are_not_finite_is_thrown_away(
     assert not torch.equal(good, first)
     assert good.isfinite().all()
     assert torch.equal(good, others[-1])
+
+
+def _spoilt_deep(rank: int, overlap: int, on_device: bool) -> list[bool]:
+    """After which steps all of a rank's parameters are finite; they move in several parts."""
+    blocks.force_device_path = on_device
+    net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.Tanh())))
+    model = DDP(net, bucket_cap_mb=0.0005)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    AdaptiveCompressor(policy="fixed", local_steps=EVERY, overlap=overlap).attach(model)
+    finite = []
+    for step in range(24):
+        optimizer.zero_grad()
+        x, _ = batch(step, rank, torch.float32)
+        model(x).square().mean().backward()
+        if rank == 1 and step == EVERY - 1:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, torch.inf)
+        optimizer.step()
+        finite.append(bool(flat_parameters(model).isfinite().all()))
+    return finite
+
+
+@pytest.mark.parametrize(("overlap", "on_device"), [(1, False), (2, True), (3, False)])
+def test_a_rank_recovers_from_a_bad_step_though_its_parameters_move_one_after_the_other(
+    overlap: int, on_device: bool
+) -> None:
+    good, bad = run_ranks(2, _spoilt_deep, overlap, on_device)
+    assert all(good)
+    assert not all(bad)
+    assert all(bad[2 * EVERY + overlap :])
+
+
+def _left_out(rank: int) -> tuple[Tensor, list[str]]:
+    """Rank 1 leaves out the step before which the last means are due."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    told = listen()
+    compressor = AdaptiveCompressor(
+        policy=Scripted([1.0]), local_steps=EVERY, overlap=3, debug=1
+    ).attach(model)
+    for step in range(13):
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        if rank == 0 or step != 2 * EVERY - 1:
+            optimizer.step()
+    anchors = compressor.state_dict()["local"]["anchors"]
+    return torch.cat(list(anchors.values())), told
+
+
+def test_a_step_left_out_while_means_are_due_is_no_alarm() -> None:
+    (first, _), (second, told) = run_ranks(2, _left_out)
+    assert torch.equal(first, second)
+    assert told == []
+
+
+def _rolled_back(rank: int) -> bool:
+    """A state is loaded while an exchange is under way that takes some time."""
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor(
+        policy="fixed", local_steps=EVERY, overlap=3, link="20kbit"
+    ).attach(model)
+    for step in range(2 * EVERY + 1):
+        if step == EVERY + 3:
+            state = compressor.state_dict()
+        optimizer.zero_grad()
+        _loss(model, step, rank, torch.float32).backward()
+        optimizer.step()
+    compressor.load_state_dict(state)
+    before = compressor.state_dict()["memory"]
+    time.sleep(1)
+    return same(before, state["memory"]) and same(compressor.state_dict()["memory"], before)
+
+
+def test_what_was_under_way_does_not_change_a_state_that_is_loaded() -> None:
+    assert run_ranks(2, _rolled_back) == [True, True]
 
 
 def _unused(rank: int) -> dict[str, Tensor]:

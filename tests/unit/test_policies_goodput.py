@@ -41,9 +41,9 @@ def best(rate):
     return max((DENSE, *GAINS), key=lambda cf: t_comp(cf, rate))
 
 
-def started(gain="error_fed", updates=False, **options):
+def started(gain="error_fed", updates=False, ranks=2, **options):
     policy = Goodput(gain=gain, **options)
-    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, updates=updates))
+    policy.start(Context((10, 1000), ranks, wire_bytes=nbytes, updates=updates))
     return policy
 
 
@@ -295,13 +295,19 @@ def test_times_and_products_may_be_as_large_as_numbers_go():
 
 
 @pytest.mark.parametrize(
-    ("given", "updates", "power"),
-    [(0.3, False, 0.3), (2.0, True, 2.0), (None, False, 0.5), (None, True, 0.2)],
+    ("given", "updates", "ranks", "power"),
+    [
+        (0.3, False, 2, 0.3),
+        (2.0, True, 2, 2.0),
+        (None, False, 2, 0.5),
+        (None, True, 2, 0.2),
+        (None, True, 4, 0.5),
+    ],
 )
-def test_signal_gain_counts_to_a_power(given, updates, power):
-    """Unless somebody chooses it, to another one where updates are sent."""
+def test_signal_gain_counts_to_a_power(given, updates, ranks, power):
+    """Unless somebody chooses it, to another one where two ranks send updates."""
     rate = 1e6
-    policy = started(gain="signal", updates=updates, power=given)
+    policy = started(gain="signal", updates=updates, ranks=ranks, power=given)
     for step in range(300):
         level = 1.0 - step % 2 / 10
         products = {cf: level * gain for cf, gain in GAINS.items()}

@@ -31,6 +31,7 @@ def _state(rank: int, world_size: int, memory: dict[str, Any]) -> dict[str, Any]
         "compressor": {},
         "link": [0.0, 1.0],
         "memory": memory,
+        "local": {},
         "shadow": {"w": {"stride": 1, "residual": torch.full((2, 5), float(rank))}},
         "sum": {"w": torch.ones(5)},
         "layers": {"w": torch.tensor([1.0 + rank, 0.0, 2.0 * rank, 4.0])},
