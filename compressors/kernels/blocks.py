@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ Flag = bool | Tensor
 
 force_device_path = os.environ.get("ADAPTIVE_DEVICE_PATH") == "1"
 """CPU tensors are treated as those of a device: this is how tests run the device path."""
+
+force_triton = False
+"""Triton's kernels are also for tensors that are treated as a device's: this is how tests run them
+by Triton's interpreter, which needs the environment variable TRITON_INTERPRET=1."""
 
 ThresholdSearch = Callable[[Any, Any, int], Any]
 """(magnitudes, mean of all magnitudes, k) -> a threshold.
@@ -64,6 +69,19 @@ def is_host(device: torch.device) -> bool:
 def on_host(tensor: Tensor) -> bool:
     """Whether the tensor takes the host path and has a dtype that NumPy is fast at."""
     return is_host(tensor.device) and tensor.dtype in (torch.float32, torch.float64)
+
+
+def takes_triton(tensor: Tensor) -> bool:
+    """Whether Triton's kernels may work on the tensor: it is on a CUDA device, has a dtype that they
+    know, and the package is there. Fake tensors have no memory that a kernel could read."""
+    if type(tensor) is not Tensor or tensor.dtype not in (torch.float32, torch.uint8, torch.int32):
+        return False
+    return _has_triton() if tensor.is_cuda else force_triton and force_device_path
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None and os.environ.get("ADAPTIVE_TRITON") != "0"
 
 
 def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
