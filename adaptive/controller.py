@@ -183,6 +183,9 @@ class Controller(saved.Stateful):
             device=self.device,
             known={"lr": self.lr(), **self.stopwatch.start(plan.send, self._steps_to_come)},
         )
+        # Of the last step: backward has waited for its callbacks, which came to know it.
+        for corrupt in drain(self.exchange.corrupt):
+            tally.at("corrupt").add_(corrupt)
         if peers is not None:
             peers.begin_step(tally)
         norms: Mapping[ModelParameter, Tensor] = {}
@@ -230,8 +233,6 @@ class Controller(saved.Stateful):
         if found is not None:
             tally.at("changed").add_(found[:1])
             tally.at("unscaled").add_(found[1:])
-        for corrupt in drain(self.exchange.corrupt):
-            tally.at("corrupt").add_(corrupt)
         summed = self.exchange.sum_later(tally.complete())
         if self.cf not in self.sizes.hooks:
             summed.start()

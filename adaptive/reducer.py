@@ -184,6 +184,7 @@ class Reducer:
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
             _tell_means(step, parameters, mean, poisoned)
+            self.pipeline.stream.keep(sending, not_finite)
             return mean
 
         if send is None:

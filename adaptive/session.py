@@ -23,7 +23,7 @@ from adaptive.controller import Controller
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
-from adaptive.exchange.pipeline import Pipeline, done_with
+from adaptive.exchange.pipeline import HookStream, Pipeline, done_with
 from adaptive.hook import send_through
 from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
@@ -82,7 +82,7 @@ class Session:
         self._failed: tuple[int, Exception] | None = None  # the step, and why
         device = self._parameters.device
         timestamps = Timestamps.of(settings.clock, device)
-        self._pipeline = Pipeline(timestamps)
+        self._pipeline = Pipeline(timestamps, HookStream(device))
         self._choice = ExchangeChoice(settings.base, settings.exchange, world_size)
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
@@ -294,7 +294,8 @@ class Session:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
         self._check_whole()
-        with self._noting_failure(self.controller.step):
+        on_stream = self._pipeline.stream.hook_call(bucket.is_last())
+        with on_stream, self._noting_failure(self.controller.step):
             return self._reduce(bucket)
 
     @contextmanager
@@ -366,6 +367,7 @@ class Session:
                 elif scale is not None:
                     mean = buffer.copy_(mean.mul_(scale))
                 stopwatch.bucket_done(drain(self._pipeline.decoded))
+                self._pipeline.stream.keep(work, scale)
                 return mean
 
         if local is None or not overlap:
@@ -380,7 +382,7 @@ class Session:
         if controller.corrupt:
             raise CorruptPayload(
                 "a payload that no compressor can have sent has arrived on some rank: its "
-                "bytes were changed on the way (a device finds this out two steps late)"
+                "bytes were changed on the way (a device finds this out some steps late)"
             )
         if not controller.carrying:
             self._memory.emptied()

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -165,7 +165,8 @@ class Exchange:
             return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
-        return self._hold(_future_of(work), tensor.nbytes, wire)
+        done = work.get_future().then(lambda future: _after(future, tensor))
+        return self._hold(done, tensor.nbytes, wire)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over the ranks, in place, for somebody to start and read. An
@@ -244,19 +245,21 @@ class Exchange:
         handing on a buffer that nothing was received in."""
 
         def finish(future: Future[Tensor]) -> Tensor:
-            future.value()  # raises what went wrong
+            _after(future, rows)
             if not self._check_bytes:
                 return rows
             payloads, corrupt = check(rows, what, source)
             self.count_corrupt(corrupt)
             return payloads
 
-        return self._hold(_future_of(work), nbytes, wire).then(finish)
+        return self._hold(work.get_future(), nbytes, wire).then(finish)
 
 
-def _future_of(work: dist.Work) -> Future[Tensor]:
-    """Of the collective's tensor."""
-    return work.get_future().then(lambda future: future.value()[0])
+def _after(future: Future[Any], tensor: Tensor) -> Tensor:
+    """The tensor that a collective has filled; raises what went wrong with it. (Process groups
+    differ in what they take for the collective's value.)"""
+    future.value()
+    return tensor
 
 
 def drain(queue: deque[T]) -> list[T]:

@@ -3,12 +3,19 @@
 A collective may only be issued in the body of a hook call, never in a future's callback (callbacks
 run in an order that differs between ranks). So an exchange with a second round waits for its first
 in the body of a later hook call, and the last bucket's call drains what is left.
+
+On a CUDA device there are three kinds of streams: backward's, that of the hook's work
+(`HookStream`), and those on which torch runs the callbacks of NCCL's futures, a new one each time.
+An event orders each after what it needs of another. The caching allocator knows nothing of that: it
+gives memory back to the stream that it was allocated on as soon as the last Python reference is
+gone, perhaps before the kernels of a callback have read it. So what a callback uses is kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -41,15 +48,57 @@ def _future(device: torch.device) -> Future[Tensor]:
     return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
+class HookStream:
+    """The CUDA stream of the hook's work, so that backward's kernels run beside it, and what must
+    stay in memory until a callback's kernels have run. For other devices it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
+
+    @contextmanager
+    def hook_call(self, last: bool) -> Iterator[None]:
+        """What is done inside goes to the stream, after what backward has done until now; backward
+        goes on without it, and after the `last` call waits for all of it: then nothing that the
+        hook has only borrowed from backward's stream can be overwritten too early."""
+        if self._stream is None:
+            yield
+            return
+        self._let_go()
+        backward = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(backward)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            if last:
+                backward.wait_stream(self._stream)
+
+    def keep(self, *used: object) -> None:
+        """Called at the end of a callback: keep all that it `used`, and that was made in a hook's
+        body, until the device has come so far."""
+        if self._stream is not None:
+            passed = torch.cuda.Event()
+            passed.record(torch.cuda.current_stream(self._device))
+            self._kept.append((passed, used))
+
+    def _let_go(self) -> None:
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
+
+
 class Pipeline:
     """The exchanges of the buckets that wait for a further round.
 
-    timestamps: takes one. waits: when hook calls have waited for earlier rounds. decoded: when the
-    threads of the process group were decoding. Both are for somebody to take out.
+    timestamps: takes one. stream: of the hook's work. waits: when hook calls have waited for
+    earlier rounds. decoded: when the threads of the process group were decoding. Both are for
+    somebody to take out.
     """
 
-    def __init__(self, timestamps: Callable[[], Timestamp]) -> None:
+    def __init__(self, timestamps: Callable[[], Timestamp], stream: HookStream) -> None:
         self._timestamps = timestamps
+        self.stream = stream
         self._queue: deque[_Running] = deque()
         self.waits: deque[Span] = deque()
         self.decoded: deque[Span] = deque()
@@ -99,6 +148,7 @@ class Pipeline:
                 running.rounds.send(value)
             except StopIteration as stop:
                 mean = running.decode(stop.value)
+                self.stream.keep(running, stop.value)
             else:
                 raise RuntimeError("the exchange issued more collectives than it announced")
             self.decoded.append((began, self._timestamps()))

@@ -22,7 +22,7 @@ from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import whole_buckets
 from adaptive.exchange.choice import Strategy, strategies
 from adaptive.exchange.collectives import Exchange, Traffic
-from adaptive.exchange.pipeline import Pipeline
+from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule
 from adaptive.memory.updates import UpdateMemory
@@ -142,7 +142,7 @@ class Hook:
             Granularity(base, whole),
             self.memory,
             self.exchange,
-            Pipeline(lambda: 0.0),
+            Pipeline(lambda: 0.0, HookStream(torch.device("meta"))),
             requested,
             0,
             clip_norm,
