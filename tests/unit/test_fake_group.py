@@ -1,0 +1,80 @@
+"""The hook of a real DDP model among eight ranks, of which torch's fake process group makes seven.
+
+What they send is this rank's own over again, so that no result means anything; but as many
+operations are started as among real ranks, and on a device nobody may wait for one of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from adaptive import AdaptiveCompressor, Fixed
+from compressors.kernels import blocks
+from tests.unit.device_path import Operations
+
+RANKS = 8
+READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount"}
+
+
+@pytest.fixture(autouse=True)
+def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(blocks, "force_device_path", True)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _operations(base: str, exchange: str, width: int, momentum: float) -> list[Counter[str]]:
+    """Of the hook's calls in each of the last three of seven steps, by name."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 256)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    policy = Fixed(cf=100 if base.startswith("topk") else 4)
+    compressor = AdaptiveCompressor(base, (2, 1000), policy=policy, exchange=exchange)
+    compressor.attach(model, optimizer=optimizer)
+    session = compressor._session
+    assert session is not None
+    reduce, counted = session._reduce, []
+
+    def counting(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        with Operations() as operations:
+            done = reduce(bucket)
+        counted.append(operations.names)
+        return done
+
+    session._reduce = counting  # type: ignore[method-assign]
+    for _ in range(7):
+        model(torch.randn(4, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compressor.detach()
+    return counted[-3:]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("base", "exchange"),
+    [
+        ("topk+int4", "all_gather"),
+        ("int8", "all_gather"),
+        ("bf16", "all_reduce"),
+        ("powersgd", "auto"),
+    ],
+)
+def test_as_many_operations_for_a_larger_model_and_none_that_waits(
+    base: str, exchange: str, momentum: float
+) -> None:
+    small, large = (
+        sum(_operations(base, exchange, width, momentum), Counter()) for width in (256, 512)
+    )
+    assert small.total() > 0
+    assert large.total() <= 1.05 * small.total()  # what does not fill up a byte is padded
+    assert not READING & large.keys()
