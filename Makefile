@@ -1,12 +1,13 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
 # make long-test: what takes long. make browser-test: the TensorBoard page in a real browser.
+# make gpu-test: what needs a CUDA device; skipped, and said so, without one.
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test long-test browser-test soak faults lint bench clean
+.PHONY: demo test long-test browser-test gpu-test soak faults lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -26,6 +27,9 @@ browser-test: $(STAMP)
 		exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/integration/browser
+
+gpu-test: $(STAMP)
+	$(BIN)/python -m pytest -rs tests/gpu
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000

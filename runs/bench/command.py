@@ -16,6 +16,7 @@ import torch
 from runs.bench.compressors import bench_compressors
 from runs.bench.ddp import bench_hook, bench_memory
 from runs.bench.exchanges import bench_exchanges
+from runs.bench.gpu import bench_gpu
 from runs.bench.levels import bench_levels
 from runs.bench.lowrank import bench_lowrank
 from runs.bench.shadow import bench_shadow
@@ -34,6 +35,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "timeline": lambda args: bench_timeline(2 * args.rounds),
     "hook": lambda args: bench_hook(args.workers, args.layers, 3 * args.rounds),
     "memory": lambda args: bench_memory(args.workers, args.layers),
+    "gpu": lambda args: bench_gpu(args.rounds, args.seed),
 }
 
 HELP = f"""\
@@ -43,7 +45,7 @@ benches: {", ".join(BENCHES)}
 
 examples:
   python -m runs bench
-      all of them, some minutes
+      all of them, some minutes (gpu only where torch sees a CUDA device)
   python -m runs bench compressors levels --numel 1000000 --rounds 21
   python -m runs bench shadow timeline --json
 
@@ -75,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the benches; 0, or 2 if one is unknown."""
-    wanted = args.benches or list(BENCHES)
+    here = set(BENCHES) - ({"gpu"} if not torch.cuda.is_available() else set())
+    wanted = args.benches or [name for name in BENCHES if name in here]
     unknown = [name for name in wanted if name not in BENCHES]
     if unknown:
         accepted = f"BENCH must be one of {', '.join(BENCHES)}; got {unknown[0]!r}"
@@ -89,7 +92,10 @@ def main(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     for number, name in enumerate(wanted, start=1):
         print(f"measuring {number} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
-        found = BENCHES[name](args)
+        try:
+            found = BENCHES[name](args)
+        except UsageError as error:
+            return fail("python -m runs bench", error)
         rows += found
         if not args.json:
             print("\n".join(map(_line, found)), flush=True)

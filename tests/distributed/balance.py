@@ -28,12 +28,13 @@ def balance(
     options: dict[str, Any] | None = None,
     ddp_options: dict[str, Any] | None = None,
     bad_at: int | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train. deviation: of sent + residual from the sum of the gradients, relative to the latter.
 
     bad_at: the step in which one rank's gradient is NaN; its gradients are left out of the sums,
     and `poisoned` says, parameter by parameter, that nothing of it was finite."""
-    model = DDP(small_net(), **(ddp_options or {}))
+    model = DDP(small_net().to(device), **(ddp_options or {}))
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
         base,
@@ -75,6 +76,7 @@ def balance(
 
 
 def _deviation(sent: torch.Tensor, total: torch.Tensor, memory: dict[str, Any]) -> float:
-    both = torch.stack([total, memory.get("residual", torch.zeros_like(total))])
+    residual = memory.get("residual", torch.zeros_like(total)).to(total.device)
+    both = torch.stack([total, residual])
     dist.all_reduce(both)
     return float((sent + both[1] - both[0]).abs().max() / both[0].abs().max())

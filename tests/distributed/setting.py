@@ -91,8 +91,8 @@ def batch(step: int, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Ten
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    dtype = next(model.parameters()).dtype
-    x, y = batch(step, rank, dtype)
+    parameter = next(model.parameters())
+    x, y = (t.to(parameter.device) for t in batch(step, rank, parameter.dtype))
     return ((model(x) - y) ** 2).mean()
 
 

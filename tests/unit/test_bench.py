@@ -1,13 +1,16 @@
-"""`python -m runs bench`, with the one bench that measures no time."""
+"""`python -m runs bench`: one that measures no time, and that for a GPU, without one."""
 
 from __future__ import annotations
 
 import json
+from math import isfinite
 from typing import Any
 
 import pytest
+import torch
 
 from runs.__main__ import main
+from runs.bench.gpu import Sizes, bench_gpu
 
 
 def test_rows_as_json_and_to_be_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,3 +38,19 @@ def test_errors_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert words[-1] in told.err
+
+
+def test_the_gpu_bench_tells_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: python -m runs bench gpu")
+    assert main(["bench", "gpu"]) == 2
+    assert "BENCH gpu needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_gpu_bench_runs_as_a_whole() -> None:
+    """On a CPU, where its figures mean nothing."""
+    sizes = Sizes((5000,), 32, layers=1, width=16, heads=2, vocab=32, length=8, batch=2)
+    rows = bench_gpu(rounds=1, seed=0, device="cpu", sizes=sizes)
+    assert all(isfinite(row.ratio) for row in rows)
+    assert sum("launches / 40" in row.what for row in rows) == 4
+    assert all(row.ratio > 0 for row in rows if "shadow" not in row.what)

@@ -1,0 +1,332 @@
+"""On a GPU: what a step of compression takes of it, in copies of the tensor, launches and time.
+
+Times are of the device's own events, in turn with a copy of the same tensor; launches are counted
+by torch's profiler. Seven of eight ranks are made by torch's fake process group, so that one
+machine shows what the hook does for eight: what they send is this rank's own over again. Nothing is
+said of a network, which a single machine has not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from adaptive import AdaptiveCompressor, Fixed
+from adaptive.exchange.pipeline import done_with
+from compressors import Compressor, make_compressor
+from compressors.base import kept
+from policies import Policy
+from runs.bench.shadow import LADDER
+from runs.bench.textbook import KEY, our_step
+from runs.bench.timing import Row, interleaved, median_ratio
+from runs.models.gpt import ByteGPT
+from runs.parser import UsageError
+
+CF = 100.0
+RANKS = 8
+GOALS = {"topk": "<= 4", "topk+int4": "<= 4", **dict.fromkeys(("int8", "qsgd", "bf16"), "<= 3")}
+"""Of a whole step of one tensor, in copies of it."""
+OTHERS = ("dgc", "natural", "onebit", "signsgd", "randomk")
+Hook = Callable[[DDP, Optimizer], None]
+"""Attaches or registers something."""
+
+LAUNCHES, HOST_MS = 40, 0.3
+"""Goals for a bucket in the hook."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large what is measured is: the tensors' elements, the inputs and outputs of a linear
+    layer that is one bucket, and the GPT of the steps."""
+
+    tensors: tuple[int, ...] = (100_000_000, 1_000_000_000)
+    bucket: int = 2560
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocab: int = 50_257
+    length: int = 1024
+    batch: int = 8
+
+
+def bench_gpu(rounds: int, seed: int, device: str = "cuda", sizes: Sizes = Sizes()) -> list[Row]:
+    """The rows, of `device`. UsageError if torch sees no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("BENCH gpu needs a CUDA device, and torch sees none")
+    where = torch.device(device)
+    rows = []
+    for numel in sizes.tensors:
+        rows += _tensor_rows(numel, rounds, seed, where)
+    rows += _hook_rows(rounds, where, sizes.bucket)
+    return rows + _step_rows(rounds, where, sizes)
+
+
+# One tensor --------------------------------------------------------------------------------------
+
+
+def _tensor_rows(numel: int, rounds: int, seed: int, device: torch.device) -> list[Row]:
+    """A whole step of one tensor: accumulate, select or quantize, write, residual, read, decode."""
+    generator = torch.Generator(device).manual_seed(seed)
+    grad = torch.randn(numel, generator=generator, device=device)
+    residual, mean = torch.zeros_like(grad), torch.empty_like(grad)
+    copy: Callable[[], object] = partial(mean.copy_, grad)
+    rows = []
+    for name in (*GOALS, *OTHERS):
+        compressor = make_compressor(name)
+        cf = compressor.supported(CF, numel)
+        residual.zero_()
+        step = partial(_tensor_step, compressor, residual, grad, mean, cf)
+        ratio, detail = _against_copy(device, step, copy, rounds)
+        what = f"{name} CF {cf:g}, {numel / 1e6:g} M elements: step / copy"
+        rows.append(Row(what, ratio, GOALS.get(name, ""), detail))
+    peers: dict[str, Callable[[], object]] = {
+        f"torch.topk CF {CF:g}": lambda: torch.topk(grad.abs(), kept(numel, CF), sorted=False),
+        "to bf16 and back": lambda: mean.copy_(grad.to(torch.bfloat16)),
+    }
+    for name, peer in peers.items():
+        ratio, detail = _against_copy(device, peer, copy, rounds)
+        rows.append(Row(f"{name}, {numel / 1e6:g} M elements: peer / copy", ratio, "", detail))
+    return rows
+
+
+def _tensor_step(
+    compressor: Compressor, residual: Tensor, grad: Tensor, mean: Tensor, cf: float
+) -> None:
+    numel = grad.numel()
+    nbytes = compressor.payload_nbytes(numel, cf)
+    wire = torch.empty(nbytes, dtype=torch.uint8, device=grad.device)
+    our_step(compressor, wire, residual, grad, cf)
+    received = compressor.read(wire, numel, cf, grad.dtype, KEY)
+    compressor.add_to(mean.zero_(), received)
+
+
+def _against_copy(
+    device: torch.device, run: Callable[[], object], copy: Callable[[], object], rounds: int
+) -> tuple[float, str]:
+    times = _times(device, {"it": run, "copy": copy}, rounds)
+    took, copied = (1e3 * median(times[name]) for name in ("it", "copy"))
+    return median_ratio(times["it"], times["copy"]), f"{took:.3f} ms, copy {copied:.3f} ms"
+
+
+def _times(
+    device: torch.device, contenders: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each contender in each of `rounds` rounds, by the device's clock."""
+    if device.type != "cuda":
+        return interleaved(contenders, rounds)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(3 + rounds):
+        for name, run in contenders.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            if index >= 3:
+                times[name].append(start.elapsed_time(stop) / 1e3)
+    return times
+
+
+# One bucket in the hook --------------------------------------------------------------------------
+
+
+@contextmanager
+def _group(backend: str, ranks: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this process is one."""
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    else:
+        dist.init_process_group(backend, rank=0, world_size=ranks, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _hook_rows(rounds: int, device: torch.device, width: int) -> list[Row]:
+    """Launches and host time of the hook for a bucket of width^2 elements, among eight ranks."""
+    rows = []
+    with _group("fake", RANKS):
+        plain = _launches(device, _bucket_step(device, width, None))
+        for base, cf in (("topk+int4", CF), ("topk+int4", 1000.0), ("int8", 4.0), ("none", 1.0)):
+            compressor = AdaptiveCompressor(base, (1, 1000), policy=Fixed(cf=cf))
+            host: list[float] = []
+            step = _bucket_step(device, width, compressor, host)
+            launches = _launches(device, step) - plain
+            host.clear()
+            for _ in range(3 * rounds):
+                step()
+                _wait_for(device)
+            name = f"{base} CF {cf:g}, a bucket of {width**2 / 1e6:.1f} M elements, {RANKS} ranks"
+            detail = f"{launches} launches"
+            rows.append(Row(f"{name}: launches / {LAUNCHES}", launches / LAUNCHES, "<= 1", detail))
+            took = 1e3 * median(host)
+            detail = f"{took:.3f} ms of the host's time in the hook"
+            rows.append(Row(f"{name}: host ms / {HOST_MS}", took / HOST_MS, "<= 1", detail))
+            compressor.detach()
+    return rows
+
+
+def _bucket_step(
+    device: torch.device,
+    width: int,
+    compressor: AdaptiveCompressor | None,
+    host: list[float] | None = None,
+) -> Callable[[], None]:
+    """A step of a model that is one bucket, with a hook that does nothing if there is no
+    `compressor`; the host's seconds in the hook go to `host`."""
+    model = DDP(nn.Linear(width, width, device=device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, width, device=device)
+
+    def hook(
+        state: AdaptiveCompressor | None, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        began = time.perf_counter()
+        done = done_with(bucket.buffer()) if state is None else state.reduce(bucket)
+        if host is not None:
+            host.append(time.perf_counter() - began)
+        return done
+
+    # DDP compares annotations with classes, and rejects the strings that are in this file.
+    hook.__annotations__ = {"bucket": dist.GradBucket}
+    if compressor is not None:
+        compressor.bind(model)
+    model.register_comm_hook(compressor, hook)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _launches(device: torch.device, step: Callable[[], None]) -> int:
+    """Kernels and copies of one step, after some; on a CPU the operations that torch calls."""
+    for _ in range(5):
+        step()
+    _wait_for(device)
+    on_device = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU]) as seen:
+        step()
+        _wait_for(device)
+    kind = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
+    return sum(1 for event in seen.events() or () if event.device_type == kind)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# A step of a GPT ---------------------------------------------------------------------------------
+
+
+class _Shadowed(Fixed):
+    """Sends the same, and keeps a shadow ladder with signal gain, as the default does."""
+
+    shadow = True
+
+    def candidates(self) -> tuple[float, ...]:
+        return LADDER
+
+
+def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
+    """A step of a GPT in bf16 with AdamW on one rank, with each hook / without one; and its peak
+    memory."""
+    cuda = device.type == "cuda"
+    with _group("nccl" if cuda else "gloo", 1):
+        policies: dict[str, tuple[str, Policy]] = {
+            "base none": ("none", Fixed(cf=1)),
+            f"topk+int4 CF {CF:g}": ("topk+int4", Fixed(cf=CF)),
+            f"topk+int4 CF {CF:g}, shadow ladder": ("topk+int4", _Shadowed(cf=CF, gain="signal")),
+            "int8": ("int8", Fixed(cf=4)),
+        }
+        hooks: dict[str, Hook] = {"no hook": lambda ddp, optimizer: None}
+        hooks |= {name: partial(_attach, *chosen) for name, chosen in policies.items()}
+        hooks |= _torch_hooks() if cuda else {}
+        steps, memory = {}, {}
+        for name, hook in hooks.items():
+            steps[name], memory[name] = _gpt_step(device, sizes, hook)
+        times = _times(device, steps, rounds)
+    model_nbytes = 4 * sum(p.numel() for p in _gpt(torch.device("meta"), sizes).parameters())
+    rows = []
+    for name in list(hooks)[1:]:
+        ratio = median_ratio(times[name], times["no hook"])
+        took, without = (1e3 * median(times[each]) for each in (name, "no hook"))
+        extra = (memory[name] - memory["no hook"]) / model_nbytes
+        detail = f"{took:.2f} ms, without {without:.2f} ms"
+        if cuda:
+            detail += f", {extra:.2f} x the model's fp32 size more memory at its peak"
+        goal = {"base none": "<= 1.03"}.get(name, "")
+        rows.append(Row(f"GPT step in bf16, {name}: with / without a hook", ratio, goal, detail))
+    fixed = f"topk+int4 CF {CF:g}"
+    shadow = [a - b for a, b in zip(times[f"{fixed}, shadow ladder"], times[fixed], strict=True)]
+    share = median(shadow) / median(times["no hook"])
+    rows.append(
+        Row("shadow ladder with signal gain / GPT step", share, "<= 0.02", f"{len(LADDER)} CFs")
+    )
+    return rows
+
+
+def _gpt(device: torch.device, sizes: Sizes) -> nn.Module:
+    shape = sizes.vocab, sizes.length, sizes.width, sizes.layers, sizes.heads
+    with device:
+        return ByteGPT(*shape).to(torch.bfloat16)
+
+
+def _attach(base: str, policy: Policy, model: DDP, optimizer: Optimizer) -> None:
+    AdaptiveCompressor(base, (1, 1000), policy=policy).attach(model, optimizer=optimizer)
+
+
+def _torch_hooks() -> dict[str, Hook]:
+    """The peers; the first needs NCCL."""
+
+    def bf16(model: DDP, optimizer: Optimizer) -> None:
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+    def powersgd(model: DDP, optimizer: Optimizer) -> None:
+        state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return {"PyTorch's bf16 hook": bf16, "PyTorch's PowerSGD hook, rank 4": powersgd}
+
+
+def _gpt_step(device: torch.device, sizes: Sizes, hook: Hook) -> tuple[Callable[[], None], int]:
+    """A step, and the largest number of bytes that it has held on a GPU beyond what was there."""
+    cuda = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if cuda else 0
+    torch.manual_seed(0)
+    model = DDP(_gpt(device, sizes), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    hook(model, optimizer)
+    tokens = torch.randint(sizes.vocab, (sizes.batch, sizes.length), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        logits = model(tokens).flatten(0, 1)
+        F.cross_entropy(logits.float(), tokens.flatten()).backward()
+        optimizer.step()
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
+        step()
+    _wait_for(device)
+    return step, torch.cuda.max_memory_allocated(device) - held if cuda else 0
