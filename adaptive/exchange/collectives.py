@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.link import EmulatedLink
+from adaptive.exchange.link import EmulatedLink, new_future
 from compressors.base import CorruptPayload
 from compressors.kernels.blocks import Flag, fresh, is_host
 
@@ -160,13 +160,13 @@ class Exchange:
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
         if tensor.numel() == 0:  # on every rank, since sizes agree
-            nothing: Future[Tensor] = Future()
+            nothing = new_future(tensor.device)
             nothing.set_result(tensor)
             return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
         done = work.get_future().then(lambda future: _after(future, tensor))
-        return self._hold(done, tensor.nbytes, wire)
+        return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over the ranks, in place, for somebody to start and read. An
@@ -216,7 +216,7 @@ class Exchange:
         it back as the link would."""
         self.count_floats(tensor.numel() / cf)
         nbytes = round(4 * tensor.numel() / cf)
-        return self._hold(done, nbytes, reduce_wire_bytes(nbytes, self.world_size))
+        return self._hold(done, nbytes, reduce_wire_bytes(nbytes, self.world_size), tensor.device)
 
     def count_floats(self, floats: float) -> None:
         """So many elements of gradients are sent."""
@@ -232,11 +232,13 @@ class Exchange:
         taken, self._traffic = self._traffic, Traffic()
         return taken
 
-    def _hold(self, done: Future[Tensor], nbytes: int, wire: float) -> Future[Tensor]:
+    def _hold(
+        self, done: Future[Tensor], nbytes: int, wire: float, device: torch.device
+    ) -> Future[Tensor]:
         """Count what was sent; `done`, no sooner than an emulated link has carried it."""
         self._traffic.payload += nbytes
         self._traffic.wire += wire
-        return self._link.hold(done, wire) if self._link else done
+        return self._link.hold(done, wire, device) if self._link else done
 
     def _receive(
         self, work: dist.Work, nbytes: int, wire: float, rows: Tensor, what: str, source: int = 0
@@ -252,7 +254,7 @@ class Exchange:
             self.count_corrupt(corrupt)
             return payloads
 
-        return self._hold(work.get_future(), nbytes, wire).then(finish)
+        return self._hold(work.get_future(), nbytes, wire, rows.device).then(finish)
 
 
 def _after(future: Future[Any], tensor: Tensor) -> Tensor:

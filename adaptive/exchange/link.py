@@ -58,6 +58,8 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
         for _ in range(PROBES):
             began = clock()
             exchange.all_gather(payload, "a probe").wait()
+            if device.type == "cuda":  # until here only its stream waits
+                torch.cuda.synchronize(device)
             times.append(clock() - began)
         return median(times)
 
@@ -106,6 +108,11 @@ class LinkSpec:
                 break
         latency = f", {self.latency * 1e3:g} ms" if self.latency else ""
         return f"{rate:g} {prefix}bit/s{latency}"
+
+
+def new_future(device: torch.device) -> Future[Tensor]:
+    """A future of a tensor on `device`, for somebody to complete."""
+    return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
 def imagined_bytes(wire_bytes: float, statistics: float, scale: float) -> float:
@@ -166,11 +173,12 @@ class EmulatedLink:
         self.spec = spec
         self._free_at = 0.0
 
-    def hold(self, done: Future[Tensor], wire_bytes: float) -> Future[Tensor]:
-        """A future that completes with `done`'s value, but no sooner than the link allows."""
+    def hold(self, done: Future[Tensor], wire_bytes: float, device: torch.device) -> Future[Tensor]:
+        """A future that completes with `done`'s value, which is on `device`, but no sooner than the
+        link allows."""
         start = max(time.monotonic(), self._free_at)
         self._free_at = start + wire_bytes * 8 / self.spec.bits_per_second
-        held: Future[Tensor] = Future()
+        held = new_future(device)
         transfer = self._free_at + self.spec.latency, done, held
         threading.Thread(target=_carry, args=transfer, name="emulated-link", daemon=True).start()
         return held

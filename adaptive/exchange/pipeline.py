@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.exchange.link import new_future
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
 
@@ -39,13 +40,9 @@ class _Running:
 
 def done_with(value: Tensor) -> Future[Tensor]:
     """A future of what is there already."""
-    done = _future(value.device)
+    done = new_future(value.device)
     done.set_result(value)
     return done
-
-
-def _future(device: torch.device) -> Future[Tensor]:
-    return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
 class HookStream:
@@ -116,7 +113,7 @@ class Pipeline:
 
         Then let the exchanges of earlier buckets take their next round; if this bucket is the
         `last`, all of them, and this one too."""
-        done = _future(device)
+        done = new_future(device)
         earlier = list(self._queue)
         self._queue.append(_Running(rounds, collectives, decode, done))
         self._issue(self._queue[-1], None)

@@ -32,7 +32,9 @@ class ModelledLink(EmulatedLink):
         self.hook_over = Semaphore(0)
         self._clock = clock
 
-    def hold(self, done: Future[torch.Tensor], wire_bytes: float) -> Future[torch.Tensor]:
+    def hold(
+        self, done: Future[torch.Tensor], wire_bytes: float, device: torch.device
+    ) -> Future[torch.Tensor]:
         held: Future[torch.Tensor] = Future()
 
         def carry() -> None:
