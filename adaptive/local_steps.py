@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive.exchange.collectives import Exchange
+from adaptive.memory.handover import when_gradients_are_there
 from adaptive.memory.moments import flat, part_of_mean, scale_second_moments, shaped
-from adaptive.memory.updates import steps_for
+from adaptive.memory.updates import UpdateMemory, steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
 from policies.step_time import overlapped
+
+if TYPE_CHECKING:
+    from adaptive.config import Settings
 
 log = logging.getLogger("adaptive")
 
@@ -99,28 +103,22 @@ class _Arrival:
 class LocalSteps:
     """The anchor and the outer optimizer of one model.
 
-    every: local steps between two exchanges, H, which may change. overlap: steps that may pass
-    while an exchange is under way; None: half of H. outer_lr, outer_momentum: of the outer step,
-    SGD with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
-    with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
-    doubles).
+    every: local steps between two exchanges, H, which may change. settings: of the outer step, SGD
+    with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
+    with d the mean outer gradient; and the overlap. anchors: what all ranks agree on, flat, in
+    float32 (float64 of doubles).
     """
 
     def __init__(
-        self,
-        parameters: Sequence[ModelParameter],
-        every: int,
-        overlap: int | None,
-        outer_lr: float,
-        outer_momentum: float,
+        self, parameters: Sequence[ModelParameter], every: int, settings: Settings
     ) -> None:
         self.every = every
-        self._overlap = overlap
-        self._lr, self._momentum = outer_lr, outer_momentum
+        self._overlap = settings.overlap
+        self._lr, self._momentum = settings.outer_lr, settings.outer_momentum
         self._parameters = parameters
         self._own = {p.tensor for p in parameters}
         self.anchors = {p: _flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
-        self._moving = {p: p.zeros() for p in parameters} if outer_momentum else {}
+        self._moving = {p: p.zeros() for p in parameters} if self._momentum else {}
         self._to_anchor = False  # before the next step, which ends all this
         self._join: Callable[[Optimizer], None] | None = None
         self._rooms: dict[tuple[int, str], Tensor] = {}
@@ -205,56 +203,49 @@ class LocalSteps:
                 arrival.wait()
 
     @torch.no_grad()
-    def part(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
-        """The ranks, which stand alike, part with the next step: what waits in the residuals as
-        updates becomes a rank's own."""
+    def part(self, memory: UpdateMemory) -> None:
+        """The ranks, which stand alike, part with the next step: what waits in the residuals of
+        `memory` as updates becomes a rank's own."""
+        memory.part(self.conclude)
         for p in self._parameters:
             if p.filled and p.residual is not None:
-                p.residual.mul_(learning_rates[p])
+                p.residual.mul_(memory.learning_rate(p))
                 self._updates.append(p)
 
     @torch.no_grad()
-    def meet(
-        self, learning_rates: Mapping[ModelParameter, Any], join: Callable[[Optimizer], None]
-    ) -> None:
+    def meet(self, memory: UpdateMemory) -> None:
         """The ranks go back to the anchor with the next step: how far each has come from there
-        waits in its residual, as updates. Where the learning rate is 0 these could move nothing,
-        and that is forgotten."""
+        waits in its residual of `memory`, as updates. Where the learning rate is 0 these could move
+        nothing, and that is forgotten."""
+        memory.meet()
         self.conclude()
         for p in self._parameters:
             residual = p.open_residual().add_(self.anchors[p]).sub_(_flat(p.tensor))
             # Residuals of updates lie as the parameter does in memory.
             like = torch.empty_like(p.tensor, dtype=residual.dtype)
             residual.copy_(flat(like.copy_(residual.view_as(p.tensor))))
-            lr = learning_rates[p]
+            lr = memory.learning_rate(p)
             if isinstance(lr, Tensor):
                 residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
             else:
                 residual.mul_(1 / lr if lr > 0 else 0.0)
-        self._to_anchor, self._join = True, join
+        self._to_anchor, self._join = True, memory.join
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Of any optimizer, the first of this model's moves all of it. args: as torch hands them to
-        step hooks, the optimizer first; a closure runs backward before the step."""
+        """Of any optimizer, the first of this model's moves all of it."""
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         if not any(p in self._own for p in stepped):
             return None
         self._optimizers.add(optimizer)
         self._stepped = True
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.conclude(self._backwards)
-            return None
 
-        def then_outer_step() -> Any:
-            loss = closure()
+        def outer_step(under_way: bool) -> None:
             meets = self._to_anchor
             self.conclude(self._backwards)
-            if meets and self._join is not None:
+            if under_way and meets and self._join is not None:
                 self._join(optimizer)
-            return loss
 
-        return args[:1], {**kwargs, "closure": then_outer_step}
+        return when_gradients_are_there(outer_step, args, kwargs)
 
     @torch.no_grad()
     def conclude(self, due: int | None = None) -> None:

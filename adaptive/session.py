@@ -99,12 +99,7 @@ class Session:
             settings.policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(
-                settings.timeline,
-                rank == 0,
-                self._header,
-                settings.samples_per_step or 1.0,
-            ),
+            Recorder(settings.timeline, rank == 0, self._header, settings.samples_per_step or 1.0),
             self._requested,
             self._sizes,
             lambda: learning_rate(self._optimizer),
@@ -130,10 +125,16 @@ class Session:
             self._optimizer = None
             raise
         self._reduce_with(self.settings.clip_norm)
-        self._start_local_steps()
-        warnings = [] if self._local is not None else [self._memory.warning(optimizer)]
-        if self.settings.local_steps == "auto" and self._numbers == (1,):
+        every, warnings = self.settings.local_steps, []
+        if every in (1, "auto"):
+            warnings.append(self._memory.warning(optimizer))
+        else:
+            self._step_apart(int(every))
+        if every == "auto" and self._numbers == (1,):
             warnings.append(AUTO_IS_ONE)
+        model = self.model if every != 1 else None
+        if model and model.broadcast_buffers and any(b.numel() for b in model.module.buffers()):
+            warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
             if self.exchange.rank == 0 and self._watch.is_new(warning):
                 log.warning("%s", warning)
@@ -184,22 +185,10 @@ class Session:
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
         self._memory.choose(optimizer if every in (1, "auto") else None)
 
-    def _start_local_steps(self) -> None:
-        """Now that all ranks stand alike."""
-        settings, model = self.settings, self.model
-        if settings.local_steps == 1 or model is None:
-            return
-        if settings.local_steps != "auto":
-            self._local = self._new_local_steps(int(settings.local_steps))
-        broadcasts = model.broadcast_buffers and any(b.numel() for b in model.module.buffers())
-        if broadcasts and self.exchange.rank == 0 and self._watch.is_new(BROADCASTS):
-            log.warning("%s", BROADCASTS)
-
-    def _new_local_steps(self, every: int) -> LocalSteps:
-        settings = self.settings
-        parameters = list(self._parameters.values())
-        outer = settings.outer_lr, settings.outer_momentum
-        return LocalSteps(parameters, every, settings.overlap, *outer)
+    def _step_apart(self, every: int) -> LocalSteps:
+        """From here on each rank steps by itself, and `every` so many steps they exchange."""
+        self._local = LocalSteps(list(self._parameters.values()), every, self.settings)
+        return self._local
 
     def _may_part(self) -> bool:
         """Ranks that exchange each step with this memory may go on by themselves."""
@@ -216,16 +205,13 @@ class Session:
         if controller.local_steps > 1 and local is None:
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            self._local = self._new_local_steps(controller.local_steps)
-            memory.part(self._local.conclude)
-            self._local.part(memory.learning_rates())
+            self._step_apart(controller.local_steps).part(memory)
             self._memory.release()
         elif controller.local_steps == 1 and local is not None:
             self._memory.choose(self._optimizer)
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            memory.meet()
-            local.meet(memory.learning_rates(), memory.join)
+            local.meet(memory)
             self._local, self._left = None, local
             controller.meet()
         else:
@@ -455,7 +441,11 @@ class Session:
         self._memory.now.conclude()
         if self._left is not None:
             self._left.conclude()
-        local = self._local_state()  # before what an exchange that is under way changes
+        local: dict[str, Any] = {}
+        if self._local is not None:  # before what an exchange that is under way changes
+            local = self._local.state_dict()
+        elif self.settings.local_steps == "auto":
+            local = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
         return {
             **self._identity(),
             "resharded_from": None,
@@ -467,12 +457,6 @@ class Session:
             **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
         }
-
-    def _local_state(self) -> dict[str, Any]:
-        if self._local is not None:
-            return self._local.state_dict()
-        together = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
-        return together if self.settings.local_steps == "auto" else {}
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
@@ -497,9 +481,9 @@ class Session:
         scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
         with undone_on_error((base, controller.policy), loaded):
             check_state(state, expected, by_name, len(requested.ladder))
-            alike = apart == bool(local.get("anchors"))
             saved.together(
-                alike, "it is of ranks that step by themselves: attach before loading it"
+                apart == bool(local.get("anchors")),
+                "it is of ranks that step by themselves: attach before loading it",
             )
             base.load_state_dict(saved.read(state, "compressor", Mapping))
             if scales is not None:
@@ -511,21 +495,20 @@ class Session:
         if apart != (self._local is not None):
             if apart:
                 self._memory.release()
-                self._local = self._new_local_steps(controller.local_steps)
+                self._step_apart(controller.local_steps)
             else:
                 self._memory.choose(self._optimizer)
                 assert self._local is not None
                 self._local.leave()
                 self._local = None
             self._use_memory()
-            requested.load_state_dict(state, by_name)  # what is followed now has begun anew
         if scales is not None:
             self._memory.now.scales = scales
         if has_fallen_back:
             self._fall_back()
-            requested.load_state_dict(state, by_name)  # what is followed now has begun anew
             if self.exchange.rank == 0:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
+        requested.load_state_dict(state, by_name)  # again: with another memory it has begun anew
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])

@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from adaptive.memory.handover import when_gradients_are_there
+
 log = logging.getLogger("adaptive")
 
 CHANGED = (
@@ -157,18 +159,7 @@ class StepWatch:
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """args: as torch hands them to step hooks, the optimizer first."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._compare(optimizer)
-            return None
-
-        def watched() -> Any:  # it runs backward, and may change the gradients then
-            loss = closure()
-            self._compare(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": watched}
+        return when_gradients_are_there(lambda _: self._compare(optimizer), args, kwargs)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         ours = self._parameters

@@ -48,6 +48,25 @@ def describe(optimizer: Optimizer | None) -> str:
     return f"{type(optimizer).__name__} with {kept}, stepped before: {bool(optimizer.state)}"
 
 
+def when_gradients_are_there(act: Callable[[bool], object], args: Any, kwargs: Any) -> Any:
+    """For a hook before an optimizer's step: call `act` now, or if the step has a closure, which
+    runs backward, after that; it is told whether the step is under way already.
+
+    args, kwargs: as torch hands them to the hook, the optimizer first. Returns what it wants back.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        act(False)
+        return None
+
+    def then_act() -> Any:
+        loss = closure()
+        act(True)
+        return loss
+
+    return args[:1], {**kwargs, "closure": then_act}
+
+
 class Handover:
     """Neutralises settings of an optimizer while its `step()` runs, by torch's step hooks.
 
@@ -74,7 +93,9 @@ class Handover:
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_pre_hook(
+                lambda _, args, kwargs: when_gradients_are_there(self._before_step, args, kwargs)
+            ),
             optimizer.register_step_post_hook(lambda *_: self._restore()),
         ]
 
@@ -93,31 +114,22 @@ class Handover:
             hook.remove()
         self._hooks = []
 
-    def join(self, optimizer: Optimizer) -> None:
-        """The optimizer is in its step already, whose closure has run backward."""
-        self._before_step(optimizer, (optimizer,), {})
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """args: as torch hands them to step hooks, the optimizer first."""
+    def begin(self) -> None:
+        """The optimizer is to do its own part of the step now."""
         self._restore()  # a step that raised never came to its post-hook
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:  # optimizers call it first, and their gradients are there then
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = args[:1], {"closure": lambda: loss}
-            if not self._hooks:  # the backward has put something else in its place
-                self.instead()
-                return args, kwargs
-        groups = optimizer.param_groups
+        groups = self._optimizer.param_groups
         taken = [group for group in groups if self._taken(group)]
         for group in taken:
             self._prepare(group)
         self._own = [dict(group) for group in groups]
         for group in taken:
             group.update(self._neutral)
-        return args, kwargs
+
+    def _before_step(self, under_way: bool) -> None:
+        if under_way and not self._hooks:  # the backward has put something else in its place
+            self.instead()
+        else:
+            self.begin()
 
     def _restore(self) -> None:
         if self._own is not None:

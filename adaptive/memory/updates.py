@@ -240,10 +240,11 @@ class UpdateMemory(Residual):
         """No parameter that DDP reduces is another optimizer's."""
         return all(self._handover.settings(p) is not None for p in self._parameters)
 
-    def learning_rates(self) -> dict[ModelParameter, Any]:
-        """Of each parameter, by which the optimizer multiplies updates. All must be its own."""
-        groups = {each: self._handover.settings(p) for p, each in self._parameters.items()}
-        return {each: group["lr"] for each, group in groups.items() if group is not None}
+    def learning_rate(self, parameter: ModelParameter) -> Any:
+        """By which the optimizer multiplies updates of the parameter, which must be its own."""
+        group = self._handover.settings(parameter.tensor)
+        assert group is not None
+        return group["lr"]
 
     def part(self, instead: Callable[[], object]) -> None:
         """Before ranks step by themselves: the moments are each rank's own, momentum has all of its
@@ -271,7 +272,7 @@ class UpdateMemory(Residual):
     def join(self, optimizer: Optimizer) -> None:
         """The optimizer is in its step already, whose closure has run backward."""
         if optimizer is self._optimizer:
-            self._handover.join(optimizer)
+            self._handover.begin()
 
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
