@@ -46,7 +46,6 @@ from adaptive.memory.updates import UpdateMemory, steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
-from policies.step_time import overlapped
 
 if TYPE_CHECKING:
     from adaptive.config import Settings
@@ -105,15 +104,14 @@ class LocalSteps:
 
     every: local steps between two exchanges, H, which may change. settings: of the outer step, SGD
     with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
-    with d the mean outer gradient; and the overlap. anchors: what all ranks agree on, flat, in
-    float32 (float64 of doubles).
+    with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
+    doubles).
     """
 
     def __init__(
         self, parameters: Sequence[ModelParameter], every: int, settings: Settings
     ) -> None:
         self.every = every
-        self._overlap = settings.overlap
         self._lr, self._momentum = settings.outer_lr, settings.outer_momentum
         self._parameters = parameters
         self._own = {p.tensor for p in parameters}
@@ -123,7 +121,6 @@ class LocalSteps:
         self._join: Callable[[Optimizer], None] | None = None
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._arrived: list[_Arrival] = []
-        self._numel = sum(p.tensor.numel() for p in parameters)
         self._sent = 0  # elements, of the exchange that has begun last
         self._stepped = True  # an optimizer has, since then
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
@@ -164,21 +161,17 @@ class LocalSteps:
     def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
         """Flat tensors of bucket `index` as one, in the same buffer every time."""
         room = self._rooms.get((index, what))
-        if room is None or room.numel() != sum(tensor.numel() for tensor in tensors):
-            room = torch.cat(tensors)
-            if is_host(room.device):  # a device's allocator keeps it
-                self._rooms[index, what] = room
-            return room
-        return torch.cat(tensors, out=room)
+        if room is not None and room.numel() == sum(tensor.numel() for tensor in tensors):
+            return torch.cat(tensors, out=room)
+        room = torch.cat(tensors)
+        if is_host(room.device):  # a device's allocator keeps it
+            self._rooms[index, what] = room
+        return room
 
     def arrived(self, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """The mean outer gradient of a bucket is there; not finite if some rank's was not, and then
         its parameters go back to the anchor."""
         self._arrived.append(_Arrival(parameters, mean))
-
-    def overlap_of(self, steps: int) -> int:
-        """How many of so many steps until the next exchange this one may take."""
-        return overlapped(self._overlap, steps)
 
     def under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
@@ -186,9 +179,8 @@ class LocalSteps:
         """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
         share the steps of the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
-        later = -(-overlap * self._sent // self._numel)
-        here = [_flat(p.tensor).to(p.dtype) for p in parameters]
-        then = self._joined(index, "then", here)
+        later = -(-overlap * self._sent // sum(p.tensor.numel() for p in self._parameters))
+        then = self._joined(index, "then", [_flat(p.tensor).to(p.dtype) for p in parameters])
         self._arrived.append(_Arrival(parameters, mean, 1 + later, then))
 
     def wait(self) -> None:

@@ -41,6 +41,7 @@ from adaptive.timeline.records import Recorder
 from compressors.base import CorruptPayload
 from policies import DENSE
 from policies import state as saved
+from policies.step_time import overlapped
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -341,7 +342,8 @@ class Session:
         if bucket.is_last():
             self._end_step(scale)
         stopwatch.hook_left(entered, drain(self._pipeline.waits))
-        overlap = 0 if local is None else local.overlap_of(controller.local_steps)
+        steps = 1 if local is None else controller.local_steps
+        overlap = overlapped(self.settings.overlap, steps)
 
         def finish(future: Future[Tensor]) -> Tensor:
             with self._noting_failure(step.number):

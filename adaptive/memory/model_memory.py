@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from math import log10
+from math import inf, log10
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from adaptive.config import MEMORIES, masking_cf, momentum_or_none
+from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
@@ -42,10 +42,17 @@ class MemoryChoice:
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
         self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
-        self._momentum = momentum_or_none(momentum)
+        if momentum is not None and not 0 < checks.real("momentum", momentum) < 1:
+            raise ValueError(f"momentum={momentum!r}: must be a number in (0, 1) or None")
+        self._momentum: float | None = momentum
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
-        self._masking = masking_cf(masking, base.masking)
+        if isinstance(masking, bool):
+            self._masking = 1.0 if masking else inf
+        else:  # the smallest CF
+            self._masking = (
+                base.masking if masking is None else checks.real("masking", masking, least=1)
+            )
         if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
                 f"memory must be 'none' or 'auto' for base {base.name!r} as configured: it is "
