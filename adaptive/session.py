@@ -147,7 +147,7 @@ class Session:
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
             self._numbers = (int(settings.local_steps),)
-        elif self._may_part():
+        elif self._memory.now.may_part:
             self._numbers = CHOICES
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
@@ -191,10 +191,6 @@ class Session:
         self._local = LocalSteps(list(self._parameters.values()), every, self.settings)
         return self._local
 
-    def _may_part(self) -> bool:
-        """Ranks that exchange each step with this memory may go on by themselves."""
-        return isinstance(self._memory.now, UpdateMemory) and self._memory.now.steps_all
-
     def _part_or_meet(self) -> None:
         """At the first bucket of a backward, as the ranks have agreed with the last exchange: each
         steps by itself from here on, or they exchange each step again."""
@@ -237,7 +233,7 @@ class Session:
 
         def prepare() -> str:
             self._choose_memory(optimizer)
-            if len(self._numbers) > 1 and not self._may_part():
+            if len(self._numbers) > 1 and not self._memory.now.may_part:
                 raise ValueError(
                     f"optimizer must be one as before, got {describe(optimizer)}: {AUTO_IS_ONE}"
                 )

@@ -170,15 +170,14 @@ class EmulatedLink:
         """A future that completes with `done`'s value, but no sooner than the link allows."""
         start = max(time.monotonic(), self._free_at)
         self._free_at = start + wire_bytes * 8 / self.spec.bits_per_second
-        held: Future[Tensor] = Future()
-        transfer = self._free_at + self.spec.latency, done, held
-        threading.Thread(target=_carry, args=transfer, name="emulated-link", daemon=True).start()
+        due, held = self._free_at + self.spec.latency, Future[Tensor]()
+
+        def carry() -> None:
+            time.sleep(max(0.0, due - time.monotonic()))
+            try:
+                held.set_result(done.wait())
+            except Exception as error:  # the waiter must see it, whatever it is
+                held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+
+        threading.Thread(target=carry, name="emulated-link", daemon=True).start()
         return held
-
-
-def _carry(due: float, done: Future[Tensor], held: Future[Tensor]) -> None:
-    time.sleep(max(0.0, due - time.monotonic()))
-    try:
-        held.set_result(done.wait())
-    except Exception as error:  # the waiter must see it, whatever it is
-        held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

@@ -71,6 +71,11 @@ class NoMemory:
             assert parameter.residual is not None
             parameter.residual.masked_fill_(poisoned ^ True, 0.0)
 
+    @property
+    def may_part(self) -> bool:
+        """Ranks that exchange each step with this memory may go on by themselves, and come back."""
+        return False
+
     def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
         """Before a compressed step: turn a bucket's gradients, in place, into what is to be sent in
         their stead."""

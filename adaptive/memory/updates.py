@@ -41,10 +41,8 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.memory.moments import (
     LEAST,
-    NUMBERS,
     Twin,
     UpdateJob,
-    averages,
     decay_of_squares,
     enlarge,
     flat,
@@ -236,8 +234,8 @@ class UpdateMemory(Residual):
             self._own.clear()
 
     @property
-    def steps_all(self) -> bool:
-        """No parameter that DDP reduces is another optimizer's."""
+    def may_part(self) -> bool:
+        # No parameter that DDP reduces is another optimizer's.
         return all(self._handover.settings(p) is not None for p in self._parameters)
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
@@ -433,22 +431,23 @@ class UpdateMemory(Residual):
             self._change_lag(parameter, 1.0)
             scale_second_moments(state, part)
         parameter.lag = 1.0
-        names = averages(group)
-        sizes = [p.numel(), 1, *(1 if name in NUMBERS else p.numel() for name in names)]
+        stepped = "step" in state
+        if not stepped:  # this rank has not used the parameter: moments to be filled
+            grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
+            self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
+        names = sorted(state)
+        sizes = [p.numel(), 1, *(state[name].numel() for name in names)]
         sent = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
         residual, there, *moments = sent.split(sizes)
         # A residual that is not its own is one of gradients, which another memory has left.
         if own and parameter.filled and parameter.residual is not None:
             residual.copy_(parameter.residual)
             parameter.filled = False
-        if "step" in state:
+        if stepped:
             there.fill_(1.0)
             for name, moment in zip(names, moments, strict=True):
                 moment.copy_(flat(state[name]))
         exchange.all_reduce(sent).wait()
-        if "step" not in state:  # of a parameter that this rank has not used
-            grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
-            self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
         some = there.clamp(min=1.0)
         for name, moment in zip(names, moments, strict=True):
             state[name].copy_(shaped(moment.div_(some), state[name]))
