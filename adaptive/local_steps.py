@@ -27,28 +27,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.handover import when_gradients_are_there
 from adaptive.memory.moments import flat, part_of_mean, scale_second_moments, shaped
 from adaptive.memory.updates import UpdateMemory, steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
-
-if TYPE_CHECKING:
-    from adaptive.config import Settings
 
 log = logging.getLogger("adaptive")
 
@@ -114,11 +110,9 @@ class LocalSteps:
         self.every = every
         self._lr, self._momentum = settings.outer_lr, settings.outer_momentum
         self._parameters = parameters
-        self._own = {p.tensor for p in parameters}
         self.anchors = {p: _flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
         self._moving = {p: p.zeros() for p in parameters} if self._momentum else {}
         self._to_anchor = False  # before the next step, which ends all this
-        self._join: Callable[[Optimizer], None] | None = None
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._arrived: list[_Arrival] = []
         self._sent = 0  # elements, of the exchange that has begun last
@@ -126,14 +120,6 @@ class LocalSteps:
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
         self._backwards = 0  # since the last exchange began
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
-        me = weakref.proxy(self)  # torch's hook must not keep it alive
-        handle: Any = register_optimizer_step_pre_hook(lambda *args: me._before_step(*args))
-        self._take_off = weakref.finalize(self, handle.remove)
-
-    @property
-    def have_met(self) -> bool:
-        """The step that `meet` has announced has come."""
-        return not self._to_anchor
 
     @property
     def due(self) -> bool:
@@ -198,7 +184,7 @@ class LocalSteps:
     def part(self, memory: UpdateMemory) -> None:
         """The ranks, which stand alike, part with the next step: what waits in the residuals of
         `memory` as updates becomes a rank's own."""
-        memory.part(self.conclude)
+        memory.part()
         for p in self._parameters:
             if p.filled and p.residual is not None:
                 p.residual.mul_(memory.learning_rate(p))
@@ -221,23 +207,13 @@ class LocalSteps:
                 residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
             else:
                 residual.mul_(1 / lr if lr > 0 else 0.0)
-        self._to_anchor, self._join = True, memory.join
+        self._to_anchor = True
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Of any optimizer, the first of this model's moves all of it."""
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if not any(p in self._own for p in stepped):
-            return None
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Of any optimizer of the parameters, the first moves all of them."""
         self._optimizers.add(optimizer)
         self._stepped = True
-
-        def outer_step(under_way: bool) -> None:
-            meets = self._to_anchor
-            self.conclude(self._backwards)
-            if under_way and meets and self._join is not None:
-                self._join(optimizer)
-
-        return when_gradients_are_there(outer_step, args, kwargs)
+        self.conclude(self._backwards)
 
     @torch.no_grad()
     def conclude(self, due: int | None = None) -> None:
@@ -309,12 +285,6 @@ class LocalSteps:
             moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 
-    def leave(self) -> None:
-        """Its work is done. Not left to the garbage collector, which may come while torch goes
-        through the hooks of all optimizers."""
-        self._take_off()
-        self._join = None
-
     @contextmanager
     def averaged(self, exchange: Exchange) -> Iterator[None]:
         """The model holds the mean of the ranks' parameters (a collective, dense). What is under
@@ -332,7 +302,6 @@ class LocalSteps:
     def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
         """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
         collective, dense), and without local steps."""
-        self._take_off()
         self.conclude()
         self._unite(exchange)
         if optimizer is not None:  # it may not have stepped since a state was loaded

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -42,9 +43,6 @@ from compressors.base import CorruptPayload
 from policies import DENSE
 from policies import state as saved
 from policies.step_time import overlapped
-
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
 
 log = logging.getLogger("adaptive")
 
@@ -77,7 +75,7 @@ class Session:
         self.exchange = Exchange(group, link, settings.checksum)
         rank, world_size = self.exchange.rank, self.exchange.world_size
         self._parameters = ModelParameters(model)
-        self._watch = StepWatch(self._parameters)
+        self._watch = StepWatch(self._parameters, self._before_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
@@ -197,7 +195,7 @@ class Session:
         controller, local = self.controller, self._local
         if len(self._numbers) == 1:
             return
-        if self._left is not None and (self._left.have_met or controller.local_steps > 1):
+        if controller.local_steps > 1:
             self._end_meeting()
         if controller.local_steps > 1 and local is None:
             memory = self._memory.now
@@ -219,8 +217,16 @@ class Session:
         """The ranks stand alike now, if they were to with the next step."""
         if self._left is not None:
             self._left.conclude()
-            self._left.leave()
             self._left = None
+
+    def _before_step(self, optimizer: Optimizer, under_way: bool) -> None:
+        """See `StepWatch`."""
+        local = self._local or self._left
+        if local is not None:
+            local.before_step(optimizer)
+        if self._left is not None and under_way:
+            self._memory.now.join(optimizer)
+        self._left = None  # the ranks have met
 
     def _use_memory(self) -> None:
         """From here on the memory is another one."""
@@ -437,8 +443,7 @@ class Session:
         self._check_whole()
         self.controller.flush()
         self._memory.now.conclude()
-        if self._left is not None:
-            self._left.conclude()
+        self._end_meeting()
         local: dict[str, Any] = {}
         if self._local is not None:  # before what an exchange that is under way changes
             local = self._local.state_dict()
@@ -496,8 +501,6 @@ class Session:
                 self._step_apart(controller.local_steps)
             else:
                 self._memory.choose(self._optimizer)
-                assert self._local is not None
-                self._local.leave()
                 self._local = None
             self._use_memory()
         if scales is not None:
@@ -513,8 +516,6 @@ class Session:
         if self._local is not None:
             self._local.load_state_dict(state["local"])
             self._local.every = controller.local_steps
-        if self._left is not None:
-            self._left.leave()
         self._left = self._failed = None
 
     def _identity(self) -> dict[str, Any]:

@@ -64,10 +64,15 @@ class StepWatch:
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
     were cleared. clipped: by which factor the script has clipped the norm of the gradients between
     the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
+    before_step: called when an optimizer of these parameters has its gradients, with whether its
+    step is under way already: then a closure has run backward.
     """
 
-    def __init__(self, parameters: Collection[Tensor]) -> None:
+    def __init__(
+        self, parameters: Collection[Tensor], before_step: Callable[[Optimizer, bool], None]
+    ) -> None:
         self._parameters = parameters
+        self._call_before_step = before_step
         self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._said: set[str] = set()
 
@@ -159,12 +164,20 @@ class StepWatch:
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return when_gradients_are_there(lambda _: self._compare(optimizer), args, kwargs)
+        def act(under_way: bool) -> None:
+            self._compare(optimizer)
+            if self._is_ours(optimizer):
+                self._call_before_step(optimizer, under_way)
+
+        return when_gradients_are_there(act, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        ours = self._parameters
-        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
+        if self._is_ours(optimizer):
             self.unstepped = False
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        ours = self._parameters
+        return any(p in ours for group in optimizer.param_groups for p in group["params"])
 
     def _gradient_arrives(self) -> None:
         """The witness has a new gradient, which is yet to be added to `p.grad`."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
@@ -92,6 +93,9 @@ class NoMemory:
 
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
+
+    def join(self, optimizer: Optimizer) -> None:
+        """Begin in the middle of a step of this optimizer, whose closure has run backward."""
 
     def discard(self) -> None:
         """The last backward's gradients are thrown away, and all that residuals hold."""

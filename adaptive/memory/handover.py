@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from compressors.kernels.blocks import is_host
-
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
@@ -72,7 +70,7 @@ class Handover:
 
     neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
     prepare: called for each of these groups before, when all gradients are there. after: once the
-    optimizer has stepped. instead: called where a backward inside of the step has unhooked it.
+    optimizer has stepped.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class Handover:
         self._prepare = prepare
         self._after = after
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
-        self.instead: Callable[[], object] = lambda: None
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
         self._hooks = [
@@ -126,9 +123,7 @@ class Handover:
             group.update(self._neutral)
 
     def _before_step(self, under_way: bool) -> None:
-        if under_way and not self._hooks:  # the backward has put something else in its place
-            self.instead()
-        else:
+        if self._hooks:  # or the step's own backward has put something else in its place
             self.begin()
 
     def _restore(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from math import inf, log10
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
@@ -15,13 +15,11 @@ from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
 from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
+from adaptive.step_watch import StepWatch
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from compressors.quantizers import Quantizer
 from policies import DENSE, checks
-
-if TYPE_CHECKING:
-    from adaptive.step_watch import StepWatch
 
 
 class MemoryChoice:

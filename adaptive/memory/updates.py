@@ -30,13 +30,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite, nan, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from adaptive.bucket import Bucket, StepCFs
+from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.memory.moments import (
@@ -54,13 +55,10 @@ from adaptive.memory.moments import (
     undelivered,
 )
 from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.statistics.vector import Statistics, Tally
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Scalar, fill_if, is_host, scratch_like
 from policies import state as saved
-
-if TYPE_CHECKING:
-    from adaptive.exchange.collectives import Exchange
-    from adaptive.statistics.vector import Statistics, Tally
 
 OPTIMIZERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """Those in whose stead it can step, and what inherits their `step`."""
@@ -244,11 +242,9 @@ class UpdateMemory(Residual):
         assert group is not None
         return group["lr"]
 
-    def part(self, instead: Callable[[], object]) -> None:
+    def part(self) -> None:
         """Before ranks step by themselves: the moments are each rank's own, momentum has all of its
-        lag, and what waits is in the residuals. instead: to be called before a step that is under
-        way already, whose closure runs this backward."""
-        self._handover.instead = instead
+        lag, and what waits is in the residuals."""
         for p, parameter in self._parameters.items():
             self._make_own(parameter, 1.0)
             late = self._late.pop(p, None)
@@ -268,7 +264,6 @@ class UpdateMemory(Residual):
                 kept.fill_(1.0 if name == "mu_product" else 0.0)
 
     def join(self, optimizer: Optimizer) -> None:
-        """The optimizer is in its step already, whose closure has run backward."""
         if optimizer is self._optimizer:
             self._handover.begin()
 
