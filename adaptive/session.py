@@ -158,10 +158,9 @@ class Session:
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
             raise ValueError(
-                f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
-                f"on a model with parameters that a step may not use (find_unused_parameters, "
-                f"static_graph): it makes something of the zeros of a parameter that sends "
-                f"nothing; got 'bucket'"
+                f"granularity must be 'layer' for base {base.name!r} where a parameter may send "
+                f"nothing (momentum correction, find_unused_parameters, static_graph): it makes "
+                f"something of zeros; got 'bucket'"
             )
         ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]

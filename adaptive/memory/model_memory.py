@@ -156,10 +156,9 @@ class ModelMemory:
             return ""
         better = ", ".join(kind.__name__ for kind in (SGD, *OPTIMIZERS))
         return (
-            f"optimizer {type(optimizer).__name__}, memory {self.now.name!r}: gradients are "
-            f"compressed with plain error feedback. What is sent late comes in bursts, and an "
-            f"optimizer that divides by the gradients' own size takes them for noise: expect a "
-            f"loss of quality at every CF (on a small GPT with AdamW 18% of perplexity at CF 10). "
+            f"optimizer {type(optimizer).__name__}, memory {self.now.name!r}: gradients get plain "
+            f"error feedback. What is sent late comes in bursts, which an optimizer that divides "
+            f"by the gradients' own size takes for noise: expect a loss of quality at every CF. "
             f"With memory='auto' this is not so for torch's {better}"
         )
 

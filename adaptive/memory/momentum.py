@@ -65,10 +65,9 @@ class MomentumRule(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What it takes to undo a step. rule: the optimizer's. started, lag: of the parameter, before.
-    fresh: the velocity has begun in this step. grad: where the collective overwrites it."""
+    """What it takes to undo a step. started, lag: of the parameter, before. fresh: the velocity has
+    begun in this step. grad: where the collective overwrites it."""
 
-    rule: MomentumRule
     started: bool
     lag: float
     fresh: bool
@@ -121,11 +120,10 @@ class MomentumMemory(Residual):
         return grad
 
     def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        before: _Before = parameter.before
-        if not before.rule.momentum:
+        rule = self.rule(parameter).with_lag(parameter.lag)
+        if not rule.momentum:
             super().undo_open(parameter, grad, flag)
             return
-        rule = before.rule.with_lag(parameter.lag)
         assert parameter.residual is not None
         assert parameter.velocity is not None
         if rule.nesterov:
@@ -214,7 +212,7 @@ class MomentumMemory(Residual):
         # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
         began = parameter.started and not isinstance(poisoned, Tensor)
         fresh = not (began or parameter.stepped or self.has_buffer(parameter))
-        parameter.before = _Before(full, parameter.started, parameter.lag, fresh, saved)
+        parameter.before = _Before(parameter.started, parameter.lag, fresh, saved)
         if not full.momentum:
             return None, full
         if parameter.velocity is None:
@@ -229,11 +227,12 @@ class MomentumMemory(Residual):
     def _move_back(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
         assert parameter.velocity is not None
         before: _Before = parameter.before
-        rule = before.rule.with_lag(parameter.lag)
+        full = self.rule(parameter)
+        rule = full.with_lag(parameter.lag)
         add_if(flag, parameter.velocity, grad, -rule.rate(before.fresh))
         scale_if(flag, parameter.velocity, 1 / rule.momentum)
         if flag is True:
-            _change_lag(parameter, before.rule, before.lag)
+            _change_lag(parameter, full, before.lag)
             parameter.started = before.started
 
 
