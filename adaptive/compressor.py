@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -37,9 +38,6 @@ from adaptive.timeline.records import SafeTimeline, Timeline
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
 from policies import state as saved
-
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
 
 _STATE_VERSION = 13
 

@@ -136,21 +136,6 @@ def require(condition: bool, argument: str, value: object, accepted: str) -> Non
         raise TypeError(f"{argument} must be {accepted}, got {value!r}")
 
 
-def momentum_or_none(momentum: Any) -> float | None:
-    if momentum is not None and not 0 < checks.real("momentum", momentum) < 1:
-        raise ValueError(f"momentum={momentum!r}: must be a number in (0, 1) or None")
-    return momentum
-
-
-def masking_cf(masking: Any, default: float) -> float:
-    """The smallest CF at which velocities are masked: True is every CF above 1, False none."""
-    if masking is None:
-        return default
-    if isinstance(masking, bool):
-        return 1.0 if masking else inf
-    return checks.real("masking", masking, least=1)
-
-
 @dataclass
 class Settings:
     """The checked arguments of an `AdaptiveCompressor`, which says what they mean.
@@ -244,16 +229,14 @@ class Settings:
             for name, value in sorted(vars(self.base).items())
             if isinstance(value, plain) or isinstance(getattr(value, "name", None), str)
         }
+        hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
+        rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
+        as_they_are = "granularity dense_below exchange cf_range shadow_sample clip_norm"
+        as_they_are += " local_steps outer_lr outer_momentum overlap debug checksum"
         return (
             f"base={self.base.name!r} {of_base}",
-            f"granularity={self.granularity!r}, dense_below={self.dense_below}, "
-            f"exchange={self.exchange!r}, "
-            f"hooks={ {cf: str(rung) for cf, rung in sorted(self.hooks.items())} }, "
-            f"rungs={ {cf: rung.name for cf, rung in sorted(self.rungs.items())} }",
-            f"cf_range={self.cf_range}, shadow_sample={self.shadow_sample:g}",
+            f"hooks={hooks}, rungs={rungs}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
-            f"{self.memory}, chosen {memory!r}, clip_norm={self.clip_norm}",
-            f"local_steps={self.local_steps!r}, outer_lr={self.outer_lr:g}, "
-            f"outer_momentum={self.outer_momentum:g}, overlap={self.overlap}",
-            f"debug={self.debug}, checksum={self.checksum}",
+            f"{self.memory}, chosen {memory!r}",
+            *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),
         )

@@ -38,14 +38,11 @@ log = logging.getLogger("adaptive")
 
 
 class _Pending(NamedTuple):
-    """A step whose statistics are under way: with what is known of it already, the layers that
-    were sent at other CFs, whether the norm of a sum was read, this rank's tally and sketches (for
-    signal gain), and the sum of the ranks' tallies. steps: of each rank, of which it consists."""
+    """A step whose statistics are under way: what of its report and of its record is known already,
+    this rank's tally and sketches (for signal gain), and the sum of the ranks' tallies."""
 
     report: StepReport
-    steps: int
-    layer_cfs: Mapping[str, float]
-    read_sum: bool
+    recorded: dict[str, Any]
     tally: Tally
     sketches: Tensor | None
     summed: PendingSum
@@ -63,17 +60,7 @@ class Controller(saved.Stateful):
     on. corrupt: something has arrived that no rank can have sent.
     """
 
-    _fields = saved.declare(
-        policy=Policy,
-        step=int,
-        cf=float,
-        carrying=bool,
-        residual_first=bool,
-        local_steps=int,
-        skipped=int,
-        _totals=Summary,
-        _last_switch=tuple[int, str],
-    )
+    _fields = saved.declare(policy=Policy)
 
     policy: Policy
     exchange: Exchange
@@ -86,30 +73,30 @@ class Controller(saved.Stateful):
     device: torch.device
     numbers: tuple[int, ...]
     apart: Callable[[], bool]
-    step: int = 0
-    cf: float = DENSE
+    step: int = saved.saved(0)
+    cf: float = saved.saved(DENSE)
     plan: Plan = field(default_factory=lambda: Plan(send=DENSE))
     cfs: StepCFs = field(default_factory=StepCFs)
     tally: Tally = field(default_factory=Tally)
     forced_dense: bool = False
-    carrying: bool = False
-    residual_first: bool = False
-    local_steps: int = 1
-    skipped: int = 0
+    carrying: bool = saved.saved(False)
+    residual_first: bool = saved.saved(False)
+    local_steps: int = saved.saved(1)
+    skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
     _was_forced_dense: bool = False
     _agreed_step: int = -1  # the step that `agreed` is of
     _spoiled: set[int] = field(default_factory=set)  # last steps with gradients not finite
-    _totals: Summary = field(default_factory=Summary)
+    _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
-    _last_switch: tuple[int, str] = (0, "")  # the step, and why
+    _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
         now = self.stopwatch.stop(counts=self.step > 1)
-        self._observe_pending(now, keep=0 if is_host(self.device) else 1)
+        self._observe(now, keep=0 if is_host(self.device) else 1)
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
@@ -170,6 +157,8 @@ class Controller(saved.Stateful):
         requested, shadow = self.requested, not self.forced_dense
         layers = requested.layers if plan.read_layers else None
         peers = requested.peers if shadow else None
+        # The first local step of ranks that part does not count.
+        steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
         tally = Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
@@ -181,7 +170,7 @@ class Controller(saved.Stateful):
             ranks=self.exchange.world_size,
             rank=self.exchange.rank,
             device=self.device,
-            known={"lr": self.lr(), **self.stopwatch.start(plan.send, self._steps_to_come)},
+            known={"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)},
         )
         # Of the last step: backward has waited for its callbacks, which came to know it.
         for corrupt in drain(self.exchange.corrupt):
@@ -195,11 +184,6 @@ class Controller(saved.Stateful):
         if layers is not None:
             tally.at("layers").copy_(layers.read(norms))
         return tally
-
-    @property
-    def _steps_to_come(self) -> int:
-        """Of each rank until the next exchange. The first one of ranks that part does not count."""
-        return self.local_steps + (self.local_steps > 1 and not self.apart())
 
     def take_steps(self, local_steps: int) -> None:
         """So many from here on, until the policy says otherwise."""
@@ -250,15 +234,19 @@ class Controller(saved.Stateful):
             dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )
-        read_sum, layer_cfs = self.plan.read_sum, self.cfs.sent_layers
-        self._pending.append(_Pending(report, steps, layer_cfs, read_sum, tally, sketches, summed))
+        recorded = {
+            "layer_cfs": self.cfs.sent_layers,
+            "read_sum": self.plan.read_sum,
+            "local_steps": steps,
+        }
+        self._pending.append(_Pending(report, recorded, tally, sketches, summed))
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
     def flush(self) -> None:
         """Take in the last step's statistics now (the next step would have; on a device the one
         after it)."""
-        self._observe_pending(self.stopwatch.ends())
+        self._observe(self.stopwatch.ends())
 
     def close(self) -> None:
         """Take in the last step and close the timeline; later steps are not recorded."""
@@ -268,9 +256,7 @@ class Controller(saved.Stateful):
         self.recorder.close()
 
     def summary(self) -> Summary:
-        verdict = self.policy.verdict()
-        totals = deepcopy(self._totals)
-        return replace(totals, cf=self.cf, verdict=verdict)
+        return replace(deepcopy(self._totals), cf=self.cf, verdict=self.policy.verdict())
 
     def explain(self) -> str:
         """CF, since when and why, what the policy has concluded, what would change it."""
@@ -317,40 +303,28 @@ class Controller(saved.Stateful):
         parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
         return [*parts, *modelled]
 
-    def _observe_pending(self, now: float, keep: int = 0) -> None:
+    def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""
         while len(self._pending) > keep:
-            self._observe(self._pending.popleft(), now)
-
-    def _observe(self, pending: _Pending, now: float) -> None:
-        requested, step = self.requested, pending.report.step
-        agreed = self.agreed = Statistics.agreed(pending.tally, pending.summed.read())
-        self._agreed_step = step
-        self._spoiled = {each for each in self._spoiled if each > step - 4}
-        if agreed.spoiled:
-            self._spoiled.add(step)
-        self.memory().learn(agreed)
-        self.corrupt = self.corrupt or agreed.corrupt > 0
-        if pending.sketches is not None and requested.peers is not None:
-            requested.peers.receive(pending.sketches, pending.tally.at("sketch"))  # the ranks' sum
-        emptied = pending.report.cf == DENSE and not agreed.spoiled
-        if emptied and step > self._compressed_last:
-            self.carrying = self.residual_first = False
-        ranks = self.exchange.world_size
-        layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
-        report = replace(pending.report, layers=layers, **agreed.reported())
-        if report.cf in report.measurements:
-            self._totals.add_gain(report.cf, report.measurements[report.cf])
-        if not self.forced_dense:
-            self.policy.observe(report)
-        sent, dense = self._totals.bytes_sent, self._totals.dense_bytes
-        self.recorder.step(
-            report,
-            self.policy,
-            now,
-            pending.layer_cfs,
-            pending.read_sum,
-            sent,
-            dense,
-            pending.steps,
-        )
+            report, recorded, tally, sketches, summed = self._pending.popleft()
+            requested, step = self.requested, report.step
+            agreed = self.agreed = Statistics.agreed(tally, summed.read())
+            self._agreed_step = step
+            self._spoiled = {each for each in self._spoiled if each > step - 4}
+            if agreed.spoiled:
+                self._spoiled.add(step)
+            self.memory().learn(agreed)
+            self.corrupt = self.corrupt or agreed.corrupt > 0
+            if sketches is not None and requested.peers is not None:
+                requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
+            if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
+                self.carrying = self.residual_first = False
+            ranks = self.exchange.world_size
+            layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
+            report = replace(report, layers=layers, **agreed.reported())
+            if report.cf in report.measurements:
+                self._totals.add_gain(report.cf, report.measurements[report.cf])
+            if not self.forced_dense:
+                self.policy.observe(report)
+            sent, dense = self._totals.bytes_sent, self._totals.dense_bytes
+            self.recorder.step(report, self.policy, now, sent=sent, dense=dense, **recorded)

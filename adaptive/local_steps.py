@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,15 +37,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.moments import flat, part_of_mean, scale_second_moments, shaped
-from adaptive.memory.updates import steps_for
+from adaptive.memory.updates import UpdateMemory, steps_for
 from adaptive.parameters import ModelParameter
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
-from policies.step_time import overlapped
 
 log = logging.getLogger("adaptive")
 
@@ -99,46 +98,28 @@ class _Arrival:
 class LocalSteps:
     """The anchor and the outer optimizer of one model.
 
-    every: local steps between two exchanges, H, which may change. overlap: steps that may pass
-    while an exchange is under way; None: half of H. outer_lr, outer_momentum: of the outer step,
-    SGD with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
+    every: local steps between two exchanges, H, which may change. settings: of the outer step, SGD
+    with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
     with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
     doubles).
     """
 
     def __init__(
-        self,
-        parameters: Sequence[ModelParameter],
-        every: int,
-        overlap: int | None,
-        outer_lr: float,
-        outer_momentum: float,
+        self, parameters: Sequence[ModelParameter], every: int, settings: Settings
     ) -> None:
         self.every = every
-        self._overlap = overlap
-        self._lr, self._momentum = outer_lr, outer_momentum
+        self._lr, self._momentum = settings.outer_lr, settings.outer_momentum
         self._parameters = parameters
-        self._own = {p.tensor for p in parameters}
         self.anchors = {p: _flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
-        self._moving = {p: p.zeros() for p in parameters} if outer_momentum else {}
+        self._moving = {p: p.zeros() for p in parameters} if self._momentum else {}
         self._to_anchor = False  # before the next step, which ends all this
-        self._join: Callable[[Optimizer], None] | None = None
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._arrived: list[_Arrival] = []
-        self._numel = sum(p.tensor.numel() for p in parameters)
         self._sent = 0  # elements, of the exchange that has begun last
         self._stepped = True  # an optimizer has, since then
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
         self._backwards = 0  # since the last exchange began
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
-        me = weakref.proxy(self)  # torch's hook must not keep it alive
-        handle: Any = register_optimizer_step_pre_hook(lambda *args: me._before_step(*args))
-        self._take_off = weakref.finalize(self, handle.remove)
-
-    @property
-    def have_met(self) -> bool:
-        """The step that `meet` has announced has come."""
-        return not self._to_anchor
 
     @property
     def due(self) -> bool:
@@ -166,21 +147,17 @@ class LocalSteps:
     def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
         """Flat tensors of bucket `index` as one, in the same buffer every time."""
         room = self._rooms.get((index, what))
-        if room is None or room.numel() != sum(tensor.numel() for tensor in tensors):
-            room = torch.cat(tensors)
-            if is_host(room.device):  # a device's allocator keeps it
-                self._rooms[index, what] = room
-            return room
-        return torch.cat(tensors, out=room)
+        if room is not None and room.numel() == sum(tensor.numel() for tensor in tensors):
+            return torch.cat(tensors, out=room)
+        room = torch.cat(tensors)
+        if is_host(room.device):  # a device's allocator keeps it
+            self._rooms[index, what] = room
+        return room
 
     def arrived(self, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """The mean outer gradient of a bucket is there; not finite if some rank's was not, and then
         its parameters go back to the anchor."""
         self._arrived.append(_Arrival(parameters, mean))
-
-    def overlap_of(self, steps: int) -> int:
-        """How many of so many steps until the next exchange this one may take."""
-        return overlapped(self._overlap, steps)
 
     def under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
@@ -188,9 +165,8 @@ class LocalSteps:
         """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
         share the steps of the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
-        later = -(-overlap * self._sent // self._numel)
-        here = [_flat(p.tensor).to(p.dtype) for p in parameters]
-        then = self._joined(index, "then", here)
+        later = -(-overlap * self._sent // sum(p.tensor.numel() for p in self._parameters))
+        then = self._joined(index, "then", [_flat(p.tensor).to(p.dtype) for p in parameters])
         self._arrived.append(_Arrival(parameters, mean, 1 + later, then))
 
     def wait(self) -> None:
@@ -205,56 +181,39 @@ class LocalSteps:
                 arrival.wait()
 
     @torch.no_grad()
-    def part(self, learning_rates: Mapping[ModelParameter, Any]) -> None:
-        """The ranks, which stand alike, part with the next step: what waits in the residuals as
-        updates becomes a rank's own."""
+    def part(self, memory: UpdateMemory) -> None:
+        """The ranks, which stand alike, part with the next step: what waits in the residuals of
+        `memory` as updates becomes a rank's own."""
+        memory.part()
         for p in self._parameters:
             if p.filled and p.residual is not None:
-                p.residual.mul_(learning_rates[p])
+                p.residual.mul_(memory.learning_rate(p))
                 self._updates.append(p)
 
     @torch.no_grad()
-    def meet(
-        self, learning_rates: Mapping[ModelParameter, Any], join: Callable[[Optimizer], None]
-    ) -> None:
+    def meet(self, memory: UpdateMemory) -> None:
         """The ranks go back to the anchor with the next step: how far each has come from there
-        waits in its residual, as updates. Where the learning rate is 0 these could move nothing,
-        and that is forgotten."""
+        waits in its residual of `memory`, as updates. Where the learning rate is 0 these could move
+        nothing, and that is forgotten."""
+        memory.meet()
         self.conclude()
         for p in self._parameters:
             residual = p.open_residual().add_(self.anchors[p]).sub_(_flat(p.tensor))
             # Residuals of updates lie as the parameter does in memory.
             like = torch.empty_like(p.tensor, dtype=residual.dtype)
             residual.copy_(flat(like.copy_(residual.view_as(p.tensor))))
-            lr = learning_rates[p]
+            lr = memory.learning_rate(p)
             if isinstance(lr, Tensor):
                 residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
             else:
                 residual.mul_(1 / lr if lr > 0 else 0.0)
-        self._to_anchor, self._join = True, join
+        self._to_anchor = True
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Of any optimizer, the first of this model's moves all of it. args: as torch hands them to
-        step hooks, the optimizer first; a closure runs backward before the step."""
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if not any(p in self._own for p in stepped):
-            return None
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Of any optimizer of the parameters, the first moves all of them."""
         self._optimizers.add(optimizer)
         self._stepped = True
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.conclude(self._backwards)
-            return None
-
-        def then_outer_step() -> Any:
-            loss = closure()
-            meets = self._to_anchor
-            self.conclude(self._backwards)
-            if meets and self._join is not None:
-                self._join(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": then_outer_step}
+        self.conclude(self._backwards)
 
     @torch.no_grad()
     def conclude(self, due: int | None = None) -> None:
@@ -326,12 +285,6 @@ class LocalSteps:
             moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 
-    def leave(self) -> None:
-        """Its work is done. Not left to the garbage collector, which may come while torch goes
-        through the hooks of all optimizers."""
-        self._take_off()
-        self._join = None
-
     @contextmanager
     def averaged(self, exchange: Exchange) -> Iterator[None]:
         """The model holds the mean of the ranks' parameters (a collective, dense). What is under
@@ -349,7 +302,6 @@ class LocalSteps:
     def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
         """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
         collective, dense), and without local steps."""
-        self._take_off()
         self.conclude()
         self._unite(exchange)
         if optimizer is not None:  # it may not have stepped since a state was loaded

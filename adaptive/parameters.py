@@ -74,19 +74,14 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         """Of a parameter in a bucket. RuntimeError if the model has it not."""
         if param in self:
             return self[param]
-        if self._model is None:
-            self[param] = ModelParameter(f"parameter{len(self)}", param)
-            return self[param]
-        for name, p in self._model.module.named_parameters():
-            if p is param:
-                raise RuntimeError(
-                    f"DDP still reduces {name}, which was frozen when the compressor was "
-                    f"attached: freeze parameters before DDP(model)"
-                )
-        raise RuntimeError(
-            "the bucket holds a parameter that the bound model has not: one compressor serves one "
-            "model"
-        )
+        if self._model is not None:
+            names = {p: name for name, p in self._model.module.named_parameters()}
+            raise RuntimeError(
+                f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
+                f"be reduced when the compressor was attached: freeze parameters before DDP(model)"
+            )
+        self[param] = ModelParameter(f"parameter{len(self)}", param)
+        return self[param]
 
     def by_name(self) -> dict[str, ModelParameter]:
         return {parameter.name: parameter for parameter in self.values()}

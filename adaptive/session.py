@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -41,9 +42,7 @@ from adaptive.timeline.records import Recorder
 from compressors.base import CorruptPayload
 from policies import DENSE
 from policies import state as saved
-
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
+from policies.step_time import overlapped
 
 log = logging.getLogger("adaptive")
 
@@ -76,7 +75,7 @@ class Session:
         self.exchange = Exchange(group, link, settings.checksum)
         rank, world_size = self.exchange.rank, self.exchange.world_size
         self._parameters = ModelParameters(model)
-        self._watch = StepWatch(self._parameters)
+        self._watch = StepWatch(self._parameters, self._before_step, self._after_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
@@ -99,12 +98,7 @@ class Session:
             settings.policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(
-                settings.timeline,
-                rank == 0,
-                self._header,
-                settings.samples_per_step or 1.0,
-            ),
+            Recorder(settings.timeline, rank == 0, self._header, settings.samples_per_step or 1.0),
             self._requested,
             self._sizes,
             lambda: learning_rate(self._optimizer),
@@ -130,10 +124,16 @@ class Session:
             self._optimizer = None
             raise
         self._reduce_with(self.settings.clip_norm)
-        self._start_local_steps()
-        warnings = [] if self._local is not None else [self._memory.warning(optimizer)]
-        if self.settings.local_steps == "auto" and self._numbers == (1,):
+        every, warnings = self.settings.local_steps, []
+        if every in (1, "auto"):
+            warnings.append(self._memory.warning(optimizer))
+        else:
+            self._step_apart(int(every))
+        if every == "auto" and self._numbers == (1,):
             warnings.append(AUTO_IS_ONE)
+        model = self.model if every != 1 else None
+        if model and model.broadcast_buffers and any(b.numel() for b in model.module.buffers()):
+            warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
             if self.exchange.rank == 0 and self._watch.is_new(warning):
                 log.warning("%s", warning)
@@ -145,7 +145,7 @@ class Session:
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
             self._numbers = (int(settings.local_steps),)
-        elif self._may_part():
+        elif self._memory.now.may_part:
             self._numbers = CHOICES
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
@@ -158,10 +158,9 @@ class Session:
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
             raise ValueError(
-                f"granularity must be 'layer' for base {base.name!r} with momentum correction, or "
-                f"on a model with parameters that a step may not use (find_unused_parameters, "
-                f"static_graph): it makes something of the zeros of a parameter that sends "
-                f"nothing; got 'bucket'"
+                f"granularity must be 'layer' for base {base.name!r} where a parameter may send "
+                f"nothing (momentum correction, find_unused_parameters, static_graph): it makes "
+                f"something of zeros; got 'bucket'"
             )
         ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]
@@ -184,26 +183,10 @@ class Session:
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
         self._memory.choose(optimizer if every in (1, "auto") else None)
 
-    def _start_local_steps(self) -> None:
-        """Now that all ranks stand alike."""
-        settings, model = self.settings, self.model
-        if settings.local_steps == 1 or model is None:
-            return
-        if settings.local_steps != "auto":
-            self._local = self._new_local_steps(int(settings.local_steps))
-        broadcasts = model.broadcast_buffers and any(b.numel() for b in model.module.buffers())
-        if broadcasts and self.exchange.rank == 0 and self._watch.is_new(BROADCASTS):
-            log.warning("%s", BROADCASTS)
-
-    def _new_local_steps(self, every: int) -> LocalSteps:
-        settings = self.settings
-        parameters = list(self._parameters.values())
-        outer = settings.outer_lr, settings.outer_momentum
-        return LocalSteps(parameters, every, settings.overlap, *outer)
-
-    def _may_part(self) -> bool:
-        """Ranks that exchange each step with this memory may go on by themselves."""
-        return isinstance(self._memory.now, UpdateMemory) and self._memory.now.steps_all
+    def _step_apart(self, every: int) -> LocalSteps:
+        """From here on each rank steps by itself, and `every` so many steps they exchange."""
+        self._local = LocalSteps(list(self._parameters.values()), every, self.settings)
+        return self._local
 
     def _part_or_meet(self) -> None:
         """At the first bucket of a backward, as the ranks have agreed with the last exchange: each
@@ -211,21 +194,18 @@ class Session:
         controller, local = self.controller, self._local
         if len(self._numbers) == 1:
             return
-        if self._left is not None and (self._left.have_met or controller.local_steps > 1):
+        if controller.local_steps > 1:
             self._end_meeting()
         if controller.local_steps > 1 and local is None:
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            self._local = self._new_local_steps(controller.local_steps)
-            memory.part(self._local.conclude)
-            self._local.part(memory.learning_rates())
+            self._step_apart(controller.local_steps).part(memory)
             self._memory.release()
         elif controller.local_steps == 1 and local is not None:
             self._memory.choose(self._optimizer)
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
-            memory.meet()
-            local.meet(memory.learning_rates(), memory.join)
+            local.meet(memory)
             self._local, self._left = None, local
             controller.meet()
         else:
@@ -236,8 +216,19 @@ class Session:
         """The ranks stand alike now, if they were to with the next step."""
         if self._left is not None:
             self._left.conclude()
-            self._left.leave()
             self._left = None
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Of any optimizer of this model, once its gradients are there."""
+        if local := self._local or self._left:
+            local.before_step(optimizer)
+            self._left = None  # the ranks have met
+        if handover := self._memory.now.handover:
+            handover.begin(optimizer)
+
+    def _after_step(self) -> None:
+        if handover := self._memory.now.handover:
+            handover.end()
 
     def _use_memory(self) -> None:
         """From here on the memory is another one."""
@@ -250,7 +241,7 @@ class Session:
 
         def prepare() -> str:
             self._choose_memory(optimizer)
-            if len(self._numbers) > 1 and not self._may_part():
+            if len(self._numbers) > 1 and not self._memory.now.may_part:
                 raise ValueError(
                     f"optimizer must be one as before, got {describe(optimizer)}: {AUTO_IS_ONE}"
                 )
@@ -356,7 +347,8 @@ class Session:
         if bucket.is_last():
             self._end_step(scale)
         stopwatch.hook_left(entered, drain(self._pipeline.waits))
-        overlap = 0 if local is None else local.overlap_of(controller.local_steps)
+        steps = 1 if local is None else controller.local_steps
+        overlap = overlapped(self.settings.overlap, steps)
 
         def finish(future: Future[Tensor]) -> Tensor:
             with self._noting_failure(step.number):
@@ -455,9 +447,12 @@ class Session:
         self._check_whole()
         self.controller.flush()
         self._memory.now.conclude()
-        if self._left is not None:
-            self._left.conclude()
-        local = self._local_state()  # before what an exchange that is under way changes
+        self._end_meeting()
+        local: dict[str, Any] = {}
+        if self._local is not None:  # before what an exchange that is under way changes
+            local = self._local.state_dict()
+        elif self.settings.local_steps == "auto":
+            local = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
         return {
             **self._identity(),
             "resharded_from": None,
@@ -469,12 +464,6 @@ class Session:
             **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
         }
-
-    def _local_state(self) -> dict[str, Any]:
-        if self._local is not None:
-            return self._local.state_dict()
-        together = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
-        return together if self.settings.local_steps == "auto" else {}
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
@@ -499,9 +488,9 @@ class Session:
         scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
         with undone_on_error((base, controller.policy), loaded):
             check_state(state, expected, by_name, len(requested.ladder))
-            alike = apart == bool(local.get("anchors"))
             saved.together(
-                alike, "it is of ranks that step by themselves: attach before loading it"
+                apart == bool(local.get("anchors")),
+                "it is of ranks that step by themselves: attach before loading it",
             )
             base.load_state_dict(saved.read(state, "compressor", Mapping))
             if scales is not None:
@@ -513,29 +502,24 @@ class Session:
         if apart != (self._local is not None):
             if apart:
                 self._memory.release()
-                self._local = self._new_local_steps(controller.local_steps)
+                self._step_apart(controller.local_steps)
             else:
                 self._memory.choose(self._optimizer)
-                assert self._local is not None
-                self._local.leave()
                 self._local = None
             self._use_memory()
-            requested.load_state_dict(state, by_name)  # what is followed now has begun anew
         if scales is not None:
             self._memory.now.scales = scales
         if has_fallen_back:
             self._fall_back()
-            requested.load_state_dict(state, by_name)  # what is followed now has begun anew
             if self.exchange.rank == 0:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
+        requested.load_state_dict(state, by_name)  # again: with another memory it has begun anew
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
         self._memory.load_state_dict(state["memory"])
         if self._local is not None:
             self._local.load_state_dict(state["local"])
             self._local.every = controller.local_steps
-        if self._left is not None:
-            self._left.leave()
         self._left = self._failed = None
 
     def _identity(self) -> dict[str, Any]:

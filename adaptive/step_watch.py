@@ -62,10 +62,18 @@ class StepWatch:
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
     were cleared. clipped: by which factor the script has clipped the norm of the gradients between
     the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
+    begin, finish: called before an optimizer of these parameters steps, when its gradients are
+    there, and after.
     """
 
-    def __init__(self, parameters: Collection[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Collection[Tensor],
+        begin: Callable[[Optimizer], None],
+        finish: Callable[[], None],
+    ) -> None:
         self._parameters = parameters
+        self._begin, self._finish = begin, finish
         self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._said: set[str] = set()
 
@@ -158,22 +166,32 @@ class StepWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """args: as torch hands them to step hooks, the optimizer first."""
+        if not self._is_ours(optimizer):
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._compare(optimizer)
+            self._gradients_are_there(optimizer)
             return None
 
         def watched() -> Any:  # it runs backward, and may change the gradients then
             loss = closure()
-            self._compare(optimizer)
+            self._gradients_are_there(optimizer)
             return loss
 
         return args[:1], {**kwargs, "closure": watched}
 
+    def _gradients_are_there(self, optimizer: Optimizer) -> None:
+        self._compare(optimizer)
+        self._begin(optimizer)
+
     def _after_step(self, optimizer: Optimizer) -> None:
-        ours = self._parameters
-        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
+        if self._is_ours(optimizer):
             self.unstepped = False
+            self._finish()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        ours = self._parameters
+        return any(p in ours for group in optimizer.param_groups for p in group["params"])
 
     def _gradient_arrives(self) -> None:
         """The witness has a new gradient, which is yet to be added to `p.grad`."""

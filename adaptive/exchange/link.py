@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from policies import checks
 from policies.step_time import overlapped
 
 if TYPE_CHECKING:
@@ -80,12 +81,11 @@ class LinkSpec:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        rate, latency = self.bits_per_second, self.latency
+        rate = self.bits_per_second
         if isinstance(rate, str) or not 0 < rate < inf:
             told = f"bits_per_second must be a positive, finite number, got {rate!r}"
             raise ValueError(f"{told}; LinkSpec.parse reads text")
-        if not 0 <= latency < inf:
-            raise ValueError(f"latency must be >= 0 seconds and finite, got {latency!r}")
+        checks.real("latency", self.latency, least=0)
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
@@ -139,13 +139,9 @@ class ModelledClock:
         scale: float = 1.0,
         overlap: int | None = None,
     ) -> None:
-        if not (isfinite(compute) and compute > 0):
-            raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
-        if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
-        self.compute = compute
+        self.compute = checks.real("compute", compute, above=0)
         self.link = link
-        self.scale = scale
+        self.scale = checks.real("scale", scale, above=0)
         self.overlap = overlap
         self.now = 0.0
 
@@ -178,15 +174,14 @@ class EmulatedLink:
         link allows."""
         start = max(time.monotonic(), self._free_at)
         self._free_at = start + wire_bytes * 8 / self.spec.bits_per_second
-        held = new_future(device)
-        transfer = self._free_at + self.spec.latency, done, held
-        threading.Thread(target=_carry, args=transfer, name="emulated-link", daemon=True).start()
+        due, held = self._free_at + self.spec.latency, new_future(device)
+
+        def carry() -> None:
+            time.sleep(max(0.0, due - time.monotonic()))
+            try:
+                held.set_result(done.wait())
+            except Exception as error:  # the waiter must see it, whatever it is
+                held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+
+        threading.Thread(target=carry, name="emulated-link", daemon=True).start()
         return held
-
-
-def _carry(due: float, done: Future[Tensor], held: Future[Tensor]) -> None:
-    time.sleep(max(0.0, due - time.monotonic()))
-    try:
-        held.set_result(done.wait())
-    except Exception as error:  # the waiter must see it, whatever it is
-        held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

@@ -21,6 +21,7 @@ from policies.state import Stateful
 if TYPE_CHECKING:
     from adaptive.bucket import Bucket, StepCFs
     from adaptive.exchange.collectives import Exchange
+    from adaptive.memory.handover import Handover
     from adaptive.memory.momentum import MomentumRule
     from adaptive.statistics.vector import Statistics, Tally
 
@@ -39,8 +40,10 @@ class NoMemory:
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
     scales: Stateful | None = None
     """Of a memory that sends updates, not gradients: what it has learnt of their norms."""
+    handover: Handover | None = None
+    """Of a memory that does an optimizer's work: what keeps that from doing it again."""
     may_fall_back = False
-    """It does an optimizer's work, which that can do itself beside plain error feedback."""
+    """The optimizer can do that work itself beside plain error feedback."""
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         """maybe_unused: a step may leave a parameter unused on all ranks."""
@@ -70,6 +73,11 @@ class NoMemory:
         elif parameter.filled:
             assert parameter.residual is not None
             parameter.residual.masked_fill_(poisoned ^ True, 0.0)
+
+    @property
+    def may_part(self) -> bool:
+        """Ranks that exchange each step with this memory may go on by themselves, and come back."""
+        return False
 
     def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
         """Before a compressed step: turn a bucket's gradients, in place, into what is to be sent in

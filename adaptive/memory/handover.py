@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from compressors.kernels.blocks import is_host
-
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
@@ -49,34 +47,25 @@ def describe(optimizer: Optimizer | None) -> str:
 
 
 class Handover:
-    """Neutralises settings of an optimizer while its `step()` runs, by torch's step hooks.
+    """Neutralises settings of an optimizer while its `step()` runs.
 
-    neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
-    prepare: called for each of these groups before, when all gradients are there. after: once the
-    optimizer has stepped. instead: called where a backward inside of the step has unhooked it.
+    prepare: called for each parameter group before, when all gradients are there; returns the
+    settings that the group has meanwhile. after: once the optimizer has stepped.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        neutral: Group,
-        taken: Callable[[Group], bool],
-        prepare: Callable[[Group], None],
+        prepare: Callable[[Group], Group],
         after: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer = optimizer
-        self._neutral = neutral
-        self._taken = taken
         self._prepare = prepare
         self._after = after
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
-        self.instead: Callable[[], object] = lambda: None
+        self._meanwhile: list[Group] = []
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._restore()),
-        ]
 
     def settings(self, p: Tensor) -> Group | None:
         """Those of the user for this parameter as they stand now; None if it is not optimized."""
@@ -87,41 +76,22 @@ class Handover:
         index = self._index.get(p)
         return None if index is None else (self._own or groups)[index]
 
-    def unhook(self) -> None:
-        self._restore()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def join(self, optimizer: Optimizer) -> None:
-        """The optimizer is in its step already, whose closure has run backward."""
-        self._before_step(optimizer, (optimizer,), {})
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """args: as torch hands them to step hooks, the optimizer first."""
-        self._restore()  # a step that raised never came to its post-hook
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:  # optimizers call it first, and their gradients are there then
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = args[:1], {"closure": lambda: loss}
-            if not self._hooks:  # the backward has put something else in its place
-                self.instead()
-                return args, kwargs
+    def begin(self, optimizer: Optimizer) -> None:
+        """Before the step of an optimizer, maybe this one, whose gradients are there."""
+        if optimizer is not self._optimizer:
+            return
+        self.end()  # after a step that has raised
         groups = optimizer.param_groups
-        taken = [group for group in groups if self._taken(group)]
-        for group in taken:
-            self._prepare(group)
+        self._meanwhile = [self._prepare(group) for group in groups]
         self._own = [dict(group) for group in groups]
-        for group in taken:
-            group.update(self._neutral)
-        return args, kwargs
+        for group, settings in zip(groups, self._meanwhile, strict=True):
+            group.update(settings)
 
-    def _restore(self) -> None:
+    def end(self) -> None:
+        """After the step: the settings are the user's again."""
         if self._own is not None:
-            for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
-                group.update({name: own[name] for name in self._neutral})
+            groups = self._optimizer.param_groups
+            for group, own, settings in zip(groups, self._own, self._meanwhile, strict=True):
+                group.update({name: own[name] for name in settings})
             self._own = None
             self._after()

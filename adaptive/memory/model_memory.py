@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from math import log10
-from typing import TYPE_CHECKING, Any
+from math import inf, log10
+from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from adaptive.config import MEMORIES, masking_cf, momentum_or_none
+from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
 from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
+from adaptive.step_watch import StepWatch
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from compressors.quantizers import Quantizer
 from policies import DENSE, checks
-
-if TYPE_CHECKING:
-    from adaptive.step_watch import StepWatch
 
 
 class MemoryChoice:
@@ -42,10 +40,17 @@ class MemoryChoice:
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
         self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
-        self._momentum = momentum_or_none(momentum)
+        if momentum is not None and not 0 < checks.real("momentum", momentum) < 1:
+            raise ValueError(f"momentum={momentum!r}: must be a number in (0, 1) or None")
+        self._momentum: float | None = momentum
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
-        self._masking = masking_cf(masking, base.masking)
+        if isinstance(masking, bool):
+            self._masking = 1.0 if masking else inf
+        else:  # the smallest CF
+            self._masking = (
+                base.masking if masking is None else checks.real("masking", masking, least=1)
+            )
         if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
                 f"memory must be 'none' or 'auto' for base {base.name!r} as configured: it is "
@@ -137,9 +142,8 @@ class ModelMemory:
     def choose(self, optimizer: Optimizer | None) -> None:
         """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
         with what was asked for."""
-        watch = self._watch
         self.now = self._choice.make(
-            optimizer, self._parameters, self._ranks, lambda: watch.clipped
+            optimizer, self._parameters, self._ranks, lambda: self._watch.clipped
         )
         for parameter in self._parameters.values():
             self.now.take_over(parameter)
@@ -151,10 +155,9 @@ class ModelMemory:
             return ""
         better = ", ".join(kind.__name__ for kind in (SGD, *OPTIMIZERS))
         return (
-            f"optimizer {type(optimizer).__name__}, memory {self.now.name!r}: gradients are "
-            f"compressed with plain error feedback. What is sent late comes in bursts, and an "
-            f"optimizer that divides by the gradients' own size takes them for noise: expect a "
-            f"loss of quality at every CF (on a small GPT with AdamW 18% of perplexity at CF 10). "
+            f"optimizer {type(optimizer).__name__}, memory {self.now.name!r}: gradients get plain "
+            f"error feedback. What is sent late comes in bursts, which an optimizer that divides "
+            f"by the gradients' own size takes for noise: expect a loss of quality at every CF. "
             f"With memory='auto' this is not so for torch's {better}"
         )
 

@@ -29,9 +29,6 @@ from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """In an optimizer's state of a parameter: they also hold the gradient's noise."""
 
-NUMBERS = ("step", "mu_product")
-"""In an optimizer's state of a parameter: of all its elements."""
-
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
 
@@ -159,20 +156,6 @@ def decay_of_squares(group: Group) -> float:
     """Of the second moment, or of one that is not an average what comes near."""
     beta2: float = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
     return beta2
-
-
-def averages(group: Group) -> list[str]:
-    """What an optimizer with these settings keeps of a parameter: averages over steps, and how many
-    these were."""
-    if "betas" in group:
-        largest = ["max_exp_avg_sq"] if group.get("amsgrad") else []
-        of_nadam = ["mu_product"] if "momentum_decay" in group else []
-        return ["step", "exp_avg", "exp_avg_sq", *largest, *of_nadam]
-    if "alpha" in group:  # RMSprop
-        mean = ["grad_avg"] if group["centered"] else []
-        momentum = ["momentum_buffer"] if group["momentum"] > 0 else []
-        return ["step", "square_avg", *mean, *momentum]
-    return ["step", "sum"]
 
 
 def shaped(flat: Tensor, p: Tensor) -> Tensor:

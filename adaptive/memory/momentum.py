@@ -65,10 +65,9 @@ class MomentumRule(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What it takes to undo a step. rule: the optimizer's. started, lag: of the parameter, before.
-    fresh: the velocity has begun in this step. grad: where the collective overwrites it."""
+    """What it takes to undo a step. started, lag: of the parameter, before. fresh: the velocity has
+    begun in this step. grad: where the collective overwrites it."""
 
-    rule: MomentumRule
     started: bool
     lag: float
     fresh: bool
@@ -121,11 +120,10 @@ class MomentumMemory(Residual):
         return grad
 
     def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        before: _Before = parameter.before
-        if not before.rule.momentum:
+        rule = self.rule(parameter).with_lag(parameter.lag)
+        if not rule.momentum:
             super().undo_open(parameter, grad, flag)
             return
-        rule = before.rule.with_lag(parameter.lag)
         assert parameter.residual is not None
         assert parameter.velocity is not None
         if rule.nesterov:
@@ -214,7 +212,7 @@ class MomentumMemory(Residual):
         # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
         began = parameter.started and not isinstance(poisoned, Tensor)
         fresh = not (began or parameter.stepped or self.has_buffer(parameter))
-        parameter.before = _Before(full, parameter.started, parameter.lag, fresh, saved)
+        parameter.before = _Before(parameter.started, parameter.lag, fresh, saved)
         if not full.momentum:
             return None, full
         if parameter.velocity is None:
@@ -229,11 +227,12 @@ class MomentumMemory(Residual):
     def _move_back(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
         assert parameter.velocity is not None
         before: _Before = parameter.before
-        rule = before.rule.with_lag(parameter.lag)
+        full = self.rule(parameter)
+        rule = full.with_lag(parameter.lag)
         add_if(flag, parameter.velocity, grad, -rule.rate(before.fresh))
         scale_if(flag, parameter.velocity, 1 / rule.momentum)
         if flag is True:
-            _change_lag(parameter, before.rule, before.lag)
+            _change_lag(parameter, full, before.lag)
             parameter.started = before.started
 
 
@@ -256,6 +255,7 @@ class SGDMomentum(MomentumMemory):
     """
 
     may_fall_back = True
+    handover: Handover
 
     def __init__(
         self,
@@ -274,13 +274,10 @@ class SGDMomentum(MomentumMemory):
                     f"optimizer: parameter group {index} has momentum and parameters that are not "
                     f"in the model; give those a group or an optimizer of their own"
                 )
-        neutral = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-        self._handover = Handover(
-            optimizer, neutral, lambda group: group["momentum"] != 0, self._add_decay
-        )
+        self.handover = Handover(optimizer, self._add_decay)
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
-        group = self._handover.settings(parameter.tensor)
+        group = self.handover.settings(parameter.tensor)
         if group is None:
             return MomentumRule(0.0)
         return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])
@@ -304,7 +301,7 @@ class SGDMomentum(MomentumMemory):
                 parameter.open_residual().add_(parameter.velocity, alpha=ahead)
             if parameter.filled and parameter.residual is not None:
                 parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
-        self._handover.unhook()
+        self.handover.end()
 
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
@@ -322,7 +319,7 @@ class SGDMomentum(MomentumMemory):
         exchange.take_traffic()  # no step's
         if not started and not parameter.stepped:
             return
-        group, state = self._handover.settings(p), self._optimizer.state[p]
+        group, state = self.handover.settings(p), self._optimizer.state[p]
         if group is not None and group["maximize"]:
             mean = -mean
         # DDP's buckets hold a parameter's elements in the order of memory.
@@ -331,8 +328,10 @@ class SGDMomentum(MomentumMemory):
         state["momentum_buffer"] = shaped if buffer is None else buffer.add_(shaped)
 
     @torch.no_grad()
-    def _add_decay(self, group: Group) -> None:
-        """To the gradients of a group, before a step."""
+    def _add_decay(self, group: Group) -> Group:
+        """To the gradients of a group with momentum, before a step that adds neither."""
+        if not group["momentum"]:
+            return {}
         decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
         sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
@@ -360,3 +359,4 @@ class SGDMomentum(MomentumMemory):
                     p.grad.add_(tensor, alpha=factor)
                 else:
                     p.grad.addcmul_(tensor, scale, value=factor)
+        return {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}

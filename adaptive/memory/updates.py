@@ -30,21 +30,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite, nan, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from adaptive.bucket import Bucket, StepCFs
+from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.memory.moments import (
     LEAST,
-    NUMBERS,
     Twin,
     UpdateJob,
-    averages,
     decay_of_squares,
     enlarge,
     flat,
@@ -56,13 +55,10 @@ from adaptive.memory.moments import (
     undelivered,
 )
 from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.statistics.vector import Statistics, Tally
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Scalar, fill_if, is_host, scratch_like
 from policies import state as saved
-
-if TYPE_CHECKING:
-    from adaptive.exchange.collectives import Exchange
-    from adaptive.statistics.vector import Statistics, Tally
 
 OPTIMIZERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """Those in whose stead it can step, and what inherits their `step`."""
@@ -126,6 +122,7 @@ class UpdateMemory(Residual):
 
     name = "updates"
     scales: UpdateScales
+    handover: Handover
 
     def __init__(
         self,
@@ -143,7 +140,7 @@ class UpdateMemory(Residual):
         self._ranks = ranks
         self._lag = cache(lag)
         self._clipped = clipped
-        self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
+        self.handover = Handover(optimizer, self._step, self._show)
         self._twin = Twin(optimizer)
         self._at = -1  # the step
         self._memory_of_norms = decay_of_squares(optimizer.param_groups[0])
@@ -161,7 +158,7 @@ class UpdateMemory(Residual):
         skipped or that the optimizer has not."""
         self._begin_step(bucket.key.step, tally)
         # On all ranks alike: what one skips, or is not finite there, another may send.
-        of = [(part, self._handover.settings(part.parameter.tensor)) for part in bucket.parts]
+        of = [(part, self.handover.settings(part.parameter.tensor)) for part in bucket.parts]
         self._holding |= {part.parameter.tensor for part, group in of if group is not None}
         if bucket.poisoned is True:
             return
@@ -190,7 +187,7 @@ class UpdateMemory(Residual):
     ) -> Sequence[Tensor]:
         jobs, previews = [], []
         for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
-            p, group = parameter.tensor, self._handover.settings(parameter.tensor)
+            p, group = parameter.tensor, self.handover.settings(parameter.tensor)
             previews.append(torch.zeros_like(grad) if group else grad)
             if group is not None:
                 state = {
@@ -230,26 +227,25 @@ class UpdateMemory(Residual):
             self._known = self._last()  # before a dense step's gradients are clipped
         if self.scales.differ:
             for p, parameter in self._parameters.items():
-                if self._handover.settings(p) is not None:
+                if self.handover.settings(p) is not None:
                     self._agree_on(parameter, exchange)
             self.scales.differ = False
             self._own.clear()
 
     @property
-    def steps_all(self) -> bool:
-        """No parameter that DDP reduces is another optimizer's."""
-        return all(self._handover.settings(p) is not None for p in self._parameters)
+    def may_part(self) -> bool:
+        # No parameter that DDP reduces is another optimizer's.
+        return all(self.handover.settings(p) is not None for p in self._parameters)
 
-    def learning_rates(self) -> dict[ModelParameter, Any]:
-        """Of each parameter, by which the optimizer multiplies updates. All must be its own."""
-        groups = {each: self._handover.settings(p) for p, each in self._parameters.items()}
-        return {each: group["lr"] for each, group in groups.items() if group is not None}
+    def learning_rate(self, parameter: ModelParameter) -> Any:
+        """By which the optimizer multiplies updates of the parameter, which must be its own."""
+        group = self.handover.settings(parameter.tensor)
+        assert group is not None
+        return group["lr"]
 
-    def part(self, instead: Callable[[], object]) -> None:
+    def part(self) -> None:
         """Before ranks step by themselves: the moments are each rank's own, momentum has all of its
-        lag, and what waits is in the residuals. instead: to be called before a step that is under
-        way already, whose closure runs this backward."""
-        self._handover.instead = instead
+        lag, and what waits is in the residuals."""
         for p, parameter in self._parameters.items():
             self._make_own(parameter, 1.0)
             late = self._late.pop(p, None)
@@ -268,18 +264,13 @@ class UpdateMemory(Residual):
             for name, kept in self._optimizer.state[p].items():
                 kept.fill_(1.0 if name == "mu_product" else 0.0)
 
-    def join(self, optimizer: Optimizer) -> None:
-        """The optimizer is in its step already, whose closure has run backward."""
-        if optimizer is self._optimizer:
-            self._handover.join(optimizer)
-
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
             self.settle(exchange)
             exchange.take_traffic()  # no step's
             for group in self._optimizer.param_groups:
                 self._deliver_late(group)
-        self._handover.unhook()
+        self.handover.end()
 
     def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
         return (parameter.filled, parameter.lag)
@@ -339,7 +330,7 @@ class UpdateMemory(Residual):
         p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
         if p not in self._own:
             parameter.filled = False  # gradients, from before the optimizer had it, are no updates
-            group = self._handover.settings(p)
+            group = self.handover.settings(p)
             if group is not None and "exp_avg" in state:
                 # A second moment of the mean has the signal's, and 1 / N of the noise's.
                 part = part_of_mean(group, parameter.lag, state, self._ranks)
@@ -352,7 +343,7 @@ class UpdateMemory(Residual):
         has no longer, goes to the residual, or comes from there."""
         before, parameter.lag = parameter.lag, share
         p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
-        group = self._handover.settings(p)
+        group = self.handover.settings(p)
         if before == share or group is None or "exp_avg" not in state:
             return
         part: Any = 1.0
@@ -379,13 +370,13 @@ class UpdateMemory(Residual):
         return factor
 
     @torch.no_grad()
-    def _step(self, group: Group) -> None:
+    def _step(self, group: Group) -> Group:
         """In the stead of the optimizer: parameters whose gradient is an update make that step, and
         are hidden from it."""
         self._deliver_late(group)
         held = [p for p in group["params"] if p in self._holding and p.grad is not None]
         if not held:
-            return
+            return {}
         lr, updates = group["lr"], [p.grad for p in held]
         skips = getattr(self._optimizer, "found_inf", None)  # of a fused one, told by a GradScaler
         if skips is not None:
@@ -406,6 +397,7 @@ class UpdateMemory(Residual):
             torch._foreach_sub_(held, updates, alpha=factor)
         for p in held:
             self._hidden[p], p.grad = p.grad, None
+        return {}
 
     def _show(self) -> None:
         """After the optimizer's step."""
@@ -424,7 +416,7 @@ class UpdateMemory(Residual):
     def _agree_on(self, parameter: ModelParameter, exchange: Exchange) -> None:
         """The same moments on all ranks, and what waits of the parameter for the next step. A
         collective."""
-        p, group = parameter.tensor, self._handover.settings(parameter.tensor)
+        p, group = parameter.tensor, self.handover.settings(parameter.tensor)
         assert group is not None
         state, own = self._optimizer.state[p], p in self._own
         if own and "exp_avg" in state:
@@ -432,22 +424,23 @@ class UpdateMemory(Residual):
             self._change_lag(parameter, 1.0)
             scale_second_moments(state, part)
         parameter.lag = 1.0
-        names = averages(group)
-        sizes = [p.numel(), 1, *(1 if name in NUMBERS else p.numel() for name in names)]
+        stepped = "step" in state
+        if not stepped:  # this rank has not used the parameter: moments to be filled
+            grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
+            self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
+        names = sorted(state)
+        sizes = [p.numel(), 1, *(state[name].numel() for name in names)]
         sent = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
         residual, there, *moments = sent.split(sizes)
         # A residual that is not its own is one of gradients, which another memory has left.
         if own and parameter.filled and parameter.residual is not None:
             residual.copy_(parameter.residual)
             parameter.filled = False
-        if "step" in state:
+        if stepped:
             there.fill_(1.0)
             for name, moment in zip(names, moments, strict=True):
                 moment.copy_(flat(state[name]))
         exchange.all_reduce(sent).wait()
-        if "step" not in state:  # of a parameter that this rank has not used
-            grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
-            self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
         some = there.clamp(min=1.0)
         for name, moment in zip(names, moments, strict=True):
             state[name].copy_(shaped(moment.div_(some), state[name]))

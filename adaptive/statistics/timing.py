@@ -100,10 +100,6 @@ class StepTiming(saved.Stateful):
     ended: Timestamp = None
     forward: Timestamp = None
 
-    def modelled(self, clock: ModelledClock) -> float:
-        """Seconds that it takes by a clock that does not measure."""
-        return clock.step(self.wire, self.statistics, self.steps)
-
     def split(self, between: Callable[[Timestamp, Timestamp], float]) -> dict[str, float]:
         """The seconds of a step that has ended, by the names that `Statistics` has for them.
         between: seconds from one timestamp to another."""
@@ -188,8 +184,8 @@ class Stopwatch:
     def stop(self, counts: bool) -> float:
         """The last step is over; returns the time. counts: not the first step of all, which builds
         DDP's buckets."""
-        if isinstance(self.clock, ModelledClock) and self._running is not None:
-            self.clock.now += self._running.modelled(self.clock)
+        if isinstance(self.clock, ModelledClock):
+            self.clock.now = self.ends()
         self._now, forward = self.timestamps(), self.forward.take()
         if self._running is not None:
             self._running.ended, self._running.forward = self._now, forward
@@ -202,7 +198,7 @@ class Stopwatch:
         clock, running = self.clock, self._running
         if not isinstance(clock, ModelledClock) or running is None:
             return clock()
-        return clock() + running.modelled(clock)
+        return clock() + clock.step(running.wire, running.statistics, running.steps)
 
     def start(self, cf: float, steps: int = 1) -> dict[str, float]:
         """A step at `cf` begins where the last one stopped, and the next exchange comes after so

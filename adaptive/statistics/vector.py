@@ -8,7 +8,6 @@ rings), which makes every number of `Statistics` an agreed one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite, nan, sqrt
 from typing import Any
@@ -211,18 +210,15 @@ class Statistics:
             "network_seconds": min(self.waits) if waits_known else nan,
             "grad_norm": sqrt(self.grad / tally.ranks) if self.grad >= 0 else nan,
             "steady": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
-            "signal": self._by_cf(self.signal),
-            "peers": self._by_cf(self.peers),
+            # By CF of the shadow ladder; empty if they were not asked for.
+            "signal": dict(zip(tally.ladder, self.signal, strict=False)),
+            "peers": dict(zip(tally.ladder, self.peers, strict=False)),
             **{
                 name: getattr(self, name)
                 for name, each in _DECLARED.items()
                 if each.get("reported")
             },
         }
-
-    def _by_cf(self, values: Sequence[float]) -> dict[float, float]:
-        """By CF of the shadow ladder; empty if there are none."""
-        return dict(zip(self.tally.ladder, values, strict=False))
 
 
 _DECLARED = {each.name: each.metadata for each in fields(Statistics) if each.metadata}

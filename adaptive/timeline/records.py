@@ -263,19 +263,9 @@ class Recorder(Stateful):
             self._start()
             self._timeline.event(event)
 
-    def step(
-        self,
-        report: StepReport,
-        policy: Policy,
-        now: float,
-        layer_cfs: Mapping[str, float],
-        read_sum: bool,
-        sent: float,
-        dense: float,
-        local_steps: int,
-    ) -> None:
+    def step(self, report: StepReport, policy: Policy, now: float, **recorded: Any) -> None:
         """A step that was agreed on, at the time `now`; and in the log, what the policy has
-        concluded. sent, dense: bytes by its end; these and local_steps: see `StepRecord`."""
+        concluded. recorded: what else a `StepRecord` has of it."""
         if not self._writes:
             return
         self._start()
@@ -293,12 +283,8 @@ class Recorder(Stateful):
             t_sys=t_sys * report.timed_steps * self._samples,
             t_comp=t_comp * report.timed_steps * self._samples,
             status=status,
-            layer_cfs=layer_cfs,
-            read_sum=read_sum,
             active=self._active,
-            sent=sent,
-            dense=dense,
-            local_steps=local_steps,
+            **recorded,
         )
         self._timeline.step(record)
         verdict = policy.verdict()
