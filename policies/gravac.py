@@ -184,14 +184,15 @@ class GraVAC(DeclaredPolicy):
 
     def _step_exploration(self) -> str:
         """Returns why the plan changes, "" if it does not."""
-        window = self._short_window if self._quick else self.window
-        if self._judging == DENSE_WINDOW:
-            window = min(self.dense_window, window) if self._quick else self.dense_window
-        if self._judging == DENSE_WINDOW or self._rule.level != Level.DENSE:
+        judges_dense = self._judging == DENSE_WINDOW
+        window = self.dense_window if judges_dense else self.window
+        if self._quick:
+            window = min(window, self._short_window)
+        if judges_dense or self._rule.level != Level.DENSE:
             self._window_step += 1
             if self._window_step >= window:
                 return self._end_window()
-        return "" if self._judging == DENSE_WINDOW else self._follow_rule()
+        return "" if judges_dense else self._follow_rule()
 
     def _end_window(self) -> str:
         """Go on with the next window, or choose; returns why."""
