@@ -46,8 +46,8 @@ class Context:
     # What is fed back and sent is not gradients but updates, or how far ranks have come by
     # themselves: no optimizer multiplies it once it is there.
     updates: bool = False
-    # Bytes that a rank puts on the wire in a step at a CF; nan if not known.
-    wire_bytes: Callable[[float], float] = lambda cf: nan
+    # Bytes that a rank puts on the wire in a step at a CF; without any, how they compare.
+    wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
     # (empty if the layers are not known or must all have the same), and a layer's payload bytes.
     layers: Mapping[str, int] = field(default_factory=dict)
