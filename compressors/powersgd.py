@@ -169,9 +169,10 @@ class PowerSGD(RoundsCompressor):
         decoded = zip(parts, ps, means, sums[1::2], strict=True)
         return [part.payload(p, q, rest) for part, p, q, rest in decoded]
 
-    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         """If the last step's Q has too few columns, there is one more step of iteration: a random
         start would show far less than what PowerSGD keeps once it has run for a few steps."""
+        base.check_flat(tensor)
         part = self._part(tensor, cf, key)
         p = orthonormal_rows(part.start @ part.matrix.t())
         q = p @ part.matrix
