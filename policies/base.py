@@ -60,9 +60,7 @@ class Context:
         """`cf` if it may be sent; ValueError names the argument otherwise."""
         low, high = self.cf_range
         if not low <= cf <= high and cf not in (DENSE, *self.assumed):
-            others = f" or one of {', '.join(f'{cf:g}' for cf in self.assumed)}" * bool(
-                self.assumed
-            )
+            others = "".join(f" or {cf:g}" for cf in self.assumed)
             raise ValueError(
                 f"{name}={cf:g}: must be 1 (dense) or inside cf_range ({low:g}, {high:g}){others}"
             )

@@ -8,7 +8,7 @@ dense if no CF beats that. Beyond the paper, it explores again when something ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, nan
 from typing import get_args
 
@@ -80,6 +80,7 @@ class GraVAC(DeclaredPolicy):
     patience: int = setting(2, checks.whole, least=1)
     retry: int | None = setting(10, checks.whole, or_none=True, least=1)
 
+    _ladder: tuple[float, ...] = field(init=False, repr=False, default=())
     _judging: int = saved(DENSE_WINDOW)  # the window of an exploration
     _window_step: int = saved(0)
     _quick: bool = saved(False)  # it explores with short windows
@@ -90,10 +91,6 @@ class GraVAC(DeclaredPolicy):
     _statistics: CandidateStatistics = saved()
     _rule: SendRule = saved()
     _monitor: DriftMonitor = saved()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
         """Raises ValueError if step_size makes too many candidates, or one of unknown gain."""
