@@ -4,52 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from compressors.base import Compressor, CorruptPayload, Key, NoCompression, Payload, check_cf, kept
-from compressors.grace import GraceCompressor
-from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
-from compressors.randomk import RandomK
-from compressors.rounds import RoundsCompressor
-from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
-from compressors.sketch import Sketch
-from compressors.sparsifier import Sparsifier, TopK
-from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
-from compressors.wire.values import ValueFormat, value_names
-
-__all__ = [
-    "BF16",
-    "DGC",
-    "FP16",
-    "QSGD",
-    "AdaComp",
-    "Compressor",
-    "CorruptPayload",
-    "GraceCompressor",
-    "Int8",
-    "Key",
-    "Natural",
-    "NoCompression",
-    "OneBit",
-    "Payload",
-    "PowerSGD",
-    "RandomK",
-    "RedSync",
-    "RoundsCompressor",
-    "SIDCo",
-    "SignSGD",
-    "Sketch",
-    "Sparsifier",
-    "TernGrad",
-    "Threshold",
-    "TopK",
-    "TwoBit",
-    "ValueFormat",
-    "check_cf",
-    "compressor_names",
-    "kept",
-    "make_compressor",
-    "register",
-]
+from compressors.base import Compressor as Compressor
+from compressors.base import CorruptPayload as CorruptPayload
+from compressors.base import Key as Key
+from compressors.base import NoCompression as NoCompression
+from compressors.base import Payload as Payload
+from compressors.base import check_cf as check_cf
+from compressors.base import kept as kept
+from compressors.grace import GraceCompressor as GraceCompressor
+from compressors.powersgd import PowerSGD as PowerSGD
+from compressors.quantizers import BF16 as BF16
+from compressors.quantizers import FP16 as FP16
+from compressors.quantizers import QSGD as QSGD
+from compressors.quantizers import Int8 as Int8
+from compressors.quantizers import Natural as Natural
+from compressors.randomk import RandomK as RandomK
+from compressors.rounds import RoundsCompressor as RoundsCompressor
+from compressors.signs import OneBit as OneBit
+from compressors.signs import SignSGD as SignSGD
+from compressors.signs import TernGrad as TernGrad
+from compressors.signs import TwoBit as TwoBit
+from compressors.sketch import Sketch as Sketch
+from compressors.sparsifier import Sparsifier as Sparsifier
+from compressors.sparsifier import TopK as TopK
+from compressors.thresholds import DGC as DGC
+from compressors.thresholds import AdaComp as AdaComp
+from compressors.thresholds import RedSync as RedSync
+from compressors.thresholds import SIDCo as SIDCo
+from compressors.thresholds import Threshold as Threshold
+from compressors.wire.values import ValueFormat as ValueFormat
+from compressors.wire.values import value_names
 
 _sparsifiers = (TopK, DGC, Threshold, RedSync, SIDCo, AdaComp, RandomK)
 _quantizers = (FP16, BF16, Int8, QSGD, Natural, OneBit, SignSGD, TernGrad, TwoBit)

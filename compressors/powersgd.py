@@ -95,27 +95,20 @@ def layout_of(payload: Payload) -> Layout:
 
 
 class _Part(NamedTuple):
-    """This is one tensor of a bucket: flat, with Q^T to begin with (rank x columns)."""
+    """This is one tensor of a bucket, with Q^T to begin with (rank x columns)."""
 
     key: Key
     cf: float
-    flat: Tensor
     plan: Layout
     start: Tensor
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.plan.matrix(self.flat)
-
-    @property
-    def rest(self) -> Tensor:
-        return self.plan.tail(self.flat)
+    matrix: Tensor
+    rest: Tensor
 
     def payload(
         self, p: Tensor, q: Tensor, rest: Tensor, energies: Tensor | None = None
     ) -> Payload:
         parts = (p.view(-1), q.reshape(-1), rest)
-        numel, dtype = self.flat.numel(), self.flat.dtype
+        numel, dtype = self.matrix.numel() + self.rest.numel(), self.matrix.dtype
         return Payload(parts, numel, self.cf, self.key, energies, dtype)
 
 
@@ -176,16 +169,17 @@ class PowerSGD(RoundsCompressor):
         decoded = zip(parts, ps, means, sums[1::2], strict=True)
         return [part.payload(p, q, rest) for part, p, q, rest in decoded]
 
-    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         """If the last step's Q has too few columns, there is one more step of iteration: a random
         start would show far less than what PowerSGD keeps once it has run for a few steps."""
+        base.check_flat(tensor)
         part = self._part(tensor, cf, key)
         p = orthonormal_rows(part.start @ part.matrix.t())
         q = p @ part.matrix
         if self._known(key.name, part.plan.cols) < part.plan.rank:
             p = orthonormal_rows(orthonormal_rows(q) @ part.matrix.t())
             q = p @ part.matrix
-        return _own([part], [p], [q], squared_norms([part.flat]), False)[0]
+        return _own([part], [p], [q], squared_norms([tensor]), False)[0]
 
     def recompress(self, payload: Payload, factor: float) -> Payload:
         """P and Q truncated to their first columns: what the rounds give at that rank."""
@@ -259,7 +253,8 @@ class PowerSGD(RoundsCompressor):
     def _part(self, tensor: Tensor, cf: float, key: Key) -> _Part:
         flat = tensor.detach()
         plan = layout(cf, flat.numel(), key.shape)
-        return _Part(key, cf, flat, plan, self._start(key.name, plan.rank, plan.cols, flat))
+        start = self._start(key.name, plan.rank, plan.cols, flat)
+        return _Part(key, cf, plan, start, plan.matrix(flat), plan.tail(flat))
 
     def _known(self, name: str, cols: int) -> int:
         """How many rows of this length are known of the last step."""

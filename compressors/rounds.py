@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import nan
 
 import torch
@@ -63,15 +62,8 @@ class RoundsCompressor(Compressor):
 
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         check_flat(tensor)
-        half = tensor.dtype not in (torch.float32, torch.float64)
-        payload = self._alone(tensor.float() if half else tensor, check_cf(cf), key)
-        parts = tuple(p.to(tensor.dtype) if p.is_floating_point() else p for p in payload.parts)
-        return replace(payload, parts=parts, dtype=tensor.dtype)
-
-    def _alone(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        """What the rounds of a world of one rank report (`tensor` is float32 or float64)."""
         reported: list[Payload] = []
-        rounds = self.rounds([tensor], [cf], [key], 1, reported.extend)
+        rounds = self.rounds([tensor], [check_cf(cf)], [key], 1, reported.extend)
         with suppress(StopIteration):
             rounds.send(next(rounds).clone())
         return reported[0]

@@ -273,8 +273,6 @@ class CountSketch:
 
 
 def _median(estimates: list[Tensor]) -> Tensor:
-    if len(estimates) == 1:
-        return estimates[0]
     if len(estimates) == 3:
         a, b, c = estimates
         return torch.maximum(torch.minimum(a, b), torch.minimum(torch.maximum(a, b), c))

@@ -116,9 +116,7 @@ class Accordion(WrappingPolicy):
             raise ValueError(f"low={low:g}: must not exceed high={high:g}")
         self._sides = {}
         for name, side in (("low", low), ("high", high)):
-            policy = side
-            if not isinstance(policy, Policy):
-                policy = Fixed(context.check(name, policy))
+            policy = side if isinstance(side, Policy) else Fixed(context.check(name, side))
             policy.start(context)
             self._sides[name] = policy
         self._numels = dict(context.layers)

@@ -46,8 +46,8 @@ class Context:
     # What is fed back and sent is not gradients but updates, or how far ranks have come by
     # themselves: no optimizer multiplies it once it is there.
     updates: bool = False
-    # Bytes that a rank puts on the wire in a step at a CF; nan if not known.
-    wire_bytes: Callable[[float], float] = lambda cf: nan
+    # Bytes that a rank puts on the wire in a step at a CF; without any, how they compare.
+    wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
     # (empty if the layers are not known or must all have the same), and a layer's payload bytes.
     layers: Mapping[str, int] = field(default_factory=dict)
@@ -60,9 +60,7 @@ class Context:
         """`cf` if it may be sent; ValueError names the argument otherwise."""
         low, high = self.cf_range
         if not low <= cf <= high and cf not in (DENSE, *self.assumed):
-            others = f" or one of {', '.join(f'{cf:g}' for cf in self.assumed)}" * bool(
-                self.assumed
-            )
+            others = "".join(f" or {cf:g}" for cf in self.assumed)
             raise ValueError(
                 f"{name}={cf:g}: must be 1 (dense) or inside cf_range ({low:g}, {high:g}){others}"
             )

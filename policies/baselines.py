@@ -159,9 +159,9 @@ class Warmup(WrappingPolicy):
         if self.then is not None and not isinstance(self.then, Policy):
             raise TypeError(f"then must be a Policy object or None, got {self.then!r}")
         super().__post_init__()
-        self.shadow = self.then is not None and self.then.shadow
-        self.layerwise = self.then is not None and self.then.layerwise
-        self.chooses_local_steps = self.then is not None and self.then.chooses_local_steps
+        then = self.then or Fixed()
+        self.shadow, self.layerwise = then.shadow, then.layerwise
+        self.chooses_local_steps = then.chooses_local_steps
 
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range does not suit `then`."""

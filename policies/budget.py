@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite, log, nan
+from math import isfinite, nan
 
 from policies import checks
 from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, setting
@@ -33,8 +33,7 @@ class Budget(DeclaredPolicy):
 
     Give one of the first two:
 
-    bytes_per_step: wire bytes of a rank in a step, > 0. Sizes that cannot be computed are learned
-        from the largest CF down; only one that was guessed can exceed the budget, once.
+    bytes_per_step: wire bytes of a rank in a step, > 0.
     share: part of the step time, in (0, 1], that may go to sending bytes while backward does not
         hide it; 0.2 if neither is given. Latency, which is the same at any CF, does not count.
     window: steps at a CF before its share is judged, >= 5.
@@ -81,7 +80,7 @@ class Budget(DeclaredPolicy):
         """Begin to learn the bytes and times of the CFs. send: the CF, if no bytes are given."""
         self._begin()
         self._wire = WireBytes(self._computed)
-        self._time = StepTime(self._bytes, self._overlap)
+        self._time = StepTime(self._wire.at, self._overlap)
         within = self.bytes_per_step
         self._send = send if within is None else self._within(within)
 
@@ -105,16 +104,15 @@ class Budget(DeclaredPolicy):
     # Bytes
 
     def _within(self, limit: float) -> float:
-        """The smallest CF whose bytes are known to be within the limit; the largest if none is."""
-        fitting = (cf for cf in self._cfs if (n := self._wire.at(cf)) is not None and n <= limit)
-        return next(fitting, self._cfs[-1])
+        """The smallest CF whose bytes are within the limit; the largest if none is."""
+        return next((cf for cf in self._cfs if self._wire.at(cf) <= limit), self._cfs[-1])
 
     def _keep_to_bytes(self, limit: float) -> str:
         """Send the smallest CF within the limit; returns why, "" if it stays."""
         before, self._send = self._send, self._within(limit)
         if self._send == before:
             return ""
-        had, has = (self._wire.at(cf) or nan for cf in (before, self._send))
+        had, has = self._wire.at(before), self._wire.at(self._send)
         return (
             f"{had:.4g} bytes a step at CF {before:g}, {has:.4g} at {self._send:g}, "
             f"bytes_per_step {limit:g}"
@@ -162,16 +160,11 @@ class Budget(DeclaredPolicy):
 
     def _second(self) -> float | None:
         """The CF for a look; None if all CFs have the same number of bytes."""
-        here = self._bytes(self._send)
-        others = {cf: n for cf in self._cfs if (n := self._bytes(cf)) != here}
+        here = self._wire.at(self._send)
+        others = {cf: n for cf in self._cfs if (n := self._wire.at(cf)) != here}
         fewer = {cf: n for cf, n in others.items() if 2 * n <= here}
         wanted, among = (here / APART, fewer) if fewer else (here * APART, others)
         return min(among, key=lambda cf: abs(among[cf] - wanted), default=None)
-
-    def _bytes(self, cf: float) -> float:
-        """Bytes at a CF, or, where no size is known, its part of dense."""
-        nbytes = self._wire.at(cf)
-        return 1 / cf if nbytes is None else nbytes
 
     def _share(self, cf: float) -> float:
         """The part of a step at `cf` that goes to sending its bytes, as predicted."""
@@ -196,7 +189,7 @@ class Budget(DeclaredPolicy):
         sending = self._time.sending(self._send) if known else 0.0
         return {
             "share": self._share(self._send) if known else nan,
-            "bandwidth": self._bytes(self._send) / sending if sending > 0 else nan,
+            "bandwidth": self._wire.at(self._send) / sending if sending > 0 else nan,
             "exploring": float(by_time and (self._brief or self._look is not None)),
         }
 
@@ -221,10 +214,9 @@ class Budget(DeclaredPolicy):
 
 @dataclass(eq=False)
 class WireBytes(Stateful):
-    """Bytes on the wire by CF: as measured where a CF was sent, else as computed, else guessed: by
-    the nearest CF that was measured, in proportion."""
+    """Bytes on the wire by CF: as measured where a CF was sent, else as computed."""
 
-    computed: Callable[[float], float]  # nan where they are not known
+    computed: Callable[[float], float]
 
     _measured: dict[float, float] = saved({})
     _dense: float | None = saved(None)
@@ -237,18 +229,6 @@ class WireBytes(Stateful):
         if isfinite(report.wire_bytes) and report.wire_bytes >= 0:
             self._measured[report.cf] = report.wire_bytes
 
-    def at(self, cf: float) -> float | None:
-        """Bytes of a step at `cf`; None if they can be neither computed nor guessed."""
-        if cf in self._measured:
-            return self._measured[cf]
-        computed = self.computed(cf)
-        if isfinite(computed) and computed >= 0:
-            return computed
-        if self._dense is None or cf == DENSE:
-            return self._dense
-        sent = [other for other in self._measured if other != DENSE]
-        if not sent:
-            return self._dense / cf
-        nearest = min(sent, key=lambda other: abs(log(other / cf)))
-        guess = self._measured[nearest] * (nearest / cf)
-        return guess if isfinite(guess) else None
+    def at(self, cf: float) -> float:
+        """Bytes of a step at `cf`."""
+        return self._measured[cf] if cf in self._measured else self.computed(cf)

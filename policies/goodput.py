@@ -286,8 +286,6 @@ class Goodput(DeclaredPolicy):
         is, perhaps to another number of local steps."""
         promised = self.t_comp()
         here = promised.get(self._send, 0.0)
-        if not promised:
-            return
         origin, self._came_from = self._came_from, None
         # A CF that promises most and is too uncertain does not stand in the way of another.
         others = [cf for cf in promised if cf != self._send]

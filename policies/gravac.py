@@ -8,7 +8,7 @@ dense if no CF beats that. Beyond the paper, it explores again when something ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, nan
 from typing import get_args
 
@@ -80,6 +80,7 @@ class GraVAC(DeclaredPolicy):
     patience: int = setting(2, checks.whole, least=1)
     retry: int | None = setting(10, checks.whole, or_none=True, least=1)
 
+    _ladder: tuple[float, ...] = field(init=False, repr=False, default=())
     _judging: int = saved(DENSE_WINDOW)  # the window of an exploration
     _window_step: int = saved(0)
     _quick: bool = saved(False)  # it explores with short windows
@@ -90,10 +91,6 @@ class GraVAC(DeclaredPolicy):
     _statistics: CandidateStatistics = saved()
     _rule: SendRule = saved()
     _monitor: DriftMonitor = saved()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._ladder: tuple[float, ...] = ()
 
     def start(self, context: Context) -> None:
         """Raises ValueError if step_size makes too many candidates, or one of unknown gain."""
@@ -184,14 +181,15 @@ class GraVAC(DeclaredPolicy):
 
     def _step_exploration(self) -> str:
         """Returns why the plan changes, "" if it does not."""
-        window = self._short_window if self._quick else self.window
-        if self._judging == DENSE_WINDOW:
-            window = min(self.dense_window, window) if self._quick else self.dense_window
-        if self._judging == DENSE_WINDOW or self._rule.level != Level.DENSE:
+        judges_dense = self._judging == DENSE_WINDOW
+        window = self.dense_window if judges_dense else self.window
+        if self._quick:
+            window = min(window, self._short_window)
+        if judges_dense or self._rule.level != Level.DENSE:
             self._window_step += 1
             if self._window_step >= window:
                 return self._end_window()
-        return "" if self._judging == DENSE_WINDOW else self._follow_rule()
+        return "" if judges_dense else self._follow_rule()
 
     def _end_window(self) -> str:
         """Go on with the next window, or choose; returns why."""

@@ -94,35 +94,29 @@ class StepTime(Stateful):
         self._work.add(DENSE, self._work_of_one(seconds, exposed, coding))
         self._compress.add(cf, compress)
         self._decode.add(cf, coding - compress)
-        self._observe_exposed(cf, exposed, NOISE_SHARE * self._work[DENSE])
+        self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
         """Seconds of a step at `cf`; None before the first step. With local steps those of so many
         steps (None: as many as in the last report) and one exchange."""
         if not self._work.cfs():
             return None
-        return self._working(steps) + self.coding(cf) + self._not_hidden(self.exposed(cf), steps)
+        return self._step(self.exposed(cf), self.coding(cf), steps)
 
     def without_coding(self, cf: float, steps: int) -> float:
         """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
         first step."""
-        if not self._work.cfs():
-            return 0.0
-        return self._working(steps) + self._not_hidden(self.exposed(cf), steps)
+        return self._step(self.exposed(cf), steps=steps) if self._work.cfs() else 0.0
 
     def measured(self, cf: float) -> float | None:
         """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
         was; None if it never was."""
         exposed = self._last.get(cf)
-        if exposed is None:
-            return None
-        return self._working() + self.coding(cf) + self._not_hidden(exposed)
+        return None if exposed is None else self._step(exposed, self.coding(cf))
 
     def without_compression(self) -> dict[float, float]:
         """Seconds of a step less compressing and decoding, by CF that was run, as `measured`."""
-        return {
-            cf: self._working() + self._not_hidden(exposed) for cf, exposed in self._last.items()
-        }
+        return {cf: self._step(exposed) for cf, exposed in self._last.items()}
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
@@ -130,7 +124,7 @@ class StepTime(Stateful):
         if not self._work.cfs():
             return None
         fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
-        return self._working() + fastest + self._not_hidden(self._latency())
+        return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
         """Seconds that compressing and decoding take; dense needs neither. Where a CF that was not
@@ -177,20 +171,14 @@ class StepTime(Stateful):
 
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
 
-    def _working(self, steps: int | None = None) -> float:
-        return self._work[DENSE] * (self._steps if steps is None else steps)
-
-    def _hiding(self, steps: int | None = None) -> int:
-        """Of so many steps, those that pass while an exchange is under way."""
-        return overlapped(self.overlap, self._steps if steps is None else steps)
-
-    def _not_hidden(self, exposed: float, steps: int | None = None) -> float:
-        """What is left of an exposed time behind so many steps."""
-        return max(0.0, exposed - self._work[DENSE] * self._hiding(steps))
+    def _step(self, exposed: float, coding: float = 0.0, steps: int | None = None) -> float:
+        """Seconds of so many local steps (None: as many as in the last report) and one exchange."""
+        work, steps = self._work[DENSE], self._steps if steps is None else steps
+        return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
         """Seconds of one step's work, of a report's."""
-        hiding, work = self._hiding(), (seconds - coding) / self._steps
+        hiding, work = overlapped(self.overlap, self._steps), (seconds - coding) / self._steps
         if not hiding or exposed > hiding * work:
             work = (seconds - exposed - coding) / (self._steps - hiding)
         return max(0.0, work)
@@ -218,17 +206,16 @@ class StepTime(Stateful):
         predicted = y + slope * (wanted - x)
         return max(0.0, predicted) if isfinite(predicted) else y
 
-    def _observe_exposed(self, cf: float, exposed: float, least: float) -> None:
-        """Take in the exposed time of one step. least: smallest difference that counts."""
+    def _observe_exposed(self, cf: float, exposed: float) -> None:
         if cf != self._cf:
             self._cf, self._recent, self._same = cf, [], 0
         self._recent = [*self._recent, exposed][-MANY:]
         self._same += 1
-        if self._has_changed(cf, least):
+        if self._has_changed(cf):
             # One or two of the last steps may still have been delayed by the network as it was.
             self._typical, self._network, self._same = {}, {}, RECENT - 2
             self._doubted = False
-        elif not self._doubted and self._is_doubtful(cf, least):
+        elif not self._doubted and self._is_doubtful(cf):
             self._typical, self._network = {}, {}
             self._doubted = True
         if self._same > MANY:
@@ -240,7 +227,7 @@ class StepTime(Stateful):
         # Single steps may have waited for nothing: the second fastest of a few, the third of more.
         self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
-    def _has_changed(self, cf: float, least: float) -> bool:
+    def _has_changed(self, cf: float) -> bool:
         """Whether the last steps at the CF in use show another network than the other CFs at first
         (more bytes do not take less time), and the CF itself later."""
         if self._same < RECENT:
@@ -249,28 +236,23 @@ class StepTime(Stateful):
             nbytes = self.nbytes(cf)
             fewer = [t for other, t in self._typical.items() if self.nbytes(other) < nbytes]
             more = [t for other, t in self._network.items() if self.nbytes(other) > nbytes]
-            return self._are_beyond(
-                RECENT, 0, max(fewer, default=0.0), min(more, default=inf), least
-            )
+            return self._are_beyond(RECENT, 0, max(fewer, default=0.0), min(more, default=inf))
         old = self._typical[cf]
-        return self._are_beyond(RECENT, 0, old, old, least) or (
-            self._same >= MANY and self._are_beyond(MANY, EXCEPTIONS, old, old, least)
-        )
+        long = self._same >= MANY and self._are_beyond(MANY, EXCEPTIONS, old, old)
+        return long or self._are_beyond(RECENT, 0, old, old)
 
-    def _is_doubtful(self, cf: float, least: float) -> bool:
+    def _is_doubtful(self, cf: float) -> bool:
         """Whether the CF in use waits less than the other CFs predict: the network was slow for a
         few steps when they were run, or backward hides this exchange."""
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False
-        return self._are_beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf, least)
+        return self._are_beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf)
 
-    def _are_beyond(
-        self, steps: int, exceptions: int, low: float, high: float, least: float
-    ) -> bool:
+    def _are_beyond(self, steps: int, exceptions: int, low: float, high: float) -> bool:
         """Whether the last steps, but for some exceptions, all waited clearly longer than `high` or
         all clearly less than `low`."""
-        times = sorted(self._recent[-steps:])
+        times, least = sorted(self._recent[-steps:]), NOISE_SHARE * self._work[DENSE]
         slower = times[exceptions] + least > CHANGED * (high + least)
         return slower or times[-1 - exceptions] + least < (low + least) / CHANGED
 

@@ -248,7 +248,7 @@ def test_unusual_values_keep_the_sum(tensor):
 
 
 @pytest.mark.parametrize("cf", [1.0, 10.0, 1000.0])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_round_trip(cf, dtype):
     sketch, tensor = Sketch(), heavy(5000, 2, dtype)
     payload = sketch.compress(tensor, cf, KEY)
