@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
@@ -74,6 +75,8 @@ class AdaptiveCompressor:
         makes of its gradient is fed back and sent. "none": what is not sent is lost. "auto": by the
         optimizer that `attach` is handed "updates" for one of these, "momentum" for SGD with
         momentum, else "residual"; "none" for an unbiased compressor.
+    residual_dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random; not
+        with momentum correction. Of float64 parameters it is in float64 all the same.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
         gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: with "momentum" the
@@ -121,6 +124,7 @@ class AdaptiveCompressor:
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
+        residual_dtype: torch.dtype = torch.float32,
         momentum: float | None = None,
         momentum_lag: float | None = None,
         masking: bool | float | None = None,
@@ -156,6 +160,7 @@ class AdaptiveCompressor:
             cf_range=cf_range,
             policy=policy,
             memory=MemoryChoice(compressor, below, memory, momentum, momentum_lag, masking),
+            residual_dtype=residual_dtype,
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),

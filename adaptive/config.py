@@ -152,6 +152,7 @@ class Settings:
     cf_range: tuple[float, float]
     policy: Policy
     memory: MemoryChoice
+    residual_dtype: torch.dtype
     clip_norm: float | None
     shadow_sample: float
     samples_per_step: float | None
@@ -190,6 +191,11 @@ class Settings:
             )
         if self.local_steps != 1:
             self._check_local_steps()
+        if self.residual_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"residual_dtype must be torch.float32 or torch.bfloat16, got "
+                f"{self.residual_dtype!r}"
+            )
         if policy.layerwise:
             why = f"policy {policy.name!r}, which gives layers CFs of their own"
             if self.granularity == "bucket":
@@ -206,6 +212,7 @@ class Settings:
         wrong = {
             "hooks": (self.hooks, "empty"),
             "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
+            "residual_dtype": (self.residual_dtype != torch.float32, "torch.float32"),
             "memory": (self.memory.kind in ("momentum", "updates"), "'auto', 'residual' or 'none'"),
         }
         if self.local_steps == "auto":
@@ -217,7 +224,7 @@ class Settings:
                 )
         for name, (given, accepted) in wrong.items():
             if given:
-                got = self.memory.kind if name == "memory" else given
+                got = self.memory.kind if name == "memory" else getattr(self, name)
                 told = f"{name} must be {accepted} with local_steps={self.local_steps!r}"
                 raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
 
@@ -232,7 +239,7 @@ class Settings:
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange cf_range shadow_sample clip_norm"
-        as_they_are += " local_steps outer_lr outer_momentum overlap debug checksum"
+        as_they_are += " local_steps outer_lr outer_momentum overlap debug checksum residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

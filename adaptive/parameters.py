@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(eq=False)
 class ModelParameter:
-    """What is kept for one parameter, flat. Half-precision parameters are kept in float32.
+    """What is kept for one parameter, flat. For half-precision parameters it is in float32.
 
+    residual_dtype: bfloat16 to keep the residual of a parameter that is not float64 in that.
     residual: meaningless unless `filled`. velocity: with momentum correction only. started: it has
     had its first step, on this rank: one that has not used the parameter has no velocity. lag: the
     share of the momentum's lag that it moves with (`MomentumRule.with_lag`). stepped: the optimizer
@@ -35,18 +36,23 @@ class ModelParameter:
     lag: float = 1.0
     stepped: bool = False
     before: Any = None
+    residual_dtype: torch.dtype = torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.tensor.numel(), dtype=self.dtype, device=self.tensor.device)
+    def zeros(self, name: str = "", numel: int | None = None) -> Tensor:
+        """For what is kept under this name; so many elements, or as many as the parameter has."""
+        own = name == "residual" and self.dtype == torch.float32
+        dtype = self.residual_dtype if own else self.dtype
+        numel = self.tensor.numel() if numel is None else numel
+        return torch.zeros(numel, dtype=dtype, device=self.tensor.device)
 
     def open_residual(self) -> Tensor:
         """The residual, zero if it was empty."""
         if self.residual is None:
-            self.residual = self.zeros()
+            self.residual = self.zeros("residual")
         elif not self.filled:
             self.residual.zero_()
         self.filled = True
@@ -57,18 +63,23 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     """What is kept of each parameter of a model.
 
     model: None when the hook was registered without one; parameters are then
-    found one by one, and have no names.
+    found one by one, and have no names. residual_dtype: see `ModelParameter`.
     """
 
-    def __init__(self, model: DistributedDataParallel | None) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel | None,
+        residual_dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self._model = model
+        self._residual_dtype = residual_dtype
         if model is not None:
             # DDP looks parameters of the outermost module up as ".name", so never ignores those.
             ignored = model.parameters_to_ignore
             for name, p in model.module.named_parameters():
                 if p.requires_grad and (name if "." in name else f".{name}") not in ignored:
-                    self[p] = ModelParameter(name, p)
+                    self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
     def find(self, param: Tensor) -> ModelParameter:
         """Of a parameter in a bucket. RuntimeError if the model has it not."""
@@ -80,7 +91,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
                 f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
                 f"be reduced when the compressor was attached: freeze parameters before DDP(model)"
             )
-        self[param] = ModelParameter(f"parameter{len(self)}", param)
+        name = f"parameter{len(self)}"
+        self[param] = ModelParameter(name, param, residual_dtype=self._residual_dtype)
         return self[param]
 
     def by_name(self) -> dict[str, ModelParameter]:
@@ -110,7 +122,7 @@ def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[
         whole = _as_one(held)
         if whole is None:
             # Zeros that nobody has written yet take no memory on a CPU.
-            whole = torch.zeros(sum(sizes), dtype=first.dtype, device=first.tensor.device)
+            whole = first.zeros(name, sum(sizes))
             for parameter, place, old in zip(parameters, whole.split(sizes), held, strict=True):
                 setattr(parameter, name, place if old is None else place.copy_(old))
         flat[name] = whole

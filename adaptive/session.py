@@ -74,7 +74,7 @@ class Session:
         link = EmulatedLink(settings.link) if settings.link else None
         self.exchange = Exchange(group, link, settings.checksum)
         rank, world_size = self.exchange.rank, self.exchange.world_size
-        self._parameters = ModelParameters(model)
+        self._parameters = ModelParameters(model, settings.residual_dtype)
         self._watch = StepWatch(self._parameters, self._before_step, self._after_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
@@ -182,6 +182,12 @@ class Session:
             raise ValueError(f"local_steps={every!r} needs the model: attach(model) or bind(model)")
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
         self._memory.choose(optimizer if every in (1, "auto") else None)
+        wanted = self.settings.residual_dtype
+        if wanted != torch.float32 and "velocity" in self._memory.now.keeps:
+            raise ValueError(
+                f"residual_dtype must be torch.float32 with momentum correction, which memory="
+                f"'residual' does without; got {wanted}"
+            )
 
     def _step_apart(self, every: int) -> LocalSteps:
         """From here on each rank steps by itself, and `every` so many steps they exchange."""

@@ -74,6 +74,11 @@ def check_state(
     keeps = {kind.name: kind.keeps for kind in (NoMemory, Residual, MomentumMemory, UpdateMemory)}
     tensors = keeps[expected["memory_kind"]]
     memory = {name: {**dict.fromkeys(tensors, each), **plain} for name, each in flat.items()}
+    for name, kept in read(state, "memory", Mapping).items():
+        residual = kept.get("residual") if isinstance(kept, Mapping) else None
+        # One in bfloat16 may have been saved, whatever it is kept in here.
+        if isinstance(residual, Tensor) and residual.dtype == torch.bfloat16 and name in flat:
+            memory[name]["residual"] = flat[name].to(torch.bfloat16)
     check_like("memory", state["memory"], memory)
     for name, kept in state["memory"].items():
         whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)

@@ -1,5 +1,11 @@
 """The memory's side of one bucket in one step: the error-fed gradients of what is compressed, and
-what was sent taken off them again."""
+what was sent taken off them again.
+
+A residual in bfloat16 has 8 significant bits. What a step adds to an element that has waited for a
+hundred is less than the last of them, and rounding to the nearest would lose it every time; so the
+sum is rounded up or down at random, by its distance from either, and what is lost is nothing in the
+mean (Gupta and others, "Deep Learning with Limited Numerical Precision", ICML 2015, section 3.1).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,7 @@ from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter, lay_out
 from compressors.base import Payload
 from compressors.kernels.blocks import Flag, but_not, either, fill_if
+from compressors.wire.values import generator
 
 
 @dataclass(eq=False)
@@ -74,10 +81,10 @@ class BucketMemory:
         for part, _, _ in unit.ranges:
             self._open(self._runs[part], unit.cf)
         residual, run = self._kept("residual", unit), self._runs[unit.ranges[0].part]
-        addend = run.addend
+        addend = run.addend  # none if the residual has fewer bits: then it has been added
         if addend is not None:
             addend = addend[unit.start - run.start :][: unit.numel]
-        if unit.sent_whole:
+        if self._directly(unit, residual):
             return residual, addend
         if addend is not None:
             residual.add_(addend)
@@ -96,11 +103,12 @@ class BucketMemory:
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
         """What this rank has sent for a unit goes off what the memory holds. Where some of it was
-        skipped, by way of the bucket, whose gradients are no longer needed."""
+        skipped, or the residual has fewer bits, by way of the bucket, whose gradients are no longer
+        needed."""
         if not self._memory.keeps or unit.skipped:
             return
         residual = self._kept("residual", unit)
-        if unit.sent_whole:
+        if self._directly(unit, residual):
             unit.compressor.subtract_from(residual, payload)
         else:
             sent = self._bucket.of(unit).zero_()
@@ -127,7 +135,8 @@ class BucketMemory:
         for unit, values in lost:
             for part, _, _ in unit.ranges:
                 part.parameter.open_residual()
-            self._kept("residual", unit).add_(values, alpha=times)
+            name = f"{unit.key.name}, lost"
+            self._add_to(self._kept("residual", unit), values, name, times)
 
     def _moves(self, part: Part, cf: float) -> object:
         """Equal for parts that move alike; one that is skipped, or may be, moves by itself."""
@@ -150,9 +159,31 @@ class BucketMemory:
         flag = either(self._bucket.poisoned, run.skipped)  # a device finds out itself
         run.addend, run.opened = self._memory.open(run.kept, run.grads, cf, flag), True
         run.spread()
-        if not self._fused and run.addend is not None:
-            run.kept.open_residual().add_(run.addend)
+        if run.addend is None:
+            return
+        residual = run.kept.open_residual()
+        if not self._fused or residual.dtype != run.addend.dtype:
+            self._add_to(residual, run.addend, run.parts[0].parameter.name)
             run.addend = None
+
+    def _directly(self, unit: Unit, residual: Tensor) -> bool:
+        """The residual's own memory is what is compressed, and what was sent is taken off there."""
+        return unit.sent_whole and residual.dtype == self._bucket.work.dtype
+
+    def _add_to(self, residual: Tensor, x: Tensor, name: str, times: int = 1) -> None:
+        """residual += times * x; if that has fewer bits rounded at random, by `name` and the
+        bucket's key."""
+        if residual.dtype == x.dtype:
+            residual.add_(x, alpha=times)
+            return
+        total = torch.add(residual, x, alpha=times)
+        made_by = generator(x.device, 0, self._bucket.key._replace(name=name))
+        noise = torch.randint(
+            1 << 16, x.shape, generator=made_by, dtype=torch.int32, device=x.device
+        )
+        # Of a float32 the upper half is a bfloat16: a carry out of the lower half rounds it up.
+        total.view(torch.int32).add_(noise).bitwise_and_(-1 << 16)
+        residual.copy_(total)
 
     def _kept(self, name: str, unit: Unit) -> Tensor:
         """What is kept of a unit's elements under this name."""

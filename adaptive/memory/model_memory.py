@@ -165,8 +165,8 @@ class ModelMemory:
         """Take over what another, detached compressor on the same model still holds."""
         for p, parameter in self._parameters.items():
             theirs = other._parameters.get(p)
-            if theirs is not None and theirs.filled:
-                parameter.residual, parameter.filled = theirs.residual, True
+            if theirs is not None and theirs.filled and theirs.residual is not None:
+                parameter.open_residual().copy_(theirs.residual)
                 theirs.residual, theirs.filled = None, False
                 self.now.take_over(parameter)
 
