@@ -72,8 +72,8 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether Triton's kernels may work on the tensor: it is on a CUDA device, has a dtype that they
-    know, and the package is there. Fake tensors have no memory that a kernel could read."""
+    """Whether Triton's kernels may work on the tensor: it is on a CUDA device, has a dtype that
+    they know, and the package is there. Fake tensors have no memory that a kernel could read."""
     if type(tensor) is not Tensor or tensor.dtype not in (torch.float32, torch.uint8, torch.int32):
         return False
     return _has_triton() if tensor.is_cuda else force_triton and force_device_path
