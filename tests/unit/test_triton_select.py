@@ -40,7 +40,7 @@ sizes = st.builds(
     share=st.sampled_from([1, 4, 16]),
     warps=st.just(1),
 )
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 @contextmanager
@@ -103,6 +103,22 @@ def test_above_a_threshold_as_comparing_says(data: Any, numel: int, sizes: Sizes
     each = data.draw(st.sampled_from([threshold, given, given.float()]))
     found = triton_select.select_above(given_to(x), each, k, None, sizes)
     check(found, x, k, reference(x, k, threshold))
+
+
+NAN_BITS = (0x7FC00000, 0xFFC00001, 0x7FC12345, 0x7FFFFFFF)
+
+
+@pytest.mark.parametrize("threshold", [nan, -1.0, -0.0, 1e-45, 2.0, 3e38, inf])
+def test_thresholds_and_elements_that_are_no_usual_numbers(threshold: float) -> None:
+    """All NaN are equal, reach every threshold, and are above infinity; NaN excludes nothing."""
+    odd = np.array(NAN_BITS, np.uint32).view(np.float32)
+    usual = np.array([2.0, -0.0, 1e-45, -2.0, 5e-42, 1e38, 0.0, 1.5], np.float32)
+    infinite = np.array([inf, -inf], np.float32)
+    small = Sizes(4, 2, 2, 1)
+    for x in (usual, np.concatenate([usual, infinite]), np.concatenate([usual, infinite, odd])):
+        for k in (2, 7):
+            found = triton_select.select_above(given_to(x), threshold, k, None, small)
+            check(found, x, k, reference(x, k, threshold))
 
 
 @few
