@@ -162,7 +162,7 @@ def _accumulate(x, add, squares, counts, numel, chunk, block: tl.constexpr):
         wide = value.to(tl.float64)
         total += tl.sum(wide * wide)
         if counts is not None:
-            histogram += tl.histogram(_key(value) >> 20, _BINS)
+            histogram += tl.histogram(_bin(_key(value), 0, 0), _BINS)
     tl.store(squares + program, total)
     if counts is not None:
         tl.atomic_add(counts + tl.arange(0, _BINS), histogram, sem="relaxed")
@@ -304,10 +304,21 @@ def _key(value):
 
 @triton.jit
 def _bin(key, first, digit: tl.constexpr):
-    """Digit 1 or 2 of keys that begin with the digits `first`. Bin 0 is where a search ends if it
-    ends in no other, whatever its count; so keys that begin otherwise may be counted there."""
+    """This digit (0 to 2) of keys that begin with the digits `first`. Bin 0 is where a search ends
+    if it ends in no other, whatever its count; so other keys may be counted there."""
+    if digit == 0:
+        return key >> 20
     here = key >> (30 - 10 * digit) == first
     return tl.where(here, key >> (20 - 10 * digit) & 1023, 0)
+
+
+@triton.jit
+def _descend(count, rank):
+    """The bin in which the element of this rank lies, counted from the largest and from 1; and its
+    rank in that bin. count: of the elements in each bin."""
+    above = tl.sum(count) - tl.cumsum(count)  # in all later bins
+    found = tl.sum((above >= rank).to(tl.int32))
+    return found, rank - tl.max(tl.where(above < rank, above, 0))
 
 
 @triton.jit
@@ -318,10 +329,8 @@ def _kth_largest(counts, k, digits: tl.constexpr):
     key = tl.full((), 0, tl.int32)
     rank = k
     for digit in tl.static_range(digits):
-        count = tl.load(counts + digit * _BINS + bins)
-        above = tl.sum(count) - tl.cumsum(count)  # the count of all later bins
-        key = (key << 10) + tl.sum((above >= rank).to(tl.int32))
-        rank -= tl.max(tl.where(above < rank, above, 0))
+        found, rank = _descend(tl.load(counts + digit * _BINS + bins), rank)
+        key = (key << 10) + found
     return key, rank
 
 

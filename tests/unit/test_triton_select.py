@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf, nan
 from typing import Any
 
@@ -16,11 +15,10 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from compressors import DGC, Compressor, Key, RedSync, TopK
-from compressors.kernels import blocks, device, host
+from compressors.kernels import device, host
 from compressors.kernels.blocks import Selected
 from compressors.thresholds import bisect, bisect_at_once
-from tests.unit.device_path import count_operations as count_torch
-from tests.unit.device_path import device_path, meta
+from tests.unit.device_path import Launches, count_operations, meta, triton_path
 from tests.unit.samples import norm2, normal
 from tests.unit.triton_compile import Kernel, assembly
 
@@ -41,14 +39,6 @@ sizes = st.builds(
     warps=st.just(1),
 )
 few = settings(max_examples=8, deadline=None)
-
-
-@contextmanager
-def triton_path() -> Iterator[None]:
-    """Here float32 tensors take Triton's kernels."""
-    with device_path(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "force_triton", True)
-        yield
 
 
 def reference(x: np.ndarray, k: int, threshold: float = 0.0) -> np.ndarray:
@@ -213,16 +203,6 @@ def test_only_what_the_kernels_know_takes_them() -> None:
         assert device._triton(x, x.half()) is None
 
 
-class Launches:
-    """This stands in for a kernel, and notes each launch without running it."""
-
-    def __init__(self) -> None:
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.grids.append(grid)
-
-
 def test_launches_do_not_grow_with_the_tensor_and_no_value_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,7 +212,7 @@ def test_launches_do_not_grow_with_the_tensor_and_no_value_is_read(
 
     def count(call: Callable[..., object], *args: object) -> int:
         before = len(launches.grids)
-        operations = count_torch(lambda: call(*args))
+        operations = count_operations(lambda: call(*args))
         return operations + len(launches.grids) - before
 
     for numel in (100, 2**31 - 1):
