@@ -68,45 +68,46 @@ def kth_largest(x: Tensor, k: int) -> Scalar:
 def select(x: Tensor, k: int, add: Tensor | None) -> Selected:
     if triton := _triton(x, add):
         return triton.select(x, k, add)
-    if add is not None:
-        x.add_(add)
+    total = _added(x, add)
     indices = largest(x, k)
-    return Selected(indices, x.index_select(0, indices), squared_norm(x))
+    return Selected(indices, x.index_select(0, indices), total)
 
 
 def select_above(x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
     if triton := _triton(x, add):
         return triton.select_above(x, threshold, k, add)
-    if add is not None:
-        x.add_(add)
-    magnitude = x.abs()
-    return _largest_except(x, magnitude, magnitude < threshold, k)
+    total, magnitude = _added(x, add), x.abs()
+    return _largest_except(x, magnitude, magnitude < threshold, k, total)
 
 
 def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch) -> Selected:
     if triton := _triton(x, add):
         return triton.select_by_count(x, k, add, search)
-    if add is not None:
-        x.add_(add)
-    magnitude = x.abs()
+    total, magnitude = _added(x, add), x.abs()
     most = magnitude.topk(min(k + 1, x.numel())).values
     threshold = search(most, magnitude.mean(dtype=torch.float64), k)
-    return _largest_except(x, magnitude, magnitude < threshold, k)
+    return _largest_except(x, magnitude, magnitude < threshold, k, total)
 
 
 def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
     latest = x if add is None else add
-    if add is not None:
-        x.add_(add)
+    total = _added(x, add)
     numel, bins = x.numel(), ceil(x.numel() / bin_size)
     magnitude = x.abs()
     padded = magnitude.new_zeros(bins, bin_size)
     padded.view(-1)[:numel] = magnitude
     peaks = padded.amax(1, keepdim=True).expand(-1, bin_size).reshape(-1)[:numel]
-    return _largest_except(x, magnitude, ((x + latest).abs() < peaks) | (x == 0), k)
+    return _largest_except(x, magnitude, ((x + latest).abs() < peaks) | (x == 0), k, total)
 
 
-def _largest_except(x: Tensor, magnitude: Tensor, excepted: Tensor, k: int) -> Selected:
+def _added(x: Tensor, add: Tensor | None) -> Scalar:
+    """x += add, in place; ||x||^2."""
+    return squared_norm(x) if add is None else add_and_norm(x, add)
+
+
+def _largest_except(
+    x: Tensor, magnitude: Tensor, excepted: Tensor, k: int, total: Scalar
+) -> Selected:
     """The `k` largest elements that are not `excepted`; if all are, the largest one.
 
     The bits of numbers that are not negative, read as integers, are ordered as the numbers are.
@@ -117,7 +118,7 @@ def _largest_except(x: Tensor, magnitude: Tensor, excepted: Tensor, k: int) -> S
     empty = best.values < 0
     empty[:1].fill_(False)
     indices = best.indices.masked_fill(empty, x.numel()).sort().values.to(torch.int32)
-    return Selected(indices, take_present(x, indices), squared_norm(x))
+    return Selected(indices, take_present(x, indices), total)
 
 
 def take_present(x: Tensor, indices: Tensor) -> Tensor:
