@@ -112,7 +112,7 @@ def test_thresholds_and_elements_that_are_no_usual_numbers(threshold: float) -> 
 
 
 @few
-@given(numel=st.integers(2, 300), offset=st.integers(0, 3), seed=st.integers(0, 99), sizes=sizes)
+@given(numel=st.integers(2, 150), offset=st.integers(0, 3), seed=st.integers(0, 99), sizes=sizes)
 def test_the_sum_is_selected_as_on_the_host_to_the_bit(
     numel: int, offset: int, seed: int, sizes: Sizes
 ) -> None:
