@@ -2,8 +2,8 @@
 
 A matrix of samples is (CFs, elements). Its columns lie in sections, each of which is compressed as
 one. On the host there is one section, and sums are NumPy's, in an order that recorded runs depend
-on. On a device it is a fixed number of operations, whatever the number of elements and of sections,
-and no value is read.
+on. On a device it is a fixed number of operations, whatever the number of elements, of sections and
+of CFs, and no value is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Array, on_host
+from compressors.kernels.blocks import Array, on_host, takes_triton
 
 BELOW = 0.8
 """Of the last step's smallest magnitude: what is above it is few, and nearly always enough."""
@@ -40,16 +40,19 @@ class Sections:
         self.one = len(sizes) == 1
         self.wanted = wanted
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
+        self.longest = max(sizes)
+        self.ends = torch.from_numpy(np.cumsum([0, *sizes])).to(device)
         # Where the smallest magnitude that each CF keeps is: among the descending ones of a row if
         # there is one section, among those that ascend section by section if there are several.
         kept = np.array(wanted).T
+        self.kept = torch.from_numpy(kept.astype(np.int32, order="C")).to(device)
         if self.one:
             kth = kept - 1
         else:
             kth = np.cumsum(sizes) - kept
             self._of_column = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
-            self._ends = torch.from_numpy(np.cumsum([0, *(len(kept) * [*sizes])])).to(device)
-            self.keys = self._of_column << 31  # more than the bits of any magnitude
+            self._row_ends = torch.from_numpy(np.cumsum([0, *(len(kept) * [*sizes])])).to(device)
+            self.keys = self._of_column << 32  # above the bits of any magnitude
         self.kth = torch.from_numpy(kth).to(device)
         self.column_weights = self.spread(self.weights)
         self.column_roots = self.column_weights.sqrt().float()
@@ -61,9 +64,9 @@ class Sections:
     def sums(self, rows: Tensor) -> Tensor:
         """(rows, columns) added up within each section: (rows, sections)."""
         flat = rows.view(-1)  # of one dimension, for which CUDA has a fast kernel
-        return torch.segment_reduce(flat, "sum", offsets=self._ends, unsafe=True, initial=0).view(
-            len(rows), -1
-        )
+        return torch.segment_reduce(
+            flat, "sum", offsets=self._row_ends, unsafe=True, initial=0
+        ).view(len(rows), -1)
 
 
 def sampled(grads: Sequence[Tensor], strides: Sequence[int]) -> Tensor:
@@ -90,8 +93,20 @@ def largest(a: Tensor, sections: Sections, above: Array) -> Tensor:
         return magnitude >= smallest
     # The bits of numbers that are not negative, taken for integers, have the order of the numbers.
     ascending = (magnitude.view(torch.int32) + sections.keys).sort(dim=1).values
-    smallest = ascending.gather(1, sections.kth).bitwise_and((1 << 31) - 1).to(torch.int32)
+    smallest = ascending.gather(1, sections.kth).view(torch.int32)[:, ::2]  # without the keys
     return magnitude >= sections.spread(smallest.view(torch.float32))
+
+
+def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None:
+    """`largest`, and the energies of the elements that are not among those and of all elements,
+    (2, rows, sections), in one launch for all CFs; None where that cannot be."""
+    if not takes_triton(a) or a.dtype != torch.float32 or not a.is_contiguous():
+        return None
+    from compressors.kernels import triton_rows  # here, as Triton need not be installed
+
+    if sections.longest > triton_rows.LONGEST:
+        return None
+    return triton_rows.split_largest(a, sections.ends, sections.longest, sections.kept)
 
 
 def _partitioned(a: Array, wanted: Sequence[int], above: Array) -> Array:

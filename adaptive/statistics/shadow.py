@@ -23,7 +23,15 @@ from adaptive.bucket import Bucket, Part
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.momentum import MomentumRule
 from adaptive.parameters import ModelParameter
-from adaptive.statistics.samples import Sections, clear, energies, largest, products, sampled
+from adaptive.statistics.samples import (
+    Sections,
+    clear,
+    energies,
+    largest,
+    products,
+    sampled,
+    split_at_once,
+)
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
@@ -195,10 +203,11 @@ class ShadowLadder:
         waiting = [a[:, place].clone() for place in skipped]
         for place in skipped:
             a[:, place] = 0
-        sent = largest(a, sections, group.above)
+        split = split_at_once(a, sections)
+        sent = split[0] if split else largest(a, sections, group.above)
         for place in skipped:
             sent[:, place] = False
-        total = energies(a, sections)
+        total = split[1][1] if split else energies(a, sections)
         # Not finite, of finite, but huge gradients: it would stay so.
         if not host:
             overflown = ~(total.amax(0) < inf)
@@ -218,7 +227,7 @@ class ShadowLadder:
             group.arrays["sent"] = rows
             self.peers.add(group.parameters[0], bucket.key.step, rows, sections)
         clear(a, sent)
-        levels = torch.stack((energies(a, sections), total))
+        levels = split[1] if split else torch.stack((energies(a, sections), total))
         for place, residual in zip(skipped, waiting, strict=True):
             a[:, place] = residual
         velocity = group.arrays.get("velocity")

@@ -3,6 +3,8 @@
 `host` works with NumPy on the memory of CPU tensors, in blocks that fit the cache; `device` works
 with torch operations on tensors of any device. Both hold the functions that are described in
 `host`, with the same arguments and results, and `kernels_for` says which of them a tensor is for.
+Where Triton is installed and a tensor is on a GPU, `device` leaves norms and selections to
+`triton_select`; `triton_rows` selects for the shadow ladder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Running the device path without a device: on CPU tensors, on meta tensors, and counting."""
+"""Running the device path without a device: on CPU tensors, on meta tensors, and counting.
+
+Triton's kernels are run by its interpreter, as conftest.py sees to."""
 
 from __future__ import annotations
 
@@ -50,6 +52,24 @@ def device_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "force_device_path", True)
         yield
+
+
+@contextmanager
+def triton_path() -> Iterator[None]:
+    """Here CPU tensors take the device path, and Triton's kernels where there are any for them."""
+    with device_path(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "force_triton", True)
+        yield
+
+
+class Launches:
+    """This stands in for Triton's kernels, and notes each launch without running it."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.grids.append(grid)
 
 
 def meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -269,8 +269,8 @@ def _operations(kind: str, whole_buckets: bool, sizes: Sequence[int]) -> int:
         ("momentum", True, 31),
         ("nesterov", True, 34),
         ("signal", True, 40),
-        ("momentum", False, 40),
-        ("signal", False, 50),
+        ("momentum", False, 38),
+        ("signal", False, 48),
     ],
 )
 def test_on_a_device_no_value_is_read_and_operations_do_not_grow(

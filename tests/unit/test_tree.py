@@ -39,6 +39,7 @@ def _imports(module: str) -> set[str]:
 
 
 GRAPH = {module: _imports(module) for module in FILES}
+OF_TRITON = {module for module in FILES if module.split(".")[-1].startswith("triton_")}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,15 @@ def test_packages_import_one_way(package: str, allowed: set[str]) -> None:
     known = {*allowed, *sys.stdlib_module_names}
     for module, imported in GRAPH.items():
         if module.split(".")[0] == package:
-            assert {name.split(".")[0] for name in imported} <= known, module
+            more = {"triton"} if module in OF_TRITON else set()
+            assert {name.split(".")[0] for name in imported} <= known | more, module
+
+
+def test_nothing_needs_triton_to_be_imported() -> None:
+    """But the modules that are imported where a tensor takes Triton's kernels."""
+    assert OF_TRITON
+    for module, imported in GRAPH.items():
+        assert module in OF_TRITON or not imported & OF_TRITON, module
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:

@@ -1,0 +1,73 @@
+"""The largest elements of each section of each row of a matrix, all found by one launch in Triton.
+
+One program looks at one section of one row: three times to find the key of its k-th largest element
+digit by digit (`triton_select.py` says how), and once more to mark the largest and to add up. As a
+single program reads a section, sections must not be long (`LONGEST`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compressors.kernels.triton_select import _BINS, _bin, _descend, _device_of, _key
+
+LONGEST = 1 << 17
+"""Elements of a section. Beyond this one program takes longer than torch's operations do together
+(by its number of blocks: this is an estimate)."""
+
+_BLOCK = 1 << 14
+"""Elements that a program looks at together, at most; 512 to a warp."""
+
+
+def split_largest(
+    rows: Tensor, ends: Tensor, longest: int, wanted: Tensor, block: int = _BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Which elements are the largest of their section, and the energy of those that are not.
+
+    rows: (rows, columns), float32. ends: (1 + sections,), int64: section i has the columns from
+    ends[i] up to ends[i + 1]; longest: elements of the longest. wanted: (rows, sections), int32:
+    how many elements are to be found there, at least 1 and at most all.
+
+    Returns a mask (rows, columns) of these and of all that equal the smallest of them, and
+    (2, rows, sections), float64: the squared norm of the elements outside the mask, and of all."""
+    count, sections = wanted.shape
+    mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+    norms = torch.empty(2, count, sections, dtype=torch.float64, device=rows.device)
+    block = min(block, max(1024, triton.next_power_of_2(longest)))
+    with _device_of(rows):
+        _split_largest[(sections, count)](
+            rows, ends, wanted, mask, norms, rows.shape[1], block=block, num_warps=block // 512 or 1
+        )
+    return mask, norms
+
+
+@triton.jit
+def _split_largest(rows, ends, wanted, mask, norms, columns, block: tl.constexpr):
+    section, row = tl.program_id(0), tl.program_id(1)
+    number = row * tl.num_programs(0) + section
+    begin = tl.load(ends + section) + row.to(tl.int64) * columns
+    length = (tl.load(ends + section + 1) - tl.load(ends + section)).to(tl.int32)
+    lanes = tl.arange(0, block)
+    rank = tl.load(wanted + number)
+    smallest = tl.full((), 0, tl.int32)
+    for digit in tl.static_range(3):
+        histogram = tl.zeros((_BINS,), tl.int32)
+        for start in range(0, length, block):
+            value = tl.load(rows + begin + start + lanes, mask=lanes < length - start, other=0.0)
+            histogram += tl.histogram(_bin(_key(value), smallest, digit), _BINS)
+        found, rank = _descend(histogram, rank)
+        smallest = (smallest << 10) + found
+    kept, lost = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    for start in range(0, length, block):
+        inside = lanes < length - start
+        value = tl.load(rows + begin + start + lanes, mask=inside, other=0.0)
+        large = _key(value) >= smallest
+        tl.store(mask + begin + start + lanes, large, mask=inside)
+        wide = value.to(tl.float64)
+        kept += tl.sum(tl.where(large, wide * wide, 0.0))
+        lost += tl.sum(tl.where(large, 0.0, wide * wide))
+    tl.store(norms + number, lost)
+    tl.store(norms + tl.num_programs(0) * tl.num_programs(1) + number, lost + kept)
