@@ -13,7 +13,9 @@ This file is imported only where `compressors.kernels.blocks.takes_triton` holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 import triton
@@ -40,19 +42,26 @@ TOGETHER = 256
 """Values that a program adds to its range at a time: at a CF of 32 all that a rank has for it."""
 
 
+def _kernel(function: Callable[..., None]) -> Any:
+    """A kernel that is compiled once for all numbers and addresses: counts and low bits change with
+    the CF, and the start of a payload with its place among others."""
+    changing = [name for name in signature(function).parameters if not name.isupper()]
+    return triton.jit(function, do_not_specialize=changing)
+
+
 @triton.jit
-def _first_from(indices, count, steps, bound, like, SHIFT: tl.constexpr, RANKED: tl.constexpr):
+def _first_from(indices, count, steps, bound, like, shift, RANKED: tl.constexpr):
     """For each `bound` the first place whose index, shifted and with RANKED plus the place, is not
     below it, by bisection in `steps`; places from 0 to `count`, of indices that ascend."""
     low = like * 0
     high = low + count
     for _ in range(steps):
         middle = (low + high) // 2
-        open_ = low < high
-        at = tl.load(indices + middle, mask=open_, other=0).to(tl.int64) >> SHIFT
+        undecided = low < high
+        at = tl.load(indices + middle, mask=undecided, other=0).to(tl.int64) >> shift
         if RANKED:
             at += middle
-        below = open_ & (at < bound)
+        below = undecided & (at < bound)
         high = tl.where(below, high, middle)
         low = tl.where(below, middle + 1, low)
     return low
@@ -62,25 +71,25 @@ def _first_from(indices, count, steps, bound, like, SHIFT: tl.constexpr, RANKED:
 
 
 @triton.jit
-def _slot_digit(
-    slots, start, indices, lane, numel, given, capacity, LOW: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Store the digit of WIDTH bits, from bit LOW on, of what is in slots."""
-    length = (capacity + 8 // WIDTH - 1) // (8 // WIDTH)
+def _write_digit(slots, indices, lane, numel, given, capacity, low, WIDTH: tl.constexpr):
+    """Store the digit of WIDTH bits, from bit `low` on, of what is in slots. Returns where the next
+    digit belongs."""
+    runs: tl.constexpr = 8 // WIDTH
+    length = (capacity + runs - 1) // runs
     byte = (lane * 0).to(tl.int32)
-    for run in tl.static_range(8 // WIDTH):
+    for run in tl.static_range(runs):
         j = lane + run * length
         index = tl.load(indices + j, mask=(lane < length) & (j < given), other=0).to(tl.int32)
         index = tl.where(index < numel, index, 0)  # a slot that holds nothing
-        byte |= ((index >> LOW) & ((1 << WIDTH) - 1)) << (WIDTH * run)
-    tl.store(slots + start + lane, byte.to(tl.uint8), mask=lane < length)
-    return start + length
+        byte |= ((index >> low) & ((1 << WIDTH) - 1)) << (WIDTH * run)
+    tl.store(slots + lane, byte.to(tl.uint8), mask=lane < length)
+    return slots + length
 
 
-@triton.jit
+@_kernel
 def _write_sparse(
     first, first_nbytes, second, second_nbytes, indices, out, numel, given, capacity, map_nbytes,
-    steps, LOW: tl.constexpr, MAP: tl.constexpr, SLOTS: tl.constexpr,
+    low, steps, MAP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     byte = tl.load(first + lane, mask=lane < first_nbytes, other=0)
@@ -90,27 +99,26 @@ def _write_sparse(
     tl.store(out + lane, byte, mask=lane < second_nbytes)
     out += second_nbytes
     # Positions of bits ascend strictly, so at most eight indices, from the first on, are in a byte.
-    if tl.program_id(0) * SLOTS < map_nbytes:
+    if tl.program_id(0).to(tl.int64) * SLOTS < map_nbytes:
         bit = 8 * lane
-        j = _first_from(indices, given, steps, bit, lane, LOW, not MAP)
+        j = _first_from(indices, given, steps, bit, lane, low, not MAP)
         bits = (lane * 0).to(tl.int32)
-        for i in tl.static_range(8):
+        for i in range(8):
             index = tl.load(indices + j + i, mask=j + i < given, other=numel).to(tl.int64)
-            place = (index if MAP else (index >> LOW) + j + i) - bit
+            place = (index if MAP else (index >> low) + j + i) - bit
             inside = (index < numel) & (place >= 0) & (place < 8)
             bits |= inside.to(tl.int32) << tl.where(inside, place, 0).to(tl.int32)
         tl.store(out + lane, bits.to(tl.uint8), mask=lane < map_nbytes)
-    if LOW:
-        out += map_nbytes
-        start = tl.cast(0, tl.int64)
-        for i in tl.static_range(LOW // 8):
-            start = _slot_digit(out, start, indices, lane, numel, given, capacity, 8 * i, 8)
-        if LOW & 4:
-            start = _slot_digit(out, start, indices, lane, numel, given, capacity, LOW // 8 * 8, 4)
-        if LOW & 2:
-            start = _slot_digit(out, start, indices, lane, numel, given, capacity, LOW // 4 * 4, 2)
-        if LOW & 1:
-            start = _slot_digit(out, start, indices, lane, numel, given, capacity, LOW - 1, 1)
+    if not MAP:
+        slots = out + map_nbytes
+        for i in range(low // 8):
+            slots = _write_digit(slots, indices, lane, numel, given, capacity, 8 * i, 8)
+        if low & 4:
+            slots = _write_digit(slots, indices, lane, numel, given, capacity, low & ~7, 4)
+        if low & 2:
+            slots = _write_digit(slots, indices, lane, numel, given, capacity, low & ~3, 2)
+        if low & 1:
+            _write_digit(slots, indices, lane, numel, given, capacity, low & ~1, 1)
 
 
 def write_sparse(
@@ -136,7 +144,7 @@ def write_sparse(
         launch(
             _write_sparse, (-(-longest // SLOTS),), out, first, first_nbytes, second, second_nbytes,
             indices if indices.numel() else out, out, numel, indices.numel(), capacity, map_nbytes,
-            indices.numel().bit_length(), LOW=low or 0, MAP=low is None, SLOTS=SLOTS,
+            low or 0, indices.numel().bit_length(), MAP=low is None, SLOTS=SLOTS,
         )  # fmt: skip
 
 
@@ -151,7 +159,7 @@ def _set_bits(byte):
     return (fours + (fours >> 4)) & 0x0F
 
 
-@triton.jit
+@_kernel
 def _count_bits(rows, row_step, map_nbytes, counts, corrupt, SLOTS: tl.constexpr):
     """The bits that are set in each piece of each rank's map."""
     piece, rank = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -163,45 +171,40 @@ def _count_bits(rows, row_step, map_nbytes, counts, corrupt, SLOTS: tl.constexpr
 
 
 @triton.jit
-def _read_digit(slots, start, j, capacity, present, LOW: tl.constexpr, WIDTH: tl.constexpr):
-    length = (capacity + 8 // WIDTH - 1) // (8 // WIDTH)
-    byte = tl.load(slots + start + j % length, mask=present, other=0).to(tl.int32)
-    shift = (WIDTH * (j // length)).to(tl.int32)
-    return start + length, ((byte >> shift) & ((1 << WIDTH) - 1)) << LOW
+def _read_digit(slots, number, j, capacity, present, low, WIDTH: tl.constexpr):
+    """Put the digit of WIDTH bits, from bit `low` on, into the number of slot `j`. Returns where
+    the next digit lies, and the number."""
+    runs: tl.constexpr = 8 // WIDTH
+    length = (capacity + runs - 1) // runs
+    inside = present & (j < length * runs)
+    byte = tl.load(slots + j % length, mask=inside, other=0).to(tl.int32)
+    digit = (byte >> (WIDTH * (j // length))) & ((1 << WIDTH) - 1)
+    return slots + length, number | (digit << low)
 
 
 @triton.jit
-def _slot(slots, j, capacity, present, LOW: tl.constexpr):
-    """The number in slot `j` (int64), or in the place for one after the last slot; 0 where not
-    `present`."""
-    number = (j * 0).to(tl.int32)
-    start = tl.cast(0, tl.int64)
-    for i in tl.static_range(LOW // 8):
-        inside = present & (j < capacity)
-        start, digit = _read_digit(slots, start, j, capacity, inside, 8 * i, 8)
-        number |= digit
-    if LOW & 4:
-        inside = present & (j < 2 * ((capacity + 1) // 2))
-        start, digit = _read_digit(slots, start, j, capacity, inside, LOW // 8 * 8, 4)
-        number |= digit
-    if LOW & 2:
-        inside = present & (j < 4 * ((capacity + 3) // 4))
-        start, digit = _read_digit(slots, start, j, capacity, inside, LOW // 4 * 4, 2)
-        number |= digit
-    if LOW & 1:
-        inside = present & (j < 8 * ((capacity + 7) // 8))
-        start, digit = _read_digit(slots, start, j, capacity, inside, LOW - 1, 1)
-        number |= digit
+def _slot(slots, j, capacity, present, low):
+    """The number of `low` bits in slot `j` (int32), or in the place for one after the last slot; 0
+    where not `present`."""
+    number = j * 0
+    for i in range(low // 8):
+        slots, number = _read_digit(slots, number, j, capacity, present, 8 * i, 8)
+    if low & 4:
+        slots, number = _read_digit(slots, number, j, capacity, present, low & ~7, 4)
+    if low & 2:
+        slots, number = _read_digit(slots, number, j, capacity, present, low & ~3, 2)
+    if low & 1:
+        slots, number = _read_digit(slots, number, j, capacity, present, low & ~1, 1)
     return number
 
 
-@triton.jit
+@_kernel
 def _read_indices(
-    rows, row_step, map_nbytes, counts, indices, corrupt, numel, capacity, pieces,
-    LOW: tl.constexpr, MAP: tl.constexpr, EXACT: tl.constexpr, SLOTS: tl.constexpr,
+    rows, row_step, map_nbytes, counts, indices, corrupt, numel, capacity, low, pieces,
+    MAP: tl.constexpr, EXACT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     piece, rank = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    lane = tl.arange(0, SLOTS).to(tl.int64)
+    lane = tl.arange(0, SLOTS)
     before, total = tl.cast(0, tl.int64), tl.cast(0, tl.int64)  # bits that are set
     for start in range(0, pieces, SLOTS):
         at = start + lane
@@ -216,28 +219,30 @@ def _read_indices(
     byte |= (after & 1) << 8  # the bit that follows those of this byte
     count = _set_bits(byte & 255).to(tl.int64)
     j = before + tl.cumsum(count, 0) - count
-    wrong = (j * 0).to(tl.int32)
-    for i in tl.static_range(8):
+    wrong = lane * 0
+    for i in range(8):
         is_set = ((byte >> i) & 1) == 1
         present = is_set & (j < capacity)
         index = 8 * at + i
         if not MAP:
-            slot = _slot(slots, j, capacity, present, LOW)
-            index = ((index - j) << LOW) + slot
+            place = tl.where(present, j, 0).to(tl.int32)
+            slot = _slot(slots, place, capacity, present, low)
+            index = ((index - j) << low) + slot
             # Neighbouring bits have the same high part.
             neighbours = present & (((byte >> (i + 1)) & 1) == 1) & (j + 1 < capacity)
-            following = _slot(slots, j + 1, capacity, neighbours, LOW)
+            following = _slot(slots, place + 1, capacity, neighbours, low)
             wrong |= (neighbours & (slot >= following)).to(tl.int32)
         wrong |= (present & (index >= numel)).to(tl.int32)
         tl.store(out + j, tl.minimum(index, numel - EXACT).to(tl.int32), mask=present)
         j += is_set.to(tl.int64)
     for start in range(total + piece * SLOTS, capacity, pieces * SLOTS):  # slots that hold nothing
-        j = start + lane
-        tl.store(out + j, (j * 0 + (numel - EXACT)).to(tl.int32), mask=j < capacity)
-        if LOW:
-            wrong |= _slot(slots, j, capacity, j < capacity, LOW)
-    if LOW:
-        wrong |= _slot(slots, capacity + lane, capacity, lane < 8, LOW)  # what follows the last one
+        rest = start + lane
+        tl.store(out + rest, lane * 0 + (numel - EXACT), mask=rest < capacity)
+        if not MAP:
+            place = tl.where(rest < capacity, rest, 0).to(tl.int32)
+            wrong |= _slot(slots, place, capacity, rest < capacity, low)
+    if not MAP:  # what follows the last slot
+        wrong |= _slot(slots, capacity + lane, capacity, lane < 8, low)
     bad = (tl.max((wrong != 0).to(tl.int32)) > 0) | (total > capacity)
     if EXACT:
         bad = bad | (total < capacity)
@@ -259,7 +264,7 @@ def read_indices(
     launch(_count_bits, grid, rows, rows, step, map_nbytes, counts, corrupt, SLOTS=SLOTS)
     launch(
         _read_indices, grid, rows, rows, step, map_nbytes, counts, indices, corrupt, numel,
-        capacity, pieces, LOW=low or 0, MAP=low is None, EXACT=exact, SLOTS=SLOTS,
+        capacity, low or 0, pieces, MAP=low is None, EXACT=exact, SLOTS=SLOTS,
     )  # fmt: skip
     return indices, corrupt.view(torch.bool)[0]
 
@@ -267,7 +272,7 @@ def read_indices(
 # The mean ----------------------------------------------------------------------------------------
 
 
-@triton.jit
+@_kernel
 def _add_sparse(
     out, indices, given, numbers, number_step, codes, code_step, numel, count, scale,
     KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr, BLOCK: tl.constexpr,
@@ -293,7 +298,7 @@ def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float) -> Non
         )  # fmt: skip
 
 
-@triton.jit
+@_kernel
 def _sparse_mean(
     out, indices, numbers, number_step, codes, code_step, void, numel, slots, count, ranks, steps,
     scale, VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
@@ -343,7 +348,7 @@ def write_sparse_mean(
 # Energies ----------------------------------------------------------------------------------------
 
 
-@triton.jit
+@_kernel
 def _sum_energies(total, norms, programs, energies, PROJECTION: tl.constexpr, SLOTS: tl.constexpr):
     lane = tl.arange(0, SLOTS)
     inner = tl.zeros([SLOTS], tl.float64)

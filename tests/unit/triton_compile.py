@@ -53,7 +53,7 @@ def compile_instead(
             signature[name] = POINTERS[value.dtype]
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1:
+        elif value == 1 and name not in kernel.do_not_specialize:
             constants[name] = 1
         else:
             signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
