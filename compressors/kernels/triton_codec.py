@@ -204,11 +204,12 @@ def _load_sum(x, add, i, present, ADD: tl.constexpr):
 def _quantized(x, scale, random, i, present, RANDOM: tl.constexpr):
     """Levels (float32, whole) of x for its scale; 0 where that is not a number, as are x or the
     scale, so that the bytes are the same everywhere."""
-    level = tl.div_rn(x, scale)
+    exact = tl.div_rn(x, scale)
     if RANDOM:
-        level = tl.floor(tl.load(random + i, mask=present, other=0.0) + level)
-    else:
-        level = (level + _TO_WHOLE) - _TO_WHOLE
+        exact += tl.load(random + i, mask=present, other=0.0)
+    level = (exact + _TO_WHOLE) - _TO_WHOLE
+    if RANDOM:
+        level = tl.where(level > exact, level - 1.0, level)  # down, as `floor` but for denormals
     return tl.where(level == level, level, 0.0)
 
 

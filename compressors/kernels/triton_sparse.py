@@ -104,9 +104,9 @@ def _write_sparse(
         j = _first_from(indices, given, steps, bit, lane, low, not MAP)
         bits = (lane * 0).to(tl.int32)
         for i in range(8):
-            index = tl.load(indices + j + i, mask=j + i < given, other=numel).to(tl.int64)
+            index = tl.load(indices + j + i, mask=j + i < given, other=0).to(tl.int64)
             place = (index if MAP else (index >> low) + j + i) - bit
-            inside = (index < numel) & (place >= 0) & (place < 8)
+            inside = (j + i < given) & (index < numel) & (place >= 0) & (place < 8)
             bits |= inside.to(tl.int32) << tl.where(inside, place, 0).to(tl.int32)
         tl.store(out + lane, bits.to(tl.uint8), mask=lane < map_nbytes)
     if not MAP:
