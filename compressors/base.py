@@ -227,6 +227,13 @@ class Compressor(ABC):
                 flag = either(flag, bool(first) if is_host(part.device) else first)
         return flag
 
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        """Whether any of the payloads was made by `poison`."""
+        flag: Flag = False
+        for payload in payloads:
+            flag = either(flag, self.is_poisoned(payload))
+        return flag
+
     def void(self, payload: Payload, flag: Flag = True) -> Payload:
         """`payload` with every floating-point value 0, so that it decodes to zeros, if `flag` is
         set."""
@@ -310,6 +317,18 @@ class NoCompression(Compressor):
     def _payload(self, tensor: Tensor, energy: Scalar, key: Key) -> Payload:
         of = energies(energy, energy, 0.0, tensor)
         return Payload((tensor.detach(),), tensor.numel(), 1.0, key, of, tensor.dtype)
+
+
+def any_starts_with_nan(payloads: Sequence[Payload]) -> Flag:
+    """Whether any part of `payloads` that holds floating-point numbers begins with NaN; on a device
+    by the same few operations, however many payloads there are."""
+    parts = [
+        p for payload in payloads for p in payload.parts if p.is_floating_point() and p.numel()
+    ]
+    if not parts:
+        return False
+    found = torch.cat([part[:1] for part in parts]).isnan().any()
+    return bool(found) if is_host(found.device) else found
 
 
 def _filled(payload: Payload, flag: Flag, value: float) -> Payload:

@@ -95,6 +95,9 @@ class Quantizer(Compressor):
         if not self._decode_fused(out.detach(), payloads, scale, add=False, void=void):
             super().write_mean(out, payloads, scale, void)
 
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        return base.any_starts_with_nan(payloads)
+
     def supported(self, cf: float, numel: int) -> float:
         cf = base.check_cf(cf)
         return min(self.forms, key=lambda can: (abs(can - cf), can))

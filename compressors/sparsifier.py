@@ -184,6 +184,9 @@ class Sparsifier(Compressor):
         coded = self._coded(payloads, indices.shape[1])
         triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, void)
 
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        return base.any_starts_with_nan(payloads)
+
     def indices(self, payload: Payload) -> Tensor | None:
         """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
         indices = payload.parts[0]

@@ -83,7 +83,7 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
         for unit, from_ranks in zip(out.units, by_unit, strict=True)
     )
     first = next(received, [])  # a rank poisons all payloads of a bucket or none
-    poisoned = any_poisoned(out.units[:1] * len(first), first)
+    poisoned = out.units[0].compressor.any_poisoned(first) if first else False
     everything = chain([first] if first else [], received)
     return Received(everything, poisoned, 1 / exchange.world_size)
 

@@ -300,8 +300,9 @@ def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float) -> Non
 
 @_kernel
 def _sparse_mean(
-    out, indices, numbers, number_step, codes, code_step, void, numel, slots, count, ranks, steps,
-    scale, VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
+    out, indices, index_step, numbers, number_step, codes, code_step, void, numel, slots, count,
+    ranks, steps, scale,
+    VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK: tl.constexpr, RANKS: tl.constexpr, RANGE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * RANGE
@@ -309,7 +310,7 @@ def _sparse_mean(
     at = first + tl.arange(0, RANGE)
     tl.store(out + at, tl.zeros([RANGE], tl.float32), mask=at < numel)
     known = tl.arange(0, RANKS).to(tl.int64)
-    rows = tl.minimum(known, ranks - 1) * slots
+    rows = tl.minimum(known, ranks - 1) * index_step
     starts = _first_from(indices + rows, slots, steps, first, known, 0, False)
     stops = _first_from(indices + rows, slots, steps, last, known, 0, False)
     if VOID:
@@ -322,7 +323,7 @@ def _sparse_mean(
         own_numbers, own_codes = numbers + own * number_step, codes + own * code_step
         for j0 in range(start, stop, TOGETHER):
             j = j0 + tl.arange(0, TOGETHER)
-            index = tl.load(indices + own * slots + j, mask=j < stop, other=-1)
+            index = tl.load(indices + own * index_step + j, mask=j < stop, other=-1)
             present = (index >= first) & (index < last)
             value = value_at(own_numbers, own_codes, j, count, present, KIND, BITS, BUCKET, BLOCK)
             there = tl.load(out + index, mask=present, other=0.0)
@@ -338,9 +339,9 @@ def write_sparse_mean(
     last element, which stand for nothing."""
     ranks, slots = indices.shape
     launch(
-        _sparse_mean, (-(-out.numel() // RANGE),), out, out, indices, *decoding(values),
-        flag_in_memory(void, out), out.numel(), slots, values.size, ranks, slots.bit_length(),
-        scale, VOID=isinstance(void, Tensor), **decoding_sizes(values),
+        _sparse_mean, (-(-out.numel() // RANGE),), out, out, indices, indices.stride(0),
+        *decoding(values), flag_in_memory(void, out), out.numel(), slots, values.size, ranks,
+        slots.bit_length(), scale, VOID=isinstance(void, Tensor), **decoding_sizes(values),
         RANKS=triton.next_power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
     )  # fmt: skip
 
