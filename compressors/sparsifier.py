@@ -263,24 +263,21 @@ class Sparsifier(Compressor):
         count, missing = values.numel(), max(0, kept(numel, cf) - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
         fused = self.values.fused(slots.detach(), None, key) if isinstance(total, Tensor) else None
+        coded, decoded = self.values.encode(slots, key) if fused is None else fused[:2]
+        sent = None if self.values.lossless or decoded is None else decoded[:count]
         if fused is not None and isinstance(total, Tensor):
             from compressors.kernels import triton_sparse
 
             of = triton_sparse.sum_energies(total, fused.norms, count < numel)
-            sent = None if self.values.lossless else fused.decoded
-            full, parts = self.exact_count, (indices, *fused.parts)
-            return SparsePayload(
-                parts, numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
-            )
-        coded, decoded = self.values.encode(slots, key)
-        sent = None if self.values.lossless else decoded[:count]
-        norms = squared_norms([values] if sent is None else [values, sent, values - sent])
-        inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
-        energy, coding_error = rest or (inner, 0.0)
-        error = coding_error + (base.projection_error(total, inner) if count < numel else 0.0)
-        of, full = energies(total, energy, error, indices), self.exact_count
+        else:
+            norms = squared_norms([values] if sent is None else [values, sent, values - sent])
+            inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
+            energy, coding_error = rest or (inner, 0.0)
+            left_out = base.projection_error(total, inner) if count < numel else 0.0
+            of = energies(total, energy, coding_error + left_out, indices)
+        parts, full = (indices, *coded), self.exact_count
         return SparsePayload(
-            (indices, *coded), numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
+            parts, numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
         )
 
     def _fuses(self, out: Tensor, payloads: Sequence[Payload]) -> bool:

@@ -3,6 +3,7 @@
 `host` works with NumPy on the memory of CPU tensors, in blocks that fit the cache; `device` works
 with torch operations on tensors of any device. Both hold the functions that are described in
 `host`, with the same arguments and results, and `kernels_for` says which of them a tensor is for.
+`triton_codec` and `triton_sparse` write and read payloads on a device where Triton is at hand.
 """
 
 from __future__ import annotations

@@ -38,6 +38,9 @@ def _imports(module: str) -> set[str]:
     return found
 
 
+KERNELS = "compressors.kernels.triton_"
+"""Modules that are loaded where a tensor is for them."""
+
 GRAPH = {module: _imports(module) for module in FILES}
 
 
@@ -52,8 +55,16 @@ GRAPH = {module: _imports(module) for module in FILES}
 def test_packages_import_one_way(package: str, allowed: set[str]) -> None:
     known = {*allowed, *sys.stdlib_module_names}
     for module, imported in GRAPH.items():
-        if module.split(".")[0] == package:
+        if module.split(".")[0] == package and not module.startswith(KERNELS):
             assert {name.split(".")[0] for name in imported} <= known, module
+
+
+def test_triton_is_not_needed_to_load_anything_but_its_kernels() -> None:
+    kernels = {module for module in GRAPH if module.startswith(KERNELS)}
+    assert kernels
+    for module in GRAPH.keys() - kernels:
+        assert not GRAPH[module] & kernels, module
+        assert not any(name.split(".")[0] == "triton" for name in GRAPH[module]), module
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
