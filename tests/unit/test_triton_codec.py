@@ -171,6 +171,42 @@ def test_corrupt_bytes_are_told_and_stay_within_bounds(problem, data, exact):
         assert found.tolist() == read.tolist() + [numel] * (capacity - read.numel())
 
 
+@pytest.mark.parametrize("low", [1, 3, 4, 8])
+@pytest.mark.parametrize("wrong", ["none", "swapped", "twice", "beyond"])
+def test_every_pair_of_indices_is_looked_at(low, wrong):
+    """Pairs with the same high part, one of them in the wrong order or equal; one too far."""
+    form, pairs = IndexFormat(low), 5
+    right = [i for pair in range(pairs) for i in (pair << low, (pair << low) + 1)]
+    numel = right[-1] + 1
+    for pair in range(pairs):
+        indices, capacity = list(right), 2 * pairs
+        first, second = 2 * pair, 2 * pair + 1
+        if wrong == "swapped":
+            indices[first], indices[second] = indices[second], indices[first]
+        elif wrong == "twice":
+            indices[first] = indices[second]
+        elif wrong == "beyond":
+            indices[-1] = numel
+        wire = form.encode(torch.tensor(indices, dtype=torch.int32), numel, capacity)
+        with triton_path():
+            _, corrupt = form.decode(wire.to(WHERE), numel, capacity, exact=True)
+        assert bool(corrupt) == (wrong != "none")
+
+
+@pytest.mark.parametrize("low", [1, 2, 4, 6])
+@pytest.mark.parametrize("held", [2, 3])
+def test_what_is_not_zero_where_nothing_is_held_is_corrupt(low, held):
+    """Of three slots, the last is empty or none; the highest bit is beyond all of them."""
+    form, numel = IndexFormat(low), 200
+    wire = form.encode(torch.tensor([3, 70, 140][:held], dtype=torch.int32), numel, 3)
+    for bit in (0, 0x80):
+        wire[-1] |= bit
+        with triton_path():
+            found, corrupt = form.decode(wire.to(WHERE), numel, 3)
+        assert bool(corrupt) == bool(bit)
+        assert found.tolist() == [*[3, 70, 140][:held], *[numel] * (3 - held)]
+
+
 # Values ------------------------------------------------------------------------------------------
 
 
