@@ -283,18 +283,16 @@ def _decode(
     corrupt: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
         compressor = unit.compressor
-        means = [compressor.void(payload, poisoned) for payload in payloads]
-        sent = received.own
-        own = means[exchange.rank] if sent is None else compressor.void(sent[i], poisoned)
+        sent = payloads[exchange.rank] if received.own is None else received.own[i]
+        own = compressor.void(sent, poisoned)
         memory.take_off(unit, own)
         memory.clear_velocity(unit, own, poisoned)
         mean = bucket.of(unit)
         if isinstance(compressor, RoundsCompressor):
-            compressor.write_to(mean, means[0])
+            compressor.write_to(mean, compressor.void(payloads[0], poisoned))
             continue
-        mean.zero_()
-        for payload in means:
-            compressor.add_to(mean, payload, received.scale)
+        compressor.write_mean(mean, payloads, received.scale, poisoned)
+        for payload in payloads:
             corrupt = either(corrupt, payload.corrupt)
     exchange.count_corrupt(corrupt)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.

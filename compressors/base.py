@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf, isfinite, nan, prod
 from typing import Any, NamedTuple
@@ -192,6 +192,22 @@ class Compressor(ABC):
         """The payload whose bytes are `data` (uint8, flat), the inverse of `Payload.write`.
         CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
+    def read_all(
+        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
+    ) -> list[Payload]:
+        """The payload of each rank, whose bytes are the rows of `data` (ranks, bytes; uint8). On a
+        device their `corrupt` may be one flag, which says whether any of them is."""
+        return [self.read(row, numel, cf, dtype, key) for row in data]
+
+    def write_mean(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+    ) -> None:
+        """out = scale * (sum of decompress(payload)), added in their order; zeros if `void` is set.
+        Raises as `add_to` does."""
+        out.zero_()
+        for payload in payloads:
+            self.add_to(out, self.void(payload, void), scale)
+
     def poison(self, payload: Payload, flag: Flag = True) -> Payload:
         """`payload` with every floating-point value NaN, if `flag` is set: so a rank tells the
         others that its gradient was not finite. To be overridden, with `is_poisoned` and `void`,
@@ -209,6 +225,13 @@ class Compressor(ABC):
             if part.is_floating_point() and part.numel():
                 first = part[0].isnan()
                 flag = either(flag, bool(first) if is_host(part.device) else first)
+        return flag
+
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        """Whether any of the payloads was made by `poison`."""
+        flag: Flag = False
+        for payload in payloads:
+            flag = either(flag, self.is_poisoned(payload))
         return flag
 
     def void(self, payload: Payload, flag: Flag = True) -> Payload:
@@ -296,6 +319,18 @@ class NoCompression(Compressor):
         return Payload((tensor.detach(),), tensor.numel(), 1.0, key, of, tensor.dtype)
 
 
+def any_starts_with_nan(payloads: Sequence[Payload]) -> Flag:
+    """Whether any part of `payloads` that holds floating-point numbers begins with NaN; on a device
+    by the same few operations, however many payloads there are."""
+    parts = [
+        p for payload in payloads for p in payload.parts if p.is_floating_point() and p.numel()
+    ]
+    if not parts:
+        return False
+    found = torch.cat([part[:1] for part in parts]).isnan().any()
+    return bool(found) if is_host(found.device) else found
+
+
 def _filled(payload: Payload, flag: Flag, value: float) -> Payload:
     """`payload` with every floating-point value replaced, if `flag` is set."""
     if flag is False:
@@ -344,6 +379,30 @@ def split_bytes(data: Tensor, *parts: tuple[int, torch.dtype]) -> tuple[Tensor, 
             raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
         tensors.append(raw.view(dtype))
     return tuple(tensors)
+
+
+def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tensor, ...]]:
+    """`split_bytes` of each row of `data` (ranks, bytes; uint8). What has to be copied is copied
+    for all of them at once."""
+    wanted = sum(count * dtype.itemsize for count, dtype in parts)
+    if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != wanted:
+        raise CorruptPayload(
+            f"payloads must be of {wanted} bytes (uint8), "
+            f"got {data.dtype} of shape {tuple(data.shape)}"
+        )
+    columns, start = [], 0
+    for count, dtype in parts:
+        size = dtype.itemsize
+        raw = data[:, start : start + count * size]
+        start += raw.shape[1]
+        if raw.stride(1) != 1 or any(
+            at % size for at in (raw.storage_offset(), raw.data_ptr(), raw.stride(0))
+        ):
+            raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
+        columns.append(
+            raw.view(dtype).unbind() if count else [data.new_empty(0).view(dtype)] * len(data)
+        )
+    return list(zip(*columns, strict=True))
 
 
 def projection_error(total: Scalar, energy: Scalar) -> Scalar:

@@ -10,7 +10,7 @@ Those that send hardly more than the signs are in `compressors.signs`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import nan
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +20,16 @@ from torch import Tensor
 from compressors import base
 from compressors.base import Compressor, Key, Payload
 from compressors.kernels import blocks
-from compressors.kernels.blocks import CODE_BLOCK, check_same_length, scratch, scratch_like, widened
+from compressors.kernels.blocks import (
+    CODE_BLOCK,
+    Coding,
+    Encoded,
+    Flag,
+    check_same_length,
+    scratch,
+    scratch_like,
+    widened,
+)
 from compressors.kernels.host import block_norm
 from compressors.wire import values
 from compressors.wire.values import BlockFormat, Half, Layout, Levels, Parts
@@ -55,6 +64,8 @@ class Quantizer(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
+        if self._decode_fused(out.detach(), [payload], scale, add=True):
+            return
         out, form, dtype = out.detach(), self.form(payload.cf), payload.dtype
         for start, stop in blocks.block_bounds(out):
             kept = scratch("kept", stop - start, widened(dtype), out.device)
@@ -69,6 +80,24 @@ class Quantizer(Compressor):
         parts = base.split_bytes(data, *self.forms[cf].layout(numel, dtype))
         return Payload(parts, numel, cf, key, dtype=dtype)
 
+    def read_all(
+        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
+    ) -> list[Payload]:
+        cf = self.supported(cf, numel)
+        rows = base.split_rows(data, *self.forms[cf].layout(numel, dtype))
+        return [Payload(parts, numel, cf, key, dtype=dtype) for parts in rows]
+
+    def write_mean(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+    ) -> None:
+        for payload in payloads:
+            base.check_out(out, payload)
+        if not self._decode_fused(out.detach(), payloads, scale, add=False, void=void):
+            super().write_mean(out, payloads, scale, void)
+
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        return base.any_starts_with_nan(payloads)
+
     def supported(self, cf: float, numel: int) -> float:
         cf = base.check_cf(cf)
         return min(self.forms, key=lambda can: (abs(can - cf), can))
@@ -76,6 +105,22 @@ class Quantizer(Compressor):
     def floats(self, numel: int, cf: float) -> float:
         """The fp32 numbers that have as many bits."""
         return numel / self.supported(cf, numel)
+
+    def _decode_fused(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, add: bool, void: Flag = False
+    ) -> bool:
+        """Decode payloads of the same CF into `out`, or onto what is there, by one of Triton's
+        kernels; False where it cannot, and nothing is done."""
+        coding = self.form(payloads[0].cf).coding if payloads else None
+        if coding is None or void is True or not values.fuses(out):
+            return False
+        if any(payload.dtype != out.dtype for payload in payloads):
+            return False
+        from compressors.kernels import triton_codec
+
+        coded = triton_codec.coded([payload.parts for payload in payloads], out.numel(), coding)
+        triton_codec.write_values(out, coded, scale, add, void)
+        return True
 
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
         base.check_flat(tensor)
@@ -231,6 +276,7 @@ class Natural(OneFormat):
 
     name = "natural"
     only_cf = 4.0
+    coding = Coding("natural", 8, CODE_BLOCK)
 
     def __init__(self, seed: int = 0, error_feedback: bool = False) -> None:
         self.seed = seed
@@ -254,15 +300,27 @@ class Natural(OneFormat):
         count, integer = x.numel(), _FLOATS[x.dtype].integer
         width = min(count, CODE_BLOCK)
         matrix = blocks.fill_up(x, -(-count // width) * width).view(-1, width)
-        offsets = x.new_empty(len(matrix))
-        made_by = values.generator(x.device, self.seed, key)
-        random = torch.randint(
-            1 << 16, matrix.shape, generator=made_by, dtype=integer, device=x.device
-        )
+        offsets, random = x.new_empty(len(matrix)), self._random(matrix.shape, integer, key, x)
         codes = self._codes(matrix, random, offsets).view(-1)[:count].to(torch.uint8)
         kept = torch.empty_like(x)
         self.decode_block((offsets, codes), kept)
         return (offsets, codes), kept
+
+    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+        if not values.fuses(x, add):
+            return None
+        from compressors.kernels import triton_codec
+
+        width = min(x.numel(), CODE_BLOCK)
+        shape = (-(-x.numel() // width), width)  # as in `encode_whole`
+        return triton_codec.encode_natural(x, add, self._random(shape, torch.int32, key, x), decode)
+
+    def _random(self, shape: Sequence[int], dtype: torch.dtype, key: Key, like: Tensor) -> Tensor:
+        """Whole numbers of 16 bits, on the device of `like`."""
+        made_by = values.generator(like.device, self.seed, key)
+        return torch.randint(
+            1 << 16, tuple(shape), generator=made_by, dtype=dtype, device=like.device
+        )
 
     def _codes(self, x: Tensor, random: Tensor, offsets: Tensor) -> Tensor:
         """Codes, still as wide as the elements, for rows that have an offset each, which is filled

@@ -8,8 +8,10 @@ loses is part of the error, and so stays in the residual.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
 from compressors.kernels import kernels_for, squared_norm, squared_norms
 from compressors.kernels.blocks import (
+    Coding,
     Flag,
     Selected,
     check_same_length,
@@ -28,7 +31,10 @@ from compressors.kernels.blocks import (
 )
 from compressors.kernels.device import take_present
 from compressors.wire.indices import choose_format
-from compressors.wire.values import ValueFormat, make_values
+from compressors.wire.values import ValueFormat, fuses, make_values
+
+if TYPE_CHECKING:
+    from compressors.kernels.triton_codec import Coded
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class SparsePayload(Payload):
 
     def write(self, out: Tensor) -> None:
         index_format = choose_format(self.numel, self.capacity)
+        if index_format.write(self.parts[0], self.numel, self.capacity, out, self.parts[1:]):
+            return
         split = max(0, out.numel() - index_format.nbytes(self.numel, self.capacity))
         Payload(self.parts[1:], self.numel, self.cf, self.key).write(out[:split])
         index_format.encode(self.parts[0], self.numel, self.capacity, self.full, out[split:])
@@ -123,6 +131,13 @@ class Sparsifier(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
+        if self._fuses(out, [payload]):
+            from compressors.kernels import triton_sparse
+
+            indices = payload.parts[0]
+            coded = self._coded([payload], indices.numel())
+            triton_sparse.add_sparse(out.detach(), indices, coded, scale)
+            return
         indices, values = payload.parts[0], self._decoded(payload)
         if not is_host(out.device) and not self.exact_count:
             indices = indices.clamp(max=payload.numel - 1)  # slots that hold nothing add 0 there
@@ -138,6 +153,39 @@ class Sparsifier(Compressor):
         indices, corrupt = self._unpacked(raw, numel, cf)
         full, parts = self.exact_count, (indices, *coded)
         return SparsePayload(parts, numel, cf, key, dtype=dtype, corrupt=corrupt, full=full)
+
+    def read_all(
+        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
+    ) -> list[Payload]:
+        k = kept(numel, cf)
+        layout = self.values.layout(k, dtype)
+        rows = base.split_rows(data, *layout, (self.index_nbytes(numel, cf), torch.uint8))
+        raw = data[:, data.shape[1] - self.index_nbytes(numel, cf) :]
+        decoded = choose_format(numel, k).decode_all(raw, numel, k, self.exact_count)
+        full = self.exact_count
+        return [
+            SparsePayload(
+                (indices, *coded), numel, cf, key, dtype=dtype, corrupt=corrupt, full=full
+            )
+            for (*coded, _), (indices, corrupt) in zip(rows, decoded, strict=True)
+        ]
+
+    def write_mean(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+    ) -> None:
+        for payload in payloads:
+            base.check_out(out, payload)
+        if void is True or not payloads or not self._fuses(out, payloads):
+            super().write_mean(out, payloads, scale, void)
+            return
+        from compressors.kernels import triton_codec, triton_sparse
+
+        indices = triton_codec.as_rows([payload.parts[0] for payload in payloads])
+        coded = self._coded(payloads, indices.shape[1])
+        triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, void)
+
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        return base.any_starts_with_nan(payloads)
 
     def indices(self, payload: Payload) -> Tensor | None:
         """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
@@ -214,16 +262,46 @@ class Sparsifier(Compressor):
         indices, values, total = chosen
         count, missing = values.numel(), max(0, kept(numel, cf) - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
-        coded, decoded = self.values.encode(slots, key)
-        sent = None if self.values.lossless else decoded[:count]
-        norms = squared_norms([values] if sent is None else [values, sent, values - sent])
-        inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
-        energy, coding_error = rest or (inner, 0.0)
-        error = coding_error + (base.projection_error(total, inner) if count < numel else 0.0)
-        of, full = energies(total, energy, error, indices), self.exact_count
+        fused = self.values.fused(slots.detach(), None, key) if isinstance(total, Tensor) else None
+        coded, decoded = self.values.encode(slots, key) if fused is None else fused[:2]
+        sent = None if self.values.lossless or decoded is None else decoded[:count]
+        if fused is not None and isinstance(total, Tensor):
+            from compressors.kernels import triton_sparse
+
+            of = triton_sparse.sum_energies(total, fused.norms, count < numel)
+        else:
+            norms = squared_norms([values] if sent is None else [values, sent, values - sent])
+            inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
+            energy, coding_error = rest or (inner, 0.0)
+            left_out = base.projection_error(total, inner) if count < numel else 0.0
+            of = energies(total, energy, coding_error + left_out, indices)
+        parts, full = (indices, *coded), self.exact_count
         return SparsePayload(
-            (indices, *coded), numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
+            parts, numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
         )
+
+    def _fuses(self, out: Tensor, payloads: Sequence[Payload]) -> bool:
+        """Whether Triton's kernels can decode payloads into `out`: float32, of the same CF."""
+        return fuses(out) and all(
+            payload.dtype == out.dtype
+            and payload.parts[0].dtype == torch.int32
+            and payload.parts[0].numel() == payloads[0].parts[0].numel() > 0
+            for payload in payloads
+        )
+
+    def _coded(self, payloads: Sequence[Payload], count: int) -> Coded:
+        """The values of payloads as kernels decode them: `count` of each, in full if they are known
+        so."""
+        from compressors.kernels import triton_codec
+
+        known = self.values.coding
+        sent = [payload.sent for payload in payloads if isinstance(payload, SparsePayload)]
+        if known is None or any(values is not None for values in sent):
+            decoded = [(self._decoded(payload),) for payload in payloads]
+            return triton_codec.coded(decoded, count, Coding("floats"))
+        parts = [payload.parts[1:] for payload in payloads]
+        capacity = kept(payloads[0].numel, payloads[0].cf)
+        return triton_codec.coded(parts, capacity, known)
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""

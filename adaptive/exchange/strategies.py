@@ -76,14 +76,14 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     out.payloads = ()  # our own comes back, too
     rows = yield exchange.all_gather(wire, f"bucket {out.index}")
     sizes = payload_sizes(out.units, out.dtype)
-    by_unit = zip(*(row.split(sizes) for row in rows), strict=True)
+    by_unit = rows.split(sizes, dim=1)
     # One unit after the other, so that the decoded payloads of no more than one are in memory.
     received = (
-        [read(unit, data, out.dtype) for data in from_ranks]
+        unit.compressor.read_all(from_ranks, unit.numel, unit.cf, out.dtype, unit.key)
         for unit, from_ranks in zip(out.units, by_unit, strict=True)
     )
     first = next(received, [])  # a rank poisons all payloads of a bucket or none
-    poisoned = any_poisoned(out.units[:1] * len(first), first)
+    poisoned = out.units[0].compressor.any_poisoned(first) if first else False
     everything = chain([first] if first else [], received)
     return Received(everything, poisoned, 1 / exchange.world_size)
 

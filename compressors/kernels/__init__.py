@@ -5,6 +5,7 @@ with torch operations on tensors of any device. Both hold the functions that are
 `host`, with the same arguments and results, and `kernels_for` says which of them a tensor is for.
 Where Triton is installed and a tensor is on a GPU, `device` leaves norms and selections to
 `triton_select`; `triton_rows` selects for the shadow ladder.
+`triton_codec` and `triton_sparse` write and read payloads on a device where Triton is at hand.
 """
 
 from __future__ import annotations

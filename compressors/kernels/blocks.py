@@ -61,6 +61,31 @@ class Selected(NamedTuple):
     total: Scalar
 
 
+class Coding(NamedTuple):
+    """How coded values are decoded, for kernels that do so as they read them.
+
+    kind: "floats" are the values themselves (float32 or of 16 bits), "levels" whole numbers times a
+    scale, "natural" powers of two times an offset. bits: of a code. bucket: values that share a
+    scale or offset.
+    """
+
+    kind: str
+    bits: int = 0
+    bucket: int = 1
+
+
+class Encoded(NamedTuple):
+    """What a kernel has made of values x: the parts of a payload, and what they decode to, c, or
+    None if nobody asked for it.
+
+    norms: (programs, 3), float64: ||x||^2, ||c||^2 and ||x - c||^2 of the values of each program.
+    """
+
+    parts: tuple[Tensor, ...]
+    decoded: Tensor | None
+    norms: Tensor
+
+
 def is_host(device: torch.device) -> bool:
     """Whether tensors of this device take the host path: NumPy on the tensor's own memory."""
     return device.type == "cpu" and not force_device_path
@@ -94,10 +119,11 @@ def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
 
 
 def either(a: Flag, b: Flag) -> Flag:
-    """Whether `a` or `b` is set; no operation on a device where the host knows one."""
+    """Whether `a` or `b` is set; no operation on a device where the host knows one, or where both
+    are the same tensor."""
     if a is False:
         return b
-    return a if b is False else a | b
+    return a if b is False or a is b else a | b
 
 
 def but_not(a: Flag, b: Flag) -> Flag:

@@ -6,6 +6,7 @@ Fano, "On the Number of Bits Required to Implement an Associative Memory" (1971)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from compressors.base import CorruptPayload
 from compressors.kernels import device, host
-from compressors.kernels.blocks import Flag, is_host
+from compressors.kernels.blocks import Flag, is_host, takes_triton
 from compressors.wire.packing import Numbers, native, numbers_nbytes, pack_numbers, unpack_numbers
 
 
@@ -53,10 +54,10 @@ class IndexFormat:
         within [0, numel), not checked).
 
         exact: there are as many as `capacity`. ValueError if there are more."""
-        if indices.numel() > capacity:
-            raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
         if out is None:
             out = indices.new_empty(self.nbytes(numel, capacity), dtype=torch.uint8)
+        if self.write(indices, numel, capacity, out):
+            return out
         bits, at = out[: self._map_nbytes(numel, capacity)], native(indices)
         kernels = host if is_host(out.device) else device
         present = None if exact or kernels is host else indices < numel
@@ -67,6 +68,43 @@ class IndexFormat:
             slots = slots if present is None else slots * present
             pack_numbers(slots, 1 << self.low, capacity, native(out[bits.numel() :]))
         return out
+
+    def write(
+        self,
+        indices: Tensor,
+        numel: int,
+        capacity: int,
+        out: Tensor,
+        values: Sequence[Tensor] = (),
+    ) -> bool:
+        """Fill `out` with the parts of coded `values`, at most two, and the bytes of `indices`
+        after them, by one of Triton's kernels; False where it cannot, and nothing is done."""
+        if indices.numel() > capacity:
+            raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
+        size = self.nbytes(numel, capacity) + sum(part.nbytes for part in values)
+        fits = out.numel() == size and out.dtype == torch.uint8 and out.is_contiguous()
+        if not (fits and takes_triton(out) and takes_triton(indices) and len(values) <= 2):
+            return False
+        from compressors.kernels import triton_sparse
+
+        map_nbytes, at = self._map_nbytes(numel, capacity), indices.detach().contiguous()
+        triton_sparse.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values)
+        return True
+
+    def decode_all(
+        self, data: Tensor, numel: int, capacity: int, exact: bool = False
+    ) -> list[tuple[Tensor, Flag]]:
+        """`decode` of each row of `data` (ranks, bytes; uint8). Where Triton's kernels do so, all
+        have the same flag, which says whether any of them is corrupt."""
+        if not (capacity and len(data) and data.stride(1) == 1 and takes_triton(data)):
+            return [self._decode(row, numel, capacity, exact) for row in data]
+        from compressors.kernels import triton_sparse
+
+        map_nbytes = self._map_nbytes(numel, capacity)
+        indices, corrupt = triton_sparse.read_indices(
+            data, numel, capacity, self.low, map_nbytes, exact
+        )
+        return [(row, corrupt) for row in indices.unbind()]
 
     def decode(
         self, data: Tensor, numel: int, capacity: int, exact: bool = False
@@ -83,6 +121,9 @@ class IndexFormat:
                 f"indices must be {nbytes} bytes (flat uint8), "
                 f"got {data.dtype} of shape {tuple(data.shape)}"
             )
+        return self.decode_all(data[None], numel, capacity, exact)[0]
+
+    def _decode(self, data: Tensor, numel: int, capacity: int, exact: bool) -> tuple[Tensor, Flag]:
         size = self._map_nbytes(numel, capacity)
         if is_host(data.device):
             return self._decode_on_host(data[:size], data[size:], numel, capacity, exact), False

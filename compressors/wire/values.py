@@ -23,6 +23,8 @@ from compressors.base import Key, projection_error
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import (
     CODE_BLOCK,
+    Coding,
+    Encoded,
     block_bounds,
     energies,
     fill_up,
@@ -33,6 +35,7 @@ from compressors.kernels.blocks import (
     reduce_rows,
     rows,
     scratch_like,
+    takes_triton,
     widened,
 )
 from compressors.kernels.host import block_norm, block_square, checked_norm
@@ -48,6 +51,8 @@ _BUCKETS = [8 << i for i in range(CODE_BLOCK.bit_length() - 3)]
 _ODD = np.uint16(40503)  # 2**16 over the golden ratio
 _USES = 4  # elements that a random word serves
 
+_FUSED_BUCKET = 4096  # elements of the largest bucket that a program of a Triton kernel holds
+
 _local = threading.local()
 
 Layout = tuple[tuple[int, torch.dtype], ...]
@@ -55,6 +60,18 @@ Layout = tuple[tuple[int, torch.dtype], ...]
 
 Parts = tuple[Tensor, ...]
 """The parts of a payload: flat contiguous tensors."""
+
+
+def fuses(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether Triton's kernels can encode x, after adding `others` to it."""
+    together = [each for each in (x, *others) if each is not None]
+    return x.numel() > 0 and all(
+        each.dtype == torch.float32
+        and takes_triton(each)
+        and each.device == x.device
+        and each.is_contiguous()
+        for each in together
+    )
 
 
 class ValueFormat(ABC):
@@ -65,10 +82,12 @@ class ValueFormat(ABC):
 
     name: the registered name, or that of the compressor.
     lossless: decodes to exactly what was encoded.
+    coding: how Triton's kernels decode it; None if they do not know it.
     """
 
     name: str = ""
     lossless: bool = False
+    coding: Coding | None = None
 
     @abstractmethod
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
@@ -82,6 +101,11 @@ class ValueFormat(ABC):
     @abstractmethod
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         """The values that `parts` stand for: bit by bit the same wherever it is called."""
+
+    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+        """x += add in place (if given), then `encode` x (flat) by Triton's kernels, with squared
+        norms; what it decodes to only if `decode`. None where they cannot, and nothing is done."""
+        return None
 
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of all the parts together."""
@@ -164,6 +188,9 @@ class BlockFormat(ValueFormat):
 
 def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tuple[Parts, Tensor]:
     """x += add in place (if given), then encode x. Returns the parts and `Payload.energies`."""
+    fused = form.fused(x.detach(), None if add is None else add.detach(), key, decode=False)
+    if fused is not None:
+        return fused.parts, fused.norms.sum(0)
     if not is_host(x.device):
         x = x.detach() if add is None else x.detach().add_(add.detach())
         parts, kept = _encode_on_device(form, x, key)
@@ -196,6 +223,7 @@ class Full(ValueFormat):
 
     name = "fp32"
     lossless = True
+    coding = Coding("floats")
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, dtype),)
@@ -207,6 +235,13 @@ class Full(ValueFormat):
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         return parts[0]
 
+    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+        if not fuses(x, add):
+            return None
+        from compressors.kernels import triton_codec
+
+        return triton_codec.encode_floats(x, add, x.dtype, inf, decode)
+
 
 class Half(BlockFormat):
     """This value format rounds each value to the nearest number of 16 bits.
@@ -215,6 +250,8 @@ class Half(BlockFormat):
         divided by this. What is cut off is part of the error, and fed back with it.
     parts: values (float16 or bfloat16).
     """
+
+    coding = Coding("floats")
 
     def __init__(self, name: str, half: torch.dtype, headroom: float = 1.0) -> None:
         self.name, self.half = name, half
@@ -237,6 +274,13 @@ class Half(BlockFormat):
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         out.copy_(parts[0])
+
+    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+        if not fuses(x, add):
+            return None
+        from compressors.kernels import triton_codec
+
+        return triton_codec.encode_floats(x, add, self.half, self.limit, decode)
 
 
 class Levels(BlockFormat):
@@ -266,6 +310,7 @@ class Levels(BlockFormat):
             raise ValueError(f"norm must be one of max, l2; got {norm!r}")
         self.name, self.bits, self.bucket, self.norm, self.seed = name, bits, bucket, norm, seed
         self.levels = 2 ** (bits - 1) - 1
+        self.coding = Coding("levels", bits, bucket)
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
 
     def layout(self, count: int, dtype: torch.dtype) -> Layout:
@@ -319,6 +364,19 @@ class Levels(BlockFormat):
         columns = numbers_of_rows(scales, out, self.bucket)
         for values, scale in zip(rows(out, self.bucket), columns, strict=True):
             values.mul_(scale)
+
+    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+        if self.norm != "max" or self.bucket > _FUSED_BUCKET or not fuses(x, add):
+            return None
+        from compressors.kernels import triton_codec
+
+        random = None
+        if self.seed is not None:  # as many as in `encode_whole`
+            random = uniform(x.new_empty(-(-x.numel() // self.bucket), self.bucket), self.seed, key)
+        (_, _), (nbytes, _) = self.layout(x.numel(), x.dtype)
+        return triton_codec.encode_levels(
+            x, add, self.bits, self.bucket, float(self._steps), nbytes, random, decode
+        )
 
     def _scale(self, x: Tensor, scale: Tensor, work: Tensor) -> None:
         """Fill `scale`, a column, for the rows of `x`."""

@@ -1,0 +1,80 @@
+"""Training with Triton's kernels for the wire, in real processes that interpret them."""
+
+from __future__ import annotations
+
+import os
+from math import inf
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from compressors.kernels import blocks
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import flat_parameters, loss_of, small_net
+from tests.distributed.test_device_path import ByStep
+
+if torch.cuda.is_available():
+    pytest.skip("kernels are compiled here, not interpreted", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, in each process
+pytest.importorskip("triton")
+
+
+def _interpret() -> list[str]:
+    """From here on CPU tensors take Triton's kernels. Returns the list of those that are started,
+    one after the other: hooks and callbacks are on different threads, and the interpreter is not
+    made for that."""
+    from compressors.kernels import triton_codec, triton_sparse
+
+    launch, lock, launches = triton_codec.launch, Lock(), []
+
+    def one_by_one(kernel: Any, *arguments: Any, **sizes: Any) -> None:
+        with lock:
+            launches.append(kernel.__name__)
+            launch(kernel, *arguments, **sizes)
+
+    blocks.force_triton = True
+    triton_codec.launch = triton_sparse.launch = one_by_one
+    return launches
+
+
+def _train(rank: int, triton: bool, base: str, options: dict[str, Any]) -> tuple[Tensor, set[str]]:
+    blocks.force_device_path = True
+    launches = _interpret() if triton else []
+    model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    policy = ByStep([10.0, 3.0, 1.0])
+    compressor = AdaptiveCompressor(base, (1, 1000), policy=policy, **options)
+    compressor.attach(model, optimizer=optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        bad = step == 3  # on one rank, and so for all
+        (loss_of(model, step, rank) * (inf if bad and rank == 1 else 1.0)).backward()
+        if bad:
+            assert not any(bool(p.grad.isfinite().any()) for p in model.parameters())
+        else:
+            optimizer.step()
+    compressor.detach()
+    return flat_parameters(model), set(launches)
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "launched"),
+    [
+        ("topk+int4", {"exchange": "all_gather"}, {"_read_indices", "_sparse_mean", "_add_sparse"}),
+        ("topk", {"exchange": "sharded"}, {"_read_indices", "_add_sparse", "_write_sparse"}),
+        ("topk", {"exchange": "shared_indices"}, {"_read_indices", "_sparse_mean"}),
+        ("int8", {"exchange": "all_gather"}, {"_bucket_levels", "_dense_mean"}),
+        ("bf16", {}, {"_floats", "_dense_mean"}),
+    ],
+    ids=str,
+)
+def test_it_trains_as_with_torch(base: str, options: dict[str, Any], launched: set[str]) -> None:
+    wanted, found = (run_ranks(2, _train, triton, base, options) for triton in (False, True))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][0], wanted[0][0], rtol=1e-5, atol=1e-6)
+    assert found[0][1] >= launched
