@@ -158,9 +158,9 @@ class Session:
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
             raise ValueError(
-                f"granularity must be 'layer' for base {base.name!r} where a parameter may send "
-                f"nothing (momentum correction, find_unused_parameters, static_graph): it makes "
-                f"something of zeros; got 'bucket'"
+                f"granularity must be 'layer' for base {base.name!r} with momentum correction, "
+                f"find_unused_parameters or static_graph: it makes something of the zeros of a "
+                f"parameter that sends nothing; got 'bucket'"
             )
         ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]

@@ -87,17 +87,16 @@ def check_state(
         check_like("scales", state["scales"], {})
     steps, local = expected["local_steps"], read(state, "local", Mapping)
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
-    check_like("local", local, like if steps != 1 else {})
-    for of_bucket in local.get("arrived", {}).values():
+    check_like("local", local, like if steps != 1 else {}, complete=True)
+    for of_bucket in local["arrived"].values() if steps != 1 else ():
         arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
-        check_like("local: arrived", of_bucket, arrival, finite=False)
-        whole = of_bucket.keys() == arrival.keys()
-        whole = whole and bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
-        whole = whole and of_bucket["due"] >= 1 and bool(local.get("anchors"))
+        check_like("local: arrived", of_bucket, arrival, finite=False, complete=True)
+        whole = bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
+        whole = whole and of_bucket["due"] >= 1 and bool(local["anchors"])
         together(whole, "what has arrived has lost something")
     if steps != 1:
         anchors: list[Any] = [flat.keys(), *([set()] if steps == "auto" else [])]
-        whole = local.keys() == like.keys() and local["anchors"].keys() in anchors
+        whole = local["anchors"].keys() in anchors
         whole = whole and local["moving"].keys() in (set(), flat.keys())
         together(whole, "'local' has lost something")
     check_like("sum", state["sum"], flat, finite=False)
@@ -116,13 +115,17 @@ def check_state(
         together(state["link"] is None, "'link' must be None in a resharded state")
 
 
-def check_like(what: str, value: Any, like: Any, finite: bool = True) -> None:
-    """ValueError unless `value` has no keys but those of the mapping `like`, and tensors of the
-    same shapes and dtypes or values of the types in it."""
+def check_like(
+    what: str, value: Any, like: Any, finite: bool = True, complete: bool = False
+) -> None:
+    """ValueError unless `value` has no keys but those of the mapping `like` (`complete`: all of
+    them), and tensors of the same shapes and dtypes or values of the types in it."""
     if isinstance(like, Mapping):
         together(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r:.80}")
         unknown = sorted(map(str, value.keys() - like.keys()))
         together(not unknown, f"{what} has unknown keys: {', '.join(unknown)}")
+        missing = sorted(map(str, like.keys() - value.keys())) if complete else []
+        together(not missing, f"{what} has lost {', '.join(missing)}")
         for key in value:
             check_like(f"{what}: {key}", value[key], like[key], finite)
     elif isinstance(like, Tensor):

@@ -3,7 +3,8 @@
 With momentum correction `p.grad` holds velocities: clipping or unscaling them is not what a script
 means. A backward whose gradients are cleared without a step has left its mark on the memory: what
 was not sent of it comes with later steps. Both are noticed, from `p.grad` itself and from torch's
-hooks around every optimizer's step. Nothing waits for a device.
+hooks around every optimizer's step. Nothing waits for a device. By the same hooks the memory and
+local steps do their part of a step.
 """
 
 from __future__ import annotations

@@ -7,11 +7,14 @@ from math import isfinite, nan
 
 from adaptive.exchange.collectives import Traffic
 from policies import DENSE, Measurement
-from policies import state as saved
+from policies.state import Stateful
+
+_SAVED = {"saved": True}
+"""Of fields that are part of the state, and arguments as well (`policies.state.saved`)."""
 
 
 @dataclass
-class Summary(saved.Stateful):
+class Summary(Stateful):
     """Totals since the compressor was attached; bytes and floats are per rank.
 
     steps_at_cf: steps sent at each CF (1 is dense), in the order of first use. cf: in use.
@@ -22,29 +25,17 @@ class Summary(saved.Stateful):
     that each rank has taken for these; with local steps they are more.
     """
 
-    steps: int = 0
+    steps: int = field(default=0, metadata=_SAVED)
     cf: float = DENSE
-    steps_at_cf: dict[float, int] = field(default_factory=dict)
-    switches: int = 0
-    bytes_sent: float = 0.0
-    payload_bytes: int = 0
-    floats_sent: float = 0.0
-    dense_bytes: float = 0.0
+    steps_at_cf: dict[float, int] = field(default_factory=dict, metadata=_SAVED)
+    switches: int = field(default=0, metadata=_SAVED)
+    bytes_sent: float = field(default=0.0, metadata=_SAVED)
+    payload_bytes: int = field(default=0, metadata=_SAVED)
+    floats_sent: float = field(default=0.0, metadata=_SAVED)
+    dense_bytes: float = field(default=0.0, metadata=_SAVED)
     verdict: str = ""
-    gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict)
-    local_steps: int = 0
-
-    _fields = saved.declare(
-        steps=int,
-        steps_at_cf=dict[float, int],
-        switches=int,
-        bytes_sent=float,
-        payload_bytes=int,
-        floats_sent=float,
-        dense_bytes=float,
-        gain_terms=dict[float, tuple[float, float]],
-        local_steps=int,
-    )
+    gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict, metadata=_SAVED)
+    local_steps: int = field(default=0, metadata=_SAVED)
 
     @property
     def mean_gain(self) -> dict[float, float]:

@@ -25,7 +25,6 @@ from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar
 from policies import LayerReport, Policy
-from policies.state import together
 
 
 class GradientSum:
@@ -196,7 +195,6 @@ class RequestedStatistics:
             self._shadow.load_state_dict(state["shadow"], by_name)
         for name, part in (("layers", self.layers), ("peers", self.peers)):
             like = part.state_dict() if part is not None else {}
-            check_like(name, state[name], like)
-            together(state[name].keys() == like.keys(), f"{name!r} must be of {', '.join(like)}")
+            check_like(name, state[name], like, complete=True)
             if part is not None:
                 part.load_state_dict(state[name])

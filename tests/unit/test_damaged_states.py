@@ -335,14 +335,14 @@ def test_a_state_without_the_scales_of_updates_is_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "damaged", "told"),
     [
-        (("local",), {}, "'local' has lost something"),
+        (("local",), {}, "local has lost anchors"),
         (("local", "backwards"), 1.0, "'local: backwards' must be int"),
         (("local", "anchors", "0.weight"), torch.zeros(3), "local: anchors: 0.weight must be"),
         (("local", "anchors", "stranger"), torch.zeros(3), "unknown keys: stranger"),
         (("local", "moving"), {"0.weight": torch.zeros(480)}, "'local' has lost something"),
         (("local_steps",), 5, "local_steps is 5, expected 3"),
         (("local", "arrived", "0", "due"), 1.0, "'local: arrived: due' must be int"),
-        (("local", "arrived", "0"), {"due": 2}, "what has arrived has lost something"),
+        (("local", "arrived", "0"), {"due": 2}, "local: arrived has lost mean"),
         (("local", "arrived", "0", "then"), {}, "what has arrived has lost something"),
         (("local", "arrived", "0", "mean", "stranger"), torch.zeros(3), "unknown keys: stranger"),
     ],
