@@ -104,6 +104,16 @@ def takes_triton(tensor: Tensor) -> bool:
     return _has_triton() if tensor.is_cuda else force_triton and force_device_path
 
 
+def launch(
+    kernel: Any, grid: tuple[int, ...], where: Tensor, *arguments: Any, **sizes: Any
+) -> None:
+    """Start one of Triton's kernels on the device of `where`. Callbacks of collectives run on
+    threads whose current device may be another one. Products and sums are never fused but where a
+    kernel says so: what a rank takes off its residual is exactly what the others decode."""
+    with torch.cuda.device_of(where):
+        kernel[grid](*arguments, **sizes, enable_fp_fusion=False)
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None and os.environ.get("ADAPTIVE_TRITON") != "0"

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag
+from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag, launch
 
 ELEMENTS = 2048
 """Elements that a program works on."""
@@ -60,16 +60,6 @@ def as_rows(tensors: Sequence[Tensor]) -> Tensor:
         if not (there and step > 0 and tensor.untyped_storage().data_ptr() == memory):
             return torch.stack(list(tensors))
     return first.as_strided((len(tensors), first.numel()), (step, 1))
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], where: Tensor, *arguments: Any, **sizes: Any
-) -> None:
-    """Start a kernel on the device of `where`. Callbacks of collectives run on threads whose
-    current device may be another one. Products and sums are never fused but where a kernel says so:
-    what a rank takes off its residual is exactly what the others decode."""
-    with torch.cuda.device_of(where):
-        kernel[grid](*arguments, **sizes, enable_fp_fusion=False)
 
 
 # Decoding ----------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.triton_select import _BINS, _bin, _descend, _device_of, _key
+from compressors.kernels.blocks import launch
+from compressors.kernels.triton_select import _BINS, _bin, _descend, _key
 
 LONGEST = 1 << 17
 """Elements of a section. Beyond this one program takes longer than torch's operations do together
@@ -37,10 +38,8 @@ def split_largest(
     mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     norms = torch.empty(2, count, sections, dtype=torch.float64, device=rows.device)
     block = min(block, max(1024, triton.next_power_of_2(longest)))
-    with _device_of(rows):
-        _split_largest[(sections, count)](
-            rows, ends, wanted, mask, norms, rows.shape[1], block=block, num_warps=block // 512 or 1
-        )
+    parts, options = (rows, ends, wanted, mask, norms), {"num_warps": block // 512 or 1}
+    launch(_split_largest, (sections, count), rows, *parts, rows.shape[1], block=block, **options)
     return mask, norms
 
 

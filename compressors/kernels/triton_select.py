@@ -25,7 +25,6 @@ NaN are equal, larger than infinity.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
+from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch, launch
 
 
 class Sizes(NamedTuple):
@@ -106,10 +105,8 @@ def _accumulated(x: Tensor, add: Tensor | None, counts: Tensor | None, sizes: Si
     numel, chunk = x.numel(), sizes.chunk(x.numel())
     programs = triton.cdiv(numel, chunk)
     squares = x.new_empty(programs, dtype=torch.float64)
-    with _device_of(x):
-        _accumulate[(programs,)](
-            x, add, squares, counts, numel, chunk, block=sizes.block, num_warps=sizes.warps
-        )
+    options: dict[str, Any] = {"block": sizes.block, "num_warps": sizes.warps}
+    launch(_accumulate, (programs,), x, x, add, squares, counts, numel, chunk, **options)
     return squares
 
 
@@ -127,18 +124,12 @@ def _selected(
     found = Selected(counts.new_empty(k), x.new_empty(k), squares.new_empty(()))
     lists = x, positions, values, listed, counts, k, numel, chunk, capacity
     options: dict[str, Any] = {"block": sizes.block, "num_warps": sizes.warps}
-    with _device_of(x):
-        _gather[(programs,)](*lists, **options)
-        _refine[(programs,)](*lists, **options)
-        _count[(programs,)](*lists, threshold, above, equal, **options)
-        outputs = above, equal, squares, *found
-        _take[(programs,)](*lists, threshold, *outputs, programs=sizes.programs, **options)
+    grid, outputs = (programs,), (above, equal, squares, *found)
+    launch(_gather, grid, x, *lists, **options)
+    launch(_refine, grid, x, *lists, **options)
+    launch(_count, grid, x, *lists, threshold, above, equal, **options)
+    launch(_take, grid, x, *lists, threshold, *outputs, programs=sizes.programs, **options)
     return found
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which on a callback's thread may be another one."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 # Kernels -----------------------------------------------------------------------------------------

@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import Flag
+from compressors.kernels.blocks import Flag, launch
 from compressors.kernels.triton_codec import (
     Coded,
     decoding,
     decoding_sizes,
     flag_in_memory,
-    launch,
     value_at,
 )
 
