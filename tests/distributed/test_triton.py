@@ -1,4 +1,5 @@
-"""Training with Triton's kernels for the wire, in real processes that interpret them."""
+"""Training with Triton's kernels, in real processes that interpret them, as on the host: of equal
+magnitudes both choose the lower index, where torch may choose any."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ def _interpret() -> list[str]:
     """From here on CPU tensors take Triton's kernels. Returns the list of those that are started,
     one after the other: hooks and callbacks are on different threads, and the interpreter is not
     made for that."""
-    from compressors.kernels import triton_codec, triton_sparse
+    from compressors.kernels import triton_codec, triton_rows, triton_select, triton_sparse
 
-    launch, lock, launches = triton_codec.launch, Lock(), []
+    launch, lock, launches = blocks.launch, Lock(), []
 
     def one_by_one(kernel: Any, *arguments: Any, **sizes: Any) -> None:
         with lock:
@@ -38,12 +39,13 @@ def _interpret() -> list[str]:
             launch(kernel, *arguments, **sizes)
 
     blocks.force_triton = True
-    triton_codec.launch = triton_sparse.launch = one_by_one
+    for module in (triton_codec, triton_rows, triton_select, triton_sparse):
+        module.launch = one_by_one  # type: ignore[attr-defined]
     return launches
 
 
 def _train(rank: int, triton: bool, base: str, options: dict[str, Any]) -> tuple[Tensor, set[str]]:
-    blocks.force_device_path = True
+    blocks.force_device_path = triton
     launches = _interpret() if triton else []
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -65,16 +67,16 @@ def _train(rank: int, triton: bool, base: str, options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(
     ("base", "options", "launched"),
     [
-        ("topk+int4", {"exchange": "all_gather"}, {"_read_indices", "_sparse_mean", "_add_sparse"}),
-        ("topk", {"exchange": "sharded"}, {"_read_indices", "_add_sparse", "_write_sparse"}),
-        ("topk", {"exchange": "shared_indices"}, {"_read_indices", "_sparse_mean"}),
-        ("int8", {"exchange": "all_gather"}, {"_bucket_levels", "_dense_mean"}),
-        ("bf16", {}, {"_floats", "_dense_mean"}),
+        ("topk+int4", {"exchange": "all_gather"}, ["_gather", "_read_indices", "_sparse_mean"]),
+        ("topk", {"exchange": "sharded"}, ["_read_indices", "_add_sparse", "_write_sparse"]),
+        ("topk", {"exchange": "shared_indices"}, ["_read_indices", "_sparse_mean"]),
+        ("int8", {"exchange": "all_gather"}, ["_bucket_levels", "_dense_mean"]),
+        ("bf16", {}, ["_floats", "_dense_mean"]),
     ],
     ids=str,
 )
-def test_it_trains_as_with_torch(base: str, options: dict[str, Any], launched: set[str]) -> None:
+def test_it_trains_as_on_the_host(base: str, options: dict[str, Any], launched: list[str]) -> None:
     wanted, found = (run_ranks(2, _train, triton, base, options) for triton in (False, True))
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][0], wanted[0][0], rtol=1e-5, atol=1e-6)
-    assert found[0][1] >= launched
+    assert found[0][1] >= {*launched}
