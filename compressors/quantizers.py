@@ -28,6 +28,7 @@ from compressors.kernels.blocks import (
     check_same_length,
     scratch,
     scratch_like,
+    takes_triton,
     widened,
 )
 from compressors.kernels.host import block_norm
@@ -83,6 +84,8 @@ class Quantizer(Compressor):
     def read_all(
         self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
     ) -> list[Payload]:
+        if not takes_triton(data):
+            return super().read_all(data, numel, cf, dtype, key)
         cf = self.supported(cf, numel)
         rows = base.split_rows(data, *self.forms[cf].layout(numel, dtype))
         return [Payload(parts, numel, cf, key, dtype=dtype) for parts in rows]
@@ -94,9 +97,6 @@ class Quantizer(Compressor):
             base.check_out(out, payload)
         if not self._decode_fused(out.detach(), payloads, scale, add=False, void=void):
             super().write_mean(out, payloads, scale, void)
-
-    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
-        return base.any_starts_with_nan(payloads)
 
     def supported(self, cf: float, numel: int) -> float:
         cf = base.check_cf(cf)

@@ -28,6 +28,7 @@ from compressors.kernels.blocks import (
     energies,
     is_host,
     on_host,
+    takes_triton,
 )
 from compressors.kernels.device import take_present
 from compressors.wire.indices import choose_format
@@ -157,6 +158,8 @@ class Sparsifier(Compressor):
     def read_all(
         self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
     ) -> list[Payload]:
+        if not takes_triton(data):
+            return super().read_all(data, numel, cf, dtype, key)
         k = kept(numel, cf)
         layout = self.values.layout(k, dtype)
         rows = base.split_rows(data, *layout, (self.index_nbytes(numel, cf), torch.uint8))
@@ -183,9 +186,6 @@ class Sparsifier(Compressor):
         indices = triton_codec.as_rows([payload.parts[0] for payload in payloads])
         coded = self._coded(payloads, indices.shape[1])
         triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, void)
-
-    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
-        return base.any_starts_with_nan(payloads)
 
     def indices(self, payload: Payload) -> Tensor | None:
         """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
