@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adaptive import (
     Accordion,
     AdaptiveCompressor,
@@ -123,6 +125,9 @@ def compressor_settings(config: TrainConfig) -> dict[str, Any]:
         settings["cf_range"] = config.cf_range
     if config.rungs is False:
         settings["rungs"] = None
+    if config.residual_dtype is not None:
+        given = config.residual_dtype
+        settings["residual_dtype"] = getattr(torch, given, given)  # an unknown one is refused
     return settings
 
 

@@ -81,6 +81,7 @@ class TrainConfig:
     rungs: bool | None = None
     dense_below: int | None = None
     memory: str | None = None
+    residual_dtype: str | None = None
     momentum_lag: float | None = None
     masking: bool | float | None = None
     clip_norm: float | None = None

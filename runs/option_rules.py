@@ -18,6 +18,7 @@ HOOK_OPTIONS = (
     "rungs",
     "dense_below",
     "memory",
+    "residual_dtype",
     "momentum_lag",
     "masking",
     "clip_norm",

@@ -242,6 +242,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--memory", help="auto, residual, momentum or none: what becomes of what is not sent (auto)"
     )
     how.add_argument(
+        "--residual-dtype",
+        choices=("float32", "bfloat16"),
+        help="what is not sent waits in this; bfloat16 takes half the memory, not with momentum "
+        "correction (float32)",
+    )
+    how.add_argument(
         "--momentum-lag",
         type=number,
         metavar="SHARE",
