@@ -324,4 +324,5 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
 
 def _energies(payloads: Sequence[Payload]) -> Tensor:
     """(payloads, 3)."""
-    return torch.stack([p.energies for p in payloads if p.energies is not None])
+    known = [p.energies for p in payloads if p.energies is not None]
+    return known[0][None] if len(known) == 1 else torch.stack(known)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Flag, Scalar, fill_if, is_host
+from compressors.kernels.blocks import Flag, Scalar, is_host
 from policies import Measurement
 
 
@@ -102,12 +102,13 @@ class Tally:
 
     def spoil(self, flag: Flag) -> None:
         """If a bucket's gradients are not finite, policies are to pass over this step."""
-        for name in ("grad", "total", "sample_total"):
-            fill_if(flag, self.at(name), nan)
         self.at("spoiled").add_(flag)
 
     def complete(self) -> Tensor:
         """This rank's part of the sum over the ranks, with what only this rank knows."""
+        spoiled = self.at("spoiled") > 0
+        for name in ("grad", "total", "sample_total"):
+            self.at(name).masked_fill_(spoiled, nan)
         known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each.get("host")]
         waits = [0.0] * self.ranks
         waits[self.rank] = self.known.get("exchange_seconds", nan)
