@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from policies import checks
 from policies.step_time import overlapped
 
 if TYPE_CHECKING:
@@ -81,11 +80,12 @@ class LinkSpec:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        rate = self.bits_per_second
+        rate, latency = self.bits_per_second, self.latency
         if isinstance(rate, str) or not 0 < rate < inf:
             told = f"bits_per_second must be a positive, finite number, got {rate!r}"
             raise ValueError(f"{told}; LinkSpec.parse reads text")
-        checks.real("latency", self.latency, least=0)
+        if not 0 <= latency < inf:
+            raise ValueError(f"latency must be >= 0 seconds and finite, got {latency!r}")
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
@@ -139,9 +139,13 @@ class ModelledClock:
         scale: float = 1.0,
         overlap: int | None = None,
     ) -> None:
-        self.compute = checks.real("compute", compute, above=0)
+        if not (isfinite(compute) and compute > 0):
+            raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
+        if not (isfinite(scale) and scale > 0):
+            raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+        self.compute = compute
         self.link = link
-        self.scale = checks.real("scale", scale, above=0)
+        self.scale = scale
         self.overlap = overlap
         self.now = 0.0
 

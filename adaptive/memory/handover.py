@@ -49,21 +49,25 @@ def describe(optimizer: Optimizer | None) -> str:
 class Handover:
     """Neutralises settings of an optimizer while its `step()` runs.
 
-    prepare: called for each parameter group before, when all gradients are there; returns the
-    settings that the group has meanwhile. after: once the optimizer has stepped.
+    neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
+    prepare: called for each of these groups before, when all gradients are there. after: once the
+    optimizer has stepped.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        prepare: Callable[[Group], Group],
+        neutral: Group,
+        taken: Callable[[Group], bool],
+        prepare: Callable[[Group], None],
         after: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer = optimizer
+        self._neutral = neutral
+        self._taken = taken
         self._prepare = prepare
         self._after = after
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
-        self._meanwhile: list[Group] = []
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
 
@@ -82,16 +86,17 @@ class Handover:
             return
         self.end()  # after a step that has raised
         groups = optimizer.param_groups
-        self._meanwhile = [self._prepare(group) for group in groups]
+        taken = [group for group in groups if self._taken(group)]
+        for group in taken:
+            self._prepare(group)
         self._own = [dict(group) for group in groups]
-        for group, settings in zip(groups, self._meanwhile, strict=True):
-            group.update(settings)
+        for group in taken:
+            group.update(self._neutral)
 
     def end(self) -> None:
         """After the step: the settings are the user's again."""
         if self._own is not None:
-            groups = self._optimizer.param_groups
-            for group, own, settings in zip(groups, self._own, self._meanwhile, strict=True):
-                group.update({name: own[name] for name in settings})
+            for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
+                group.update({name: own[name] for name in self._neutral})
             self._own = None
             self._after()

@@ -142,8 +142,9 @@ class ModelMemory:
     def choose(self, optimizer: Optimizer | None) -> None:
         """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
         with what was asked for."""
+        watch = self._watch
         self.now = self._choice.make(
-            optimizer, self._parameters, self._ranks, lambda: self._watch.clipped
+            optimizer, self._parameters, self._ranks, lambda: watch.clipped
         )
         for parameter in self._parameters.values():
             self.now.take_over(parameter)

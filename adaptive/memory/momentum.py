@@ -274,7 +274,10 @@ class SGDMomentum(MomentumMemory):
                     f"optimizer: parameter group {index} has momentum and parameters that are not "
                     f"in the model; give those a group or an optimizer of their own"
                 )
-        self.handover = Handover(optimizer, self._add_decay)
+        neutral = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+        self.handover = Handover(
+            optimizer, neutral, lambda group: group["momentum"] != 0, self._add_decay
+        )
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
         group = self.handover.settings(parameter.tensor)
@@ -328,10 +331,8 @@ class SGDMomentum(MomentumMemory):
         state["momentum_buffer"] = shaped if buffer is None else buffer.add_(shaped)
 
     @torch.no_grad()
-    def _add_decay(self, group: Group) -> Group:
-        """To the gradients of a group with momentum, before a step that adds neither."""
-        if not group["momentum"]:
-            return {}
+    def _add_decay(self, group: Group) -> None:
+        """To the gradients of a group, before a step."""
         decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
         sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
@@ -359,4 +360,3 @@ class SGDMomentum(MomentumMemory):
                     p.grad.add_(tensor, alpha=factor)
                 else:
                     p.grad.addcmul_(tensor, scale, value=factor)
-        return {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}

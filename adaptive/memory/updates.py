@@ -140,7 +140,7 @@ class UpdateMemory(Residual):
         self._ranks = ranks
         self._lag = cache(lag)
         self._clipped = clipped
-        self.handover = Handover(optimizer, self._step, self._show)
+        self.handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
         self._twin = Twin(optimizer)
         self._at = -1  # the step
         self._memory_of_norms = decay_of_squares(optimizer.param_groups[0])
@@ -370,13 +370,13 @@ class UpdateMemory(Residual):
         return factor
 
     @torch.no_grad()
-    def _step(self, group: Group) -> Group:
+    def _step(self, group: Group) -> None:
         """In the stead of the optimizer: parameters whose gradient is an update make that step, and
         are hidden from it."""
         self._deliver_late(group)
         held = [p for p in group["params"] if p in self._holding and p.grad is not None]
         if not held:
-            return {}
+            return
         lr, updates = group["lr"], [p.grad for p in held]
         skips = getattr(self._optimizer, "found_inf", None)  # of a fused one, told by a GradScaler
         if skips is not None:
@@ -397,7 +397,6 @@ class UpdateMemory(Residual):
             torch._foreach_sub_(held, updates, alpha=factor)
         for p in held:
             self._hidden[p], p.grad = p.grad, None
-        return {}
 
     def _show(self) -> None:
         """After the optimizer's step."""
