@@ -75,7 +75,7 @@ class Session:
         self.exchange = Exchange(group, link, settings.checksum)
         rank, world_size = self.exchange.rank, self.exchange.world_size
         self._parameters = ModelParameters(model, settings.residual_dtype)
-        self._watch = StepWatch(self._parameters, self._before_step, self._after_step)
+        self._watch = StepWatch(self._parameters, self._before_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
@@ -224,17 +224,14 @@ class Session:
             self._left.conclude()
             self._left = None
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Of any optimizer of this model, once its gradients are there."""
-        if local := self._local or self._left:
+    def _before_step(self, optimizer: Optimizer, under_way: bool) -> None:
+        """See `StepWatch`."""
+        local = self._local or self._left
+        if local is not None:
             local.before_step(optimizer)
-            self._left = None  # the ranks have met
-        if handover := self._memory.now.handover:
-            handover.begin(optimizer)
-
-    def _after_step(self) -> None:
-        if handover := self._memory.now.handover:
-            handover.end()
+        if self._left is not None and under_way:
+            self._memory.now.join(optimizer)
+        self._left = None  # the ranks have met
 
     def _use_memory(self) -> None:
         """From here on the memory is another one."""

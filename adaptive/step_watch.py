@@ -23,6 +23,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from adaptive.memory.handover import when_gradients_are_there
+
 log = logging.getLogger("adaptive")
 
 CHANGED = (
@@ -63,18 +65,15 @@ class StepWatch:
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
     were cleared. clipped: by which factor the script has clipped the norm of the gradients between
     the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
-    begin, finish: called before an optimizer of these parameters steps, when its gradients are
-    there, and after.
+    before_step: called when an optimizer of these parameters has its gradients, with whether its
+    step is under way already: then a closure has run backward.
     """
 
     def __init__(
-        self,
-        parameters: Collection[Tensor],
-        begin: Callable[[Optimizer], None],
-        finish: Callable[[], None],
+        self, parameters: Collection[Tensor], before_step: Callable[[Optimizer, bool], None]
     ) -> None:
         self._parameters = parameters
-        self._begin, self._finish = begin, finish
+        self._call_before_step = before_step
         self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._said: set[str] = set()
 
@@ -166,29 +165,16 @@ class StepWatch:
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """args: as torch hands them to step hooks, the optimizer first."""
-        if not self._is_ours(optimizer):
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._gradients_are_there(optimizer)
-            return None
+        def act(under_way: bool) -> None:
+            self._compare(optimizer)
+            if self._is_ours(optimizer):
+                self._call_before_step(optimizer, under_way)
 
-        def watched() -> Any:  # it runs backward, and may change the gradients then
-            loss = closure()
-            self._gradients_are_there(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": watched}
-
-    def _gradients_are_there(self, optimizer: Optimizer) -> None:
-        self._compare(optimizer)
-        self._begin(optimizer)
+        return when_gradients_are_there(act, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._is_ours(optimizer):
             self.unstepped = False
-            self._finish()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = self._parameters

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
@@ -21,7 +22,6 @@ from policies.state import Stateful
 if TYPE_CHECKING:
     from adaptive.bucket import Bucket, StepCFs
     from adaptive.exchange.collectives import Exchange
-    from adaptive.memory.handover import Handover
     from adaptive.memory.momentum import MomentumRule
     from adaptive.statistics.vector import Statistics, Tally
 
@@ -40,10 +40,8 @@ class NoMemory:
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
     scales: Stateful | None = None
     """Of a memory that sends updates, not gradients: what it has learnt of their norms."""
-    handover: Handover | None = None
-    """Of a memory that does an optimizer's work: what keeps that from doing it again."""
     may_fall_back = False
-    """The optimizer can do that work itself beside plain error feedback."""
+    """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         """maybe_unused: a step may leave a parameter unused on all ranks."""
@@ -95,6 +93,9 @@ class NoMemory:
 
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
+
+    def join(self, optimizer: Optimizer) -> None:
+        """Begin in the middle of a step of this optimizer, whose closure has run backward."""
 
     def discard(self) -> None:
         """The last backward's gradients are thrown away, and all that residuals hold."""

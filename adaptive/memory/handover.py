@@ -46,8 +46,27 @@ def describe(optimizer: Optimizer | None) -> str:
     return f"{type(optimizer).__name__} with {kept}, stepped before: {bool(optimizer.state)}"
 
 
+def when_gradients_are_there(act: Callable[[bool], object], args: Any, kwargs: Any) -> Any:
+    """For a hook before an optimizer's step: call `act` now, or if the step has a closure, which
+    runs backward, after that; it is told whether the step is under way already.
+
+    args, kwargs: as torch hands them to the hook, the optimizer first. Returns what it wants back.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        act(False)
+        return None
+
+    def then_act() -> Any:
+        loss = closure()
+        act(True)
+        return loss
+
+    return args[:1], {**kwargs, "closure": then_act}
+
+
 class Handover:
-    """Neutralises settings of an optimizer while its `step()` runs.
+    """Neutralises settings of an optimizer while its `step()` runs, by torch's step hooks.
 
     neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
     prepare: called for each of these groups before, when all gradients are there. after: once the
@@ -70,6 +89,12 @@ class Handover:
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
+        self._hooks = [
+            optimizer.register_step_pre_hook(
+                lambda _, args, kwargs: when_gradients_are_there(self._before_step, args, kwargs)
+            ),
+            optimizer.register_step_post_hook(lambda *_: self._restore()),
+        ]
 
     def settings(self, p: Tensor) -> Group | None:
         """Those of the user for this parameter as they stand now; None if it is not optimized."""
@@ -80,12 +105,16 @@ class Handover:
         index = self._index.get(p)
         return None if index is None else (self._own or groups)[index]
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Before the step of an optimizer, maybe this one, whose gradients are there."""
-        if optimizer is not self._optimizer:
-            return
-        self.end()  # after a step that has raised
-        groups = optimizer.param_groups
+    def unhook(self) -> None:
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def begin(self) -> None:
+        """The optimizer is to do its own part of the step now."""
+        self._restore()  # a step that raised never came to its post-hook
+        groups = self._optimizer.param_groups
         taken = [group for group in groups if self._taken(group)]
         for group in taken:
             self._prepare(group)
@@ -93,8 +122,11 @@ class Handover:
         for group in taken:
             group.update(self._neutral)
 
-    def end(self) -> None:
-        """After the step: the settings are the user's again."""
+    def _before_step(self, under_way: bool) -> None:
+        if self._hooks:  # or the step's own backward has put something else in its place
+            self.begin()
+
+    def _restore(self) -> None:
         if self._own is not None:
             for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
                 group.update({name: own[name] for name in self._neutral})

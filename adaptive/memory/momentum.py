@@ -255,7 +255,6 @@ class SGDMomentum(MomentumMemory):
     """
 
     may_fall_back = True
-    handover: Handover
 
     def __init__(
         self,
@@ -275,12 +274,12 @@ class SGDMomentum(MomentumMemory):
                     f"in the model; give those a group or an optimizer of their own"
                 )
         neutral = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-        self.handover = Handover(
+        self._handover = Handover(
             optimizer, neutral, lambda group: group["momentum"] != 0, self._add_decay
         )
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
-        group = self.handover.settings(parameter.tensor)
+        group = self._handover.settings(parameter.tensor)
         if group is None:
             return MomentumRule(0.0)
         return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])
@@ -304,7 +303,7 @@ class SGDMomentum(MomentumMemory):
                 parameter.open_residual().add_(parameter.velocity, alpha=ahead)
             if parameter.filled and parameter.residual is not None:
                 parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
-        self.handover.end()
+        self._handover.unhook()
 
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
@@ -322,7 +321,7 @@ class SGDMomentum(MomentumMemory):
         exchange.take_traffic()  # no step's
         if not started and not parameter.stepped:
             return
-        group, state = self.handover.settings(p), self._optimizer.state[p]
+        group, state = self._handover.settings(p), self._optimizer.state[p]
         if group is not None and group["maximize"]:
             mean = -mean
         # DDP's buckets hold a parameter's elements in the order of memory.

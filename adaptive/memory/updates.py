@@ -122,7 +122,6 @@ class UpdateMemory(Residual):
 
     name = "updates"
     scales: UpdateScales
-    handover: Handover
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class UpdateMemory(Residual):
         self._ranks = ranks
         self._lag = cache(lag)
         self._clipped = clipped
-        self.handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
+        self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
         self._twin = Twin(optimizer)
         self._at = -1  # the step
         self._memory_of_norms = decay_of_squares(optimizer.param_groups[0])
@@ -158,7 +157,7 @@ class UpdateMemory(Residual):
         skipped or that the optimizer has not."""
         self._begin_step(bucket.key.step, tally)
         # On all ranks alike: what one skips, or is not finite there, another may send.
-        of = [(part, self.handover.settings(part.parameter.tensor)) for part in bucket.parts]
+        of = [(part, self._handover.settings(part.parameter.tensor)) for part in bucket.parts]
         self._holding |= {part.parameter.tensor for part, group in of if group is not None}
         if bucket.poisoned is True:
             return
@@ -187,7 +186,7 @@ class UpdateMemory(Residual):
     ) -> Sequence[Tensor]:
         jobs, previews = [], []
         for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
-            p, group = parameter.tensor, self.handover.settings(parameter.tensor)
+            p, group = parameter.tensor, self._handover.settings(parameter.tensor)
             previews.append(torch.zeros_like(grad) if group else grad)
             if group is not None:
                 state = {
@@ -227,7 +226,7 @@ class UpdateMemory(Residual):
             self._known = self._last()  # before a dense step's gradients are clipped
         if self.scales.differ:
             for p, parameter in self._parameters.items():
-                if self.handover.settings(p) is not None:
+                if self._handover.settings(p) is not None:
                     self._agree_on(parameter, exchange)
             self.scales.differ = False
             self._own.clear()
@@ -235,11 +234,11 @@ class UpdateMemory(Residual):
     @property
     def may_part(self) -> bool:
         # No parameter that DDP reduces is another optimizer's.
-        return all(self.handover.settings(p) is not None for p in self._parameters)
+        return all(self._handover.settings(p) is not None for p in self._parameters)
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """By which the optimizer multiplies updates of the parameter, which must be its own."""
-        group = self.handover.settings(parameter.tensor)
+        group = self._handover.settings(parameter.tensor)
         assert group is not None
         return group["lr"]
 
@@ -264,13 +263,17 @@ class UpdateMemory(Residual):
             for name, kept in self._optimizer.state[p].items():
                 kept.fill_(1.0 if name == "mu_product" else 0.0)
 
+    def join(self, optimizer: Optimizer) -> None:
+        if optimizer is self._optimizer:
+            self._handover.begin()
+
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
             self.settle(exchange)
             exchange.take_traffic()  # no step's
             for group in self._optimizer.param_groups:
                 self._deliver_late(group)
-        self.handover.end()
+        self._handover.unhook()
 
     def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
         return (parameter.filled, parameter.lag)
@@ -330,7 +333,7 @@ class UpdateMemory(Residual):
         p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
         if p not in self._own:
             parameter.filled = False  # gradients, from before the optimizer had it, are no updates
-            group = self.handover.settings(p)
+            group = self._handover.settings(p)
             if group is not None and "exp_avg" in state:
                 # A second moment of the mean has the signal's, and 1 / N of the noise's.
                 part = part_of_mean(group, parameter.lag, state, self._ranks)
@@ -343,7 +346,7 @@ class UpdateMemory(Residual):
         has no longer, goes to the residual, or comes from there."""
         before, parameter.lag = parameter.lag, share
         p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
-        group = self.handover.settings(p)
+        group = self._handover.settings(p)
         if before == share or group is None or "exp_avg" not in state:
             return
         part: Any = 1.0
@@ -415,7 +418,7 @@ class UpdateMemory(Residual):
     def _agree_on(self, parameter: ModelParameter, exchange: Exchange) -> None:
         """The same moments on all ranks, and what waits of the parameter for the next step. A
         collective."""
-        p, group = parameter.tensor, self.handover.settings(parameter.tensor)
+        p, group = parameter.tensor, self._handover.settings(parameter.tensor)
         assert group is not None
         state, own = self._optimizer.state[p], p in self._own
         if own and "exp_avg" in state:

@@ -181,13 +181,6 @@ class Hook:
         self.step += 1
         return tally
 
-    def step_optimizer(self) -> None:
-        """As it steps where a session watches it."""
-        assert self.memory.handover is not None
-        self.memory.handover.begin(self.optimizer)
-        self.optimizer.step()
-        self.memory.handover.end()
-
 
 BASES = [name for name in compressor_names() if name != "none"]
 
@@ -266,7 +259,7 @@ def test_no_value_is_read_where_updates_are_sent(
             elif name == "capturable":  # others keep their steps on the host, whom this tells
                 hook.memory.settle(hook.exchange)
             hook.run(*measured)
-            hook.step_optimizer()
+            hook.optimizer.step()
             for p in tensors:
                 p.grad = None
 
@@ -278,7 +271,7 @@ def test_no_value_is_read_where_a_fused_step_would_take_off_a_loss_scale() -> No
         for parameter in hook.parameters:
             parameter.tensor.grad = torch.empty_like(parameter.tensor)
         hook.optimizer.grad_scale = hook.optimizer.found_inf = torch.empty((), device="meta")
-        hook.step_optimizer()
+        hook.optimizer.step()
 
 
 @pytest.mark.parametrize("memory", ["residual", "momentum"])
