@@ -287,6 +287,8 @@ class Controller(saved.Stateful):
         saved.together(fits, f"{told}, and 'skipped' not negative")
         self._pending = deque()
         self.exchange.take_traffic()
+        self.exchange.corrupt.clear()
+        self.corrupt = False
         self._agreed_step = self.step - 1
         energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
         n = self.exchange.world_size

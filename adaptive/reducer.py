@@ -178,13 +178,14 @@ class Reducer:
                 return mean
             poisoned = all_finite(mean) ^ True
             undo = but_not(poisoned, not_finite)
+            before = [part.parameter.before for part in sending]
             for part in sending:
                 skipped = part.skipped
                 memory.end_dense(part.parameter, either(poisoned, skipped), but_not(undo, skipped))
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
             _tell_means(step, parameters, mean, poisoned)
-            self.pipeline.stream.keep(sending, not_finite)
+            self.pipeline.stream.keep(sending, before, not_finite)
             return mean
 
         if send is None:

@@ -416,7 +416,7 @@ class Session:
             return
         # After `detach` nobody would compare them.
         compare = bool(self._memory.now.keeps) and not controller.forced_dense
-        watch.backward_ends(scale, compare)
+        watch.backward_ends(scale, compare, self._pipeline.stream.backward_waited)
         kept = watch.thrown_away and self._memory.holds_something()
         watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 

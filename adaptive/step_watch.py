@@ -96,13 +96,18 @@ class StepWatch:
             handles.append(self._witness.register_hook(lambda _: me._gradient_arrives()))
         self.end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
-    def backward_ends(self, scale: Tensor | None, compare: bool) -> None:
+    def backward_ends(
+        self, scale: Tensor | None, compare: bool, waited: Callable[[], None]
+    ) -> None:
         """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
-        compare: remember the gradients, to see whether they are changed before the step."""
+        compare: remember the gradients, to see whether they are changed before the step. waited:
+        to be called once DDP has waited for the means."""
         self._scale = scale
         engine = Variable._execution_engine
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
-        engine.queue_callback(lambda: engine.queue_callback(lambda: self._remember(compare)))
+        engine.queue_callback(
+            lambda: engine.queue_callback(lambda: self._remember(compare, waited))
+        )
 
     def take_found(self) -> Tensor | None:
         """How often gradients were changed since the last call, and how often as by a loss scale
@@ -136,7 +141,8 @@ class StepWatch:
         self.unstepped = self.thrown_away = False
         self._norms = {}
 
-    def _remember(self, compare: bool) -> None:
+    def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
+        waited()
         self.unstepped, self.thrown_away = True, False
         if self._witness is not None:
             self._version = self._witness._version

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
@@ -182,8 +183,11 @@ class EmulatedLink:
 
         def carry() -> None:
             time.sleep(max(0.0, due - time.monotonic()))
+            # Not backward's stream, which would wait for the collective.
+            own = torch.cuda.Stream(device) if device.type == "cuda" else None
             try:
-                held.set_result(done.wait())
+                with torch.cuda.stream(own) if own is not None else nullcontext():
+                    held.set_result(done.wait())
             except Exception as error:  # the waiter must see it, whatever it is
                 held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 

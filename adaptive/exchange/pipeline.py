@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import GeneratorType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from torch.futures import Future
 from adaptive.exchange.link import new_future
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
+from compressors.kernels.blocks import is_host
 
 
 @dataclass(eq=False)
@@ -74,11 +77,16 @@ class HookStream:
 
     def keep(self, *used: object) -> None:
         """Called at the end of a callback: keep all that it `used`, and that was made in a hook's
-        body, until the device has come so far."""
+        body, until the device has come so far, or `backward_waited`."""
         if self._stream is not None:
             passed = torch.cuda.Event()
             passed.record(torch.cuda.current_stream(self._device))
             self._kept.append((passed, used))
+
+    def backward_waited(self) -> None:
+        """The stream of backward is behind all callbacks, and the hook's goes on behind it: what
+        was kept can go before the optimizer and the next forward need the memory."""
+        self._kept.clear()
 
     def _let_go(self) -> None:
         while self._kept and self._kept[0][0].query():
@@ -141,14 +149,23 @@ class Pipeline:
     def _finish(self, running: _Running, future: Future[Tensor]) -> None:
         try:
             value, began = future.value(), self._timestamps()
+            used = () if is_host(value.device) else _locals_of(running.rounds)
             try:
                 running.rounds.send(value)
             except StopIteration as stop:
                 mean = running.decode(stop.value)
-                self.stream.keep(running, stop.value)
+                self.stream.keep(running, stop.value, used)
             else:
                 raise RuntimeError("the exchange issued more collectives than it announced")
             self.decoded.append((began, self._timestamps()))
             running.done.set_result(mean)
         except Exception as error:  # whoever waits for the bucket must see it, whatever it is
             running.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+
+
+def _locals_of(suspended: Any) -> list[object]:
+    """What the local variables of a suspended generator, and of those that it drives, stand for."""
+    frame = suspended.gi_frame
+    found = [] if frame is None else list(frame.f_locals.values())
+    inner = [each for each in found if isinstance(each, GeneratorType)]
+    return found + [_locals_of(each) for each in inner]

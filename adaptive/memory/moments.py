@@ -29,6 +29,9 @@ from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """In an optimizer's state of a parameter: they also hold the gradient's noise."""
 
+KEPT = {*SECOND_MOMENTS, "exp_avg", "grad_avg", "momentum_buffer", "mu_product", "step"}
+"""What torch's optimizers keep of a parameter. More may be in its state, of somebody else's."""
+
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
 

@@ -41,6 +41,7 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
 from adaptive.memory.moments import (
+    KEPT,
     LEAST,
     Twin,
     UpdateJob,
@@ -430,7 +431,7 @@ class UpdateMemory(Residual):
         if not stepped:  # this rank has not used the parameter: moments to be filled
             grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
             self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
-        names = sorted(state)
+        names = sorted(KEPT & state.keys())
         sizes = [p.numel(), 1, *(state[name].numel() for name in names)]
         sent = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
         residual, there, *moments = sent.split(sizes)
