@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -258,8 +259,10 @@ def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
             f"topk+int4 CF {CF:g}, shadow ladder": ("topk+int4", _Shadowed(cf=CF, gain="signal")),
             "int8": ("int8", Fixed(cf=4)),
         }
+        half = partial(_attach, "topk+int4", Fixed(cf=CF), residual_dtype=torch.bfloat16)
         hooks: dict[str, Hook] = {"no hook": lambda ddp, optimizer: None}
         hooks |= {name: partial(_attach, *chosen) for name, chosen in policies.items()}
+        hooks[f"topk+int4 CF {CF:g}, residual in bf16"] = half
         hooks |= _torch_hooks() if cuda else {}
         steps, memory = {}, {}
         for name, hook in hooks.items():
@@ -291,8 +294,9 @@ def _gpt(device: torch.device, sizes: Sizes) -> nn.Module:
         return ByteGPT(*shape).to(torch.bfloat16)
 
 
-def _attach(base: str, policy: Policy, model: DDP, optimizer: Optimizer) -> None:
-    AdaptiveCompressor(base, (1, 1000), policy=policy).attach(model, optimizer=optimizer)
+def _attach(base: str, policy: Policy, model: DDP, optimizer: Optimizer, **options: Any) -> None:
+    compressor = AdaptiveCompressor(base, (1, 1000), policy=policy, **options)
+    compressor.attach(model, optimizer=optimizer)
 
 
 def _torch_hooks() -> dict[str, Hook]:

@@ -683,3 +683,42 @@ def _wrapped_steps(rank: int) -> float:
 
 def test_a_wrapper_steps_as_what_it_wraps() -> None:
     assert run_ranks(2, _wrapped_steps) == [0.0, 0.0]
+
+
+def _hooked(rank: int, kind: str, when: str) -> list[float]:
+    """Losses where a hook of the optimizer's own clips gradients before its step, or clears them
+    after."""
+    model = DDP(small_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+
+    def register() -> None:
+        if kind == "clip":
+            optimizer.register_step_pre_hook(clip)
+        else:
+            optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+
+    if when == "before":
+        register()
+    AdaptiveCompressor(policy=Fixed(cf=10)).attach(model, optimizer=optimizer)
+    if when == "after":
+        register()
+    losses = []
+    for _ in range(20):
+        if kind == "clip":
+            optimizer.zero_grad()
+        loss = loss_of(model, 0, rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_hooks_of_the_optimizer_do_what_they_do_without_us() -> None:
+    """Those that clip where they come before ours, those that clear where they come after."""
+    clipped = run_ranks(2, _hooked, "clip", "before")
+    cleared = run_ranks(2, _hooked, "clear", "after")
+    assert all(losses[-1] > 0.5 * losses[0] for losses in clipped)  # nearly nothing moves
+    assert all(losses[-1] < 0.5 * losses[0] for losses in cleared)

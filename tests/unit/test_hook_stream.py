@@ -95,6 +95,16 @@ def test_what_callbacks_use_is_kept_until_the_device_has_passed(log: list[str]) 
     assert [event.on for event in _Event.made] == ["backward", "backward"]
 
 
+def test_nothing_is_kept_once_backward_has_waited(log: list[str]) -> None:
+    stream, tensor = HookStream(CUDA), torch.zeros(3)
+    ref = weakref.ref(tensor)
+    stream.keep(tensor)
+    del tensor
+    assert ref() is not None
+    stream.backward_waited()
+    assert ref() is None
+
+
 def test_a_cpu_has_no_streams_and_keeps_nothing() -> None:
     stream, tensor = HookStream(torch.device("cpu")), torch.zeros(3)
     ref = weakref.ref(tensor)
