@@ -290,7 +290,14 @@ class PowerSGD(RoundsCompressor):
             old = torch.cat([old, start[known:]])
         if known > rank:
             new = torch.cat([new, old[rank:]])
-        self._last[name] = torch.where(bad, old, new) if isinstance(bad, Tensor) else new
+        if not isinstance(bad, Tensor):
+            self._last[name] = new
+        elif known == rank and old is self._last[name]:
+            # In place: other memory would be given back to the CUDA stream of an earlier callback,
+            # while this one's is yet to read it.
+            old.copy_(torch.where(bad, old, new))
+        else:
+            self._last[name] = torch.where(bad, old, new)
 
 
 def _own(
