@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from adaptive import AdaptiveCompressor, Fixed
+from adaptive.exchange.collectives import Exchange
 from compressors.kernels import blocks
-from tests.unit.device_path import Operations
+from tests.unit.device_path import Operations, triton_path
 
 RANKS = 8
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount"}
@@ -32,8 +34,12 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _operations(base: str, exchange: str, width: int, momentum: float) -> list[Counter[str]]:
-    """Of the hook's calls in each of the last three of seven steps, by name."""
+def _operations(
+    base: str, exchange: str, width: int, momentum: float, started: list[str] | None = None
+) -> list[Counter[str]]:
+    """Of the hook's calls in each of the last three of seven steps, by name; with the kernels of
+    Triton that are `started`."""
+    started = [] if started is None else started
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 256)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
@@ -45,9 +51,10 @@ def _operations(base: str, exchange: str, width: int, momentum: float) -> list[C
     reduce, counted = session._reduce, []
 
     def counting(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        started.clear()
         with Operations() as operations:
             done = reduce(bucket)
-        counted.append(operations.names)
+        counted.append(operations.names + Counter(started))
         return done
 
     session._reduce = counting  # type: ignore[method-assign]
@@ -78,3 +85,29 @@ def test_as_many_operations_for_a_larger_model_and_none_that_waits(
     assert small.total() > 0
     assert large.total() <= 1.05 * small.total()  # what does not fill up a byte is padded
     assert not READING & large.keys()
+
+
+MOST = {"topk+int4": 56, "int8": 83, "bf16": 83, "qsgd": 83}
+"""Launches with Triton: of the last bucket, so with all that a step has to agree on; quantizers
+work on each of four tensors by itself."""
+
+
+@pytest.mark.parametrize("base", MOST)
+def test_with_triton_few_launches_whatever_the_number_of_ranks(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from compressors.kernels import triton_codec, triton_rows, triton_select, triton_sparse
+
+    started: list[str] = []
+    for module in (triton_codec, triton_rows, triton_select, triton_sparse):
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *_, **__: started.append(kernel.__name__)
+        )
+    # No kernel runs, so that flags are whatever the memory held.
+    monkeypatch.setattr(Exchange, "count_corrupt", lambda exchange, flag: None)
+    exchange = "all_reduce" if base == "bf16" else "all_gather"
+    with triton_path():
+        last = _operations(base, exchange, 256, 0.0, started)[-1]
+    assert last & Counter(started)
+    assert last.total() <= MOST[base]
