@@ -295,7 +295,7 @@ class PowerSGD(RoundsCompressor):
         elif known == rank and old is self._last[name]:
             # In place: other memory would be given back to the CUDA stream of an earlier callback,
             # while this one's is yet to read it.
-            old.copy_(torch.where(bad, old, new))
+            torch.where(bad, old, new, out=old)
         else:
             self._last[name] = torch.where(bad, old, new)
 
