@@ -17,7 +17,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key, Payload
-from compressors.kernels import squared_norms
+from compressors.kernels import judge, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
@@ -162,21 +162,14 @@ class Bucket:
         energies = squared_norms(grads)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
-        fits = (energies <= torch.finfo(self.work.dtype).max).all()  # nan does not
-        if is_host(self.work.device):
-            self.poisoned = not bool(fits)
-            known: Sequence[Scalar] = energies.tolist()
-            to_add = known
-        else:
-            self.poisoned, known, to_add = ~fits, energies.unbind(), (energies.sum(),)
+        self.poisoned = judge(energies, self.work, tally.at("grad"), tally.at("spoiled"))
+        on_host = is_host(self.work.device)
+        known: Sequence[Scalar] = energies.tolist() if on_host else energies.unbind()
         start = 0
         for parameter, grad, energy in zip(parameters, grads, known, strict=True):
             stop = start + grad.numel()
             self.parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
             start = stop
-        for energy in to_add:
-            tally.at("grad").add_(energy)
-        tally.spoil(self.poisoned)
         fill_if(self.poisoned, self.work, 0.0)
         return energies
 

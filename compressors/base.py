@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from compressors.kernels import add_and_norm, squared_norm
-from compressors.kernels.blocks import Flag, Scalar, check_same_length, either, energies, is_host
+from compressors.kernels.blocks import (
+    Flag,
+    Scalar,
+    check_same_length,
+    either,
+    energies,
+    is_host,
+    triton_for_flags,
+)
 
 MAX_NUMEL = 2**31 - 1
 """Elements of the largest tensor: its positions fit 32 bits."""
@@ -234,7 +242,9 @@ class Compressor(ABC):
         numbers = [part[:1] for part in parts if part.is_floating_point() and part.numel()]
         own = type(self).is_poisoned is not Compressor.is_poisoned
         if numbers and not own and not is_host(numbers[0].device):
-            return torch.cat(numbers).isnan().any()  # as few operations for any number of payloads
+            first = torch.cat(numbers)  # as few operations for any number of payloads
+            triton = triton_for_flags(first)
+            return triton.any_nan(first) if triton else first.isnan().any()
         for payload in payloads:
             flag = either(flag, self.is_poisoned(payload))
         return flag

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from torch.optim import AdamW, Optimizer
 from adaptive.bucket import sampling
 from adaptive.memory.handover import Group
 from adaptive.memory.momentum import MomentumRule
-from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host
+from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host, takes_triton
+
+if TYPE_CHECKING:
+    from compressors.kernels.triton_moments import Piece
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """In an optimizer's state of a parameter: they also hold the gradient's noise."""
@@ -94,8 +97,14 @@ def enlarge(jobs: Sequence[UpdateJob], ranks: int) -> Tensor:
     """Make the updates as large as they would be by the mean gradient's second moment. Returns the
     energy of the mean gradient, as far as a sample of this rank's tells."""
     stride = sampling(sum(job.grad.numel() for job in jobs))
+    averaged = all("exp_avg" in job.state for job in jobs)
+    if averaged and all(map(_takes_triton, jobs)):
+        from compressors.kernels import triton_moments  # here, as Triton need not be installed
+
+        pieces = [_piece(job) for job in jobs]
+        return triton_moments.enlarge(pieces, ranks, LEAST, stride) * stride
     energies = torch.cat([flat(job.grad)[::stride] for job in jobs]).square_()
-    if not all("exp_avg" in job.state for job in jobs):
+    if not averaged:
         return energies.sum(dtype=torch.float64) * stride
     moments = [
         (flat(job.state["exp_avg"]), flat(job.state["exp_avg_sq"]), flat(job.update))
@@ -117,6 +126,31 @@ def enlarge(jobs: Sequence[UpdateJob], ranks: int) -> Tensor:
         torch._foreach_div_(updates, list(torch._foreach_sqrt(parts)))
         parts = [part[::stride] for part in parts]
     return energies.mul_(torch.cat([*parts])).sum(dtype=torch.float64) * stride
+
+
+def _takes_triton(job: UpdateJob) -> bool:
+    """Whether a kernel may enlarge the update."""
+    state, step = job.state, job.state["step"]
+    tensors = (state["exp_avg"], state["exp_avg_sq"], job.update, job.grad)
+    known = all(takes_triton(each) and each.dtype == torch.float32 for each in tensors)
+    return known and (step.device.type == "cpu" or step.dtype == torch.float32)
+
+
+def _piece(job: UpdateJob) -> Piece:
+    """The same as `compressors.kernels.triton_moments` takes it."""
+    from compressors.kernels.triton_moments import Piece
+
+    state, step = job.state, job.state["step"]
+    beta1, beta2 = _decay_of_means(job.group["betas"][0], job.share), job.group["betas"][1]
+    return Piece(
+        mean=flat(state["exp_avg"]),
+        square=flat(state["exp_avg_sq"]),
+        update=flat(job.update),
+        grad=flat(job.grad),
+        betas=(beta1, beta2),
+        step=float(step) if step.device.type == "cpu" else step,
+        of_noise=(1 - beta1) / (1 + beta1),
+    )
 
 
 def part_of_mean(group: Group, share: float, state: Mapping[str, Tensor], ranks: int) -> Tensor:

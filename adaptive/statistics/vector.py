@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Flag, Scalar, is_host
+from compressors.kernels.blocks import Scalar, is_host
 from policies import Measurement
 
 
@@ -100,22 +100,16 @@ class Tally:
         self.at("error").add_(kept * share)
         self.at("sample_error").add_((added[1] - sample_error) * share)
 
-    def spoil(self, flag: Flag) -> None:
-        """If a bucket's gradients are not finite, policies are to pass over this step."""
-        self.at("spoiled").add_(flag)
-
     def complete(self) -> Tensor:
         """This rank's part of the sum over the ranks, with what only this rank knows."""
-        spoiled = self.at("spoiled") > 0
-        for name in ("grad", "total", "sample_total"):
-            self.at(name).masked_fill_(spoiled, nan)
         known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each.get("host")]
         waits = [0.0] * self.ranks
         waits[self.rank] = self.known.get("exchange_seconds", nan)
         on_host = torch.tensor([*known, *waits], dtype=torch.float64)  # what is declared first
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
         if self.by_energy:
-            self.at("energies")[self.rank : self.rank + 1].copy_(self.at("total"))
+            total = self.at("total").masked_fill(self.at("spoiled") > 0, nan)
+            self.at("energies")[self.rank : self.rank + 1].copy_(total)
         return self.vector
 
 
@@ -189,6 +183,8 @@ class Statistics:
                 found[name] = part
             elif part:
                 found[name] = part[0] / (tally.ranks if declared["agree"] == "mean" else 1)
+        if found["spoiled"]:  # then policies are to pass over the step
+            found |= dict.fromkeys(("grad", "total", "sample_total"), nan)
         return cls(tally, **found)
 
     def reported(self) -> dict[str, Any]:

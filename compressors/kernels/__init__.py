@@ -4,7 +4,8 @@
 with torch operations on tensors of any device. Both hold the functions that are described in
 `host`, with the same arguments and results, and `kernels_for` says which of them a tensor is for.
 Where Triton is installed and a tensor is on a GPU, `device` leaves norms and selections to
-`triton_select`; `triton_rows` selects for the shadow ladder.
+`triton_select`; `triton_rows` selects for the shadow ladder, `triton_flags` is for what depends
+on a flag.
 `triton_codec` and `triton_sparse` write and read payloads on a device where Triton is at hand.
 """
 
@@ -18,7 +19,14 @@ import torch
 from torch import Tensor
 
 from compressors.kernels import device, host
-from compressors.kernels.blocks import Flag, Scalar, check_same_length, is_host, on_host
+from compressors.kernels.blocks import (
+    Flag,
+    Scalar,
+    check_same_length,
+    is_host,
+    on_host,
+    triton_for_flags,
+)
 
 
 def kernels_for(tensor: Tensor) -> ModuleType:
@@ -40,6 +48,20 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.tensor([squared_norm(tensor) for tensor in tensors], dtype=torch.float64)
     norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float64)
     return torch.stack(norms).square()
+
+
+def judge(energies: Tensor, x: Tensor, total: Tensor, spoiled: Tensor) -> Flag:
+    """Whether one of `energies`, the squared norms of the pieces of `x`, is not a number of x's
+    precision. Adds them to `total`, and 1 to `spoiled` if so (float64, one element each)."""
+    most = torch.finfo(x.dtype).max
+    if triton := triton_for_flags(x):
+        return triton.judge(energies, most, total, spoiled)
+    fits = (energies <= most).all()  # nan does not
+    flag = not bool(fits) if is_host(x.device) else ~fits
+    for energy in energies.tolist() if is_host(x.device) else (energies.sum(),):
+        total.add_(energy)
+    spoiled.add_(flag)
+    return flag
 
 
 def all_finite(tensor: Tensor) -> Flag:

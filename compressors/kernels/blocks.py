@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,13 +139,20 @@ def either(a: Flag, b: Flag) -> Flag:
 
 def but_not(a: Flag, b: Flag) -> Flag:
     """Whether `a` is set and `b` is not."""
-    return a if a is False or b is False else a & (b ^ True)
+    if a is False or b is False:
+        return a
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a > b
+    return a & (b ^ True)
 
 
 def fill_if(flag: Flag, x: Tensor, value: float) -> None:
     """Set all elements of `x` to `value`, in place, if `flag` is set."""
     if isinstance(flag, Tensor):
-        x.masked_fill_(flag, value)
+        if triton := triton_for_flags(x):
+            triton.fill_if(flag, x, value)
+        else:
+            x.masked_fill_(flag, value)
     elif flag:
         x.fill_(value)
 
@@ -152,7 +160,10 @@ def fill_if(flag: Flag, x: Tensor, value: float) -> None:
 def add_if(flag: Flag, x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
     """x += alpha * y, in place, if `flag` is set. `y` must be finite."""
     if isinstance(flag, Tensor):
-        x.addcmul_(y, flag.to(x.dtype), value=alpha)
+        if triton := triton_for_flags(x, y):
+            triton.add_if(flag, x, y, alpha)
+        else:
+            x.addcmul_(y, flag.to(x.dtype), value=alpha)
     elif flag:
         x.add_(y, alpha=alpha)
 
@@ -160,9 +171,23 @@ def add_if(flag: Flag, x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
 def scale_if(flag: Flag, x: Tensor, factor: float) -> None:
     """x *= factor, in place, if `flag` is set."""
     if isinstance(flag, Tensor):
-        x.mul_(torch.ones((), dtype=x.dtype, device=x.device).masked_fill_(flag, factor))
+        if triton := triton_for_flags(x):
+            triton.scale_if(flag, x, factor)
+        else:
+            x.mul_(torch.ones((), dtype=x.dtype, device=x.device).masked_fill_(flag, factor))
     elif flag:
         x.mul_(factor)
+
+
+def triton_for_flags(*tensors: Tensor) -> ModuleType | None:
+    """The module that makes flags and heeds them in Triton, if it may with these tensors."""
+    for x in tensors:
+        known = takes_triton(x) and x.dtype == torch.float32
+        if not known or not x.is_contiguous() or not x.numel():
+            return None
+    from compressors.kernels import triton_flags  # here, as Triton need not be installed
+
+    return triton_flags
 
 
 def check_same_length(memory: Tensor, tensor: Tensor) -> None:

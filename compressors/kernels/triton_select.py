@@ -13,6 +13,8 @@ Algorithms for Graphics Processors", ACM JEA 17, 2012). The kernels of `select`,
     count       on the lists: how many elements are above the k-th largest, and how many equal it
     take        on the lists: writes them out, in the order of their indices
 
+Of a short tensor, as a bucket's sample is, one program does all this in a single launch.
+
 Each program (a block of threads) has a chunk of the tensor, and writes what it lists to a region of
 its own, so that lists need no order among programs until the counts give it. A region holds a part
 of the chunk. If the elements do not fit it, as where many are equal, the later kernels read the
@@ -39,13 +41,15 @@ class Sizes(NamedTuple):
     """How a tensor is divided. Tests use small sizes, so that a few elements cross many borders.
 
     block: elements that a program looks at together. programs: at most so many; both are powers of
-    two. share: a program can list one in so many elements of its chunk. warps: a program.
+    two. share: a program can list one in so many elements of its chunk. warps: a program. alone: up
+    to so many elements one program sees all at once, and selects among them by itself.
     """
 
     block: int = 2048
     programs: int = 1024
     share: int = 4
     warps: int = 8
+    alone: int = 1 << 15
 
     def chunk(self, numel: int) -> int:
         """Elements of each program but the last: whole blocks."""
@@ -115,6 +119,8 @@ def _selected(
 ) -> Selected:
     """The `k` largest; of those only the ones that reach `threshold`, if that is not None."""
     numel, chunk = x.numel(), sizes.chunk(x.numel())
+    if numel <= sizes.alone:
+        return _selected_alone(x, threshold, k, add)
     programs, capacity = triton.cdiv(numel, chunk), triton.cdiv(chunk, sizes.share)
     counts = torch.zeros(_PEAK.value + 1, dtype=torch.int32, device=x.device)
     squares = _accumulated(x, add, counts, sizes)
@@ -129,6 +135,15 @@ def _selected(
     launch(_refine, grid, x, *lists, **options)
     launch(_count, grid, x, *lists, threshold, above, equal, **options)
     launch(_take, grid, x, *lists, threshold, *outputs, programs=sizes.programs, **options)
+    return found
+
+
+def _selected_alone(x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None) -> Selected:
+    block = max(1024, triton.next_power_of_2(x.numel()))
+    total = x.new_empty((), dtype=torch.float64)
+    found = Selected(x.new_empty(k, dtype=torch.int32), x.new_empty(k), total)
+    options = {"block": block, "num_warps": block // 1024}
+    launch(_select_alone, (1,), x, x, add, threshold, *found, k, x.numel(), **options)
     return found
 
 
@@ -261,6 +276,34 @@ def _take(
         tl.store(total, tl.sum(tl.load(squares + each, mask=each < tl.num_programs(0), other=0.0)))
 
 
+@triton.jit(do_not_specialize=["k", "numel"])
+def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.constexpr):
+    lanes = tl.arange(0, block)
+    inside = lanes < numel
+    value = tl.load(x + lanes, mask=inside, other=0.0)
+    if add is not None:
+        value += tl.load(add + lanes, mask=inside, other=0.0)
+        tl.store(x + lanes, value, mask=inside)
+    key = _key(value)
+    smallest, wanted = tl.full((), 0, tl.int32), k
+    for digit in tl.static_range(_DIGITS):
+        found, wanted = _descend(tl.histogram(_bin(key, smallest, digit), _BINS), wanted)
+        smallest = (smallest << 10) + found
+    if threshold is not None:
+        smallest, wanted = _reached(smallest, wanted, threshold, tl.max(key))
+    tie = (inside & (key == smallest)).to(tl.int32)
+    take = inside & (key > smallest) | (tie > 0) & (tl.cumsum(tie) <= wanted)
+    slot = tl.cumsum(take.to(tl.int32)) - 1
+    tl.store(indices + slot, lanes, mask=take)
+    tl.store(taken + slot, value, mask=take)
+    if threshold is not None:
+        full = tl.sum(take.to(tl.int32))
+        tl.store(indices + full + lanes, lanes * 0 + numel, mask=lanes < k - full)
+        tl.store(taken + full + lanes, lanes * 0.0, mask=lanes < k - full)
+    wide = value.to(tl.float64)
+    tl.store(total, tl.sum(wide * wide))
+
+
 # What the kernels share --------------------------------------------------------------------------
 
 
@@ -330,9 +373,15 @@ def _smallest(counts, k, threshold):
     """The smallest key that is taken, and how many elements that have it are."""
     smallest, wanted = _kth_largest(counts, k, _DIGITS)
     if threshold is not None:
-        least = tl.load(threshold).to(tl.float32).to(tl.int32, bitcast=True)
-        least = tl.where((least > 0) & (least <= _INFINITY), least, 0)  # nothing is below NaN
-        peak = tl.load(counts + _PEAK)
-        wanted = tl.where(least > peak, 1, tl.where(least > smallest, 0, wanted))
-        smallest = tl.where(least > peak, peak, tl.where(least > smallest, least - 1, smallest))
+        smallest, wanted = _reached(smallest, wanted, threshold, tl.load(counts + _PEAK))
+    return smallest, wanted
+
+
+@triton.jit
+def _reached(smallest, wanted, threshold, peak):
+    """`_smallest` among the elements that reach the threshold; peak: the largest key."""
+    least = tl.load(threshold).to(tl.float32).to(tl.int32, bitcast=True)
+    least = tl.where((least > 0) & (least <= _INFINITY), least, 0)  # nothing is below NaN
+    wanted = tl.where(least > peak, 1, tl.where(least > smallest, 0, wanted))
+    smallest = tl.where(least > peak, peak, tl.where(least > smallest, least - 1, smallest))
     return smallest, wanted

@@ -95,8 +95,8 @@ def _fill(tally: Tally, **numbers: list[float]) -> None:
 def test_a_spoiled_bucket_makes_the_energies_nan_whatever_comes_after_it() -> None:
     for flag in (True, torch.tensor(True)):
         tally = Tally(cfs=(10.0,))
-        tally.spoil(False)
-        tally.spoil(flag)
+        for each in (False, flag):
+            tally.at("spoiled").add_(each)
         tally.add_levels(torch.ones(1, 3).double(), torch.ones(1, 3).double())
         agreed = Statistics.agreed(tally, tally.complete())
         assert all(map(isnan, (agreed.total, agreed.sample_total, agreed.grad)))

@@ -29,7 +29,7 @@ from compressors.kernels import triton_select  # noqa: E402
 from compressors.kernels.triton_select import SIZES, Sizes  # noqa: E402
 
 KEY = Key("w", 5)
-KERNELS = ("_accumulate", "_gather", "_refine", "_count", "_take")
+KERNELS = ("_accumulate", "_gather", "_refine", "_count", "_take", "_select_alone")
 
 sizes = st.builds(
     Sizes,
@@ -37,6 +37,7 @@ sizes = st.builds(
     programs=st.sampled_from([1, 2, 4]),
     share=st.sampled_from([1, 4, 16]),
     warps=st.just(1),
+    alone=st.sampled_from([0, 60]),
 )
 few = settings(max_examples=8, deadline=None)
 
@@ -104,11 +105,11 @@ def test_thresholds_and_elements_that_are_no_usual_numbers(threshold: float) -> 
     odd = np.array(NAN_BITS, np.uint32).view(np.float32)
     usual = np.array([2.0, -0.0, 1e-45, -2.0, 5e-42, 1e38, 0.0, 1.5], np.float32)
     infinite = np.array([inf, -inf], np.float32)
-    small = Sizes(4, 2, 2, 1)
     for x in (usual, np.concatenate([usual, infinite]), np.concatenate([usual, infinite, odd])):
         for k in (2, 7):
-            found = triton_select.select_above(given_to(x), threshold, k, None, small)
-            check(found, x, k, reference(x, k, threshold))
+            for small in (Sizes(4, 2, 2, 1, 0), Sizes(alone=20)):
+                found = triton_select.select_above(given_to(x), threshold, k, None, small)
+                check(found, x, k, reference(x, k, threshold))
 
 
 @few
@@ -215,7 +216,9 @@ def test_launches_do_not_grow_with_the_tensor_and_no_value_is_read(
         operations = count_operations(lambda: call(*args))
         return operations + len(launches.grids) - before
 
-    for numel in (100, 2**31 - 1):
+    assert count(triton_select.select, meta(SIZES.alone), 7, meta(SIZES.alone)) == 1
+    assert count(triton_select.select_above, meta(SIZES.alone), meta(1)[0], 7, None) == 1
+    for numel in (SIZES.alone + 1, 2**31 - 1):
         x, add, threshold, k = meta(numel), meta(numel), meta(1)[0], numel // 100
         assert count(triton_select.select, x, k, add) == 6
         assert count(triton_select.select_above, x, threshold, k, add) == 6
@@ -234,6 +237,9 @@ TYPES = {
 
 
 def _kernel(name: str, aligned: bool = True, **constants: None) -> Kernel:
+    if name == "_select_alone":
+        fixed = {"block": SIZES.alone, **constants}
+        return Kernel(name, TYPES, fixed, aligned, odd=("k", "numel"), warps=SIZES.alone // 1024)
     if name == "_take":
         return _kernel("", aligned, programs=SIZES.programs, **constants)._replace(name=name)
     fixed = {"block": SIZES.block, **constants}
@@ -246,6 +252,7 @@ def test_kernels_compile_for_a_gpu() -> None:
         _kernel("_accumulate", aligned=False),
         _kernel("_accumulate", add=None, counts=None),
         _kernel("_take", threshold=None),
+        _kernel("_select_alone", add=None, threshold=None),
     ]
     for kernel, found in zip(kernels, assembly(triton_select.__name__, kernels), strict=True):
         assert "ld.global" in found, kernel.name
