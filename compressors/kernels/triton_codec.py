@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag, launch
+from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag, launch, power_of_2
 
 ELEMENTS = 2048
 """Elements that a program works on."""
@@ -416,6 +416,6 @@ def encode_natural(x: Tensor, add: Tensor | None, random: Tensor, decode: bool) 
     launch(
         _powers_of_two, grid, x, x, random, largest, offsets, codes,
         x if decoded is None else decoded, norms, count, grid[0], DECODED=decode, BLOCK=CODE_BLOCK,
-        ELEMENTS=ELEMENTS, PIECES=triton.next_power_of_2(grid[0]),
+        ELEMENTS=ELEMENTS, PIECES=power_of_2(grid[0]),
     )  # fmt: skip
     return Encoded((offsets, codes), decoded, norms)

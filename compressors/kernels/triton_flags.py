@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import launch
+from compressors.kernels.blocks import cdiv, launch
 
 BLOCK = 4096
 PROGRAMS = 1024
@@ -55,7 +55,7 @@ def judge(energies: Tensor, most: float, total: Tensor, spoiled: Tensor) -> Tens
 
 
 def _grid(x: Tensor) -> tuple[int]:
-    return (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
+    return (min(cdiv(x.numel(), BLOCK), PROGRAMS),)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import launch
+from compressors.kernels.blocks import cdiv, launch
 
 BLOCK = 2048
 PROGRAMS = 256
@@ -52,7 +52,7 @@ def enlarge(pieces: Sequence[Piece], ranks: int, least: float, stride: int) -> T
     where = pieces[0].update
     table = _table(pieces).to(where.device, non_blocking=True)
     longest = max(piece.update.numel() for piece in pieces)
-    programs = min(triton.cdiv(longest, BLOCK), PROGRAMS)
+    programs = min(cdiv(longest, BLOCK), PROGRAMS)
     sums = torch.empty(len(pieces), programs, dtype=torch.float64, device=where.device)
     grid, options = (programs, len(pieces)), {"block": BLOCK, "num_warps": 8}
     launch(_enlarge, grid, where, table, sums, 1 / ranks, least, stride, **options)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import launch
+from compressors.kernels.blocks import launch, power_of_2
 from compressors.kernels.triton_select import _BINS, _bin, _descend, _key
 
 LONGEST = 1 << 17
@@ -37,7 +37,7 @@ def split_largest(
     count, sections = wanted.shape
     mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     norms = torch.empty(2, count, sections, dtype=torch.float64, device=rows.device)
-    block = min(block, max(1024, triton.next_power_of_2(longest)))
+    block = min(block, max(1024, power_of_2(longest)))
     parts, options = (rows, ends, wanted, mask, norms), {"num_warps": block // 512 or 1}
     launch(_split_largest, (sections, count), rows, *parts, rows.shape[1], block=block, **options)
     return mask, norms

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch, launch
+from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch, cdiv, launch, power_of_2
 
 
 class Sizes(NamedTuple):
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
     def chunk(self, numel: int) -> int:
         """Elements of each program but the last: whole blocks."""
-        return triton.cdiv(triton.cdiv(numel, self.programs), self.block) * self.block
+        return cdiv(cdiv(numel, self.programs), self.block) * self.block
 
 
 SIZES = Sizes()
@@ -107,7 +107,7 @@ def _accumulated(x: Tensor, add: Tensor | None, counts: Tensor | None, sizes: Si
     """x += add; the squared norm of each program's chunk (float64); adds the histogram of the first
     digits to `counts`."""
     numel, chunk = x.numel(), sizes.chunk(x.numel())
-    programs = triton.cdiv(numel, chunk)
+    programs = cdiv(numel, chunk)
     squares = x.new_empty(programs, dtype=torch.float64)
     options: dict[str, Any] = {"block": sizes.block, "num_warps": sizes.warps}
     launch(_accumulate, (programs,), x, x, add, squares, counts, numel, chunk, **options)
@@ -121,7 +121,7 @@ def _selected(
     numel, chunk = x.numel(), sizes.chunk(x.numel())
     if numel <= sizes.alone:
         return _selected_alone(x, threshold, k, add)
-    programs, capacity = triton.cdiv(numel, chunk), triton.cdiv(chunk, sizes.share)
+    programs, capacity = cdiv(numel, chunk), cdiv(chunk, sizes.share)
     counts = torch.zeros(_PEAK.value + 1, dtype=torch.int32, device=x.device)
     squares = _accumulated(x, add, counts, sizes)
     listed = counts.new_empty(programs)
@@ -139,7 +139,7 @@ def _selected(
 
 
 def _selected_alone(x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None) -> Selected:
-    block = max(1024, triton.next_power_of_2(x.numel()))
+    block = max(1024, power_of_2(x.numel()))
     total = x.new_empty((), dtype=torch.float64)
     found = Selected(x.new_empty(k, dtype=torch.int32), x.new_empty(k), total)
     options = {"block": block, "num_warps": block // 1024}

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import Flag, launch
+from compressors.kernels.blocks import Flag, launch, power_of_2
 from compressors.kernels.triton_codec import (
     Coded,
     decoding,
@@ -341,7 +341,7 @@ def write_sparse_mean(
         _sparse_mean, (-(-out.numel() // RANGE),), out, out, indices, indices.stride(0),
         *decoding(values), flag_in_memory(void, out), out.numel(), slots, values.size, ranks,
         slots.bit_length(), scale, VOID=isinstance(void, Tensor), **decoding_sizes(values),
-        RANKS=triton.next_power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
+        RANKS=power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
     )  # fmt: skip
 
 
