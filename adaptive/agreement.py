@@ -49,15 +49,12 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
 
 
 def check_model(model: object) -> DistributedDataParallel:
-    """`model` if it is DDP with real parameters; TypeError otherwise."""
+    """`model` if it is DDP; TypeError otherwise."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
             f"it first: attach(DistributedDataParallel(model))"
         )
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.is_complex():
-            raise TypeError(f"model must have real parameters, {name} is {p.dtype}")
     return model
 
 

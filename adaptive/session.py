@@ -31,7 +31,7 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.updates import UpdateMemory, UpdateScales
-from adaptive.parameters import ModelParameters
+from adaptive.parameters import ModelParameters, travel_as_they_are
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, undone_on_error
@@ -168,6 +168,7 @@ class Session:
             *settings.describe(self._memory.now.name),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
+            f"exchanged as they are: {[*parameters.as_they_are.values()]}",
             *(
                 f"payload bytes at CF {cf:g}: {[base.payload_nbytes(size, cf) for size in sizes]}"
                 for cf in sorted(candidates | ends)
@@ -180,6 +181,12 @@ class Session:
         every = self.settings.local_steps
         if every != 1 and self.model is None:
             raise ValueError(f"local_steps={every!r} needs the model: attach(model) or bind(model)")
+        if every != 1 and self._parameters.as_they_are:
+            names = ", ".join(self._parameters.as_they_are.values())
+            raise ValueError(
+                f"local_steps must be 1 for a model with sparse gradients or complex parameters "
+                f"({names}), which the ranks exchange as they are; got {every!r}"
+            )
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
         self._memory.choose(optimizer if every in (1, "auto") else None)
         wanted = self.settings.residual_dtype
@@ -326,17 +333,22 @@ class Session:
                 local.begin_exchange()
             self._begin_step()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
-        buffer = bucket.buffer()
-        parameters = [self._parameters.find(p) for p in bucket.parameters()]
+        buffer, of = bucket.buffer(), bucket.parameters()
+        as_it_is = travel_as_they_are(buffer, of)
+        parameters = [] if as_it_is else [self._parameters.find(p) for p in of]
         scale = loss_scale(self._scaler, buffer.device) if local is None else None
         work = buffer if local is None else local.outer_gradients(bucket.index(), parameters)
-        if scale is not None:  # in float32, where unscaled gradients do not underflow
+        if scale is not None and not as_it_is:  # in float32: unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
         plan, cfs = controller.plan, controller.cfs
         on_mean = self._requested.sums.add if plan.accumulate else None
         step = Step(controller.step, cfs, controller.tally, on_mean)
         hook = self.settings.hooks.get(plan.send)
-        if hook is not None:
+        if as_it_is:
+            done = self.exchange.mean_as_it_is(buffer)
+            if bucket.is_last():
+                self._pipeline.finish()
+        elif hook is not None:
             send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
             done = self._reducer.dense(step, work, parameters, send)
         elif plan.send == DENSE:
@@ -359,7 +371,7 @@ class Session:
                 if local is not None and not overlap:
                     local.arrived(parameters, mean)
                     mean = buffer
-                elif scale is not None:
+                elif scale is not None and not as_it_is:
                     mean = buffer.copy_(mean.mul_(scale))
                 stopwatch.bucket_done(drain(self._pipeline.decoded))
                 self._pipeline.stream.keep(work, scale)

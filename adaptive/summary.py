@@ -53,10 +53,10 @@ class Summary(Stateful):
         self.local_steps += local_steps
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
-        self.bytes_sent += traffic.wire
+        self.bytes_sent += traffic.wire + traffic.sparse
         self.payload_bytes += traffic.payload
         self.floats_sent += traffic.floats
-        self.dense_bytes += dense_bytes * local_steps
+        self.dense_bytes += dense_bytes * local_steps + traffic.sparse
 
     def add_gain(self, cf: float, measurement: Measurement) -> None:
         """Take in the error-fed gain of the CF that was sent; skips what is not finite."""

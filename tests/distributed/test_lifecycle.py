@@ -201,7 +201,7 @@ def _odd(rank: int, cfs: list[float]) -> dict[str, Any]:
     return {
         "parameters": [p.detach().clone() for p in reduced],
         "dense_bytes": compressor.summary().dense_bytes,
-        "numel": sum(p.numel() for p in reduced),
+        "nbytes": sum(p.nbytes for p in reduced),
         "twin": len(list(twin.parameters())),
     }
 
@@ -210,7 +210,7 @@ def _odd(rank: int, cfs: list[float]) -> dict[str, Any]:
 def test_odd_parameters(cfs: list[float]) -> None:
     results = run_ranks(2, _odd, cfs)
     for result in results:
-        assert result["dense_bytes"] == 7 * 4 * result["numel"]  # ignored ones are not counted
+        assert result["dense_bytes"] == 7 * result["nbytes"]  # ignored ones are not counted
         for a, b in zip(result["parameters"], results[0]["parameters"], strict=True):
             assert torch.equal(a, b)
 
