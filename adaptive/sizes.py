@@ -55,8 +55,12 @@ class Sizes:
 
     def dense_nbytes(self) -> int:
         """Bytes of these gradients in the precision of their parameters, in which DDP sends them,
-        and a dense step."""
+        and a dense step (with local steps that is no less than fp32)."""
         return sum(p.nbytes for p in self.parameters)
+
+    def element_nbytes(self) -> float:
+        """Of an element of these, on average."""
+        return self.dense_nbytes() / self.numel() if self.numel() else float(FP32)
 
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
