@@ -122,6 +122,7 @@ class Session:
         except Exception:
             self._memory.release()
             self._optimizer = None
+            self.settings.release()
             raise
         self._reduce_with(self.settings.clip_norm)
         every, warnings = self.settings.local_steps, []
@@ -141,6 +142,7 @@ class Session:
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
+        settings.claim()
         self._choose_memory(self._optimizer)
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
@@ -250,6 +252,7 @@ class Session:
         that cannot is raised on all, and it is as it was."""
 
         def prepare() -> str:
+            self.settings.claim(again=True)
             self._choose_memory(optimizer)
             if len(self._numbers) > 1 and not self._memory.now.may_part:
                 raise ValueError(
@@ -279,6 +282,7 @@ class Session:
         step."""
         self.controller.flush()
         self.controller.forced_dense = True
+        self.settings.release()
         if self._forward_hook is not None:
             self._forward_hook.remove()
         self._end_meeting()
