@@ -36,9 +36,9 @@ class _Net(nn.Module):
 UNTOUCHED = ("rows.weight", "bag.weight", "turn")
 
 
-def _model(sparse: bool = True) -> DDP:
+def _model() -> DDP:
     torch.manual_seed(0)
-    return DDP(_Net(sparse), bucket_cap_mb=0.004)
+    return DDP(_Net(), bucket_cap_mb=0.004)
 
 
 def _rows(step: int, rank: int) -> Tensor:
@@ -179,3 +179,30 @@ def test_a_model_of_nothing_else_runs_and_local_steps_refuse_it() -> None:
     for said in run_ranks(2, _only_sparse, 4):
         assert said.startswith("local_steps must be 1 for a model with sparse gradients or complex")
         assert "rows.weight" in said
+
+
+def _ignoring(rank: int, compressed: bool) -> dict[str, Tensor]:
+    """A model part of which DDP leaves alone, with an optimizer that has momentum and decay."""
+    torch.manual_seed(0)
+    net = _Net(sparse=False)
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["rows.weight", "second.bias"])
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+    if compressed:
+        compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(cf=1.0))
+        compressor.attach(model, optimizer=optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(_rows(step, rank)).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _ignoring_both(rank: int) -> list[dict[str, Tensor]]:
+    return [_ignoring(rank, compressed) for compressed in (False, True)]
+
+
+def test_momentum_and_decay_of_parameters_that_ddp_ignores_are_the_optimizers() -> None:
+    for plain, ours in run_ranks(2, _ignoring_both):
+        for name, p in plain.items():
+            torch.testing.assert_close(ours[name], p)
