@@ -3,6 +3,13 @@
 compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_model)
 """
 
+from adaptive.names import check_names as _check_names
+from adaptive.names import version as _version
+
+_check_names()
+__version__ = _version()
+
+# ruff: noqa: E402
 from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
 from adaptive.exchange.link import LinkSpec as LinkSpec
 from adaptive.exchange.link import ModelledClock as ModelledClock

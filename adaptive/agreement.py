@@ -18,6 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from policies import Plan
 
+PYTHON_REDUCER = (
+    "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
+    "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
+    "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
+    "with compiled autograd, before DistributedDataParallel(model)"
+)
+
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
     """Run `prepare` on every rank and compare what it returns: what must be alike on all ranks, in
@@ -49,15 +56,15 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
 
 
 def check_model(model: object) -> DistributedDataParallel:
-    """`model` if it is DDP with real parameters; TypeError otherwise."""
+    """`model` if it is DDP; TypeError otherwise, RuntimeError if DDP would not hand a hook its
+    buckets."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
             f"it first: attach(DistributedDataParallel(model))"
         )
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.is_complex():
-            raise TypeError(f"model must have real parameters, {name} is {p.dtype}")
+    if getattr(model, "_use_python_reducer", False):
+        raise RuntimeError(PYTHON_REDUCER)
     return model
 
 

@@ -29,7 +29,7 @@ from adaptive.config import (
 )
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
-from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
+from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks, registered_group
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
@@ -101,8 +101,8 @@ class AdaptiveCompressor:
         parameters. None: half of H. 0: backward waits for the exchange that it begins.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
-    process_group: of the model whose hook is registered without `attach` or `bind`; None: the
-        default group.
+    process_group: of the model whose hook is registered without `attach` or `bind`. None: it is
+        looked for at the first backward.
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
         in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
@@ -308,7 +308,13 @@ class AdaptiveCompressor:
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient."""
         if self._session is None:  # registered without bind(), so parameters have no names
-            group = self._group or dist.group.WORLD
+            of_model = registered_group(self)
+            if self._group is not None and of_model not in (None, self._group):
+                raise ValueError(
+                    "process_group is another than that of the model whose hook was registered: "
+                    "leave it out, or bind(model) before the first backward"
+                )
+            group = self._group or of_model or dist.group.WORLD
             assert group is not None  # DDP has one
             self._session = Session(self._settings, group)
         return self._session.reduce(bucket)

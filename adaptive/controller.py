@@ -256,7 +256,12 @@ class Controller(saved.Stateful):
         self.recorder.close()
 
     def summary(self) -> Summary:
-        return replace(deepcopy(self._totals), cf=self.cf, verdict=self.policy.verdict())
+        return replace(
+            deepcopy(self._totals),
+            cf=self.cf,
+            verdict=self.policy.verdict(),
+            element_bytes=self.sizes.element_nbytes(),
+        )
 
     def explain(self) -> str:
         """CF, since when and why, what the policy has concluded, what would change it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -64,6 +64,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     model: None when the hook was registered without one; parameters are then
     found one by one, and have no names. residual_dtype: see `ModelParameter`.
+    as_they_are: parameters, and their names, whose gradients are exchanged as by DDP without a hook
+    (see `travel_as_they_are`); nothing is kept of these.
     """
 
     def __init__(
@@ -74,11 +76,17 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         super().__init__()
         self._model = model
         self._residual_dtype = residual_dtype
+        self.as_they_are: dict[Tensor, str] = {}
         if model is not None:
+            sparse = _with_sparse_gradients(model.module)
             # DDP looks parameters of the outermost module up as ".name", so never ignores those.
             ignored = model.parameters_to_ignore
             for name, p in model.module.named_parameters():
-                if p.requires_grad and (name if "." in name else f".{name}") not in ignored:
+                if not p.requires_grad or (name if "." in name else f".{name}") in ignored:
+                    continue
+                if p.is_complex() or p in sparse:
+                    self.as_they_are[p] = name
+                else:
                     self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
     def find(self, param: Tensor) -> ModelParameter:
@@ -110,6 +118,19 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self), torch.device("cpu"))
+
+
+def travel_as_they_are(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether a bucket's gradients are exchanged as by DDP without a hook. DDP puts a parameter
+    with a sparse gradient into a bucket of its own, and complex ones, as pairs of real numbers,
+    into buckets of theirs."""
+    return buffer.is_sparse or any(p.is_complex() for p in parameters)
+
+
+def _with_sparse_gradients(module: nn.Module) -> set[Tensor]:
+    """The parameters that DDP expects sparse gradients of."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
 def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:

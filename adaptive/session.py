@@ -31,7 +31,7 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.updates import UpdateMemory, UpdateScales
-from adaptive.parameters import ModelParameters
+from adaptive.parameters import ModelParameters, travel_as_they_are
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, undone_on_error
@@ -122,6 +122,7 @@ class Session:
         except Exception:
             self._memory.release()
             self._optimizer = None
+            self.settings.release()
             raise
         self._reduce_with(self.settings.clip_norm)
         every, warnings = self.settings.local_steps, []
@@ -141,6 +142,7 @@ class Session:
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
+        settings.claim()
         self._choose_memory(self._optimizer)
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
@@ -168,6 +170,7 @@ class Session:
             *settings.describe(self._memory.now.name),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
+            f"exchanged as they are: {[*parameters.as_they_are.values()]}",
             *(
                 f"payload bytes at CF {cf:g}: {[base.payload_nbytes(size, cf) for size in sizes]}"
                 for cf in sorted(candidates | ends)
@@ -180,6 +183,12 @@ class Session:
         every = self.settings.local_steps
         if every != 1 and self.model is None:
             raise ValueError(f"local_steps={every!r} needs the model: attach(model) or bind(model)")
+        if every != 1 and self._parameters.as_they_are:
+            names = ", ".join(self._parameters.as_they_are.values())
+            raise ValueError(
+                f"local_steps must be 1 for a model with sparse gradients or complex parameters "
+                f"({names}), which the ranks exchange as they are; got {every!r}"
+            )
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
         self._memory.choose(optimizer if every in (1, "auto") else None)
         wanted = self.settings.residual_dtype
@@ -243,6 +252,7 @@ class Session:
         that cannot is raised on all, and it is as it was."""
 
         def prepare() -> str:
+            self.settings.claim(again=True)
             self._choose_memory(optimizer)
             if len(self._numbers) > 1 and not self._memory.now.may_part:
                 raise ValueError(
@@ -272,6 +282,7 @@ class Session:
         step."""
         self.controller.flush()
         self.controller.forced_dense = True
+        self.settings.release()
         if self._forward_hook is not None:
             self._forward_hook.remove()
         self._end_meeting()
@@ -326,17 +337,22 @@ class Session:
                 local.begin_exchange()
             self._begin_step()
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
-        buffer = bucket.buffer()
-        parameters = [self._parameters.find(p) for p in bucket.parameters()]
+        buffer, of = bucket.buffer(), bucket.parameters()
+        as_it_is = travel_as_they_are(buffer, of)
+        parameters = [] if as_it_is else [self._parameters.find(p) for p in of]
         scale = loss_scale(self._scaler, buffer.device) if local is None else None
         work = buffer if local is None else local.outer_gradients(bucket.index(), parameters)
-        if scale is not None:  # in float32, where unscaled gradients do not underflow
+        if scale is not None and not as_it_is:  # in float32: unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
         plan, cfs = controller.plan, controller.cfs
         on_mean = self._requested.sums.add if plan.accumulate else None
         step = Step(controller.step, cfs, controller.tally, on_mean)
         hook = self.settings.hooks.get(plan.send)
-        if hook is not None:
+        if as_it_is:
+            done = self.exchange.mean_as_it_is(buffer)
+            if bucket.is_last():
+                self._pipeline.finish()
+        elif hook is not None:
             send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
             done = self._reducer.dense(step, work, parameters, send)
         elif plan.send == DENSE:
@@ -359,7 +375,7 @@ class Session:
                 if local is not None and not overlap:
                     local.arrived(parameters, mean)
                     mean = buffer
-                elif scale is not None:
+                elif scale is not None and not as_it_is:
                     mean = buffer.copy_(mean.mul_(scale))
                 stopwatch.bucket_done(drain(self._pipeline.decoded))
                 self._pipeline.stream.keep(work, scale)

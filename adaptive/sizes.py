@@ -3,19 +3,18 @@ timelines are told of it at the start."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import ceil
 
 import torch
-from torch import Tensor
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.choice import GATHERED, ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
 from adaptive.memory.updates import UpdateMemory
-from adaptive.parameters import ModelParameter
+from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
 from compressors.base import kept
 from compressors.sparsifier import Sparsifier
@@ -29,6 +28,11 @@ BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
 
 
+FP32 = 4
+"""Bytes of an element of what is not compressed in a compressed step; the CFs of hooks are against
+that, too."""
+
+
 @dataclass
 class Sizes:
     """How many bytes a step sends at each CF. Where whole buckets are compressed, they are those of
@@ -37,7 +41,7 @@ class Sizes:
     parameters: may still be found one by one. hooks: the CFs that foreign hooks send.
     """
 
-    parameters: Mapping[Tensor, ModelParameter]
+    parameters: ModelParameters
     granularity: Granularity
     hooks: Collection[float]
     choice: ExchangeChoice
@@ -46,8 +50,17 @@ class Sizes:
     _by_name: dict[str, ModelParameter] = field(default_factory=dict)
 
     def numel(self) -> int:
-        """Elements of all gradients."""
+        """Elements of all gradients that may be compressed."""
         return sum(p.numel() for p in self.parameters)
+
+    def dense_nbytes(self) -> int:
+        """Bytes of these gradients in the precision of their parameters, in which DDP sends them,
+        and a dense step (with local steps that is no less than fp32)."""
+        return sum(p.nbytes for p in self.parameters)
+
+    def element_nbytes(self) -> float:
+        """Of an element of these, on average."""
+        return self.dense_nbytes() / self.numel() if self.numel() else float(FP32)
 
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
@@ -66,7 +79,9 @@ class Sizes:
         """Bytes handed to the collectives in a step at `cf`, all layers alike."""
         key = (cf, len(self.parameters))
         if key not in self._payload_nbytes:
-            self._payload_nbytes[key] = sum(self._nbytes(*each) for each in self._tensors(cf))
+            tensors = self._tensors(cf) if cf != DENSE else ()
+            compressed = sum(self._nbytes(*each) for each in tensors)
+            self._payload_nbytes[key] = compressed if tensors else float(self.dense_nbytes())
         return self._payload_nbytes[key]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
@@ -77,9 +92,17 @@ class Sizes:
         return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / BUCKET))
 
     def wire_bytes(self, cf: float) -> float:
-        """Bytes a rank puts on the wire in a step at `cf`, statistics not counted."""
-        if self._without_base(cf):
-            return reduce_wire_bytes(self.payload_nbytes(DENSE) / cf, self.world_size)
+        """Bytes a rank puts on the wire in a step at `cf`, statistics and sparse gradients not
+        counted."""
+        whole = sum(p.nbytes for p in self.parameters.as_they_are if p.is_complex())
+        return self._wire_bytes(cf) + reduce_wire_bytes(whole, self.world_size)
+
+    def _wire_bytes(self, cf: float) -> float:
+        """Those of what may be compressed."""
+        if cf == DENSE:
+            return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
+        if cf in self.hooks:
+            return reduce_wire_bytes(FP32 * self.numel() / cf, self.world_size)
         compressor, n = self.granularity.by(cf), self.world_size
         strategy = self.choice.pick(self.bucket_nbytes(StepCFs(cf)), compressor)
         if strategy.votes:
@@ -117,7 +140,7 @@ class Sizes:
 
     def _nbytes(self, shape: torch.Size, cf: float) -> float:
         if cf == DENSE:
-            return 4.0 * shape.numel()
+            return float(FP32 * shape.numel())
         return self.granularity.by(cf).exchanged_nbytes(shape, cf)
 
 
@@ -128,7 +151,7 @@ def _voted_nbytes(
     the values at what all propose."""
     numel = shape.numel()
     if cf == DENSE:
-        return 0, 4 * numel
+        return 0, FP32 * numel
     values = max(kept(numel, cf), min(numel, ranks * kept(numel, cf * ranks)))
     return compressor.index_nbytes(numel, cf * ranks), compressor.values.nbytes(
         values, torch.float32

@@ -190,8 +190,9 @@ class StepWatch:
         """The witness has a new gradient, which is yet to be added to `p.grad`."""
         p = self._witness
         # An optimizer of the script's own writes to the parameters, too.
-        if self.unstepped and p is not None and p._version == self._version and _cleared(p.grad):
-            self.thrown_away = True
+        if not self.unstepped or p is None or p._version != self._version:
+            return
+        self.thrown_away = self.thrown_away or _cleared(p.grad, self._norms.get(p))
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
@@ -226,6 +227,10 @@ def _clipped(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(alike, whole, 1.0)
 
 
-def _cleared(grad: Tensor | None) -> bool:
-    """None, or on a CPU, where looking costs little, all zero."""
-    return grad is None or (grad.device.type == "cpu" and not bool(grad.any()))
+def _cleared(grad: Tensor | None, before: Tensor | None) -> bool:
+    """None, or on a CPU, where looking costs little, all zero. before: the norm of its sample as
+    backward left it, if that is known: at a large CF nothing may have been sent of a small tensor,
+    and then zeros tell nothing."""
+    if grad is None or grad.device.type != "cpu":
+        return grad is None
+    return bool(before is not None and before > 0) and not bool(grad.any())

@@ -20,9 +20,11 @@ class Summary(Stateful):
     steps_at_cf: steps sent at each CF (1 is dense), in the order of first use. cf: in use.
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
     elements sent, indices not counted. dense_bytes: bytes on the wire had every step been a dense
-    fp32 all-reduce. verdict: what the policy has concluded, if anything. gain_terms: numerator and
-    denominator of the error-fed gain at each CF, summed over the steps sent at it. local_steps:
-    that each rank has taken for these; with local steps they are more.
+    all-reduce in the precision of the parameters, as DDP's without a hook is. verdict: what the
+    policy has concluded, if anything. gain_terms: numerator and denominator of the error-fed gain
+    at each CF, summed over the steps sent at it. local_steps: that each rank has taken for these;
+    with local steps they are more. element_bytes: of an element of the dense gradients, on average:
+    4 in fp32, 2 in bf16.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -36,6 +38,7 @@ class Summary(Stateful):
     verdict: str = ""
     gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict, metadata=_SAVED)
     local_steps: int = field(default=0, metadata=_SAVED)
+    element_bytes: float = 4.0
 
     @property
     def mean_gain(self) -> dict[float, float]:
@@ -48,15 +51,21 @@ class Summary(Stateful):
         """dense_bytes / bytes_sent; 1 if nothing is ever sent (a world of one)."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
+    @property
+    def fp32_wire_factor(self) -> float:
+        """The same against a dense exchange in fp32, as papers count: twice as large for a model in
+        half precision."""
+        return self.wire_factor * 4 / self.element_bytes if self.bytes_sent else 1.0
+
     def add_step(self, cf: float, traffic: Traffic, dense_bytes: float, local_steps: int) -> None:
         """dense_bytes: of each of the local steps."""
         self.local_steps += local_steps
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
-        self.bytes_sent += traffic.wire
+        self.bytes_sent += traffic.wire + traffic.sparse
         self.payload_bytes += traffic.payload
         self.floats_sent += traffic.floats
-        self.dense_bytes += dense_bytes * local_steps
+        self.dense_bytes += dense_bytes * local_steps + traffic.sparse
 
     def add_gain(self, cf: float, measurement: Measurement) -> None:
         """Take in the error-fed gain of the CF that was sent; skips what is not finite."""
@@ -75,9 +84,10 @@ class Summary(Stateful):
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / self.steps:.3g} steps" if rounds else "steps"
         rows.append(f"{self.steps} {unit}, {self.switches} switches, CF {self.cf:g} in use")
+        against = f" ({self.fp32_wire_factor:.1f} against fp32)" if self.element_bytes != 4 else ""
         rows.append(
             f"bytes sent {_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} dense: "
-            f"wire factor {self.wire_factor:.1f}"
+            f"wire factor {self.wire_factor:.1f}{against}"
         )
         rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:.3g}")
         return "\n".join([*rows, self.verdict] if self.verdict else rows)

@@ -155,7 +155,7 @@ class StepReport:
     compress_seconds: float = nan  # that went to compression, mean over ranks
     exchange_seconds: float = nan  # waited after backward, for network and slower ranks, mean
     wire_bytes: float = nan  # that a rank put on the wire in this step
-    dense_wire_bytes: float = nan  # that dense fp32 all-reduce would have put there
+    dense_wire_bytes: float = nan  # that dense all-reduce would have put there
     timed_bytes: float = nan
     grad_norm: float = nan  # root of the mean over ranks of ||g||^2
     sum_norm: float = nan  # of the sum of the mean gradients since the last reading, if it was read

@@ -57,8 +57,13 @@ def _usage() -> str:
     return text.format(lines)
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """`main` as a process of its own: also the console script `adaptive-runs`."""
     outlive_readers()
     code = main()
     sys.stdout.flush()
-    sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run())

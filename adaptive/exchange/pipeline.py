@@ -127,9 +127,15 @@ class Pipeline:
         self._issue(self._queue[-1], None)
         for running in earlier:
             self._advance(running)
-        while last and self._queue:
-            self._advance(self._queue[0])
+        if last:
+            self.finish()
         return done
+
+    def finish(self) -> None:
+        """Let all exchanges issue what they have left: no bucket that is compressed comes any more
+        in this step."""
+        while self._queue:
+            self._advance(self._queue[0])
 
     def _advance(self, running: _Running) -> None:
         began = self._timestamps()

@@ -6,7 +6,7 @@ user's hyper-parameters stay in the parameter groups, where schedulers and check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -70,7 +70,8 @@ class Handover:
 
     neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
     prepare: called for each of these groups before, when all gradients are there. after: once the
-    optimizer has stepped.
+    optimizer has stepped. ours: the parameters that get them; the others of such a group are
+    meanwhile in one of their own, with the user's settings. None: all.
     """
 
     def __init__(
@@ -80,12 +81,15 @@ class Handover:
         taken: Callable[[Group], bool],
         prepare: Callable[[Group], None],
         after: Callable[[], None] = lambda: None,
+        ours: Collection[Tensor] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._neutral = neutral
         self._taken = taken
         self._prepare = prepare
         self._after = after
+        self._ours = ours
+        self._whole: list[list[Tensor]] | None = None  # the groups' parameters, during a step
         self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
         self._index: dict[Tensor, int] = {}
         self._indexed = 0
@@ -119,14 +123,30 @@ class Handover:
         for group in taken:
             self._prepare(group)
         self._own = [dict(group) for group in groups]
+        self._set_others_apart(taken)
         for group in taken:
             group.update(self._neutral)
+
+    def _set_others_apart(self, taken: Sequence[dict[str, Any]]) -> None:
+        ours, groups = self._ours, self._optimizer.param_groups
+        if ours is None or all(p in ours for group in taken for p in group["params"]):
+            return
+        self._whole = [group["params"] for group in groups]
+        for group in taken:
+            params = group["params"]
+            groups.append({**group, "params": [p for p in params if p not in ours]})
+            group["params"] = [p for p in params if p in ours]
 
     def _before_step(self, under_way: bool) -> None:
         if self._hooks:  # or the step's own backward has put something else in its place
             self.begin()
 
     def _restore(self) -> None:
+        if self._whole is not None:
+            del self._optimizer.param_groups[len(self._whole) :]
+            for group, params in zip(self._optimizer.param_groups, self._whole, strict=True):
+                group["params"] = params
+            self._whole = None
         if self._own is not None:
             for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
                 group.update({name: own[name] for name in self._neutral})

@@ -275,7 +275,11 @@ class SGDMomentum(MomentumMemory):
                 )
         neutral = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
         self._handover = Handover(
-            optimizer, neutral, lambda group: group["momentum"] != 0, self._add_decay
+            optimizer,
+            neutral,
+            lambda group: group["momentum"] != 0,
+            self._add_decay,
+            ours=parameters,
         )
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:

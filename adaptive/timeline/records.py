@@ -29,7 +29,8 @@ class Header:
     policy, settings: its name, and what it was made with. cf_range, world_size: of the run.
     assumed: gains that the policy was told of, by CF.
     base, memory: names of the compressor, and of the memory of what is not sent. numel: elements of
-    all gradients. dense_bytes: bytes a rank puts on the wire in a dense fp32 step.
+    all gradients. dense_bytes: bytes a rank puts on the wire in a dense step, in the precision of
+    the parameters.
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
     CFs of their own, if they are known. local_steps: numbers of them that the policy could choose
@@ -82,7 +83,7 @@ class StepRecord:
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes that dense fp32 all-reduce would have sent."""
+        """Bytes that dense all-reduce would have sent, in the precision of the parameters."""
         return self.local_steps * self.report.dense_wire_bytes
 
     @property

@@ -129,8 +129,6 @@ def _error_of(rank: int, how: str) -> str:
             AdaptiveCompressor().attach(model, optimizer=optimizer if rank == 1 else None)
         elif how == "start":
             AdaptiveCompressor("topk", (10 + 20 * rank, 100), policy=Fixed(cf=20)).attach(model)
-        elif how == "complex":
-            AdaptiveCompressor().attach(DDP(nn.Linear(3, 3, dtype=torch.complex64)))
         elif how == "optimizer type":
             AdaptiveCompressor().attach(model, optimizer="sgd")  # type: ignore[arg-type]
         elif how == "zeros":
@@ -226,7 +224,6 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
                 "RuntimeError: rank 1 failed to set up: ValueError: cf=20",
             ),
         ),
-        ("complex", "TypeError: model must have real parameters, module.weight is torch.complex64"),
         ("optimizer type", "TypeError: optimizer must be a torch.optim.Optimizer or None, got"),
         ("zeros", "ValueError: granularity must be 'layer' for base 'signsgd' with momentum"),
         ("settings", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),

@@ -93,7 +93,7 @@ def test_nothing_is_lost_where_parameters_go_unused(cfs: list[float], momentum: 
 
 def _thrown_away(rank: int) -> dict[str, int]:
     blocks.force_device_path = True
-    return _thrown_away_each_way(rank, 0.9)
+    return _thrown_away_each_way(rank, "momentum")
 
 
 def test_a_step_left_out_for_gradients_that_are_not_finite_is_not_warned_of() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Budget, Fixed
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import batch, flat_parameters, small_net
+from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
 
 STEPS = 40
 OPTIMIZERS: dict[str, Any] = {
@@ -63,3 +63,49 @@ def test_compressed_runs_learn_as_dense_ones_do_and_ranks_end_alike(how: str, na
     for one, other in zip(compressed, dense, strict=True):
         fell, would = (run["losses"][0] - run["losses"][-1] for run in (one, other))
         assert fell > 0.5 * would > 0
+
+
+def _counted(rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Bytes of dense and of compressed steps."""
+    model = DDP(small_net(dtype))
+    policy = Scripted([1.0, 10.0])
+    compressor = AdaptiveCompressor("topk+bf16", (1, 100), policy=policy).attach(model)
+    for step in range(5):
+        loss_of(model, step, rank).backward()
+        model.zero_grad()
+    compressor.flush()
+    sent = {
+        (report.cf, report.wire_bytes - report.statistics_bytes, report.dense_wire_bytes)
+        for report in policy.reports
+    }
+    return {"sent": sent, "told": policy.context.wire_bytes, "summary": compressor.summary()}
+
+
+def _forecast(rank: int, dtype: torch.dtype) -> tuple[set, float, float, str, list[float]]:
+    counted = _counted(rank, dtype)
+    model, summary = DDP(small_net(dtype)), counted["summary"]
+    budget = Budget(bytes_per_step=3000.0)  # two bytes an element fit, four do not
+    compressor = AdaptiveCompressor("topk", (2, 100), policy=budget).attach(model)
+    chosen = []
+    for step in range(8):
+        loss_of(model, step, rank).backward()
+        model.zero_grad()
+        chosen.append(compressor.cf)
+    factors = [summary.wire_factor, summary.fp32_wire_factor]
+    return counted["sent"], counted["told"](1.0), chosen[-1], str(summary), factors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "each"), [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)]
+)
+def test_a_dense_step_has_the_bytes_of_the_models_own_precision(
+    dtype: torch.dtype, each: int
+) -> None:
+    dense = each * 1139.0  # of two ranks each sends all of it once
+    for sent, told, chosen, text, (factor, against_fp32) in run_ranks(2, _forecast, dtype):
+        assert {cf for cf, *_ in sent} == {1.0, 10.0}
+        assert all(said == dense for *_, said in sent)
+        assert [wire for cf, wire, _ in sent if cf == 1.0] == [dense] == [told]
+        assert (chosen == 1.0) == (each == 2)
+        assert against_fp32 == pytest.approx(factor * 4 / each)
+        assert ("against fp32" in text) == (each != 4)

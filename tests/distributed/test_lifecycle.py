@@ -133,27 +133,35 @@ def test_a_failing_or_closed_timeline_stops_nobody(how: str) -> None:
     assert run_ranks(2, _recorded, how, limit=30) == [20.0, 20.0]
 
 
-def _in_groups_of_two(rank: int) -> tuple[float, float]:
+def _in_groups_of_two(rank: int) -> list[float]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
-    attached, hooked = (DDP(small_net(), process_group=group) for _ in range(2))
+    models = attached, hooked, says_nothing, says_otherwise = [
+        DDP(small_net(), process_group=group) for _ in range(4)
+    ]
     AdaptiveCompressor("topk", policy=Fixed(cf=DENSE)).attach(attached)
-    hooked.register_comm_hook(
-        AdaptiveCompressor("topk", policy=Fixed(cf=DENSE), process_group=group), adaptive_hook
-    )
+    given = {hooked: group, says_nothing: None, says_otherwise: dist.group.WORLD}
+    for model, process_group in given.items():
+        compressor = AdaptiveCompressor(policy=Fixed(cf=DENSE), process_group=process_group)
+        model.register_comm_hook(compressor, adaptive_hook)
     deviations = []
-    for model in (attached, hooked):
+    for model in models:
         means = local_gradients(model, 0, rank)
         for mean in means.values():
             dist.all_reduce(mean, group=group)
             mean /= 2
-        loss_of(model, 0, rank).backward()
-        deviations.append(_deviation(model, means))
-    return deviations[0], deviations[1]
+        if model is says_otherwise:
+            with pytest.raises(ValueError, match="process_group is another than that of the model"):
+                loss_of(model, 0, rank).backward()
+        else:
+            loss_of(model, 0, rank).backward()
+            deviations.append(_deviation(model, means))
+    return deviations
 
 
 def test_the_mean_is_over_the_models_own_group() -> None:
     for deviations in run_ranks(4, _in_groups_of_two):
+        assert len(deviations) == 3
         assert max(deviations) < 1e-15
 
 
@@ -201,7 +209,7 @@ def _odd(rank: int, cfs: list[float]) -> dict[str, Any]:
     return {
         "parameters": [p.detach().clone() for p in reduced],
         "dense_bytes": compressor.summary().dense_bytes,
-        "numel": sum(p.numel() for p in reduced),
+        "nbytes": sum(p.nbytes for p in reduced),
         "twin": len(list(twin.parameters())),
     }
 
@@ -210,7 +218,7 @@ def _odd(rank: int, cfs: list[float]) -> dict[str, Any]:
 def test_odd_parameters(cfs: list[float]) -> None:
     results = run_ranks(2, _odd, cfs)
     for result in results:
-        assert result["dense_bytes"] == 7 * 4 * result["numel"]  # ignored ones are not counted
+        assert result["dense_bytes"] == 7 * result["nbytes"]  # ignored ones are not counted
         for a, b in zip(result["parameters"], results[0]["parameters"], strict=True):
             assert torch.equal(a, b)
 

@@ -335,12 +335,14 @@ def test_a_state_without_momentum_correction_is_not_loaded_in_silence() -> None:
     assert second == []
 
 
-def _thrown_away(rank: int, how: str, momentum: float) -> int:
+def _thrown_away(rank: int, how: str, memory: str) -> int:
     """How often a backward that was thrown away is warned of."""
     model = DDP(small_net(), bucket_cap_mb=0.002)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
-    compressor = AdaptiveCompressor(policy=Scripted([10.0]))
-    compressor.attach(model, optimizer=optimizer if momentum else None)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    if memory == "updates":
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0]), memory=memory)
+    compressor.attach(model, optimizer=None if memory == "residual" else optimizer)
     told = listen()
     for step in range(9):
         skips = step % 3 == 1
@@ -382,13 +384,13 @@ WARNED = {
 }
 
 
-def _thrown_away_each_way(rank: int, momentum: float) -> dict[str, int]:
-    return {how: _thrown_away(rank, how, momentum) for how in WARNED}
+def _thrown_away_each_way(rank: int, memory: str) -> dict[str, int]:
+    return {how: _thrown_away(rank, how, memory) for how in WARNED}
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_backward_that_is_thrown_away_is_warned_of_once(momentum: float) -> None:
-    assert run_ranks(2, _thrown_away_each_way, momentum) == [WARNED, WARNED]
+@pytest.mark.parametrize("memory", ["residual", "momentum", "updates"])
+def test_a_backward_that_is_thrown_away_is_warned_of_once(memory: str) -> None:
+    assert run_ranks(2, _thrown_away_each_way, memory) == [WARNED, WARNED]
 
 
 def _discarding(rank: int, momentum: float) -> tuple[bool, bool]:

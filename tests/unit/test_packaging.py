@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tensorboard.plugins.base_plugin import TBLoader
+
+import adaptive
+from adaptive import names
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -43,3 +50,66 @@ def test_other_files_are_package_data() -> None:
 def test_the_plugin_is_where_the_entry_point_says() -> None:
     ((name, value),) = PROJECT["project"]["entry-points"]["tensorboard_plugins"].items()
     assert issubclass(EntryPoint(name, value, "tensorboard_plugins").load(), TBLoader)
+
+
+def test_every_package_says_that_it_is_typed() -> None:
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in SETUPTOOLS["package-data"][package]
+
+
+def test_the_version_is_that_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adaptive.__version__ == names.version()
+    assert names.version() in (PROJECT["project"]["version"], "0+unknown")
+
+    def missing(name: str) -> str:
+        raise names.PackageNotFoundError(name)
+
+    monkeypatch.setattr(names, "installed_version", missing)
+    assert names.version() == "0+unknown"
+
+
+def test_the_changelog_ends_with_the_present_version() -> None:
+    told = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert told[0] == "Unreleased"
+    assert told[1] == PROJECT["project"]["version"]
+
+
+def _python(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """In a folder of the user's, whose files are found first, with the packages further behind."""
+    code = f"import sys; sys.path.append({str(ROOT)!r}); sys.argv = ['adaptive-runs', *{words[1:]}]"
+    return subprocess.run(
+        [sys.executable, "-c", f"{code}\n{words[0]}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_console_script_is_python_m_runs(tmp_path: Path) -> None:
+    ((name, value),) = PROJECT["project"]["scripts"].items()
+    assert name == "adaptive-runs"
+    module, function = value.split(":")
+    code = f"from {module} import {function}; sys.exit({function}())"
+    helped = _python(code, "--help", folder=tmp_path)
+    assert helped.returncode == 0
+    assert "simulate" in helped.stdout
+    assert _python(code, "nonsense", folder=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["compressors", "policies"])
+@pytest.mark.parametrize("already", [False, True], ids=["found first", "imported already"])
+def test_a_file_that_is_in_the_way_is_named(name: str, already: bool, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
+    ended = _python(f"{f'import {name}' if already else ''}\nimport adaptive", folder=tmp_path)
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {tmp_path / name}.py is in the way")
+
+
+def test_a_folder_without_modules_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "runs").mkdir()  # TensorBoard's own SummaryWriter makes it
+    ended = _python("import adaptive, runs; print(runs.__file__)", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == str(ROOT / "runs" / "__init__.py")

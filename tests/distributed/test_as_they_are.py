@@ -1,0 +1,208 @@
+"""Gradients that DDP exchanges as it would without a hook: sparse ones, and complex ones. Whatever
+is beside them in the model is compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Fixed
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted
+
+STEPS = 5
+
+
+class _Net(nn.Module):
+    """An embedding with sparse gradients, complex parameters, and others."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(40, 6, sparse=sparse)
+        self.bag = nn.EmbeddingBag(40, 6, mode="sum", sparse=sparse)
+        self.first = nn.Linear(6, 300)
+        self.second = nn.Linear(300, 6)
+        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.second(self.first(self.rows(rows).mean(1) + self.bag(rows)).tanh())
+        return (x * self.turn).abs().square().mean()
+
+
+UNTOUCHED = ("rows.weight", "bag.weight", "turn")
+
+
+def _model() -> DDP:
+    torch.manual_seed(0)
+    return DDP(_Net(), bucket_cap_mb=0.004)
+
+
+def _rows(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(40, (3 + rank, 4), generator=generator)
+
+
+def _gradients(rank: int, how: str | None) -> list[dict[str, Tensor]]:
+    """Of every step, at the parameters of the beginning."""
+    model, scaler = _model(), torch.amp.GradScaler("cpu", init_scale=16.0, enabled=how == "scaled")
+    if how is not None:
+        compressor = AdaptiveCompressor(
+            policy=Scripted([10.0, 1.0, 20.0]),
+            exchange="sharded" if how == "sharded" else "all_gather",
+            link="100mbit" if how == "link" else None,
+        )
+        compressor.attach(model, scaler=scaler)
+    found = []
+    for step in range(STEPS):
+        model.zero_grad()
+        scaler.scale(model(_rows(step, rank))).backward()
+        named = model.module.named_parameters()
+        gradients = {name: p.grad / scaler.get_scale() for name, p in named}
+        found.append(gradients)
+    return found
+
+
+def _all_gradients(rank: int, how: str) -> list[list[dict[str, Tensor]]]:
+    return [_gradients(rank, None), _gradients(rank, how)]
+
+
+@pytest.mark.parametrize("how", ["all_gather", "sharded", "scaled", "link"])
+def test_sparse_and_complex_gradients_are_ddps_and_the_others_are_compressed(how: str) -> None:
+    for dense, ours in run_ranks(2, _all_gradients, how):
+        for step, (theirs, own) in enumerate(zip(dense, ours, strict=True)):
+            for name in UNTOUCHED:
+                assert own[name].is_sparse == theirs[name].is_sparse == (name != "turn")
+                assert torch.equal(own[name].to_dense(), theirs[name].to_dense())
+            compressed = (own["first.weight"] == 0).float().mean()
+            assert (compressed > 0.5) == (step % 3 != 1)
+
+
+def _train(rank: int, kind: str, momentum: float) -> dict[str, Any]:
+    """At CF 1, with what a compressor takes over of the optimizer, or without a compressor."""
+    model = _model()
+    named = dict(model.module.named_parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)
+    others: list[torch.optim.Optimizer] = []
+    if kind.startswith("adamw"):
+        embedded = [named.pop("rows.weight"), named.pop("bag.weight")]
+        optimizer = torch.optim.AdamW(named.values(), 1e-2)
+        others = [torch.optim.SparseAdam(embedded, 1e-2)]
+    compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(cf=1.0))
+    if kind.endswith("ours"):
+        compressor.attach(model, optimizer=optimizer)
+    for step in range(STEPS):
+        for each in (optimizer, *others):
+            each.zero_grad()
+        model(_rows(step, rank)).backward()
+        for each in (optimizer, *others):
+            each.step()
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    return {
+        "parameters": {n: p.detach().clone() for n, p in model.module.named_parameters()},
+        "groups": groups,
+    }
+
+
+def _train_both(rank: int, kind: str, momentum: float) -> list[dict[str, Any]]:
+    return [_train(rank, kind, momentum), _train(rank, f"{kind} ours", momentum)]
+
+
+@pytest.mark.parametrize(("kind", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adamw", 0.0)])
+def test_the_optimizer_does_all_its_work_for_what_is_not_compressed(
+    kind: str, momentum: float
+) -> None:
+    results = run_ranks(2, _train_both, kind, momentum)
+    for plain, ours in results:
+        assert plain["groups"] == ours["groups"]
+        for name, p in plain["parameters"].items():
+            torch.testing.assert_close(ours["parameters"][name], p)
+    for name, p in results[0][1]["parameters"].items():
+        assert torch.equal(p, results[1][1]["parameters"][name])
+
+
+def _counted(rank: int) -> dict[str, Any]:
+    model = _model()
+    policy = Scripted([10.0, 1.0])
+    compressor = AdaptiveCompressor(policy=policy).attach(model)
+    for step in range(STEPS):
+        model(_rows(step, rank)).backward()
+        model.zero_grad()
+    summary = compressor.summary()
+    state = compressor.state_dict()
+    compressor.load_state_dict(state)
+    reports = [(r.wire_bytes - r.statistics_bytes, r.dense_wire_bytes) for r in policy.reports]
+    return {"reports": reports, "summary": summary, "names": list(state["parameters"])}
+
+
+def test_bytes_that_depend_on_the_data_are_in_the_totals_and_no_policy_sees_them() -> None:
+    results = run_ranks(2, _counted)
+    assert results[0]["reports"] == results[1]["reports"]
+    sent = [result["summary"].bytes_sent for result in results]
+    assert sent[0] != sent[1]  # the ranks looked up different numbers of rows
+    numel = 6 * 300 + 300 + 300 * 6 + 6
+    for result in results:
+        assert result["names"] == ["first.weight", "first.bias", "second.weight", "second.bias"]
+        dense = [report for report in result["reports"] if report[0] == report[1]]
+        assert dense, "no dense step"
+        assert dense[0][1] == 4 * numel + 8 * 6
+        told = sum(wire for _, wire in result["reports"])
+        assert result["summary"].dense_bytes > told
+
+
+class _OnlySparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(40, 6, sparse=True)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.rows(rows).square().mean()
+
+
+def _only_sparse(rank: int, local_steps: int) -> str:
+    torch.manual_seed(0)
+    model = DDP(_OnlySparse())
+    try:
+        compressor = AdaptiveCompressor(local_steps=local_steps).attach(model)
+    except ValueError as error:
+        return str(error)
+    for step in range(STEPS):
+        model(_rows(step, rank)).backward()
+    return str(compressor.summary().steps)
+
+
+def test_a_model_of_nothing_else_runs_and_local_steps_refuse_it() -> None:
+    assert run_ranks(2, _only_sparse, 1) == [str(STEPS)] * 2
+    for said in run_ranks(2, _only_sparse, 4):
+        assert said.startswith("local_steps must be 1 for a model with sparse gradients or complex")
+        assert "rows.weight" in said
+
+
+def _ignoring(rank: int, compressed: bool) -> dict[str, Tensor]:
+    """A model part of which DDP leaves alone, with an optimizer that has momentum and decay."""
+    torch.manual_seed(0)
+    net = _Net(sparse=False)
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["rows.weight", "second.bias"])
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+    if compressed:
+        compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(cf=1.0))
+        compressor.attach(model, optimizer=optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(_rows(step, rank)).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _ignoring_both(rank: int) -> list[dict[str, Tensor]]:
+    return [_ignoring(rank, compressed) for compressed in (False, True)]
+
+
+def test_momentum_and_decay_of_parameters_that_ddp_ignores_are_the_optimizers() -> None:
+    for plain, ours in run_ranks(2, _ignoring_both):
+        for name, p in plain.items():
+            torch.testing.assert_close(ours[name], p)

@@ -1,0 +1,82 @@
+"""torch.compile around the DDP model, with dynamo's own splitting of the graph at DDP's buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, adaptive_hook
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
+
+STEPS = 5
+
+
+def _net() -> nn.Module:
+    """Of more than two buckets of a megabyte: dynamo refuses smaller ones."""
+    torch.manual_seed(0)
+    wide = [nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 800), nn.Tanh(), nn.Linear(800, 3)]
+    return nn.Sequential(nn.Linear(12, 400), nn.Tanh(), *wide)
+
+
+def _train(rank: int, when: str, autograd: bool) -> tuple[Tensor, list[float]]:
+    """Parameters, and the CFs sent. when: to attach, before or after compiling; "eager" without."""
+    torch._dynamo.config.compiled_autograd = autograd
+    model = DDP(_net(), bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    policy = Scripted([10.0, 1.0])
+    compressor = AdaptiveCompressor(policy=policy)
+    if when != "after":
+        compressor.attach(model, optimizer=optimizer)
+    called: Any = model if when == "eager" else torch.compile(model, backend="aot_eager")
+    if when == "after":
+        compressor.attach(getattr(called, "_orig_mod", called), optimizer=optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(called, step, rank).backward()
+        optimizer.step()
+    compressor.flush()
+    return flat_parameters(model), [report.cf for report in policy.reports]
+
+
+def _compiled(rank: int) -> list[tuple[Tensor, list[float]]]:
+    ways = [("eager", False), ("before", False), ("after", False), ("after", True)]
+    return [_train(rank, when, autograd) for when, autograd in ways]
+
+
+def test_a_compiled_model_trains_as_one_that_is_not() -> None:
+    results = run_ranks(2, _compiled)
+    for result in results:
+        eager = results[0][0][0]
+        for parameters, sent in result:
+            assert sent == [10.0, 1.0, 10.0, 1.0, 10.0]
+            torch.testing.assert_close(parameters, eager)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one[0], other[0])
+
+
+def _python_reducer(rank: int) -> list[str]:
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    model = DDP(small_net())
+    compressor, said = AdaptiveCompressor(), []
+    try:
+        compressor.attach(model)
+    except RuntimeError as error:
+        said.append(str(error))
+    model.register_comm_hook(compressor, adaptive_hook)
+    try:
+        loss_of(model, 0, rank).backward()
+    except RuntimeError as error:
+        said.append(str(error))
+    torch._dynamo.config.optimize_ddp = True
+    AdaptiveCompressor().attach(DDP(small_net()))  # as is told
+    return said
+
+
+def test_the_python_reducer_is_refused_with_what_to_set_instead() -> None:
+    for attached, hooked in run_ranks(2, _python_reducer):
+        assert attached == hooked
+        assert "leave optimize_ddp at True" in attached

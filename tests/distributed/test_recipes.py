@@ -1,0 +1,95 @@
+"""What docs/recipes.md tells people to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, batch, flat_parameters, listen
+
+STEPS = 6
+
+
+def _two_models() -> tuple[DDP, DDP]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(12, 60), nn.Tanh(), nn.Linear(60, 3))
+    discriminator = nn.Sequential(nn.Linear(3, 80), nn.Tanh(), nn.Linear(80, 1))
+    return DDP(generator), DDP(discriminator)
+
+
+def _gan(rank: int, cf: float | None, through_ddp: bool, kind: Any) -> tuple[Tensor, list[str]]:
+    """Parameters of both models, and what was warned of. cf: None without compressors."""
+    g, d = _two_models()
+    optimizer_g, optimizer_d = (kind(model.parameters(), 0.02) for model in (g, d))
+    told = listen()
+    if cf is not None:
+        for model, optimizer in ((g, optimizer_g), (d, optimizer_d)):
+            compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Scripted([cf]))
+            compressor.attach(model, optimizer=optimizer)
+    for step in range(STEPS):
+        noise, real = batch(step, rank, torch.float32)
+        fake = g(noise)
+        scores = d(torch.cat([real, fake.detach()]))
+        optimizer_d.zero_grad()
+        (softplus(-scores[:8]).mean() + softplus(scores[8:]).mean()).backward()
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        softplus(-(d if through_ddp else d.module)(fake)).mean().backward()
+        optimizer_g.step()
+    return torch.cat([flat_parameters(g), flat_parameters(d)]), list(told)
+
+
+def _gans(rank: int, kind: Any) -> dict[str, tuple[Tensor, list[str]]]:
+    return {
+        "plain": _gan(rank, None, False, kind),
+        "at CF 1": _gan(rank, 1.0, False, kind),
+        "at CF 10": _gan(rank, 10.0, False, kind),
+        "naive": _gan(rank, 10.0, True, kind),
+    }
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_gan_leaves_nothing_of_the_generators_loss_in_the_discriminator(kind: Any) -> None:
+    for result in run_ranks(2, _gans, kind):
+        torch.testing.assert_close(result["at CF 1"][0], result["plain"][0])
+        assert not torch.equal(result["at CF 10"][0], result["plain"][0])
+        for recipe in ("at CF 1", "at CF 10"):
+            assert result[recipe][1] == []
+        told = [text for text in result["naive"][1] if "cleared without optimizer.step()" in text]
+        assert len(told) == 1
+
+
+def _accumulated(rank: int, compressed: bool) -> Tensor:
+    model, _ = _two_models()
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    if compressed:
+        compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Scripted([1.0]))
+        compressor.attach(model, optimizer=optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [batch(10 * step + part, rank, torch.float32) for part in range(3)]
+        for x, y in parts[:-1]:
+            with model.no_sync():
+                ((model(x) - y).square().mean() / 3).backward()
+        x, y = parts[-1]
+        ((model(x) - y).square().mean() / 3).backward()
+        optimizer.step()
+    if compressed:
+        assert compressor.summary().steps == STEPS
+    return flat_parameters(model)
+
+
+def _accumulated_both(rank: int) -> list[Tensor]:
+    return [_accumulated(rank, compressed) for compressed in (False, True)]
+
+
+def test_gradients_are_accumulated_under_no_sync() -> None:
+    for plain, ours in run_ranks(2, _accumulated_both):
+        torch.testing.assert_close(ours, plain)
