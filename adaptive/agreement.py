@@ -51,6 +51,11 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
 def check_model(model: object) -> DistributedDataParallel:
     """`model` if it is DDP with real parameters; TypeError otherwise."""
     if not isinstance(model, DistributedDataParallel):
+        if hasattr(model, "set_all_reduce_hook"):
+            raise TypeError(
+                f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) compresses "
+                f"what its replicas exchange"
+            )
         raise TypeError(
             f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
             f"it first: attach(DistributedDataParallel(model))"

@@ -127,9 +127,14 @@ class Pipeline:
         self._issue(self._queue[-1], None)
         for running in earlier:
             self._advance(running)
-        while last and self._queue:
-            self._advance(self._queue[0])
+        if last:
+            self.drain()
         return done
+
+    def drain(self) -> None:
+        """Let all exchanges that are under way take what rounds they have left."""
+        while self._queue:
+            self._advance(self._queue[0])
 
     def _advance(self, running: _Running) -> None:
         began = self._timestamps()
