@@ -59,6 +59,11 @@ def check_model(model: object) -> DistributedDataParallel:
     """`model` if it is DDP; TypeError otherwise, RuntimeError if DDP would not hand a hook its
     buckets."""
     if not isinstance(model, DistributedDataParallel):
+        if hasattr(model, "set_all_reduce_hook"):
+            raise TypeError(
+                f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) compresses "
+                f"what its replicas exchange"
+            )
         raise TypeError(
             f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
             f"it first: attach(DistributedDataParallel(model))"

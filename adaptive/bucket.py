@@ -158,7 +158,7 @@ class Bucket:
     ) -> Tensor:
         """Look at the local gradients of these parameters, clip them, and add their norms to the
         tally. Returns ||g||^2 of each (float64)."""
-        grads = self.work.split([parameter.tensor.numel() for parameter in parameters])
+        grads = self.work.split([parameter.local.numel() for parameter in parameters])
         energies = squared_norms(grads)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
@@ -248,7 +248,7 @@ class Granularity:
         self, bucket: Bucket, ranges: Sequence[Range], base: Compressor, cfs: StepCFs
     ) -> Unit:
         first, start, stop = ranges[0].part, ranges[0].start, ranges[-1].stop
-        layer, shape = first.parameter.name, tuple(first.parameter.tensor.shape)
+        layer, shape = first.parameter.name, tuple(first.parameter.local.shape)
         key = bucket.key._replace(name=layer, shape=shape)
         if (start, stop) != (first.start, first.stop):  # not the parameter: a name of its own
             begin = start - first.start

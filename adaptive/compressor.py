@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +39,11 @@ from adaptive.timeline.records import SafeTimeline, Timeline
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
 from policies import state as saved
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from adaptive.integrations.fsdp import ShardedReplica
 
 _STATE_VERSION = 13
 
@@ -176,7 +181,7 @@ class AdaptiveCompressor:
         )
         self._group = process_group
         self._session: Session | None = None
-        self._model: DistributedDataParallel | None = None
+        self._model: DistributedDataParallel | ShardedReplica | None = None
 
     def attach(
         self,
@@ -201,11 +206,43 @@ class AdaptiveCompressor:
         self.bind(model, optimizer=optimizer, scaler=scaler)
         if attachment is None:
             Attachment(self).register(model)
-        elif (before := attachment.compressor) is not self:
-            if before is not None and before._session is not None:
-                self._running().adopt(before._session)
-            attachment.compressor = self
+        else:
+            self._succeed(attachment)
         return self
+
+    def attach_fsdp(
+        self,
+        root: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+    ) -> AdaptiveCompressor:
+        """Compress what the replicas of a sharded model exchange, on every rank, before the first
+        backward (a collective): docs/fsdp.md.
+
+        root: the outermost module that `torch.distributed.fsdp.fully_shard` was called on, as all
+            of them with `mesh[<the second dimension's name>]`: torch shards inside a replica.
+        mesh: of two dimensions, (replicas, shards). Parameters and buffers of the first replica are
+            broadcast to the others.
+        optimizer, scaler: see `attach`.
+        Returns self. TypeError if `root` is not such a module; ValueError for another mesh, or
+        settings that do not go with it; RuntimeError if it is attached already or the ranks differ.
+        """
+        from adaptive.integrations.fsdp import ShardedReplica
+
+        replica = ShardedReplica.of(root, mesh, self._settings)
+        replica.check_free()
+        self._bind(replica, replica.process_group, optimizer, scaler, replica.everyone)
+        replica.start()
+        self._succeed(replica)
+        return self
+
+    def _succeed(self, attachment: Attachment | ShardedReplica) -> None:
+        """Compress from now on, in the stead of the compressor before, if there was another."""
+        before, attachment.compressor = attachment.compressor, self
+        if before is not None and before is not self and before._session is not None:
+            self._running().adopt(before._session)
 
     def bind(
         self,
@@ -217,6 +254,17 @@ class AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
         calls `model.register_comm_hook(compressor, adaptive_hook)` afterwards."""
         check_model(model)
+        return self._bind(model, model.process_group, optimizer, scaler)
+
+    def _bind(
+        self,
+        model: DistributedDataParallel | ShardedReplica,
+        group: dist.ProcessGroup,
+        optimizer: Optimizer | None,
+        scaler: GradScaler | None,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> AdaptiveCompressor:
+        """everyone: see `Session`."""
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner  # of Accelerate, and other wrappers
         is_optimizer = isinstance(optimizer, Optimizer | None)
@@ -231,7 +279,7 @@ class AdaptiveCompressor:
         if session is not None and session.model is model:
             session.attach_again(optimizer, scaler)
         else:
-            self._session = Session(self._settings, model.process_group, model, optimizer, scaler)
+            self._session = Session(self._settings, group, model, optimizer, scaler, everyone)
         self._model = model
         return self
 

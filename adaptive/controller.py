@@ -122,7 +122,7 @@ class Controller(saved.Stateful):
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
-        if self.exchange.rank == 0:
+        if self.exchange.place == 0:
             log.warning("%s", reason)
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
@@ -167,11 +167,14 @@ class Controller(saved.Stateful):
             updates=self.memory().scales is not None,
             drift=peers is not None and len(self.numbers) > 1,
             by_energy=self.sizes.choice.by_energy,
-            ranks=self.exchange.world_size,
-            rank=self.exchange.rank,
+            ranks=self.exchange.ranks,
+            shards=self.exchange.shards,
+            rank=self.exchange.place,
             device=self.device,
             known={"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)},
         )
+        if tally.sharded:
+            tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
         # Of the last step: backward has waited for its callbacks, which came to know it.
         for corrupt in drain(self.exchange.corrupt):
             tally.at("corrupt").add_(corrupt)
@@ -200,9 +203,10 @@ class Controller(saved.Stateful):
     def leader(self) -> int:
         """The rank that chooses for all in this step: the ranks take turns, or with `by_energy` it
         is the one whose error-fed gradient was largest in the last step."""
-        energies = self.agreed.energies
+        energies, shards = self.agreed.energies, self.exchange.shards
         if energies:
-            finite = [energy if isfinite(energy) else -1.0 for energy in energies]
+            replicas = [energies[i : i + shards] for i in range(0, len(energies), shards)]
+            finite = [sum(each) if all(map(isfinite, each)) else -1.0 for each in replicas]
             return finite.index(max(finite))
         return self.step % self.exchange.world_size
 
@@ -217,6 +221,8 @@ class Controller(saved.Stateful):
         if found is not None:
             tally.at("changed").add_(found[:1])
             tally.at("unscaled").add_(found[1:])
+        if tally.sharded:
+            tally.at("sent_bytes").fill_(self.exchange.sent)
         summed = self.exchange.sum_later(tally.complete())
         if self.cf not in self.sizes.hooks:
             summed.start()
@@ -296,7 +302,7 @@ class Controller(saved.Stateful):
         self.corrupt = False
         self._agreed_step = self.step - 1
         energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
-        n = self.exchange.world_size
+        n = self.exchange.ranks
         whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
         saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
         self.agreed = Statistics(energies=energies)
@@ -326,9 +332,12 @@ class Controller(saved.Stateful):
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
             if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
                 self.carrying = self.residual_first = False
-            ranks = self.exchange.world_size
+            ranks = self.exchange.ranks
             layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
             report = replace(report, layers=layers, **agreed.reported())
+            if tally.sharded:
+                wire = agreed.sent_bytes + report.statistics_bytes
+                report = replace(report, wire_bytes=wire, timed_bytes=agreed.timed_bytes)
             if report.cf in report.measurements:
                 self._totals.add_gain(report.cf, report.measurements[report.cf])
             if not self.forced_dense:

@@ -1,4 +1,4 @@
-"""The parameters that DDP reduces, and what is kept for each, by name.
+"""The parameters whose gradients are exchanged, and what is kept for each, by name.
 
 What is kept for the parameters of a bucket can be laid out as the bucket is, in one flat buffer: it
 is then compressed as one without being copied together.
@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from adaptive.integrations.fsdp import ShardedReplica
 
 
 @dataclass(eq=False)
 class ModelParameter:
     """What is kept for one parameter, flat. For half-precision parameters it is in float32.
 
+    tensor: the parameter, as the optimizer has it. Where it is sharded (a DTensor), all that is
+    kept is of the shard that is here.
     residual_dtype: bfloat16 to keep the residual of a parameter that is not float64 in that.
     residual: meaningless unless `filled`. velocity: with momentum correction only. started: it has
     had its first step, on this rank: one that has not used the parameter has no velocity. lag: the
@@ -39,6 +44,22 @@ class ModelParameter:
     residual_dtype: torch.dtype = torch.float32
 
     @property
+    def local(self) -> Tensor:
+        """The values that are here: all of them, or the shard."""
+        return local(self.tensor)
+
+    @property
+    def largest(self) -> torch.Size:
+        """Shape of the largest shard; alike on all ranks, as `local` need not be."""
+        return largest_shard(self.tensor)
+
+    @property
+    def shard(self) -> str:
+        """Which one is here; nothing if it is all of the parameter."""
+        mesh = getattr(self.tensor, "device_mesh", None)
+        return "" if mesh is None else f", shard {mesh.get_local_rank()} of {mesh.size()}"
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
@@ -46,7 +67,7 @@ class ModelParameter:
         """For what is kept under this name; so many elements, or as many as the parameter has."""
         own = name == "residual" and self.dtype == torch.float32
         dtype = self.residual_dtype if own else self.dtype
-        numel = self.tensor.numel() if numel is None else numel
+        numel = self.local.numel() if numel is None else numel
         return torch.zeros(numel, dtype=dtype, device=self.tensor.device)
 
     def open_residual(self) -> Tensor:
@@ -70,7 +91,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     def __init__(
         self,
-        model: DistributedDataParallel | None,
+        model: DistributedDataParallel | ShardedReplica | None,
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -133,10 +154,46 @@ def _with_sparse_gradients(module: nn.Module) -> set[Tensor]:
     return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor is here, in the same memory: of a DTensor the shard, else all of it."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():  # otherwise it would be a new tensor, with a history
+        shard: Tensor = tensor.to_local()
+    return shard
+
+
+def largest_shard(p: Tensor) -> torch.Size:
+    """Shape of the largest shard of a parameter, of all of it if it is not sharded."""
+    mesh = getattr(p, "device_mesh", None)
+    if mesh is None:
+        return p.shape
+    shape, dim = list(p.shape), p.placements[0].dim  # type: ignore[attr-defined]
+    shape[dim] = -(-shape[dim] // mesh.size())
+    return torch.Size(shape)
+
+
+def like(values: Tensor, p: Tensor) -> Tensor:
+    """Local values, as a tensor of the kind of `p`: if that is a DTensor, one that has these for
+    its shard."""
+    if not hasattr(p, "to_local"):
+        return values
+    with torch.no_grad():
+        whole: Tensor = type(p).from_local(  # type: ignore[attr-defined]
+            values,
+            p.device_mesh,  # type: ignore[attr-defined]
+            p.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=p.shape,
+            stride=p.stride(),
+        )
+    return whole
+
+
 def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:
     """Let the named tensors of a bucket's parameters lie one after the other in memory, with zeros
     where there were none. Returns a flat view of all, by name."""
-    first, sizes = parameters[0], [parameter.tensor.numel() for parameter in parameters]
+    first, sizes = parameters[0], [parameter.local.numel() for parameter in parameters]
     flat = {}
     for name in names:
         held: list[Tensor | None] = [getattr(parameter, name) for parameter in parameters]

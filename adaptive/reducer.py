@@ -304,7 +304,7 @@ def _tell_means(
     step: Step, parameters: Sequence[ModelParameter], mean: Tensor, poisoned: Flag
 ) -> None:
     if step.on_mean is not None:
-        views = mean.split([parameter.tensor.numel() for parameter in parameters])
+        views = mean.split([parameter.local.numel() for parameter in parameters])
         for parameter, view in zip(parameters, views, strict=True):
             step.on_mean(parameter, view, poisoned)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from policies import DENSE
 from policies import state as saved
 from policies.step_time import overlapped
 
+if TYPE_CHECKING:
+    from adaptive.integrations.fsdp import ShardedReplica
+
 log = logging.getLogger("adaptive")
 
 BROADCASTS = (
@@ -55,7 +58,9 @@ BROADCASTS = (
 class Session:
     """One compressor at work on one model: wires the parts together.
 
-    model: None when the hook was registered without one; parameters then have no names.
+    model: None when the hook was registered without one; parameters then have no names. everyone:
+    where a model is sharded, all ranks of all replicas, which decide alike; `group` has those that
+    hold the same shard.
 
     A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
     the ranks differ.
@@ -65,15 +70,16 @@ class Session:
         self,
         settings: Settings,
         group: dist.ProcessGroup,
-        model: DistributedDataParallel | None = None,
+        model: DistributedDataParallel | ShardedReplica | None = None,
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
         link = EmulatedLink(settings.link) if settings.link else None
-        self.exchange = Exchange(group, link, settings.checksum)
-        rank, world_size = self.exchange.rank, self.exchange.world_size
+        self.exchange = Exchange(group, link, settings.checksum, everyone)
+        world_size, tells = self.exchange.world_size, self.exchange.place == 0
         self._parameters = ModelParameters(model, settings.residual_dtype)
         self._watch = StepWatch(self._parameters, self._before_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
@@ -98,7 +104,7 @@ class Session:
             settings.policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(settings.timeline, rank == 0, self._header, settings.samples_per_step or 1.0),
+            Recorder(settings.timeline, tells, self._header, settings.samples_per_step or 1.0),
             self._requested,
             self._sizes,
             lambda: learning_rate(self._optimizer),
@@ -118,7 +124,7 @@ class Session:
         self._optimizer, self._scaler = optimizer, scaler
         handed_over = f"optimizer {describe(optimizer)}, scaler={scaler is not None}"
         try:
-            agree(lambda: f"{prepare()}\n{handed_over}", self.exchange.group)
+            agree(lambda: f"{prepare()}\n{handed_over}", self.exchange.everyone)
         except Exception:
             self._memory.release()
             self._optimizer = None
@@ -136,7 +142,7 @@ class Session:
         if model and model.broadcast_buffers and any(b.numel() for b in model.module.buffers()):
             warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
-            if self.exchange.rank == 0 and self._watch.is_new(warning):
+            if self.exchange.place == 0 and self._watch.is_new(warning):
                 log.warning("%s", warning)
 
     def _prepare(self) -> str:
@@ -303,6 +309,29 @@ class Session:
         with on_stream, self._noting_failure(self.controller.step):
             return self._reduce(bucket)
 
+    def reduce_now(self, bucket: dist.GradBucket) -> Tensor:
+        """The mean itself, for whoever takes it from the hook's hands, as FSDP does: on a device
+        the current stream waits for it. `bucket` is never the last; `end_backward` comes after."""
+        done, stopwatch = self.reduce(bucket), self.controller.stopwatch
+        with self._pipeline.stream.hook_call(last=True):
+            with self._noting_failure(self.controller.step):
+                self._pipeline.finish()
+            entered = stopwatch.timestamps()
+            mean = done.wait()
+            self._pipeline.waits.append((entered, stopwatch.timestamps()))
+            stopwatch.hook_left(entered, drain(self._pipeline.waits))
+        return mean
+
+    def end_backward(self) -> None:
+        """After the last `reduce_now` of a backward."""
+        self._check_whole()
+        with self._pipeline.stream.hook_call(last=True), self._noting_failure(self.controller.step):
+            self._end_step(loss_scale(self._scaler, self._parameters.device))
+
+    def gradients_arrive(self) -> None:
+        """A backward begins to write them, where torch's hooks on parameters are not called."""
+        self._watch.gradient_arrives()
+
     @contextmanager
     def _noting_failure(self, step: int) -> Iterator[None]:
         try:
@@ -402,6 +431,8 @@ class Session:
         if every := self.settings.debug:
             compared = () if controller.step % every else self._alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
+            if self.exchange.shards > 1:
+                compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
         # Falling back is decided on an agreed statistic, warnings are each rank's own.
         agreed, memory, watch = controller.agreed, self._memory.now, self._watch
         sends_velocities = "velocity" in memory.keeps
@@ -419,7 +450,7 @@ class Session:
         """What must be the same on all ranks, by parameter name."""
         local = self._local or self._left
         values = local.anchors if local is not None else {}
-        return ((p.name, values.get(p, p.tensor)) for p in self._parameters.values())
+        return ((p.name, values.get(p, p.local)) for p in self._parameters.values())
 
     def _end_step(self, scale: Tensor | None) -> None:
         """What comes after the last bucket's own collective."""
@@ -530,7 +561,7 @@ class Session:
             self._memory.now.scales = scales
         if has_fallen_back:
             self._fall_back()
-            if self.exchange.rank == 0:
+            if self.exchange.place == 0:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         requested.load_state_dict(state, by_name)  # again: with another memory it has begun anew
         if state["link"] is not None:
@@ -550,8 +581,14 @@ class Session:
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
             "local_steps": self.settings.local_steps,
-            "parameters": {p.name: list(p.tensor.shape) for p in self._parameters.values()},
+            "parameters": {p.name: list(p.local.shape) for p in self._parameters.values()},
+            **self._shard(),
         }
+
+    def _shard(self) -> dict[str, Any]:
+        """Which part of the model is here, if it is not all of it."""
+        shards = self.exchange.shards
+        return {} if shards == 1 else {"shard": f"{self.exchange.place % shards} of {shards}"}
 
     def _reduce_with(self, clip_norm: float | None) -> None:
         """From here on with the memory as it is now."""
@@ -560,6 +597,7 @@ class Session:
         self._requested.follow(self._memory.now)
         # DDP rebuilds its buckets after the first backward, with a static graph after the second.
         settling = 2 if self.model is not None and self.model.static_graph else 1
+        settling *= isinstance(self.model, DistributedDataParallel) or self.model is None
         self._reducer = Reducer(
             self._granularity,
             self._memory.now,

@@ -36,7 +36,8 @@ that, too."""
 @dataclass
 class Sizes:
     """How many bytes a step sends at each CF. Where whole buckets are compressed, they are those of
-    a model that is a single bucket: next to the same, and they never change.
+    a model that is a single bucket: next to the same, and they never change. Where parameters are
+    sharded, they are those of the largest shard, so that all ranks reckon with the same.
 
     parameters: may still be found one by one. hooks: the CFs that foreign hooks send.
     """
@@ -51,12 +52,13 @@ class Sizes:
 
     def numel(self) -> int:
         """Elements of all gradients that may be compressed."""
-        return sum(p.numel() for p in self.parameters)
+        return sum(parameter.largest.numel() for parameter in self.parameters.values())
 
     def dense_nbytes(self) -> int:
         """Bytes of these gradients in the precision of their parameters, in which DDP sends them,
         and a dense step (with local steps that is no less than fp32)."""
-        return sum(p.nbytes for p in self.parameters)
+        kept = self.parameters.values()
+        return sum(each.largest.numel() * each.tensor.element_size() for each in kept)
 
     def element_nbytes(self) -> float:
         """Of an element of these, on average."""
@@ -65,7 +67,7 @@ class Sizes:
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
         parameters = () if self.granularity.whole_buckets else self.parameters.values()
-        shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
+        shapes = {parameter.name: parameter.largest for parameter in parameters}
         least = max(1, self.granularity.dense_below)
         return {name: shape for name, shape in shapes.items() if shape.numel() >= least}
 
@@ -135,7 +137,7 @@ class Sizes:
         return [*apart, (torch.Size([numel]), cf)] if numel else apart
 
     def _tensor(self, parameter: ModelParameter, cf: float) -> tuple[torch.Size, float]:
-        shape = parameter.tensor.shape
+        shape = parameter.largest
         return shape, DENSE if shape.numel() < self.granularity.dense_below else cf
 
     def _nbytes(self, shape: torch.Size, cf: float) -> float:

@@ -67,7 +67,7 @@ def check_state(
             raise ValueError(told + (hint if what == "world_size" else ""))
     _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
     flat = {
-        name: torch.empty(parameter.tensor.numel(), dtype=parameter.dtype, device="meta")
+        name: torch.empty(parameter.local.numel(), dtype=parameter.dtype, device="meta")
         for name, parameter in by_name.items()
     }
     plain = {"lag": float, "to_full_lag": float, "stepped": bool}
@@ -102,7 +102,7 @@ def check_state(
     check_like("sum", state["sum"], flat, finite=False)
     check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
     for name, kept in state["shadow"].items():
-        size = -(-by_name[name].tensor.numel() // read(kept, "stride", int))
+        size = -(-by_name[name].local.numel() // read(kept, "stride", int))
         dtype = read(kept, "residual", Tensor).dtype
         together(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
         rows = torch.empty(1 + ladder, size, dtype=dtype, device="meta")

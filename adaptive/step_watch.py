@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from adaptive.memory.handover import when_gradients_are_there
+from adaptive.parameters import local
 
 log = logging.getLogger("adaptive")
 
@@ -93,7 +94,7 @@ class StepWatch:
         self._witness = next(reversed(list(self._parameters)), None)
         self._version = -1
         if self._witness is not None:
-            handles.append(self._witness.register_hook(lambda _: me._gradient_arrives()))
+            handles.append(self._witness.register_hook(lambda _: me.gradient_arrives()))
         self.end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def backward_ends(
@@ -186,8 +187,9 @@ class StepWatch:
         ours = self._parameters
         return any(p in ours for group in optimizer.param_groups for p in group["params"])
 
-    def _gradient_arrives(self) -> None:
-        """The witness has a new gradient, which is yet to be added to `p.grad`."""
+    def gradient_arrives(self) -> None:
+        """The witness has a new gradient, which is yet to be added to `p.grad`. (FSDP sets those
+        itself, and torch's hooks see nothing of it.)"""
         p = self._witness
         # An optimizer of the script's own writes to the parameters, too.
         if not self.unstepped or p is None or p._version != self._version:
@@ -197,7 +199,8 @@ class StepWatch:
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
-    grads = {p: p.grad.detach() for p in parameters if p.grad is not None and p.grad.numel()}
+    found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
+    grads = {p: grad for p, grad in found if grad.numel()}
     samples = [
         g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset()) for g in grads.values()
     ]
@@ -233,4 +236,4 @@ def _cleared(grad: Tensor | None, before: Tensor | None) -> bool:
     and then zeros tell nothing."""
     if grad is None or grad.device.type != "cpu":
         return grad is None
-    return bool(before is not None and before > 0) and not bool(grad.any())
+    return bool(before is not None and before > 0) and not bool(local(grad).any())

@@ -144,16 +144,25 @@ class PendingSum:
 class Exchange:
     """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
 
+    everyone: all ranks that decide alike, whose statistics are summed; None: those of the group.
+    Where a model is sharded they are more: the group then has the ranks that hold the same shard.
     check_bytes: all but what is summed carries a checksum; where it is not that of what has
     arrived, the future raises CorruptPayload, which begins with the `what` of the call.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, link: EmulatedLink | None = None, check_bytes: bool = False
+        self,
+        group: dist.ProcessGroup,
+        link: EmulatedLink | None = None,
+        check_bytes: bool = False,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.everyone = group if everyone is None else everyone
+        self.ranks = dist.get_world_size(self.everyone)
+        self.place = dist.get_rank(self.everyone)
         self._link = link
         self._check_bytes = check_bytes
         self._traffic = Traffic()
@@ -188,13 +197,13 @@ class Exchange:
         return self._link.hold(done, wire, gradients.device) if self._link else done
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
-        """A sum of a small `tensor` over the ranks, in place, for somebody to start and read. An
+        """A sum of a small `tensor` over everyone, in place, for somebody to start and read. An
         emulated link does not hold it back."""
-        wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
+        wire = reduce_wire_bytes(tensor.nbytes, self.ranks)
         self._traffic.payload += tensor.nbytes
         self._traffic.wire += wire
         self._traffic.statistics += wire
-        return PendingSum(tensor, self.group)
+        return PendingSum(tensor, self.everyone)
 
     def all_gather(self, payload: Tensor, what: str) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
@@ -245,6 +254,16 @@ class Exchange:
         """Something that has arrived on a device cannot have been sent."""
         if isinstance(flag, Tensor):
             self.corrupt.append(flag)
+
+    @property
+    def sent(self) -> float:
+        """Bytes on the wire since the last `take_traffic`, but for statistics."""
+        return self._traffic.wire - self._traffic.statistics
+
+    @property
+    def shards(self) -> int:
+        """In how many parts each replica of the model is; 1 if it is not sharded."""
+        return self.ranks // self.world_size
 
     def take_traffic(self) -> Traffic:
         """What was counted so far; counting starts again from zero."""

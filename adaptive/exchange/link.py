@@ -66,7 +66,7 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
 
     seconds(8)  # the first one sets connections up
     measured = torch.tensor([seconds(8), seconds(PROBE_BYTES)], dtype=torch.float64, device=device)
-    small, large = (exchange.sum_later(measured).wait() / exchange.world_size).tolist()
+    small, large = (exchange.sum_later(measured).wait() / exchange.ranks).tolist()
     exchange.take_traffic()  # not part of any step
     hops = max(1, exchange.world_size - 1)
     slope = (large - small) / (hops * PROBE_BYTES)

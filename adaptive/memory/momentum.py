@@ -23,7 +23,7 @@ from torch.optim import SGD
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
-from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.parameters import ModelParameter, ModelParameters, like, local
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 
@@ -321,7 +321,7 @@ class SGDMomentum(MomentumMemory):
         velocity = parameter.zeros() if velocity is None else velocity
         share = self.rule(parameter).change_of_lag(parameter.lag, 1.0) / exchange.world_size
         own = torch.cat([velocity * share, velocity.new_full((1,), float(parameter.started))])
-        mean, started = exchange.sum_later(own).wait().split([p.numel(), 1])
+        mean, started = exchange.all_reduce(own).wait().split([velocity.numel(), 1])
         exchange.take_traffic()  # no step's
         if not started and not parameter.stepped:
             return
@@ -329,9 +329,13 @@ class SGDMomentum(MomentumMemory):
         if group is not None and group["maximize"]:
             mean = -mean
         # DDP's buckets hold a parameter's elements in the order of memory.
-        shaped = mean.to(p.dtype, copy=True).as_strided(p.size(), p.stride())
+        here = parameter.local
+        shaped = mean.to(p.dtype, copy=True).as_strided(here.size(), here.stride())
         buffer = state.get("momentum_buffer")
-        state["momentum_buffer"] = shaped if buffer is None else buffer.add_(shaped)
+        if buffer is None:
+            state["momentum_buffer"] = like(shaped, p)
+        else:
+            local(buffer).add_(shaped)
 
     @torch.no_grad()
     def _add_decay(self, group: Group) -> None:
@@ -346,20 +350,23 @@ class SGDMomentum(MomentumMemory):
                 continue
             parameter, state = self._parameters[p], self._optimizer.state[p]
             fresh, parameter.stepped = not parameter.stepped, True
+            here, grad = parameter.local.detach(), local(p.grad)
             buffer = state.get("momentum_buffer")
             if buffer is None:
                 if not decay:
                     continue
-                old = torch.zeros_like(p)
-                buffer = state["momentum_buffer"] = p * (decay if fresh else rate * decay)
+                old = torch.zeros_like(here)
+                buffer = here * (decay if fresh else rate * decay)
+                state["momentum_buffer"] = like(buffer, p)
             else:
+                buffer = local(buffer)
                 old = buffer if skips is None else buffer.clone()
-                buffer.mul_(momentum).add_(p, alpha=rate * decay)
+                buffer.mul_(momentum).add_(here, alpha=rate * decay)
             if skips is not None:
                 buffer.lerp_(old, skips.to(buffer.dtype))
-            added = [(p, sign * decay), (buffer, sign * momentum)]
+            added = [(here, sign * decay), (buffer, sign * momentum)]
             for tensor, factor in added if group["nesterov"] else [(buffer, sign)]:
                 if scale is None:
-                    p.grad.add_(tensor, alpha=factor)
+                    grad.add_(tensor, alpha=factor)
                 else:
-                    p.grad.addcmul_(tensor, scale, value=factor)
+                    grad.addcmul_(tensor, scale, value=factor)

@@ -55,7 +55,7 @@ from adaptive.memory.moments import (
     typical_energy,
     undelivered,
 )
-from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.parameters import ModelParameter, ModelParameters, like, local
 from adaptive.statistics.vector import Statistics, Tally
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Scalar, fill_if, is_host, scratch_like
@@ -163,20 +163,24 @@ class UpdateMemory(Residual):
         if bucket.poisoned is True:
             return
         gradients = scratch_like("gradients", bucket.work).copy_(bucket.work)
-        jobs = []
+        jobs, stepped = [], []
         for part, group in of:
             p = part.parameter.tensor
             if group is None or part.skipped is True or not part.grad.numel():
                 continue
             share = self._lag(cfs.sent(part.parameter.name))
             self._make_own(part.parameter, share)
-            grad, update = gradients[part.start : part.stop], shaped(part.grad, p)
-            state = self._optimizer.state[p]
-            jobs.append(UpdateJob(group, share, p, shaped(grad, p), update, state))
+            here, state = part.parameter.local, self._state(p)
+            grad = shaped(gradients[part.start : part.stop], here)
+            update = shaped(part.grad, here)
+            jobs.append(UpdateJob(group, share, here, grad, update, state))
+            stepped.append(p)
         if jobs:
             torch._foreach_zero_([job.update for job in jobs])
             factor = self._clip(jobs, gradients)
             self._twin.update(jobs)
+            for p, job in zip(stepped, jobs, strict=True):
+                self._keep(p, job.state)
             energy = enlarge(jobs, self._ranks)
             tally.at("clipped_mean").add_(energy)
             tally.at("grad_of_mean").add_(energy / factor**2)
@@ -190,11 +194,12 @@ class UpdateMemory(Residual):
             p, group = parameter.tensor, self._handover.settings(parameter.tensor)
             previews.append(torch.zeros_like(grad) if group else grad)
             if group is not None:
+                known = self._state(p) if p in self._optimizer.state else {}
                 state = {
                     name: (flat(kept)[::stride] if kept.dim() else kept).clone()
-                    for name, kept in self._optimizer.state.get(p, {}).items()
+                    for name, kept in known.items()
                 }
-                weights = flat(p.detach())[::stride]
+                weights = flat(parameter.local.detach())[::stride]
                 jobs.append(UpdateJob(group, 0.0, weights, grad.clone(), previews[-1], state))
         self._twin.update(jobs)  # with second moments that are already those of the mean gradient
         return previews
@@ -202,7 +207,7 @@ class UpdateMemory(Residual):
     def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """Scale the decoded mean of bucket `index`, in place, so that `p.grad` is as large as a
         gradient: scripts clip its norm, and log it."""
-        parts = mean.split([parameter.tensor.numel() for parameter in parameters])
+        parts = mean.split([parameter.local.numel() for parameter in parameters])
         of = zip(parameters, parts, strict=True)
         updates = [part for parameter, part in of if parameter.tensor in self._holding]
         if updates:
@@ -261,7 +266,7 @@ class UpdateMemory(Residual):
         """Moments have taken in what is thrown away, so they begin anew; those that the ranks have
         agreed on have not."""
         for p in self._own:
-            for name, kept in self._optimizer.state[p].items():
+            for name, kept in self._state(p).items():
                 kept.fill_(1.0 if name == "mu_product" else 0.0)
 
     def join(self, optimizer: Optimizer) -> None:
@@ -329,9 +334,22 @@ class UpdateMemory(Residual):
                 clipped_to if isfinite(clipped_to) else -1.0,
             )
 
+    def _state(self, p: Tensor) -> dict[str, Any]:
+        """The optimizer's of a parameter; of a sharded one with the shards that are here."""
+        state: dict[str, Any] = self._optimizer.state[p]
+        if not hasattr(p, "to_local"):
+            return state
+        return {name: local(kept) for name, kept in state.items()}
+
+    def _keep(self, p: Tensor, state: Mapping[str, Any]) -> None:
+        """What the twin has begun in a `_state` is the optimizer's from now on."""
+        own = self._optimizer.state[p]
+        for name in state.keys() - own.keys():
+            own[name] = like(state[name], p) if state[name].dim() else state[name]
+
     def _make_own(self, parameter: ModelParameter, share: float) -> None:
         """From here on the moments are this rank's, and momentum has this share of its lag."""
-        p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
+        p, state = parameter.tensor, self._state(parameter.tensor)
         if p not in self._own:
             parameter.filled = False  # gradients, from before the optimizer had it, are no updates
             group = self._handover.settings(p)
@@ -346,13 +364,14 @@ class UpdateMemory(Residual):
         """What momentum had yet to deliver with its share of the lag so far, and with the new one
         has no longer, goes to the residual, or comes from there."""
         before, parameter.lag = parameter.lag, share
-        p, state = parameter.tensor, self._optimizer.state[parameter.tensor]
+        p, state = parameter.tensor, self._state(parameter.tensor)
         group = self._handover.settings(p)
         if before == share or group is None or "exp_avg" not in state:
             return
         part: Any = 1.0
         if p in self._own:
-            part = shaped(part_of_mean(group, before, state, self._ranks), p)
+            part = part_of_mean(group, before, state, self._ranks)
+            part = shaped(part, parameter.local)
         late, beta1 = undelivered(group, before, state, part), group["betas"][0]
         parameter.open_residual().add_(flat(late), alpha=beta1 / (1 - beta1) * (before - share))
 
@@ -381,13 +400,14 @@ class UpdateMemory(Residual):
         held = [p for p in group["params"] if p in self._holding and p.grad is not None]
         if not held:
             return
-        lr, updates = group["lr"], [p.grad for p in held]
+        lr, updates = group["lr"], [local(p.grad) for p in held if p.grad is not None]
+        weights = [local(p) for p in held]
         skips = getattr(self._optimizer, "found_inf", None)  # of a fused one, told by a GradScaler
         if skips is not None:
             lr = lr * (1 - skips)
             updates = [update.masked_fill(skips > 0, 0.0) for update in updates]
         if group["weight_decay"] and is_decoupled(self._optimizer, group):
-            torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         factor = lr / self._scale
         clipped = self._clipped() if self._clips else None
         if clipped is not None:  # `_clip` has done better
@@ -396,9 +416,9 @@ class UpdateMemory(Residual):
         if scale is not None:
             factor = factor / scale
         if isinstance(factor, Tensor):
-            torch._foreach_sub_(held, torch._foreach_mul(updates, factor))
+            torch._foreach_sub_(weights, torch._foreach_mul(updates, factor))
         else:
-            torch._foreach_sub_(held, updates, alpha=factor)
+            torch._foreach_sub_(weights, updates, alpha=factor)
         for p in held:
             self._hidden[p], p.grad = p.grad, None
 
@@ -414,14 +434,15 @@ class UpdateMemory(Residual):
         for p in group["params"] if self._late else ():
             late = self._late.pop(p, None)
             if late is not None:
-                p.sub_(shaped(late, p).to(p.dtype) * group["lr"])
+                here = local(p)
+                here.sub_(shaped(late, here).to(p.dtype) * group["lr"])
 
     def _agree_on(self, parameter: ModelParameter, exchange: Exchange) -> None:
         """The same moments on all ranks, and what waits of the parameter for the next step. A
         collective."""
         p, group = parameter.tensor, self._handover.settings(parameter.tensor)
         assert group is not None
-        state, own = self._optimizer.state[p], p in self._own
+        state, own, here = self._state(p), p in self._own, parameter.local.detach()
         if own and "exp_avg" in state:
             part = part_of_mean(group, parameter.lag, state, self._ranks)
             self._change_lag(parameter, 1.0)
@@ -429,10 +450,11 @@ class UpdateMemory(Residual):
         parameter.lag = 1.0
         stepped = "step" in state
         if not stepped:  # this rank has not used the parameter: moments to be filled
-            grad, update = (shaped(parameter.zeros(), p) for _ in range(2))
-            self._twin.update([UpdateJob(group, 1.0, p.detach(), grad, update, state)])
+            grad, update = (shaped(parameter.zeros(), here) for _ in range(2))
+            self._twin.update([UpdateJob(group, 1.0, here, grad, update, state)])
+            self._keep(p, state)
         names = sorted(KEPT & state.keys())
-        sizes = [p.numel(), 1, *(state[name].numel() for name in names)]
+        sizes = [here.numel(), 1, *(state[name].numel() for name in names)]
         sent = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
         residual, there, *moments = sent.split(sizes)
         # A residual that is not its own is one of gradients, which another memory has left.

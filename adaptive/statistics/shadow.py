@@ -74,9 +74,9 @@ class ShadowGroup:
         self.places: dict[ModelParameter, slice] = {}
         sizes, wanted, weights, end = [], [], [], 0
         for section in together:
-            start, numel = end, sum(parameter.tensor.numel() for parameter in section)
+            start, numel = end, sum(parameter.local.numel() for parameter in section)
             for parameter in section:
-                begin, end = end, end - (-parameter.tensor.numel() // strides[parameter])
+                begin, end = end, end - (-parameter.local.numel() // strides[parameter])
                 self.places[parameter] = slice(begin, end)
             size = end - start
             sizes.append(size)
@@ -258,7 +258,7 @@ class ShadowLadder:
         known = {self._strides.get(parameter) for parameter in parameters}
         if len(known) <= 1 and None not in known:
             return
-        numel = sum(parameter.tensor.numel() for parameter in parameters)
+        numel = sum(parameter.local.numel() for parameter in parameters)
         least = WHOLE_BUCKET if self.whole_buckets else WHOLE
         stride = max(1, numel // max(least, int(numel * self.share)))
         for parameter in parameters:

@@ -51,7 +51,7 @@ class Peers:
         numel = rows.shape[1] + SHIFTS
         signs = self._signs.get(parameter)
         if signs is None or signs.numel() != numel or signs.device != rows.device:
-            draw = np.random.default_rng(crc32(parameter.name.encode()))
+            draw = np.random.default_rng(crc32(f"{parameter.name}{parameter.shard}".encode()))
             drawn = torch.from_numpy(draw.integers(0, 2, numel, dtype=np.int8) * 2 - 1)
             signs = self._signs[parameter] = drawn.to(rows.device)
         shift = step * STRIDE % SHIFTS

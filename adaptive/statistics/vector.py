@@ -20,7 +20,8 @@ from policies import Measurement
 
 
 def _number(agree: str, host: bool = False, reported: bool = False, only: str = "") -> Any:
-    """A number of the step. agree: "sum" or "mean" over the ranks. host: known as a Python number;
+    """A number of the step. agree: "sum" or "mean" over the ranks, or "replicas", the mean over the
+    replicas of the model of the sum over the shards of each. host: known as a Python number;
     nan if nobody tells it. reported: by its name, in the `StepReport`. only: what of a `Tally` must
     be asked for, or it is not in the vector."""
     metadata = {"agree": agree, "host": host, "reported": reported, "only": only}
@@ -42,7 +43,8 @@ class Tally:
     cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
     many numbers of the layers, and of signal gain's sketch. updates: what is sent are updates.
     drift: how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by
-    rank. ranks: world size. known: the numbers that the host knows, by name.
+    rank. ranks: of all that decide alike. shards: in how many each replica of the model is. known:
+    the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -53,12 +55,15 @@ class Tally:
     drift: bool = False
     by_energy: bool = False
     ranks: int = 1
+    shards: int = 1
     rank: int = 0
     device: torch.device = torch.device("cpu")
     known: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.on_device = not is_host(self.device)
+        self.sharded = self.shards > 1
+        self.replicas = self.ranks // self.shards
         self.places: dict[str, slice] = {}
         """Where each declared statistic lies in the vector."""
         end = 0
@@ -163,26 +168,32 @@ class Statistics:
     peers: list[float] = _numbers("ladder", only="sketch")
     sketch: list[float] = _numbers("sketch")
     """Of this rank's gradient (signal.py)."""
-    grad_of_mean: float = _number("mean", only="updates")
+    grad_of_mean: float = _number("replicas", only="updates")
     """||mean gradient||^2 in a compressed step, as each rank estimates it (memory/updates.py)."""
-    clipped_mean: float = _number("mean", only="updates")
+    clipped_mean: float = _number("replicas", only="updates")
     """The same of gradients that were clipped before they became updates."""
-    given: float = _number("mean", only="updates")
+    given: float = _number("replicas", only="updates")
     """||mean update||^2 of the compressed step before; nan if there was none."""
-    clipped_to: float = _number("mean", only="updates")
+    clipped_to: float = _number("replicas", only="updates")
     """||p.grad||^2 once a script had clipped it in that step; nan if it had not."""
+    sent_bytes: float = _number("mean", only="sharded")
+    """Bytes that a rank has sent in the step, but for statistics. Where nothing is sharded all have
+    sent as many, and know it; shards may be of unequal size."""
+    timed_bytes: float = _number("mean", only="sharded")
+    """Those of the step that `seconds` is of."""
 
     @classmethod
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:
         """From the sum of the ranks' vectors, on the host. tally: of this rank."""
         values: list[float] = summed.tolist()
+        over = {"sum": 1, "mean": tally.ranks, "replicas": tally.replicas}
         found: dict[str, Any] = {}
         for name, place in tally.places.items():
             part, declared = values[place], _DECLARED[name]
             if "per" in declared:
                 found[name] = part
             elif part:
-                found[name] = part[0] / (tally.ranks if declared["agree"] == "mean" else 1)
+                found[name] = part[0] / over[declared["agree"]]
         if found["spoiled"]:  # then policies are to pass over the step
             found |= dict.fromkeys(("grad", "total", "sample_total"), nan)
         return cls(tally, **found)
@@ -205,7 +216,7 @@ class Statistics:
                 for i, cf in enumerate(tally.cfs)
             },
             "network_seconds": min(self.waits) if waits_known else nan,
-            "grad_norm": sqrt(self.grad / tally.ranks) if self.grad >= 0 else nan,
+            "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
             "steady": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             # By CF of the shadow ladder; empty if they were not asked for.
             "signal": dict(zip(tally.ladder, self.signal, strict=False)),

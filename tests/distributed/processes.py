@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOAD = ["torch", "torch._dynamo", "adaptive", "numpy", "pytest", "hypothesis"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "adaptive", "numpy", "pytest"]
+PRELOAD += ["hypothesis"]
 """Imported once, by the fork server: a process then starts in 0.1 s instead of a second and more
 (optimizers and DDP import torch._dynamo when they are first used)."""
 

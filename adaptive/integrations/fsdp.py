@@ -1,0 +1,336 @@
+"""Replicas of a model that torch's FSDP2 (`fully_shard`) shards: what they exchange is compressed.
+
+A mesh has two dimensions, (replicas, shards). `fully_shard` is called with the second: inside a
+replica, over the fast network, torch gathers parameters and reduce-scatters gradients as ever. Of
+each module it then hands the flat, reduced shard to its all-reduce hook
+(`FSDPModule.set_all_reduce_hook`, public since torch 2.6), which is the place for the exchange
+between replicas, over the slow network: among the ranks that hold the same shard.
+
+Below the hook nothing is new. A module is what a bucket is under DDP; the parameters are shards; a
+residual is one shard, too. All ranks of the mesh decide alike, by the sum of everyone's statistics.
+
+What differs from DDP:
+
+- The hook must have written the mean when it returns: on a CPU backward waits for each exchange, on
+  a device its stream does.
+- Nobody says which module is the last. A step ends when backward does; a module without a gradient
+  takes no part in it, and of one in which some parameters have none, FSDP leaves those out.
+- FSDP pads shards to equal size in what it reduces. Padding is not exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from adaptive.config import Settings
+from adaptive.parameters import largest_shard, local
+
+if TYPE_CHECKING:
+    from adaptive.compressor import AdaptiveCompressor
+    from adaptive.session import Session
+
+_ATTRIBUTE = "_adaptive_replica"
+
+_TORCH = "this version of torch keeps the parameters of an FSDP module where they are not found"
+
+
+@dataclass(frozen=True)
+class ShardBucket:
+    """What the session knows of `dist.GradBucket`, of one module in one backward."""
+
+    number: int
+    flat: Tensor
+    of: Sequence[Tensor]
+
+    def index(self) -> int:
+        """The how many-th of this backward."""
+        return self.number
+
+    def buffer(self) -> Tensor:
+        """The gradients of this rank's shards, one after the other."""
+        return self.flat
+
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters, in the order of the buffer."""
+        return list(self.of)
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, in the shapes of the shards."""
+        shards = [local(p) for p in self.of]
+        parts = self.flat.split([shard.numel() for shard in shards])
+        return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
+
+    def is_last(self) -> bool:
+        """Never: see `Session.end_backward`."""
+        return False
+
+
+@dataclass(eq=False)
+class _Unit:
+    """The parameters that FSDP reduces together.
+
+    name: of their module. group: FSDP's own object. arrived: those that have a gradient since they
+    were reduced last.
+    """
+
+    name: str
+    group: Any
+    parameters: list[Any]
+    arrived: set[DTensor] = field(default_factory=set)
+
+    def reduced(self, numel: int) -> list[DTensor]:
+        """Whose gradients a flat tensor of so many elements holds: FSDP leaves parameters out that
+        have none (unless `set_reduce_scatter_unused_params` is on)."""
+        trained = [p for p in self.parameters if p.requires_grad]
+        arrived, self.arrived = self.arrived, set()
+        for found in (trained, [p for p in trained if p in arrived]):
+            if sum(largest_shard(p).numel() for p in found) == numel:
+                return found
+        raise RuntimeError(
+            f"FSDP has reduced {numel} elements of {self.name or 'the root module'}, and which of "
+            f"its parameters they are of is not known: its gradients must come from its forward()"
+        )
+
+
+class ShardedReplica:
+    """One replica of a sharded model, as a `Session` knows a model under DDP.
+
+    process_group: the ranks that hold the same shard, one of each replica. everyone: all ranks.
+    compressor: whoever exchanges the gradients.
+    """
+
+    broadcast_buffers = static_graph = False
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
+        self.module = root
+        self.mesh = mesh
+        self.process_group = mesh.get_group(0)
+        self.everyone = _group_of(mesh)
+        self.find_unused_parameters = False  # a backward has left a parameter out
+        self.compressor: AdaptiveCompressor | None = None
+        self._units = list(_units(root))
+        managed = {p for unit in self._units for p in unit.parameters}
+        self.parameters_to_ignore = {
+            name if "." in name else f".{name}"
+            for name, p in root.named_parameters()
+            if p not in managed
+        }
+        self._registered = False
+        self._reduced: set[Tensor] = set()  # in this backward
+        self._buckets = 0  # of this backward, so far
+        self._kept: list[Tensor] = []
+
+    @classmethod
+    def of(cls, root: Any, mesh: Any, settings: Settings) -> ShardedReplica:
+        """The one of this model, made if there is none. TypeError or ValueError unless it can be
+        compressed."""
+        _check(root, mesh, settings)
+        found: ShardedReplica | None = getattr(root, _ATTRIBUTE, None)
+        if found is None or found.mesh != mesh:
+            return cls(root, mesh)
+        return found
+
+    def check_free(self) -> None:
+        """RuntimeError if a compressor is attached already."""
+        before = getattr(self.module, _ATTRIBUTE, self).compressor
+        if before is not None and not before.detached:
+            raise RuntimeError("root is attached already; detach() its compressor first")
+
+    def start(self) -> None:
+        """Let all replicas begin with the parameters and buffers of the first (a collective), and
+        FSDP hand over its gradients from now on."""
+        with torch.no_grad():
+            for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                here = local(tensor)
+                if here.numel():
+                    dist.broadcast(here, group_src=0, group=self.process_group)
+        if self._registered:
+            return
+        self._registered = True
+        setattr(self.module, _ATTRIBUTE, self)
+        self.module.register_forward_pre_hook(self._forward_begins)
+        for unit in self._units:
+            for module in unit.group.modules:
+                module.set_all_reduce_hook(self._hook(unit))
+                module.register_forward_pre_hook(_ArrivalMarks(unit))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.module.parameters()
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        return self.module.register_forward_pre_hook(hook)
+
+    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
+        def exchange_between_replicas(flat: Tensor) -> None:
+            self._reduce(unit, flat)
+
+        return exchange_between_replicas
+
+    def _session(self) -> Session:
+        assert self.compressor is not None
+        return self.compressor._running(named=True)
+
+    def _forward_begins(self, *_: Any) -> None:
+        self._buckets = 0  # a backward that raised has not ended
+
+    def _reduce(self, unit: _Unit, flat: Tensor) -> None:
+        """Write the mean over the replicas to `flat`, the padded shards of a unit's gradients."""
+        self._check_scale(unit, flat)
+        parameters, session = unit.reduced(flat.numel()), self._session()
+        if self._buckets == 0:
+            self._reduced.clear()
+            session.gradients_arrive()
+            # FSDP's own callback, which may have modules left to reduce, is queued already.
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._reduced.update(parameters)
+        numels = [local(p).numel() for p in parameters]
+        parts = flat.split([largest_shard(p).numel() for p in parameters])
+        shards = [part[:numel] for part, numel in zip(parts, numels, strict=True)]
+        buffer = flat if sum(numels) == flat.numel() else torch.cat(shards)
+        dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        if buffer.dtype.itemsize >= 4:  # the memory is of that precision
+            buffer = buffer.to(dtype)
+        bucket: Any = ShardBucket(self._buckets, buffer, parameters)  # in a GradBucket's stead
+        mean = session.reduce_now(bucket)
+        self._buckets += 1
+        if mean.data_ptr() != flat.data_ptr():
+            for shard, of_mean in zip(shards, mean.split(numels), strict=True):
+                shard.copy_(of_mean)
+        if flat.device.type != "cpu":
+            # FSDP may let go of it while the stream of the hook is still at work on it.
+            self._kept.append(flat)
+
+    def _check_scale(self, unit: _Unit, flat: Tensor) -> None:
+        """RuntimeError if torch changes what the hook has written, or will add to it."""
+        shards, exact = self.mesh.size(1), flat.dtype in (torch.float32, torch.bfloat16)
+        if not getattr(unit.group, "all_reduce_grads", True):
+            raise RuntimeError(
+                "set_requires_all_reduce(False) has no effect before a hook: accumulate gradients "
+                "under set_requires_gradient_sync(False)"
+            )
+        if (shards > 2 and not exact) or getattr(
+            unit.group, "force_sum_reduction_for_comms", False
+        ):
+            raise RuntimeError(
+                "FSDP divides gradients once more after the hook if it reduces them in "
+                f"{flat.dtype} or is forced to sum them: "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+
+    def _end_backward(self) -> None:
+        """All modules with gradients have been reduced."""
+        self._buckets = 0
+        self._kept.clear()
+        if not self.find_unused_parameters:
+            trained = (p for unit in self._units for p in unit.parameters if p.requires_grad)
+            self.find_unused_parameters = any(p not in self._reduced for p in trained)
+        self._session().end_backward()
+
+
+class _ArrivalMarks:
+    """A forward pre-hook that has autograd tell of which parameters of a unit gradients arrive.
+    Autograd sees unsharded parameters, which exist from the first forward on."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+        self._seen: dict[DTensor, Tensor] = {}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for sharded in self._unit.group.fsdp_params:
+            p, whole = sharded.sharded_param, getattr(sharded, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and self._seen.get(p) is not whole:
+                self._seen[p] = whole
+                whole.register_post_accumulate_grad_hook(self._mark(p))
+
+    def _mark(self, p: DTensor) -> Callable[[Tensor], None]:
+        return lambda _: self._unit.arrived.add(p)
+
+
+def _units(root: Any) -> Iterator[_Unit]:
+    """All that FSDP reduces together, in the order of modules. RuntimeError if torch has changed
+    what is no public interface: which parameters a module reduces, and in which order."""
+    seen = set()
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        try:
+            group = module._get_fsdp_state()._fsdp_param_group
+            parameters = [] if group is None else [each.sharded_param for each in group.fsdp_params]
+        except AttributeError as error:
+            raise RuntimeError(f"{_TORCH}: {error}") from error
+        if group is not None and group not in seen:
+            seen.add(group)
+            yield _Unit(name, group, parameters)
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of the mesh."""
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _check(root: Any, mesh: Any, settings: Settings) -> None:
+    if not isinstance(root, FSDPModule):
+        raise TypeError(
+            f"root must be a module that fully_shard was called on, got {type(root).__name__}; "
+            f"attach(model) is for DistributedDataParallel"
+        )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        raise ValueError(
+            f"mesh must have two dimensions, (replicas, shards), of which fully_shard was given "
+            f"the second; got {mesh}"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"mesh must have its ranks in ascending order, got {mesh}")
+    wrong = {
+        "local_steps": (settings.local_steps != 1, "1"),
+        "hooks": (settings.hooks, "empty"),
+    }
+    for name, (given, accepted) in wrong.items():
+        if given:
+            raise ValueError(
+                f"{name} must be {accepted} with attach_fsdp, got {getattr(settings, name)!r}"
+            )
+    own = mesh.mesh[mesh.get_local_rank(0)].tolist()
+    for unit in _units(root):
+        for p in unit.parameters:
+            _check_parameter(unit, p, own)
+
+
+def _check_parameter(unit: _Unit, p: Any, ranks: list[int]) -> None:
+    """ranks: of the replica."""
+    where = unit.name or "the root module"
+    if not isinstance(p, DTensor) or p.device_mesh.ndim != 1:
+        raise ValueError(
+            f"{where} is sharded over {getattr(p, 'device_mesh', None)}, where torch exchanges "
+            f"gradients between replicas itself (HSDP, replicate()): call fully_shard with the "
+            f"mesh's second dimension alone, mesh['shard']; for replicas that are not sharded, "
+            f"attach(DistributedDataParallel(model))"
+        )
+    if p.device_mesh.mesh.tolist() != ranks:
+        raise ValueError(
+            f"{where} is sharded over {p.device_mesh}, which is not the mesh's second dimension on "
+            f"this rank: {ranks}"
+        )
+    if p.device.type == "cpu" and p.device_mesh.device_type != "cpu":
+        raise ValueError(f"{where} is offloaded to the CPU, and its gradients are on a device")
+    if p.is_complex():
+        raise TypeError(f"root must have real parameters, {where} has some of {p.dtype}")
