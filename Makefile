@@ -1,6 +1,6 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
 # make long-test: what takes long. make browser-test: the TensorBoard page in a real browser.
-# make gpu-test: what needs a CUDA device; skipped, and said so, without one.
+# make gpu-test: what needs a CUDA device (skipped, and said so, without one), and Triton's kernels.
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
 PYTHON ?= python3
 VENV := .venv
@@ -29,7 +29,7 @@ browser-test: $(STAMP)
 	$(BIN)/python -m pytest -m browser tests/integration/browser
 
 gpu-test: $(STAMP)
-	$(BIN)/python -m pytest -rs tests/gpu
+	$(BIN)/python -m pytest -rs tests/gpu tests/unit/test_triton_*.py
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000
