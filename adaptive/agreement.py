@@ -8,7 +8,8 @@ model, or of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -53,6 +54,28 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
                     f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
                     f"must be alike on all ranks:\n  rank 0: {ours}\n  rank {rank}: {other}"
                 )
+
+
+@contextmanager
+def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """What is done in this context is done on every rank, or raises on every rank. A collective at
+    its end, so nothing in it may be one.
+
+    An error is raised as it is on the rank that has it, and on the others as a ValueError that says
+    `what`, which rank, and quotes it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # the other ranks must hear of it, whatever it is
+        error = caught
+    everyone = [""] * dist.get_world_size(group)
+    own = "" if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(everyone, own, group=group)
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyone):
+        if theirs:
+            raise ValueError(f"{what} rank {rank}: {theirs}")
 
 
 def check_model(model: object) -> DistributedDataParallel:

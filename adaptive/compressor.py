@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from adaptive import checkpoint as forms
 from adaptive.agreement import check_model
 from adaptive.config import (
     GRANULARITIES,
@@ -36,16 +37,14 @@ from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
 from adaptive.timeline.records import SafeTimeline, Timeline
+from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
-from policies import state as saved
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from adaptive.integrations.fsdp import ShardedReplica
-
-_STATE_VERSION = 13
 
 
 class AdaptiveCompressor:
@@ -113,6 +112,11 @@ class AdaptiveCompressor:
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
     checksum: send 4 bytes behind each payload that is gathered, scattered or broadcast, so that
         bytes changed on the way raise CorruptPayload out of backward (docs/reliability.md).
+    checkpoint: what `state_dict()` gives. "rank": each rank its own state, to save and load by
+        itself. "gathered": rank 0 the states of all ranks, for frameworks that write what rank 0
+        has, and hand it to every rank. "opaque": each rank one leaf of bytes, for
+        `torch.distributed.checkpoint`. "auto": "gathered" where `attach` is handed what Accelerate
+        or Fabric have wrapped, else "rank".
 
     ValueError or TypeError names the argument, its value and what is accepted.
     """
@@ -146,6 +150,7 @@ class AdaptiveCompressor:
         process_group: dist.ProcessGroup | None = None,
         debug: bool | int | None = None,
         checksum: bool = False,
+        checkpoint: str = "auto",
     ) -> None:
         compressor, foreign = make_base(base, memory, exchange), check_hooks(hooks)
         policy = make_policy(default_policy(compressor, foreign) if policy is None else policy)
@@ -179,33 +184,37 @@ class AdaptiveCompressor:
             debug=debug_interval(debug),
             checksum=checks.flag("checksum", checksum),
         )
+        self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         self._group = process_group
         self._session: Session | None = None
         self._model: DistributedDataParallel | ShardedReplica | None = None
+        self._framework_form = "rank"  # of a state, as the script's framework needs it
 
     def attach(
         self,
-        model: DistributedDataParallel,
+        model: nn.Module,
         *,
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
 
+        model: `DistributedDataParallel`, or what `torch.compile` or Fabric have made of it.
         optimizer: lets the memory do what the optimizer would have to do before averaging (see
             `memory`), and Accordion see the learning rate. With an SGD's momentum `p.grad` then
             holds velocity, which clipping and logging must know; with Adam and those like it,
             updates, scaled so that their norm is about that of the mean gradient. A wrapper that
             has the optimizer as its `.optimizer` will do.
-        scaler: the `GradScaler` in use; the residual is then kept in unscaled units.
+        scaler: the `GradScaler` in use; the residual is then kept in unscaled units. None: that of
+            Accelerate's optimizer, if it has one.
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
         """
-        check_model(model)
-        attachment = Attachment.of(model)
+        inside = check_model(unwrap(model, None).model)
+        attachment = Attachment.of(inside)
         self.bind(model, optimizer=optimizer, scaler=scaler)
         if attachment is None:
-            Attachment(self).register(model)
+            Attachment(self).register(inside)
         else:
             self._succeed(attachment)
         return self
@@ -231,9 +240,10 @@ class AdaptiveCompressor:
         """
         from adaptive.integrations.fsdp import ShardedReplica
 
-        replica = ShardedReplica.of(root, mesh, self._settings)
+        inside = unwrap(root, optimizer)
+        replica = ShardedReplica.of(inside.model, mesh, self._settings)
         replica.check_free()
-        self._bind(replica, replica.process_group, optimizer, scaler, replica.everyone)
+        self._bind(replica, replica.process_group, inside, scaler, replica.everyone)
         replica.start()
         self._succeed(replica)
         return self
@@ -246,27 +256,28 @@ class AdaptiveCompressor:
 
     def bind(
         self,
-        model: DistributedDataParallel,
+        model: nn.Module,
         *,
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
         calls `model.register_comm_hook(compressor, adaptive_hook)` afterwards."""
-        check_model(model)
-        return self._bind(model, model.process_group, optimizer, scaler)
+        inside = unwrap(model, optimizer)
+        model = check_model(inside.model)
+        return self._bind(model, model.process_group, inside, scaler)
 
     def _bind(
         self,
         model: DistributedDataParallel | ShardedReplica,
         group: dist.ProcessGroup,
-        optimizer: Optimizer | None,
+        inside: Unwrapped,
         scaler: GradScaler | None,
         everyone: dist.ProcessGroup | None = None,
     ) -> AdaptiveCompressor:
-        """everyone: see `Session`."""
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = inner  # of Accelerate, and other wrappers
+        """inside: with the optimizer. everyone: see `Session`."""
+        optimizer = inside.optimizer
+        scaler = inside.scaler if scaler is None else scaler
         is_optimizer = isinstance(optimizer, Optimizer | None)
         require(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer or None")
         scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
@@ -281,6 +292,7 @@ class AdaptiveCompressor:
         else:
             self._session = Session(self._settings, group, model, optimizer, scaler, everyone)
         self._model = model
+        self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
 
     def detach(self) -> None:
@@ -367,31 +379,36 @@ class AdaptiveCompressor:
             self._session = Session(self._settings, group)
         return self._session.reduce(bucket)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state, by parameter name: policy, statistics, residuals, totals. Take it on
-        every rank, between steps; each rank loads its own. With updates the optimizer's moments are
-        each rank's own while gradients are compressed: to go on to the bit, each rank saves its
-        optimizer's state as well (that of rank 0 for all will do, but not to the bit).
+    def state_dict(self, checkpoint: str | None = None) -> dict[str, Any]:
+        """What is to be saved, in the form that `checkpoint=` says, here or in the constructor:
+        policy, statistics, residuals, totals, by parameter name. Take it on every rank, between
+        steps. With "gathered" it is a collective, and holds something on rank 0 only.
 
-        DDP orders its buckets anew after the first backward (with `static_graph` after the second),
-        which changes the order of summation, and what is compressed as one: for bit-identical
-        resumption run as many throwaway backwards before `load_state_dict` (as `runs train
-        --resume` does)."""
-        return {"version": _STATE_VERSION, **self._running(named=True).state_dict()}
+        With updates the optimizer's moments are each rank's own while gradients are compressed, and
+        with local steps the parameters, too. The forms "gathered" and "opaque" hold these as well,
+        so that one rank's model and optimizer are enough to go on to the bit. With "rank" each rank
+        has to save its own (those of rank 0 for all will do, but not to the bit); and since DDP
+        orders its buckets anew after the first backward (with `static_graph` after the second),
+        which changes the order of summation, and what is compressed as one, as many throwaway
+        backwards have to come before `load_state_dict` (as `runs train --resume` does)."""
+        form = self._form if checkpoint is None else checkpoint
+        form = checks.one_of("checkpoint", form, forms.FORMS)
+        return forms.save(
+            self._running(named=True), self._framework_form if form == "auto" else form
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from this rank's `state_dict()`; same model, settings, number of ranks
-        (`reshard_states` makes states for another number).
+        """Go on from a `state_dict()` of any form, on every rank (a collective): from this rank's
+        own, or from what rank 0 has gathered, which may be of another number of ranks
+        (`reshard_states` makes states of the other forms for another number). Same model and
+        settings. The optimizer's state may be loaded before or after.
 
-        ValueError, with nothing changed, if the state does not fit or is damaged: a key or a
-        parameter is missing or unknown, a value has another type or shape, a number is not finite.
-        An injected clock must go on from where it stood; the real one does not, and the interval is
-        not timed."""
-        session = self._running(named=True)
-        version = saved.read(state, "version", int)
-        if version != _STATE_VERSION:
-            raise ValueError(f"state: version is {version}, expected {_STATE_VERSION}")
-        session.load_state_dict(state, same_clock=self._settings.clock is not time.perf_counter)
+        ValueError on all ranks, with nothing changed, if some rank's does not fit or is damaged: a
+        key or a parameter is missing or unknown, a value has another type or shape, a number is not
+        finite. An injected clock must go on from where it stood; the real one does not, and the
+        interval is not timed."""
+        same_clock = self._settings.clock is not time.perf_counter
+        forms.load(self._running(named=True), state, same_clock)
 
     def _running(self, named: bool = False) -> Session:
         """The session. named: it must know the model, and so the parameters' names."""

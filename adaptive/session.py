@@ -16,9 +16,11 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from adaptive.agreement import agree, compare_replicas
 from adaptive.bucket import Granularity
+from adaptive.bucket_order import BucketOrder
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import Controller
 from adaptive.exchange.choice import ExchangeChoice
@@ -26,6 +28,7 @@ from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline, done_with
 from adaptive.hook import send_through
+from adaptive.kept_apart import KeptApart
 from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
@@ -81,6 +84,8 @@ class Session:
         self.exchange = Exchange(group, link, settings.checksum, everyone)
         world_size, tells = self.exchange.world_size, self.exchange.place == 0
         self._parameters = ModelParameters(model, settings.residual_dtype)
+        of_ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.order = BucketOrder(of_ddp, self._parameters)
         self._watch = StepWatch(self._parameters, self._before_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
@@ -95,6 +100,7 @@ class Session:
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._local: LocalSteps | None = None
         self._left: LocalSteps | None = None  # the ranks meet with the next step
+        self._loading: RemovableHandle | None = None
         self._agree(self._prepare, optimizer, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
@@ -304,7 +310,13 @@ class Session:
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
+        if self.order.passing:
+            if bucket.is_last():
+                self._reducer.end_backward()
+            return done_with(bucket.buffer())
         self._check_whole()
+        self.order.see(bucket)
+        self._put_back_no_more()
         on_stream = self._pipeline.stream.hook_call(bucket.is_last())
         with on_stream, self._noting_failure(self.controller.step):
             return self._reduce(bucket)
@@ -515,28 +527,34 @@ class Session:
             "controller": self.controller.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> None:
-        """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], same_clock: bool, checking: AbstractContextManager[None]
+    ) -> None:
+        """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
+
+        checking: entered while that can still be so; what it raises at its end undoes all, too."""
         if self._local is not None:
             self._local.settle()  # or it would change what is loaded
         by_name, base = self._parameters.by_name(), self.settings.base
         controller, requested, expected = self.controller, self._requested, self._identity()
-        # It was told in the run that the state is of, and need not be found out again.
-        has_fallen_back = state.get("memory_kind") == "residual" and self._memory.now.may_fall_back
-        if has_fallen_back:
-            expected["memory_kind"] = "residual"
-        elif self._gave_up_momentum and state.get("memory_kind") == "momentum":
-            raise ValueError(
-                "state: it is of a run with momentum correction, which this compressor has given "
-                "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
-            )
         loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
-        apart, local = self._local is not None, saved.read(state, "local", Mapping)
-        if len(self._numbers) > 1 and not controller.forced_dense:
-            apart = bool(local.get("anchors"))
-            expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
-        scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
-        with undone_on_error((base, controller.policy), loaded):
+        with undone_on_error((base, controller.policy), loaded), checking:
+            # It was told in the run that the state is of, and need not be found out again.
+            kind = state.get("memory_kind")
+            has_fallen_back = kind == Residual.name and self._memory.now.may_fall_back
+            if has_fallen_back:
+                expected["memory_kind"] = Residual.name
+            elif self._gave_up_momentum and kind == "momentum":
+                raise ValueError(
+                    "state: it is of a run with momentum correction, which this compressor has "
+                    "given up, since p.grad was changed: attach a new AdaptiveCompressor, and load "
+                    "it there"
+                )
+            apart, local = self._local is not None, saved.read(state, "local", Mapping)
+            if len(self._numbers) > 1 and not controller.forced_dense:
+                apart = bool(local.get("anchors"))
+                expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
+            scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
             check_state(state, expected, by_name, len(requested.ladder))
             saved.together(
                 apart == bool(local.get("anchors")),
@@ -571,6 +589,31 @@ class Session:
             self._local.load_state_dict(state["local"])
             self._local.every = controller.local_steps
         self._left = self._failed = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._parameters.device
+
+    def put_back(self, kept_apart: Mapping[str, Any]) -> None:
+        """What was `kept_apart`, now and until the first backward, whatever the script loads."""
+        self._put_back_no_more()
+        here = self.kept_apart()
+        here.load_state_dict(kept_apart)
+        self._loading = here.put_back_after_loading(kept_apart)
+
+    def _put_back_no_more(self) -> None:
+        if self._loading is not None:
+            self._loading.remove()
+            self._loading = None
+
+    def kept_apart(self) -> KeptApart:
+        """What else is this rank's own now, though frameworks save it as if all ranks had it."""
+        scales = self._memory.now.scales
+        apart = self._local is not None
+        differs = apart or (isinstance(scales, UpdateScales) and scales.differ)
+        optimizer = self._optimizer if differs else None
+        return KeptApart(self._parameters, optimizer, apart)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is loaded."""

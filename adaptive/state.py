@@ -29,6 +29,13 @@ CONTENTS = (
 ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "local_steps", "parameters")
 """What the states of one moment have in common."""
 
+HINTS = {
+    "world_size": "; adaptive.reshard_states makes states for another number of ranks",
+    "rank": "; each rank loads its own state. Where a checkpoint is rank 0's for all, save it with "
+    "AdaptiveCompressor(checkpoint='gathered')",
+}
+"""What to do where a state is of another one of these."""
+
 
 @contextmanager
 def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterator[None]:
@@ -62,9 +69,8 @@ def check_state(
         raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
     for what, ours in expected.items():
         if what != "parameters" and state[what] != ours:
-            hint = "; adaptive.reshard_states makes states for another number of ranks"
             told = f"state: {what} is {state[what]!r}, expected {ours!r}"
-            raise ValueError(told + (hint if what == "world_size" else ""))
+            raise ValueError(told + HINTS.get(what, ""))
     _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
     flat = {
         name: torch.empty(parameter.local.numel(), dtype=parameter.dtype, device="meta")

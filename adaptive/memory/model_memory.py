@@ -16,6 +16,7 @@ from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
 from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
 from adaptive.step_watch import StepWatch
+from adaptive.wrappers import advice
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from compressors.quantizers import Quantizer
@@ -159,7 +160,7 @@ class ModelMemory:
             f"optimizer {type(optimizer).__name__}, memory {self.now.name!r}: gradients get plain "
             f"error feedback. What is sent late comes in bursts, which an optimizer that divides "
             f"by the gradients' own size takes for noise: expect a loss of quality at every CF. "
-            f"With memory='auto' this is not so for torch's {better}"
+            f"With memory='auto' this is not so for torch's {better}. {advice(optimizer)}".rstrip()
         )
 
     def adopt(self, other: ModelMemory) -> None:
