@@ -55,7 +55,7 @@ def save(session: Session, form: str) -> dict[str, Any]:
 def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
     """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
     changed, if one of them cannot."""
-    group = session.exchange.group
+    group = session.exchange.everyone
     kept_apart: dict[str, Any] = {"optimizer": {}, "parameters": {}}
     order: list[str] = []
     with all_or_none(group, REFUSED):
@@ -95,8 +95,8 @@ def _whole(session: Session) -> dict[str, Any]:
 
 
 def _gathered(session: Session) -> dict[str, Any]:
-    group, device = session.exchange.group, session.device
-    rank, world_size = session.exchange.rank, session.exchange.world_size
+    group, device = session.exchange.everyone, session.device
+    rank, world_size = session.exchange.place, session.exchange.ranks
     with all_or_none(group, "there is no state to save on"):
         whole, packed = _whole(session), io.BytesIO()
         if rank:
@@ -106,8 +106,7 @@ def _gathered(session: Session) -> dict[str, Any]:
         return {"version": VERSION, "rank": rank, "world_size": world_size, "elsewhere": ELSEWHERE}
     everyone = [whole]
     while received:  # one by one: what is unpacked need not be kept in both forms
-        unpacked = torch.load(io.BytesIO(received.pop(0)), weights_only=False)
-        everyone.append(unpacked)
+        everyone.append(torch.load(io.BytesIO(received.pop(0)), weights_only=True))
     return {
         "version": VERSION,
         "ranks": [each["state"] for each in everyone],
@@ -148,20 +147,24 @@ def _unpacked(packed: bytes) -> Any:
 
 def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
     """A rank's own of what rank 0 has saved, made to fit another number of ranks if need be."""
-    rank, world_size = session.exchange.rank, session.exchange.world_size
+    exchange = session.exchange
     states, apart = (read(state, what, list[object]) for what in ("ranks", "kept_apart"))
     order = read(state, "order", list[str])
-    old = len(states)
-    together(len(apart) == old > 0, "'ranks' and 'kept_apart' must be of as many ranks")
-    if old == world_size:
-        return states[rank], apart[rank], order
+    together(len(apart) == len(states) > 0, "'ranks' and 'kept_apart' must be of as many ranks")
     for each in states:
         _check_version(each)
-    if rank == 0:
-        log.warning("the state of %d ranks is resharded for %d", old, world_size)
-    heir = apart[rank * old // world_size]
+    if len(states) == exchange.ranks:
+        return states[exchange.place], apart[exchange.place], order
+    if exchange.place == 0:
+        log.warning("the state of %d ranks is resharded for %d", len(states), exchange.ranks)
+    # Of the ranks that held the same shard.
+    states, apart = (
+        each[exchange.place % exchange.shards :: exchange.shards] for each in (states, apart)
+    )
+    heir = apart[exchange.rank * len(states) // exchange.world_size]
     # All go on from the parameters of one.
-    return reshard_states(states, world_size)[rank], {**heir, "parameters": {}}, order
+    own = reshard_states(states, exchange.world_size)[exchange.rank]
+    return own, {**heir, "parameters": {}}, order
 
 
 def _check_version(state: Any) -> None:
@@ -171,7 +174,7 @@ def _check_version(state: Any) -> None:
 
 
 def _key(session: Session) -> str:
-    return f"rank_{session.exchange.rank}_of_{session.exchange.world_size}"
+    return f"rank_{session.exchange.place}_of_{session.exchange.ranks}"
 
 
 def _on_host(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.parameters import ModelParameters
+from adaptive.parameters import ModelParameter, ModelParameters, like, local
 from policies.state import read, together
 
 
@@ -30,14 +30,14 @@ class KeptApart:
         self._parameters_too = parameters_too
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name. Tensors are those in use, no copies."""
+        """By parameter name. Tensors are those in use, no copies; of DTensors what is here."""
         state: dict[str, Any] = {"optimizer": {}, "parameters": {}}
         if self._optimizer is not None:
             of = self._optimizer.state_dict()["state"]
-            state["optimizer"] = {n: of[i] for i, n in self._places() if of.get(i)}
+            state["optimizer"] = {n: _local(of[i]) for i, n in self._places() if of.get(i)}
         if self._parameters_too:
             own = self._parameters.values()
-            state["parameters"] = {each.name: each.tensor.detach() for each in own}
+            state["parameters"] = {each.name: each.local.detach() for each in own}
         return state
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class KeptApart:
             together(name in by_name, f"the model has no parameter {name!r}")
         of_optimizer = [(n, *item) for n in moments for item in read(moments, n, Mapping).items()]
         for name, what, kept in [*((n, "", w) for n, w in weights.items()), *of_optimizer]:
-            shape = by_name[name].tensor.shape
+            shape = by_name[name].local.shape
             fits = isinstance(kept, Tensor) and kept.shape in (shape, *([()] if what else []))
             plain = bool(what) and isinstance(kept, int | float)
             told = f"{what or 'values'} of {name!r} do not fit it, got {kept!r:.80}"
@@ -58,13 +58,17 @@ class KeptApart:
         """Put back what `check` has found to be good."""
         if self._optimizer is not None and state["optimizer"]:
             whole = self._optimizer.state_dict()
-            own = {i: state["optimizer"].get(name, {}) for i, name in self._places()}
+            by_name = self._parameters.by_name()
+            own = {
+                i: _like(state["optimizer"].get(name, {}), by_name[name])
+                for i, name in self._places()
+            }
             moments = {i: kept for i, kept in {**whole["state"], **own}.items() if kept}
             self._optimizer.load_state_dict({**whole, "state": moments})
         by_name = self._parameters.by_name()
         with torch.no_grad():
             for name, weights in state["parameters"].items():
-                by_name[name].tensor.copy_(weights)
+                by_name[name].local.copy_(weights)
 
     def put_back_after_loading(self, state: Mapping[str, Any]) -> Any:
         """Put the optimizer's part back once more whenever its state is loaded, for scripts that do
@@ -91,3 +95,18 @@ class KeptApart:
         for i, p in enumerate(p for group in groups for p in group["params"]):
             if p in self._parameters:
                 yield i, self._parameters[p].name
+
+
+def _local(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a parameter, with what of its tensors is here."""
+    return {what: local(each) if isinstance(each, Tensor) else each for what, each in kept.items()}
+
+
+def _like(kept: Mapping[str, Any], parameter: ModelParameter) -> dict[str, Any]:
+    """The inverse."""
+    sharded = {
+        what: like(each, parameter.tensor)
+        for what, each in kept.items()
+        if isinstance(each, Tensor) and each.shape == parameter.local.shape and each.dim()
+    }
+    return {**kept, **sharded}

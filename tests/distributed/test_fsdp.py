@@ -229,6 +229,33 @@ def test_what_was_sent_and_what_remains_is_the_sum_of_the_gradients() -> None:
     assert sum(float(gradients.abs().sum()) for _, gradients in pairs) > 0.1
 
 
+def _resumed_in_one_file(rank: int, form: str) -> bool:
+    """From what rank 0 has gathered for all, or each rank's leaf of bytes; with an optimizer whose
+    moments are not saved beside."""
+    cfs = [10.0, 10.0, 5.0]
+    whole, begun, again = (Run("adamw", cfs) for _ in range(3))
+    whole.train(0, 9)
+    begun.train(0, 5)
+    state = [begun.compressor.state_dict(form)]
+    if form == "gathered":
+        dist.broadcast_object_list(state)
+    with torch.no_grad():
+        for p, before in zip(again.model.parameters(), begun.model.parameters(), strict=True):
+            p.to_local().copy_(before.to_local())
+    again.optimizer.load_state_dict(deepcopy(begun.optimizer.state_dict()))
+    for moments in again.optimizer.state.values():
+        moments["exp_avg_sq"].fill_(1.0)
+    again.compressor.load_state_dict(state[0])
+    again.train(5, 9)
+    assert len(state[0].get("ranks", [0] * RANKS)) == RANKS
+    return torch.equal(again.shards(), whole.shards())
+
+
+@pytest.mark.parametrize("form", ["gathered", "opaque"])
+def test_a_run_resumes_from_one_file(form: str) -> None:
+    assert run_ranks(RANKS, _resumed_in_one_file, form) == [True] * RANKS
+
+
 def _resumed(rank: int, kind: str) -> tuple[bool, str]:
     cfs = [10.0, 10.0, 1.0, 5.0]
     whole, begun = Run(kind, cfs), Run(kind, cfs)
