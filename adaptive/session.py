@@ -51,6 +51,12 @@ BROADCASTS = (
     " DDP(model, broadcast_buffers=False)"
 )
 
+JOIN = (
+    "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
+    "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
+    "drop_last=True), and leave join() out"
+)
+
 
 class Session:
     """One compressor at work on one model: wires the parts together.
@@ -299,6 +305,8 @@ class Session:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
         self._check_whole()
+        if self.model is not None and self.model._join_config.enable:
+            raise RuntimeError(JOIN)
         on_stream = self._pipeline.stream.hook_call(bucket.is_last())
         with on_stream, self._noting_failure(self.controller.step):
             return self._reduce(bucket)
