@@ -186,6 +186,7 @@ class AdaptiveCompressor:
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
+        Sparse gradients and complex parameters are exchanged as DDP does without a hook.
 
         optimizer: lets the memory do what the optimizer would have to do before averaging (see
             `memory`), and Accordion see the learning rate. With an SGD's momentum `p.grad` then
