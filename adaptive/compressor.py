@@ -198,6 +198,7 @@ class AdaptiveCompressor:
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
+        Sparse gradients and complex parameters are exchanged as DDP does without a hook.
 
         model: `DistributedDataParallel`, or what `torch.compile` or Fabric have made of it.
         optimizer: lets the memory do what the optimizer would have to do before averaging (see

@@ -57,6 +57,12 @@ BROADCASTS = (
     " DDP(model, broadcast_buffers=False)"
 )
 
+JOIN = (
+    "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
+    "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
+    "drop_last=True), and leave join() out"
+)
+
 
 class Session:
     """One compressor at work on one model: wires the parts together.
@@ -315,6 +321,8 @@ class Session:
                 self._reducer.end_backward()
             return done_with(bucket.buffer())
         self._check_whole()
+        if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
+            raise RuntimeError(JOIN)
         self.order.see(bucket)
         self._put_back_no_more()
         on_stream = self._pipeline.stream.hook_call(bucket.is_last())
