@@ -54,7 +54,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
         if compressor is not None and arguments:
             raise TypeError("give a compressor or the arguments of one, not both")
         self._given, self._arguments = compressor, arguments
-        self.compressor: AdaptiveCompressor | None = compressor or AdaptiveCompressor(**arguments)
+        self.compressor = compressor or AdaptiveCompressor(**arguments)
         self._resume_from = resume_from
         self._model: DistributedDataParallel | None = None
         self._catching: RemovableHandle | None = None
@@ -64,7 +64,6 @@ class AdaptiveCompressionCallback(TrainerCallback):
     ) -> None:
         if args.world_size == 1:
             log.warning("there is one process: no gradient is exchanged and none compressed")
-            self.compressor = None
             return
         bare, optimizer = _bare(kwargs["model"]), kwargs["optimizer"]
         folder = self._resume_from or _checkpoint(args, state)
@@ -92,7 +91,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.compressor is None or self._model is None:
+        if self._model is None:
             return
         gathered = self.compressor.state_dict(checkpoint="gathered")  # on every rank
         if "ranks" in gathered:
@@ -108,7 +107,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.compressor is None or self._model is None or logs is None or "loss" not in logs:
+        if self._model is None or logs is None or "loss" not in logs:
             return
         found = metrics(self.compressor)
         logs.update(found)
@@ -119,8 +118,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._stop_catching()
-        if self.compressor is not None:
-            self.compressor.close()
+        self.compressor.close()
 
     def _stop_catching(self) -> None:
         if self._catching is not None:
@@ -129,7 +127,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
 
     def _attach(self, model: DistributedDataParallel, optimizer: Any, folder: Path | None) -> None:
         """folder: the checkpoint to go on from."""
-        if self.compressor is None or self._model is not None:
+        if self._model is not None:
             self.compressor = self._given or AdaptiveCompressor(**self._arguments)
         self.compressor.attach(model, optimizer=optimizer)
         self._model = model

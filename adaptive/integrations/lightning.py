@@ -44,8 +44,8 @@ class AdaptiveCompressionCallback(Callback):
         if compressor is not None and arguments:
             raise TypeError("give a compressor or the arguments of one, not both")
         self._given, self._arguments = compressor, arguments
-        self.compressor: AdaptiveCompressor | None = compressor or AdaptiveCompressor(**arguments)
-        self._made_for: DistributedDataParallel | None = None
+        self.compressor = compressor or AdaptiveCompressor(**arguments)
+        self._model: DistributedDataParallel | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -53,11 +53,11 @@ class AdaptiveCompressionCallback(Callback):
         model = unwrap(trainer.strategy.model, None).model
         if not isinstance(model, DistributedDataParallel):
             _refuse(trainer)
-            self.compressor = None
+            self._model = None
             return
-        if self.compressor is None or self._made_for is not None:
+        if self._model is not None:
             self.compressor = self._given or AdaptiveCompressor(**self._arguments)
-        self._made_for = model
+        self._model = model
         optimizers = trainer.optimizers
         if len(optimizers) != 1:
             log.warning(
@@ -86,17 +86,16 @@ class AdaptiveCompressionCallback(Callback):
     ) -> None:
         """Log CF, gain and wire factor as often as the trainer logs."""
         step, every = trainer.global_step, max(1, trainer.log_every_n_steps)
-        if self.compressor is not None and step and step % every == 0:
+        if self._model is not None and step and step % every == 0:
             pl_module.log_dict(metrics(self.compressor), rank_zero_only=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take in the last step and close the timeline."""
-        if self.compressor is not None:
-            self.compressor.close()
+        self.compressor.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Part of the trainer's checkpoint, which asks all ranks and writes rank 0's."""
-        if self.compressor is None or self._made_for is None:
+        if self._model is None:
             return {}
         return self.compressor.state_dict(checkpoint="gathered")
 
