@@ -328,6 +328,12 @@ class AdaptiveCompressor:
         return self._session.controller.cf if self._session else DENSE
 
     @property
+    def memory(self) -> str:
+        """What becomes of what is not sent: "residual", "momentum", "updates" or "none", as it is
+        now; "auto" while that is not settled."""
+        return self._session.memory_kind if self._session else self._settings.memory.kind
+
+    @property
     def layer_cfs(self) -> dict[str, float]:
         """The CFs in use of the layers (by parameter name) that have another than `cf`."""
         return dict(self._session.controller.cfs.sent_layers) if self._session else {}

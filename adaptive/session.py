@@ -599,6 +599,11 @@ class Session:
         self._left = self._failed = None
 
     @property
+    def memory_kind(self) -> str:
+        """The name of the memory in use."""
+        return self._memory.now.name
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._parameters.device

@@ -1,0 +1,158 @@
+"""Hugging Face's `Trainer`: a callback.
+
+    trainer = Trainer(..., callbacks=[AdaptiveCompressionCallback(cf_range=(10, 1000))])
+
+The trainer shows its callbacks the bare model. So the wrapped one is caught when its first forward
+begins, which is before anything is exchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from adaptive.agreement import all_or_none
+from adaptive.compressor import AdaptiveCompressor
+from adaptive.integrations.metrics import metrics
+from adaptive.wrappers import unwrap
+
+log = logging.getLogger("adaptive")
+
+FILE = "adaptive_compressor.pt"
+"""In the trainer's checkpoint folders: the states of all ranks, written by rank 0."""
+
+
+class AdaptiveCompressionCallback(TrainerCallback):
+    """Compresses the gradient exchange of a `Trainer` on several processes.
+
+    compressor: one that is made already; else it is made with these arguments, anew for each
+    `train()`. It gets the trainer's optimizer and `GradScaler`. resume_from: the checkpoint folder
+    that `train(resume_from_checkpoint=...)` is given, which callbacks are not told of; None: that
+    of the step in the output folder. `compressor` is the one in use.
+
+    CF, gain and wire factor are added to the trainer's logs. RuntimeError after the first step of
+    several processes whose model is not DDP.
+    """
+
+    def __init__(
+        self,
+        compressor: AdaptiveCompressor | None = None,
+        *,
+        resume_from: str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        if compressor is not None and arguments:
+            raise TypeError("give a compressor or the arguments of one, not both")
+        self._given, self._arguments = compressor, arguments
+        self.compressor = compressor or AdaptiveCompressor(**arguments)
+        self._resume_from = resume_from
+        self._model: DistributedDataParallel | None = None
+        self._catching: RemovableHandle | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.world_size == 1:
+            log.warning("there is one process: no gradient is exchanged and none compressed")
+            return
+        bare, optimizer = _bare(kwargs["model"]), kwargs["optimizer"]
+        folder = self._resume_from or _checkpoint(args, state)
+
+        def catch(module: nn.Module, _: Any) -> None:
+            found = unwrap(module, None).model
+            if isinstance(found, DistributedDataParallel) and _bare(found.module) is bare:
+                self._stop_catching()
+                if found is not self._model:
+                    self._attach(found, optimizer, Path(folder) if state.global_step else None)
+
+        self._stop_catching()
+        self._catching = register_module_forward_pre_hook(catch)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._catching is not None:
+            self._stop_catching()
+            raise RuntimeError(
+                f"compression needs DistributedDataParallel, and none has been seen in a step of "
+                f"{args.world_size} processes (FSDP, DeepSpeed?)"
+            )
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._model is None:
+            return
+        gathered = self.compressor.state_dict(checkpoint="gathered")  # on every rank
+        if "ranks" in gathered:
+            path = _checkpoint(args, state) / FILE
+            torch.save(gathered, f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._model is None or logs is None or "loss" not in logs:
+            return
+        found = metrics(self.compressor)
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._stop_catching()
+        self.compressor.close()
+
+    def _stop_catching(self) -> None:
+        if self._catching is not None:
+            self._catching.remove()
+            self._catching = None
+
+    def _attach(self, model: DistributedDataParallel, optimizer: Any, folder: Path | None) -> None:
+        """folder: the checkpoint to go on from."""
+        if self._model is not None:
+            self.compressor = self._given or AdaptiveCompressor(**self._arguments)
+        self.compressor.attach(model, optimizer=optimizer)
+        self._model = model
+        if folder is None:
+            return
+        path, group = folder / FILE, model.process_group
+        there = [False] * dist.get_world_size(group)
+        dist.all_gather_object(there, path.exists(), group=group)
+        if not any(there):
+            log.warning(
+                "training resumes, but %s is not there, so that the compressor begins anew: give "
+                "AdaptiveCompressionCallback(resume_from=...) the checkpoint's folder",
+                path,
+            )
+            return
+        with all_or_none(group, f"{path} cannot be read on"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        self.compressor.load_state_dict(state)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder of the trainer's checkpoint at this step."""
+    return Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
+
+
+def _bare(model: Any) -> Any:
+    """Without what torch.compile has put around it."""
+    return getattr(model, "_orig_mod", model)

@@ -1,0 +1,15 @@
+"""The numbers of a compressor that experiment trackers get."""
+
+from __future__ import annotations
+
+from adaptive.compressor import AdaptiveCompressor
+
+
+def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:
+    """The CF in use, the mean error-fed gain at it (if it has been sent) and the wire factor of all
+    steps so far, by name: `accelerator.log(metrics(compressor), step=step)`."""
+    summary = compressor.summary()
+    found = {"cf": summary.cf, "wire_factor": summary.wire_factor}
+    if summary.cf in summary.mean_gain:
+        found["gain"] = summary.mean_gain[summary.cf]
+    return {f"{prefix}{name}": float(number) for name, number in found.items()}

@@ -1,0 +1,177 @@
+"""Accelerate and Hugging Face's Trainer on two processes: compressed, and resumed to the bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.frameworks import launched, net, optimizer_of, rows
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import flat_parameters, listen
+
+pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
+pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+
+STOP, STEPS = 4, 9
+EVERY = 2
+"""Backward passes of a step that is accumulated."""
+
+
+class Accelerated:
+    """A script with Accelerate: accumulation and clipping as its documentation has them."""
+
+    def __init__(self, optimizer: str, clip: float | None = None) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=EVERY)
+        self.model, self.optimizer = self.accelerator.prepare(
+            bare := net(), optimizer_of(optimizer, bare.parameters())
+        )
+        self.compressor = AdaptiveCompressor(policy="fixed", cf_range=(10, 10))
+        self.compressor.attach(self.model, optimizer=self.optimizer)
+        self.accelerator.register_for_checkpointing(self.compressor)
+        self.clip = clip
+
+    def train(self, rank: int, start: int, stop: int) -> Tensor:
+        data = rows()
+        for step in range(EVERY * start, EVERY * stop):
+            with self.accelerator.accumulate(self.model):
+                batch = data[(2 * step + rank) % len(data)]
+                loss = ((self.model(batch["x"]) - batch["y"]) ** 2).mean()
+                self.accelerator.backward(loss)
+                if self.clip is not None and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return flat_parameters(self.model)
+
+
+def _accelerated(rank: int, folder: str) -> dict[str, Any]:
+    launched(rank)
+    warnings.simplefilter("ignore")
+    from adaptive.integrations.metrics import metrics
+
+    told = listen()
+    found: dict[str, Any] = {}
+    for optimizer, clip in (("sgd", None), ("adamw", 0.1)):
+        run = Accelerated(optimizer, clip)
+        run.train(rank, 0, STOP)
+        run.accelerator.save_state(f"{folder}/{optimizer}")
+        straight = run.train(rank, STOP, STEPS)
+        resumed = Accelerated(optimizer, clip)
+        resumed.accelerator.load_state(f"{folder}/{optimizer}")
+        found[optimizer] = {
+            "straight": straight,
+            "resumed": resumed.train(rank, STOP, STEPS),
+            "steps": run.compressor.summary().steps,
+            "memory": run.compressor.memory,
+            "metrics": metrics(run.compressor),
+        }
+        found[optimizer]["told"], told[:] = list(told), []
+    clipped = Accelerated("sgd", 1e-3)
+    clipped.train(rank, 0, 4)
+    found["clipped"] = clipped.compressor.memory, [line for line in told if "clip" in line]
+    return found
+
+
+def test_accelerate_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _accelerated, str(tmp_path), limit=170)
+    for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
+        a, b = first[optimizer], second[optimizer]
+        assert torch.equal(a["straight"], b["straight"])
+        assert torch.equal(a["resumed"], a["straight"])
+        assert torch.equal(b["resumed"], b["straight"])
+        assert a["steps"] == STEPS  # not of every backward
+        assert a["memory"] == memory
+        assert a["metrics"]["compression/cf"] == 10
+        assert a["metrics"]["compression/wire_factor"] > 3
+        assert a["told"] == []
+    # Clipping velocities is found out, said, and given up.
+    assert first["clipped"][0] == second["clipped"][0] == "residual"
+
+
+class Model(nn.Module):
+    """As `Trainer` wants it: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": ((self.net(x) - y) ** 2).mean()}
+
+
+def _train(folder: str, optimizer: str, resume: bool = False, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from adaptive.integrations.hf import AdaptiveCompressionCallback
+
+    callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10), **options)
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        save_steps=STOP,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=0.02,
+        optim="sgd" if optimizer == "sgd" else "adamw_torch",
+        optim_args="momentum=0.9" if optimizer == "sgd" else None,
+        max_grad_norm=0.0 if optimizer == "sgd" else 1.0,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
+    model = Model()
+    optimizers: tuple[Any, Any] = (None, None)
+    if optimizer == "sgd":
+        optimizers = (optimizer_of("sgd", model.parameters()), None)
+    trainer = Trainer(
+        model, arguments, train_dataset=rows(), callbacks=[callback], optimizers=optimizers
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STOP}" if resume else None)
+    return trainer, callback
+
+
+def _trained(rank: int, folder: str) -> dict[str, Any]:
+    launched(rank)
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for optimizer in ("sgd", "adamw"):
+        own = f"{folder}/{optimizer}"
+        trainer, callback = _train(own, optimizer)
+        resumed = _train(own, optimizer, resume=True)
+        logged = [line for line in trainer.state.log_history if "loss" in line]
+        found[optimizer] = {
+            "straight": flat_parameters(trainer.model),
+            "resumed": flat_parameters(resumed[0].model),
+            "steps": resumed[1].compressor.summary().steps,
+            "memory": callback.compressor.memory,
+            "wire": callback.compressor.summary().wire_factor,
+            "logged": logged[-1],
+        }
+    told = listen()
+    _train(own, optimizer, resume=True, resume_from=f"{folder}/elsewhere")
+    found["told"] = [line for line in told if "resume_from" in line]
+    return found
+
+
+def test_the_trainer_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _trained, str(tmp_path), limit=170)
+    for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
+        a, b = first[optimizer], second[optimizer]
+        assert torch.equal(a["straight"], b["straight"])
+        assert torch.equal(a["resumed"], a["straight"])
+        assert torch.equal(b["resumed"], b["straight"])
+        assert a["steps"] == STEPS
+        assert a["memory"] == memory
+        assert a["wire"] > 3
+        assert a["logged"]["compression/cf"] == 10
+        assert 0 < a["logged"]["compression/gain"] < 1
+    assert len(first["told"]) == 1

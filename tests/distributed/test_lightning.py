@@ -1,0 +1,117 @@
+"""Lightning on two processes: the callback compresses, and resumes to the bit."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.frameworks import launched, net, optimizer_of, rows
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import flat_parameters, listen
+
+pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
+
+STOP, STEPS = 5, 9  # five steps are an epoch: Lightning resumes at the beginning of one
+
+
+def _module(optimizer: str) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return ((self.net(batch["x"]) - batch["y"]) ** 2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(optimizer, self.parameters())
+
+    return Module()
+
+
+def _trainer(folder: str, callbacks: list[Any], **options: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    settings = {"strategy": "ddp", "devices": 2, "max_steps": STEPS, **options}
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        logger=False,
+        num_nodes=1,
+        **settings,
+    )
+
+
+def _fit(folder: str, optimizer: str, ckpt_path: str | None = None, **options: Any) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from adaptive.integrations.lightning import AdaptiveCompressionCallback
+
+    saving = ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1
+    )
+    callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10))
+    trainer = _trainer(folder, [callback, saving] if ckpt_path is None else [callback], **options)
+    module = _module(optimizer)
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return trainer, module, callback
+
+
+def _trains(rank: int, folder: str) -> dict[str, Any]:
+    launched(rank)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found: dict[str, Any] = {}
+    for optimizer in ("sgd", "adamw"):
+        own = str(Path(folder, optimizer))
+        trainer, module, callback = _fit(own, optimizer)
+        summary = callback.compressor.summary()
+        resumed = _fit(own, optimizer, f"{own}/step={STOP}.ckpt")
+        found[optimizer] = {
+            "straight": flat_parameters(module),
+            "resumed": flat_parameters(resumed[1]),
+            "steps": (summary.steps, resumed[2].compressor.summary().steps),
+            "wire": summary.wire_factor,
+            "memory": callback.compressor.memory,
+            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "moments": [
+                state["exp_avg"].flatten()[:5]
+                for state in trainer.optimizers[0].state.values()
+                if "exp_avg" in state
+            ],
+        }
+    told = listen()
+    _fit(folder, "sgd", max_steps=2, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    found["clipping"] = [line for line in told if "gradient_clip_val" in line]
+    return found
+
+
+def test_lightning_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _trains, str(tmp_path), limit=170)
+    for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
+        a, b = first[optimizer], second[optimizer]
+        assert torch.equal(a["straight"], b["straight"])
+        assert torch.equal(a["resumed"], a["straight"])
+        assert torch.equal(b["resumed"], b["straight"])
+        assert a["steps"] == (STEPS, STEPS)
+        assert a["memory"] == memory
+        assert a["wire"] > 3
+        assert a["logged"]["compression/cf"] == 10
+        assert 0 < a["logged"]["compression/gain"] < 1
+        assert a["logged"]["compression/wire_factor"] > 3
+    moments = first["adamw"]["moments"], second["adamw"]["moments"]
+    assert not torch.equal(moments[0][0], moments[1][0])  # each rank's own, so the test is of that
+    assert len(first["clipping"]) == 1
+    assert "clip_norm" in first["clipping"][0]
