@@ -84,6 +84,8 @@ class CompressedProcessGroup:
         self.bytes_sent = self.dense_bytes = 0.0
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_pg":  # of a copy that is not finished
+            raise AttributeError(name)
         return getattr(self._pg, name)
 
     def watch(self, manager: Any) -> CompressedProcessGroup:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from adaptive import AdaptiveCompressor, MemoryTimeline, reshard_states
 from compressors.kernels import blocks
@@ -331,6 +332,28 @@ def test_clipping_the_norm_over_all_shards() -> None:
     assert are_replicas([compressed for *_, compressed in results])
 
 
+def _scaled(rank: int, kind: str) -> tuple[Tensor, Tensor]:
+    found = []
+    for native in (True, False):
+        run = Run(kind, native=native, attach=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        if not native:
+            run.attach(scaler=scaler)
+        for step in range(STEPS):
+            x, y = batch(step, rank, torch.float32)
+            scaler.scale(((run.model(x) - y) ** 2).mean()).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+        found.append(run.shards())
+    return found[0], found[1]
+
+
+def test_a_scaled_loss() -> None:
+    for native, ours in run_ranks(RANKS, _scaled, "adamw"):
+        torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+
+
 def _not_finite(rank: int) -> dict[str, Any]:
     run = Run("sgd", [10.0])
     run.train(0, 3)
@@ -382,6 +405,47 @@ def test_all_ranks_take_the_same_decisions() -> None:
     results = run_ranks(RANKS, _decisions)
     assert all(result == results[0] for result in results)
     assert all(max(cfs) > 1 for cfs in results[0])
+
+
+def _other_meshes(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Four replicas that are not sharded, whose activations are computed anew in backward."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "shard"))
+    found = []
+    for native, cf in ((True, 1.0), (False, 1.0), (False, 10.0)):
+        model: Any = nn.Sequential(_Checkpointed(small_net(torch.float32)), nn.Linear(3, 3))
+        with torch.no_grad():
+            model[1].weight.copy_(torch.eye(3))
+            model[1].bias.zero_()
+        for module in (model[0], model[1], model):
+            fully_shard(module, mesh=mesh if native else mesh["shard"])
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if not native:
+            compressor = AdaptiveCompressor("topk", policy=Scripted([cf]))
+            compressor.attach_fsdp(model, mesh, optimizer=optimizer)
+        for step in range(STEPS):
+            x, y = batch(step, rank, torch.float32)
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.to_local().detach().flatten() for p in model.parameters()]))
+    return found[0], found[1], found[2]
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.net, x, use_reentrant=False)
+        return y
+
+
+def test_replicas_that_are_not_sharded() -> None:
+    results = run_ranks(RANKS, _other_meshes)
+    for native, ours, compressed in results:
+        torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+        assert torch.equal(compressed, results[0][2])
 
 
 def _unequal_at_the_start(rank: int) -> Tensor:
