@@ -7,9 +7,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from runpy import run_path
 
+import pytest
 import torch
 
 from tests.distributed.processes import run_ranks
+
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 
