@@ -62,6 +62,7 @@ class Run:
         native: bool = False,
         precision: MixedPrecisionPolicy = PLAIN,
         attach: bool = True,
+        base: str = "topk",
         **options: Any,
     ) -> None:
         self.mesh = mesh_of()
@@ -75,7 +76,7 @@ class Run:
         self.optimizer = OPTIMIZERS[kind](self.parameters)
         if not native:
             options = {"policy": Scripted(cfs or [1.0]), **options}
-            self.compressor = AdaptiveCompressor("topk", (2, 100), **options)
+            self.compressor = AdaptiveCompressor(base, (2, 100), **options)
         if attach and not native:
             self.attach()
 
@@ -161,6 +162,41 @@ def test_replicas_stay_equal_to_the_bit(device_path: bool) -> None:
         assert are_replicas(list(shards))
         assert not torch.equal(shards[0], shards[1])
         assert {*memories} == {MEMORIES[kind]}
+
+
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("topk", {"exchange": "sharded"}),
+    ("topk", {"exchange": "voted_indices"}),
+    ("topk+fp32", {"exchange": "shared_indices_by_energy"}),
+    ("dgc", {"granularity": "layer", "checksum": True}),
+    ("randomk", {"exchange": "all_reduce"}),
+    ("powersgd", {}),
+    ("sketch", {}),
+    ("signsgd", {"memory": "residual", "residual_dtype": torch.bfloat16}),
+    ("topk", {"policy": "layerwise"}),
+    ("topk", {"policy": "accordion"}),
+]
+
+
+def _each_way(rank: int) -> list[tuple[Tensor, list[float]]]:
+    found = []
+    for base, options in WAYS:
+        options = {"policy": ByStep([4.0, 10.0, 1.0]), "debug": 1, **options}
+        run, cfs = Run("adamw", base=base, **options), []
+        for step in range(5):
+            run.train(step, step + 1, (2, 0, 1))
+            cfs.append(run.compressor.cf)
+        found.append((run.shards(), cfs))
+    return found
+
+
+def test_every_way_to_exchange() -> None:
+    """Shards are of unequal size, and some are empty."""
+    for of_ranks in zip(*run_ranks(RANKS, _each_way), strict=True):
+        shards, cfs = zip(*of_ranks, strict=True)
+        assert are_replicas(list(shards))
+        assert shards[0].isfinite().all()
+        assert all(each == cfs[0] for each in cfs)
 
 
 def _bytes(rank: int, cf: float) -> tuple[float, float, Tensor]:
