@@ -44,7 +44,7 @@ UNSCALED = (
 )
 UNSTEPPED = (
     "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
-    " accumulate gradients under model.no_sync()"
+    " accumulate gradients under model.no_sync() (FSDP2: set_requires_gradient_sync(False))"
 )
 THROWN_AWAY = (
     "the gradients of a synchronised backward were cleared without optimizer.step(): what was not "

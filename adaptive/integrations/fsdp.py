@@ -135,6 +135,7 @@ class ShardedReplica:
     def of(cls, root: Any, mesh: Any, settings: Settings) -> ShardedReplica:
         """The one of this model, made if there is none. TypeError or ValueError unless it can be
         compressed."""
+        root = getattr(root, "_orig_mod", root)  # of torch.compile
         _check(root, mesh, settings)
         found: ShardedReplica | None = getattr(root, _ATTRIBUTE, None)
         if found is None or found.mesh != mesh:

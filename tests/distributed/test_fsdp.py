@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, listen, same, small_net
 from tests.distributed.test_device_path import ByStep
 
-RANKS, STEPS = 4, 6
+RANKS, STEPS = 4, 5
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN = MixedPrecisionPolicy()
@@ -62,6 +63,7 @@ class Run:
         native: bool = False,
         precision: MixedPrecisionPolicy = PLAIN,
         attach: bool = True,
+        base: str = "topk",
         **options: Any,
     ) -> None:
         self.mesh = mesh_of()
@@ -75,7 +77,7 @@ class Run:
         self.optimizer = OPTIMIZERS[kind](self.parameters)
         if not native:
             options = {"policy": Scripted(cfs or [1.0]), **options}
-            self.compressor = AdaptiveCompressor("topk", (2, 100), **options)
+            self.compressor = AdaptiveCompressor(base, (2, 100), **options)
         if attach and not native:
             self.attach()
 
@@ -114,17 +116,16 @@ def are_replicas(results: list[Tensor]) -> bool:
 def _at_cf_1(rank: int, kind: str) -> list[tuple[Tensor, Tensor, str]]:
     found = []
     for precision in (PLAIN, HALF):
-        for uses in ((2,), (0, 2, 1)):
-            native, ours = (Run(kind, native=n, precision=precision) for n in (True, False))
-            for run in (native, ours):
-                run.train(0, STEPS, uses)
-            found.append((native.shards(), ours.shards(), ours.kind_of_memory()))
+        native, ours = (Run(kind, native=n, precision=precision) for n in (True, False))
+        for run in (native, ours):
+            run.train(0, STEPS, uses=(2, 0, 2, 1))
+        found.append((native.shards(), ours.shards(), ours.kind_of_memory()))
     return found
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_at_cf_1_it_is_torchs_own_hsdp(kind: str) -> None:
-    """In float32 and with half-precision parameters; with all parameters in use, and not."""
+    """In float32 and with half-precision parameters, also of steps that leave some out."""
     start = run_ranks(1, _start)[0]
     for found in run_ranks(RANKS, _at_cf_1, kind):
         for native, ours, memory in found:
@@ -144,9 +145,8 @@ def _compressed(rank: int, device_path: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in OPTIMIZERS:
         run = Run(kind, policy=ByStep([10.0, 10.0, 10.0, 1.0, 10.0]), debug=1)
-        run.train(0, 14, (2, 0, 2, 1))
-        total = run.compressor.summary()
-        found[kind] = (run.shards(), run.kind_of_memory(), total.bytes_sent, total.dense_bytes)
+        run.train(0, 9, (2, 0, 2, 1))
+        found[kind] = (run.shards(), run.kind_of_memory())
     return {"found": found, "told": told}
 
 
@@ -157,10 +157,45 @@ def test_replicas_stay_equal_to_the_bit(device_path: bool) -> None:
     results = run_ranks(RANKS, _compressed, device_path)
     assert [result["told"] for result in results] == [[]] * RANKS
     for kind in OPTIMIZERS:
-        shards, memories, *_ = zip(*(result["found"][kind] for result in results), strict=True)
+        shards, memories = zip(*(result["found"][kind] for result in results), strict=True)
         assert are_replicas(list(shards))
         assert not torch.equal(shards[0], shards[1])
         assert {*memories} == {MEMORIES[kind]}
+
+
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("topk", {"exchange": "sharded"}),
+    ("topk", {"exchange": "voted_indices"}),
+    ("topk+fp32", {"exchange": "shared_indices_by_energy"}),
+    ("dgc", {"granularity": "layer", "checksum": True}),
+    ("randomk", {"exchange": "all_reduce"}),
+    ("powersgd", {}),
+    ("sketch", {}),
+    ("signsgd", {"memory": "residual", "residual_dtype": torch.bfloat16}),
+    ("topk", {"policy": "layerwise"}),
+    ("topk", {"policy": "accordion"}),
+]
+
+
+def _each_way(rank: int) -> list[tuple[Tensor, list[float]]]:
+    found = []
+    for base, options in WAYS:
+        options = {"policy": ByStep([4.0, 10.0, 1.0]), "debug": 1, **options}
+        run, cfs = Run("adamw", base=base, **options), []
+        for step in range(5):
+            run.train(step, step + 1, (2, 0, 1))
+            cfs.append(run.compressor.cf)
+        found.append((run.shards(), cfs))
+    return found
+
+
+def test_every_way_to_exchange() -> None:
+    """Shards are of unequal size, and some are empty."""
+    for of_ranks in zip(*run_ranks(RANKS, _each_way), strict=True):
+        shards, cfs = zip(*of_ranks, strict=True)
+        assert are_replicas(list(shards))
+        assert shards[0].isfinite().all()
+        assert all(each == cfs[0] for each in cfs)
 
 
 def _bytes(rank: int, cf: float) -> tuple[float, float, Tensor]:
@@ -446,6 +481,23 @@ def test_replicas_that_are_not_sharded() -> None:
     for native, ours, compressed in results:
         torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
         assert torch.equal(compressed, results[0][2])
+
+
+def _reports(rank: int) -> list[dict[str, Any]]:
+    policy = Scripted([10.0, 1.0, 5.0], probe=(20.0,))
+    run = Run("adamw", policy=policy)
+    run.train(0, STEPS, (2, 0))
+    run.compressor.flush()
+    return [asdict(report) for report in policy.reports]
+
+
+def test_policies_are_told_the_same_on_all_ranks() -> None:
+    """Times and bytes, too, which differ: shards are of unequal size."""
+    first, *others = run_ranks(RANKS, _reports)
+    assert len(first) == STEPS
+    assert all(same(other, first) for other in others)
+    assert all(report["wire_bytes"] > report["statistics_bytes"] > 0 for report in first)
+    assert all(report["timed_bytes"] > 0 for report in first[2:])
 
 
 def _unequal_at_the_start(rank: int) -> Tensor:
