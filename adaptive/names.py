@@ -16,12 +16,11 @@ BESIDE = ("compressors", "policies")
 """The packages that lie beside this one, which imports them."""
 
 
-def check_names(folder: Path | None = None) -> None:
+def check_names() -> None:
     """ImportError, naming the file, if an import of one of the packages beside this one finds
-    another. folder: in which they lie; None: that of this package."""
-    folder = folder or Path(__file__).parents[1]
+    another."""
     for name in BESIDE:
-        ours, found = folder / name / "__init__.py", _found(name)
+        ours, found = Path(__file__).parents[1] / name / "__init__.py", _found(name)
         if found is not None and ours.is_file() and not ours.samefile(found):
             raise ImportError(
                 f"{found} is in the way: it is imported as {name!r}, the name of a package of "

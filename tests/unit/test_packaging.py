@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -96,6 +97,23 @@ def test_the_console_script_is_python_m_runs(tmp_path: Path) -> None:
     assert helped.returncode == 0
     assert "simulate" in helped.stdout
     assert _python(code, "nonsense", folder=tmp_path).returncode == 2
+
+
+def test_a_runs_py_is_in_nobodys_way_of_the_console_script(tmp_path: Path) -> None:
+    (tmp_path / "runs.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    script = scripts / "adaptive-runs"
+    script.write_text("import sys\nfrom runs.__main__ import run\nsys.exit(run())\n", "utf-8")
+    ended = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "simulate" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize("name", ["compressors", "policies"])
