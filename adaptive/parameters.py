@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+COMPILED = "_orig_mod."
+"""What torch.compile puts before the names of a module's parameters; a state fits with and without.
+"""
+
 
 @dataclass(eq=False)
 class ModelParameter:
@@ -84,6 +88,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
             for name, p in model.module.named_parameters():
                 if not p.requires_grad or (name if "." in name else f".{name}") in ignored:
                     continue
+                name = name.replace(COMPILED, "")
                 if p.is_complex() or p in sparse:
                     self.as_they_are[p] = name
                 else:
