@@ -17,6 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from adaptive.integrations.fsdp import ShardedReplica
 
+COMPILED = "_orig_mod."
+"""What torch.compile puts before the names of a module's parameters; a state fits with and without.
+"""
+
 
 @dataclass(eq=False)
 class ModelParameter:
@@ -105,6 +109,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
             for name, p in model.module.named_parameters():
                 if not p.requires_grad or (name if "." in name else f".{name}") in ignored:
                     continue
+                name = name.replace(COMPILED, "")
                 if p.is_complex() or p in sparse:
                     self.as_they_are[p] = name
                 else:

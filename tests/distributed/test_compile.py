@@ -43,7 +43,7 @@ def _train(rank: int, when: str, autograd: bool) -> tuple[Tensor, list[float]]:
 
 
 def _compiled(rank: int) -> list[tuple[Tensor, list[float]]]:
-    ways = [("eager", False), ("before", False), ("after", False), ("after", True)]
+    ways = [("eager", False), ("before", False), ("after", True)]
     return [_train(rank, when, autograd) for when, autograd in ways]
 
 
@@ -56,6 +56,29 @@ def test_a_compiled_model_trains_as_one_that_is_not() -> None:
             torch.testing.assert_close(parameters, eager)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one[0], other[0])
+
+
+def _around_a_compiled_module(rank: int) -> list[tuple[Tensor, list[str]]]:
+    """Parameters, and their names in a state, without and with torch.compile inside DDP."""
+    found = []
+    for net in (small_net(), torch.compile(small_net(), backend="aot_eager")):
+        model = DDP(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Scripted([1.0]))
+        compressor.attach(model, optimizer=optimizer)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        found.append((flat_parameters(model), list(compressor.state_dict()["parameters"])))
+    return found
+
+
+def test_ddp_around_a_compiled_module_trains_as_ddp_and_its_states_fit() -> None:
+    for (plain, names), (compiled, named) in run_ranks(2, _around_a_compiled_module):
+        torch.testing.assert_close(compiled, plain)
+        assert named == names
+        assert names[0] == "0.weight"
 
 
 def _python_reducer(rank: int) -> list[str]:
