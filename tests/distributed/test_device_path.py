@@ -70,7 +70,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("base", "options"), WAYS, ids=str)
-@pytest.mark.parametrize("bad_at", [None, 4])
+@pytest.mark.parametrize("bad_at", [pytest.param(None, marks=pytest.mark.long), 4])
 def test_nothing_is_lost(base: str, options: dict[str, Any], bad_at: int | None) -> None:
     results = run_ranks(2, _balance, base, options, bad_at)
     for result in results:
@@ -135,7 +135,7 @@ def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, A
     [
         {},
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        {"momentum": 0.9, "dampening": 0.3},
+        pytest.param({"momentum": 0.9, "dampening": 0.3}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -121,10 +121,10 @@ def _reference(
 @pytest.mark.parametrize(
     ("optimizer", "outer", "overlap"),
     [
-        ("sgd", (0.7, 0.9), 0),
+        pytest.param("sgd", (0.7, 0.9), 0, marks=pytest.mark.long),
         ("sgd", (1.0, 0.0), 3),
-        ("adamw", (1.0, 0.0), 0),
-        ("adamw", (0.7, 0.9), 1),
+        pytest.param("adamw", (1.0, 0.0), 0, marks=pytest.mark.long),
+        pytest.param("adamw", (0.7, 0.9), 1, marks=pytest.mark.long),
         ("adamw", (0.7, 0.9), 3),
     ],
 )

@@ -48,7 +48,7 @@ def _run(rank: int, dtype: torch.dtype, options: dict[str, Any], on_device: bool
     }
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options",
     [

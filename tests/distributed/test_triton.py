@@ -68,16 +68,21 @@ def _train(
     return flat_parameters(model), set(launches)
 
 
+WAYS = [
+    ("topk+int4", False, {"exchange": "all_gather"}, ["_select_alone", "_sparse_mean"]),
+    ("bf16", True, {}, ["_enlarge", "_judge", "_fill_if"]),
+]
+OTHERS = [
+    ("topk", False, {"exchange": "sharded"}, ["_read_indices", "_add_sparse", "_write_sparse"]),
+    ("topk", False, {"exchange": "shared_indices"}, ["_read_indices", "_add_if"]),
+    ("int8", False, {"exchange": "all_gather"}, ["_bucket_levels", "_dense_mean", "_any_nan"]),
+    ("bf16", False, {}, ["_floats", "_dense_mean"]),
+]
+
+
 @pytest.mark.parametrize(
     ("base", "adamw", "options", "launched"),
-    [
-        ("topk+int4", False, {"exchange": "all_gather"}, ["_select_alone", "_sparse_mean"]),
-        ("bf16", True, {}, ["_enlarge", "_judge", "_fill_if"]),
-        ("topk", False, {"exchange": "sharded"}, ["_read_indices", "_add_sparse", "_write_sparse"]),
-        ("topk", False, {"exchange": "shared_indices"}, ["_read_indices", "_add_if"]),
-        ("int8", False, {"exchange": "all_gather"}, ["_bucket_levels", "_dense_mean", "_any_nan"]),
-        ("bf16", False, {}, ["_floats", "_dense_mean"]),
-    ],
+    [*WAYS, *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)],
     ids=str,
 )
 def test_it_trains_as_on_the_host(

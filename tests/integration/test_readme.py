@@ -48,6 +48,7 @@ def test_the_script_in_the_readme(tmp_path: Path) -> None:
     assert "wire factor" in output
 
 
+@pytest.mark.long
 def test_whether_it_is_the_network(tmp_path: Path) -> None:
     output = _run("docs/slow-second-node.md", "is_it_the_network.py", tmp_path)
     assert re.search(r"compute [0-9.]+ s, with the exchange [0-9.]+ s: [0-9.]+ times", output)
