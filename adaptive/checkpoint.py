@@ -76,8 +76,8 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
         session.kept_apart().check(kept_apart)
     session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
     session.put_back(kept_apart)
-    if order and not session.order.repeat(order):
-        log.info("DDP may order its buckets otherwise than in the run that is resumed: to rounding")
+    if order:
+        session.order_buckets(order)
 
 
 def _of_rank(session: Session) -> dict[str, Any]:

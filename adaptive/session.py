@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import sqrt
@@ -52,6 +52,12 @@ log = logging.getLogger("adaptive")
 BROADCASTS = (
     "DDP sends the model's buffers (batch norm's statistics?) in every forward, local steps or not:"
     " DDP(model, broadcast_buffers=False)"
+)
+
+
+OTHER_ORDER = (
+    "DDP orders its buckets anew after the first backward, so that sums may be in another order "
+    "than in the run that is resumed: it goes on as that to rounding"
 )
 
 
@@ -293,8 +299,6 @@ class Session:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
         if self.order.passing:
-            if bucket.is_last():
-                self._reducer.end_backward()
             return done_with(bucket.buffer())
         self._check_whole()
         self.order.see(bucket)
@@ -558,6 +562,15 @@ class Session:
         here = self.kept_apart()
         here.load_state_dict(kept_apart)
         self._loading = here.put_back_after_loading(kept_apart)
+
+    def order_buckets(self, names: Sequence[str]) -> None:
+        """As those of a run that is resumed, unless a backward has come already."""
+        if not self.order.settled:
+            self.order.repeat(names)
+            if self.order.settled:
+                self._reducer.end_backward()
+            elif self.exchange.rank == 0:
+                log.info("%s", OTHER_ORDER)
 
     def _put_back_no_more(self) -> None:
         if self._loading is not None:

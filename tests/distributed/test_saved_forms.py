@@ -246,7 +246,8 @@ def _orders(rank: int) -> list[list[str]]:
         order: BucketOrder = compressor._session.order
         if resumed:
             model.register_forward_pre_hook(lambda *_: called.append("hook"))
-            assert order.repeat(found[0])
+            order.repeat(found[0])
+            assert order.settled
             assert called == []
             order.names, order._backwards = [], 1
         for step in range(2):
