@@ -59,7 +59,7 @@ class AdaptiveCompressionCallback(Callback):
             self.compressor = self._given or AdaptiveCompressor(**self._arguments)
         self._model = model
         optimizers = trainer.optimizers
-        if len(optimizers) != 1:
+        if len(optimizers) != 1 and trainer.is_global_zero:
             log.warning(
                 "%d optimizers: none is handed over, and gradients get plain error feedback",
                 len(optimizers),
