@@ -1,5 +1,5 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
-# make long-test: what takes long, and needs Lightning, Accelerate and Transformers.
+# make long-test: what takes long, and needs Lightning, Accelerate, Transformers and torchft.
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one), and Triton's kernels.
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
@@ -20,7 +20,7 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration tests/distributed
 
 long-test: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,hf,torchft]'
 	$(BIN)/python -m pytest --numprocesses 2 -m long tests/integration tests/distributed
 
 browser-test: $(STAMP)

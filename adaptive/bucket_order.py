@@ -46,19 +46,29 @@ class BucketOrder:
         if bucket.is_last():
             self._backwards += 1
 
-    def repeat(self, names: Sequence[str]) -> bool:
-        """Let DDP cut its buckets as they were. Returns whether they now are (if no backward has
-        come before, and the buckets of this model change at all). On every rank."""
+    @property
+    def settled(self) -> bool:
+        """A backward has come, or has been made, after which the buckets stay as they are."""
+        return self._backwards >= SETTLED
+
+    def repeat(self, names: Sequence[str]) -> None:
+        """Let DDP cut its buckets as they were, if no backward has come yet and that can be done
+        (see `settled`). On every rank."""
         model, by_name = self._model, self._parameters.by_name()
-        if self._backwards >= SETTLED:
-            return True
-        if model is None or sorted(names) != sorted(by_name) or not _changes(model):
-            return False
+        if self.settled or model is None or sorted(names) != sorted(by_name):
+            return
         if self._parameters.as_they_are:
-            return False  # they would have to take part
+            return  # they would have to take part
+        if model.find_unused_parameters:  # they never change
+            self._backwards, self.names = SETTLED, list(names)
+        elif _are_cut_once(model):
+            self._pass_zeros(model, names)
+
+    def _pass_zeros(self, model: DistributedDataParallel, names: Sequence[str]) -> None:
+        by_name = self._parameters.by_name()
         ordered = [by_name[name].tensor for name in names]
         if any(p._post_accumulate_grad_hooks for p in ordered):
-            return False  # the script steps within backward, and would step by zeros
+            return  # the script steps within backward, and would step by zeros
         grads = [p.grad for p in ordered]
         module, synchronises = model.module, model.require_backward_grad_sync
         self.passing = True
@@ -73,7 +83,6 @@ class BucketOrder:
             for p, grad in zip(ordered, grads, strict=True):
                 p.grad = grad
         self._backwards, self.names = SETTLED, list(names)
-        return True
 
 
 class _Zeros(nn.Module):
@@ -91,8 +100,8 @@ class _Zeros(nn.Module):
         return loss
 
 
-def _changes(model: DistributedDataParallel) -> bool:
-    """Its buckets are cut anew, and one backward is enough for it. What a static graph learns in
-    its first backward must not be learnt from zeros."""
-    others = model.find_unused_parameters or model.static_graph or model.mixed_precision is not None
+def _are_cut_once(model: DistributedDataParallel) -> bool:
+    """Its buckets are cut anew after one backward. What a static graph learns in its first backward
+    must not be learnt from zeros."""
+    others = model.static_graph or model.mixed_precision is not None
     return not (others or model._use_python_reducer or model._delay_all_reduce_all_params)

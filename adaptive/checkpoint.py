@@ -76,8 +76,8 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
         session.kept_apart().check(kept_apart)
     session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
     session.put_back(kept_apart)
-    if order and not session.order.repeat(order):
-        log.info("DDP may order its buckets otherwise than in the run that is resumed: to rounding")
+    if order:
+        session.order_buckets(order)
 
 
 def _of_rank(session: Session) -> dict[str, Any]:
@@ -101,6 +101,8 @@ def _gathered(session: Session) -> dict[str, Any]:
         whole, packed = _whole(session), io.BytesIO()
         if rank:
             torch.save(whole, packed)
+    if "cpu" in {each.type for each in group._device_types}:  # gloo gathers on the host only
+        device = torch.device("cpu")
     received = _gather_bytes(packed.getbuffer(), group, device)
     if rank:
         return {"version": VERSION, "rank": rank, "world_size": world_size, "elsewhere": ELSEWHERE}
@@ -115,7 +117,9 @@ def _gathered(session: Session) -> dict[str, Any]:
     }
 
 
-def _gather_bytes(own: memoryview, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+def _gather_bytes(
+    own: memoryview, group: dist.ProcessGroup, device: torch.device
+) -> list[bytearray]:
     """What ranks 1, 2, ... have, on rank 0; nothing on the others. A collective that needs little
     memory on the device, unlike torch's for objects."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -135,7 +139,7 @@ def _gather_bytes(own: memoryview, group: dist.ProcessGroup, device: torch.devic
         for other, sent in enumerate(chunks or ()):
             rest = max(0, lengths[other] - start)
             received[other] += sent.cpu()[:rest].numpy().tobytes()
-    return [bytes(each) for each in received[1:]] if rank == 0 else []
+    return received[1:] if rank == 0 else []
 
 
 def _unpacked(packed: bytes) -> Any:

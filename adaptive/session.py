@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import sqrt
@@ -61,6 +61,12 @@ JOIN = (
     "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
     "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
     "drop_last=True), and leave join() out"
+)
+
+
+OTHER_ORDER = (
+    "DDP orders its buckets anew after the first backward, so that sums may be in another order "
+    "than in the run that is resumed: it goes on as that to rounding"
 )
 
 
@@ -317,8 +323,6 @@ class Session:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
         if self.order.passing:
-            if bucket.is_last():
-                self._reducer.end_backward()
             return done_with(bucket.buffer())
         self._check_whole()
         if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
@@ -614,6 +618,15 @@ class Session:
         here = self.kept_apart()
         here.load_state_dict(kept_apart)
         self._loading = here.put_back_after_loading(kept_apart)
+
+    def order_buckets(self, names: Sequence[str]) -> None:
+        """As those of a run that is resumed, unless a backward has come already."""
+        if not self.order.settled:
+            self.order.repeat(names)
+            if self.order.settled:
+                self._reducer.end_backward()
+            elif self.exchange.rank == 0:
+                log.info("%s", OTHER_ORDER)
 
     def _put_back_no_more(self) -> None:
         if self._loading is not None:

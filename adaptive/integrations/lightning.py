@@ -48,6 +48,10 @@ class AdaptiveCompressionCallback(Callback):
         self._model: DistributedDataParallel | None = None
         self._loaded: Mapping[str, Any] | None = None
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Before the checkpoint is read: what was read for a validation is not to be trained on."""
+        self._loaded = None
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, and go on from the checkpoint if there was one."""
         model = unwrap(trainer.strategy.model, None).model
@@ -59,7 +63,7 @@ class AdaptiveCompressionCallback(Callback):
             self.compressor = self._given or AdaptiveCompressor(**self._arguments)
         self._model = model
         optimizers = trainer.optimizers
-        if len(optimizers) != 1:
+        if len(optimizers) != 1 and trainer.is_global_zero:
             log.warning(
                 "%d optimizers: none is handed over, and gradients get plain error feedback",
                 len(optimizers),

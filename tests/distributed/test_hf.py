@@ -126,7 +126,8 @@ def _train(folder: str, optimizer: str, resume: bool = False, **options: Any) ->
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        ddp_find_unused_parameters=False,
+        # The default is True, with which buckets never change.
+        ddp_find_unused_parameters=False if optimizer == "sgd" else None,
     )
     model = Model()
     optimizers: tuple[Any, Any] = (None, None)

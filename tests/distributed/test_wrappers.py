@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
+from adaptive.wrappers import unwrap
 from tests.distributed.frameworks import launched, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen, loss_of, small_net
@@ -89,6 +90,24 @@ def test_what_is_not_taken_over_is_said_with_what_to_do() -> None:
         assert "optimizer" in found["around"]
         assert "torch.optim.Optimizer" in found["around"]
         assert "must be a DistributedDataParallel module, got Sequential" in found["bare"]
+
+
+class Scaling(Around):
+    """As Accelerate's optimizer is, with the `GradScaler` that it uses."""
+
+    def __init__(self, inner: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer, self.scaler = inner, scaler
+
+
+def test_the_scaler_of_a_wrapper_is_found() -> None:
+    optimizer = optimizer_of("sgd", net().parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    found = unwrap(None, Scaling(Around(optimizer), scaler))
+    assert not isinstance(found.optimizer, torch.optim.Optimizer)
+    found = unwrap(None, Scaling(optimizer, scaler))
+    assert found.optimizer is optimizer
+    assert found.scaler is scaler
+    assert not found.by_framework
 
 
 def _fabric(rank: int, folder: str) -> dict[str, Any]:

@@ -41,6 +41,9 @@ def _imports(module: str) -> set[str]:
 KERNELS = "compressors.kernels.triton_"
 """Modules that are loaded where a tensor is for them."""
 
+INTEGRATIONS = "adaptive.integrations."
+"""Modules that are loaded by whoever uses a framework."""
+
 GRAPH = {module: _imports(module) for module in FILES}
 
 
@@ -55,7 +58,7 @@ GRAPH = {module: _imports(module) for module in FILES}
 def test_packages_import_one_way(package: str, allowed: set[str]) -> None:
     known = {*allowed, *sys.stdlib_module_names}
     for module, imported in GRAPH.items():
-        if module.split(".")[0] == package and not module.startswith(KERNELS):
+        if module.split(".")[0] == package and not module.startswith((KERNELS, INTEGRATIONS)):
             assert {name.split(".")[0] for name in imported} <= known, module
 
 
@@ -65,6 +68,13 @@ def test_triton_is_not_needed_to_load_anything_but_its_kernels() -> None:
     for module in GRAPH.keys() - kernels:
         assert not GRAPH[module] & kernels, module
         assert not any(name.split(".")[0] == "triton" for name in GRAPH[module]), module
+
+
+def test_integrations_are_imported_by_nobody_else() -> None:
+    integrations = {module for module in GRAPH if module.startswith(INTEGRATIONS)}
+    assert len(integrations) >= 3
+    for module in GRAPH.keys() - integrations:
+        assert not GRAPH[module] & integrations, module
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
