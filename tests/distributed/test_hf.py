@@ -17,6 +17,7 @@ from tests.distributed.setting import flat_parameters, listen
 
 pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
 pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+pytestmark = pytest.mark.long
 
 STOP, STEPS = 4, 9
 EVERY = 2

@@ -15,6 +15,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen
 
 pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
+pytestmark = pytest.mark.long
 
 STOP, STEPS = 5, 9  # five steps are an epoch: Lightning resumes at the beginning of one
 

@@ -102,6 +102,7 @@ def _resumed(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_fresh_process_goes_on_to_the_bit_from_rank_0s_files(tmp_path: Path) -> None:
     straight = run_ranks(2, _saved, str(tmp_path))
     resumed = run_ranks(2, _resumed, str(tmp_path))

@@ -206,6 +206,7 @@ def _elastic(rank: int, lighthouse: str) -> tuple[Tensor, int, int, float]:
     return *result, waits
 
 
+@pytest.mark.long
 def test_a_replica_leaves_and_comes_back() -> None:
     coordination = pytest.importorskip("torchft.coordination")
     lighthouse = coordination.LighthouseServer(

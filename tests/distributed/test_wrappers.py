@@ -152,6 +152,7 @@ def _fabric(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_fabric_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
     first, second = run_ranks(2, _fabric, str(tmp_path))

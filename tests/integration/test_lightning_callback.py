@@ -11,6 +11,7 @@ import torch
 from tests.distributed.setting import listen
 
 pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
+pytestmark = pytest.mark.long
 
 
 def _trainer(world_size: int) -> Any:
