@@ -6,17 +6,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from adaptive import AdaptiveCompressor
-from tests.distributed.frameworks import launched, net, optimizer_of, rows
+from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen
 
-pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
-pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+pytestmark = needs("accelerate", "transformers")
 
 STOP, STEPS = 4, 9
 EVERY = 2
@@ -26,10 +24,12 @@ EVERY = 2
 class Accelerated:
     """A script with Accelerate: accumulation and clipping as its documentation has them."""
 
-    def __init__(self, optimizer: str, clip: float | None = None) -> None:
+    def __init__(self, optimizer: str, clip: float | None = None, scales: bool = False) -> None:
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=EVERY)
+        if scales:  # as with mixed_precision="fp16", which a CPU has not
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
         self.model, self.optimizer = self.accelerator.prepare(
             bare := net(), optimizer_of(optimizer, bare.parameters())
         )
@@ -59,21 +59,22 @@ def _accelerated(rank: int, folder: str) -> dict[str, Any]:
 
     told = listen()
     found: dict[str, Any] = {}
-    for optimizer, clip in (("sgd", None), ("adamw", 0.1)):
-        run = Accelerated(optimizer, clip)
+    for which, clip in (("sgd", None), ("adamw", 0.1), ("sgd, scaled", None)):
+        made = which.partition(",")[0], clip, "scaled" in which
+        run = Accelerated(*made)
         run.train(rank, 0, STOP)
-        run.accelerator.save_state(f"{folder}/{optimizer}")
+        run.accelerator.save_state(f"{folder}/{which}")
         straight = run.train(rank, STOP, STEPS)
-        resumed = Accelerated(optimizer, clip)
-        resumed.accelerator.load_state(f"{folder}/{optimizer}")
-        found[optimizer] = {
+        resumed = Accelerated(*made)
+        resumed.accelerator.load_state(f"{folder}/{which}")
+        found[which] = {
             "straight": straight,
             "resumed": resumed.train(rank, STOP, STEPS),
             "steps": run.compressor.summary().steps,
             "memory": run.compressor.memory,
             "metrics": metrics(run.compressor),
         }
-        found[optimizer]["told"], told[:] = list(told), []
+        found[which]["told"], told[:] = list(told), []
     clipped = Accelerated("sgd", 1e-3)
     clipped.train(rank, 0, 4)
     found["clipped"] = clipped.compressor.memory, [line for line in told if "clip" in line]
@@ -82,8 +83,8 @@ def _accelerated(rank: int, folder: str) -> dict[str, Any]:
 
 def test_accelerate_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
     first, second = run_ranks(2, _accelerated, str(tmp_path), limit=170)
-    for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
-        a, b = first[optimizer], second[optimizer]
+    for which, memory in (("sgd", "momentum"), ("adamw", "updates"), ("sgd, scaled", "momentum")):
+        a, b = first[which], second[which]
         assert torch.equal(a["straight"], b["straight"])
         assert torch.equal(a["resumed"], a["straight"])
         assert torch.equal(b["resumed"], b["straight"])
@@ -92,6 +93,8 @@ def test_accelerate_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
         assert a["metrics"]["compression/cf"] == 10
         assert a["metrics"]["compression/wire_factor"] > 3
         assert a["told"] == []
+    same = first["sgd"]["straight"], first["sgd, scaled"]["straight"]
+    torch.testing.assert_close(*same, rtol=1e-3, atol=1e-4)
     # Clipping velocities is found out, said, and given up.
     assert first["clipped"][0] == second["clipped"][0] == "residual"
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.frameworks import needs
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 NEEDS = {
@@ -39,12 +41,11 @@ def _run(name: str, folder: Path, *options: str) -> str:
 @pytest.mark.parametrize(
     ("name", "resumes"),
     [
-        ("accelerate_image", False),
-        *(pytest.param(each, True, marks=pytest.mark.long) for each in NEEDS),
+        pytest.param("accelerate_image", False, marks=needs("accelerate")),
+        *(pytest.param(n, True, marks=[pytest.mark.long, needs(NEEDS[n])]) for n in NEEDS),
     ],
 )
 def test_an_example_runs_and_resumes(name: str, resumes: bool, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     folder = tmp_path / "run"
     said = _run(name, folder, "--steps", "4")
     assert "4 steps" in said

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.frameworks import needs
 from tests.distributed.setting import listen
 
-pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
+pytestmark = needs("lightning")
 
 
 def _trainer(world_size: int) -> Any:
