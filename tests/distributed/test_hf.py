@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -81,8 +82,8 @@ def _accelerated(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_accelerate_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _accelerated, str(tmp_path), limit=170)
+def test_accelerate_compresses_and_resumes_to_the_bit(both: list[Any]) -> None:
+    first, second = (of_rank["accelerate"] for of_rank in both)
     for which, memory in (("sgd", "momentum"), ("adamw", "updates"), ("sgd, scaled", "momentum")):
         a, b = first[which], second[which]
         assert torch.equal(a["straight"], b["straight"])
@@ -166,8 +167,21 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_the_trainer_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _trained, str(tmp_path), limit=170)
+def _both(rank: int, folder: str) -> dict[str, Any]:
+    return {
+        "accelerate": _accelerated(rank, f"{folder}/accelerate"),
+        "trainer": _trained(rank, f"{folder}/trainer"),
+    }
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of the same processes: imports alone take many seconds."""
+    return run_ranks(2, _both, str(tmp_path_factory.mktemp("both")), limit=170)
+
+
+def test_the_trainer_compresses_and_resumes_to_the_bit(both: list[Any]) -> None:
+    first, second = (of_rank["trainer"] for of_rank in both)
     for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
         a, b = first[optimizer], second[optimizer]
         assert torch.equal(a["straight"], b["straight"])
