@@ -4,11 +4,21 @@ launcher, and train a small model on data of their own."""
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 ROWS = 40
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skips, and says so, where one of them is missing; none is imported, which takes seconds."""
+    missing = ", ".join(package for package in packages if find_spec(package) is None)
+    return pytest.mark.skipif(
+        bool(missing), reason=f"not installed: {missing} (extras lightning, hf)"
+    )
 
 
 def launched(rank: int, world_size: int = 2) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from adaptive import AdaptiveCompressor
-from tests.distributed.frameworks import launched, net, optimizer_of, rows
+from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen
 
-pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
-pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs("accelerate", "transformers")]
 
 STOP, STEPS = 4, 9
 EVERY = 2
@@ -27,10 +24,12 @@ EVERY = 2
 class Accelerated:
     """A script with Accelerate: accumulation and clipping as its documentation has them."""
 
-    def __init__(self, optimizer: str, clip: float | None = None) -> None:
+    def __init__(self, optimizer: str, clip: float | None = None, scales: bool = False) -> None:
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=EVERY)
+        if scales:  # as with mixed_precision="fp16", which a CPU has not
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
         self.model, self.optimizer = self.accelerator.prepare(
             bare := net(), optimizer_of(optimizer, bare.parameters())
         )
@@ -60,31 +59,32 @@ def _accelerated(rank: int, folder: str) -> dict[str, Any]:
 
     told = listen()
     found: dict[str, Any] = {}
-    for optimizer, clip in (("sgd", None), ("adamw", 0.1)):
-        run = Accelerated(optimizer, clip)
+    for which, clip in (("sgd", None), ("adamw", 0.1), ("sgd, scaled", None)):
+        made = which.partition(",")[0], clip, "scaled" in which
+        run = Accelerated(*made)
         run.train(rank, 0, STOP)
-        run.accelerator.save_state(f"{folder}/{optimizer}")
+        run.accelerator.save_state(f"{folder}/{which}")
         straight = run.train(rank, STOP, STEPS)
-        resumed = Accelerated(optimizer, clip)
-        resumed.accelerator.load_state(f"{folder}/{optimizer}")
-        found[optimizer] = {
+        resumed = Accelerated(*made)
+        resumed.accelerator.load_state(f"{folder}/{which}")
+        found[which] = {
             "straight": straight,
             "resumed": resumed.train(rank, STOP, STEPS),
             "steps": run.compressor.summary().steps,
             "memory": run.compressor.memory,
             "metrics": metrics(run.compressor),
         }
-        found[optimizer]["told"], told[:] = list(told), []
+        found[which]["told"], told[:] = list(told), []
     clipped = Accelerated("sgd", 1e-3)
     clipped.train(rank, 0, 4)
     found["clipped"] = clipped.compressor.memory, [line for line in told if "clip" in line]
     return found
 
 
-def test_accelerate_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _accelerated, str(tmp_path), limit=170)
-    for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
-        a, b = first[optimizer], second[optimizer]
+def test_accelerate_compresses_and_resumes_to_the_bit(both: list[Any]) -> None:
+    first, second = (of_rank["accelerate"] for of_rank in both)
+    for which, memory in (("sgd", "momentum"), ("adamw", "updates"), ("sgd, scaled", "momentum")):
+        a, b = first[which], second[which]
         assert torch.equal(a["straight"], b["straight"])
         assert torch.equal(a["resumed"], a["straight"])
         assert torch.equal(b["resumed"], b["straight"])
@@ -93,6 +93,8 @@ def test_accelerate_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
         assert a["metrics"]["compression/cf"] == 10
         assert a["metrics"]["compression/wire_factor"] > 3
         assert a["told"] == []
+    same = first["sgd"]["straight"], first["sgd, scaled"]["straight"]
+    torch.testing.assert_close(*same, rtol=1e-3, atol=1e-4)
     # Clipping velocities is found out, said, and given up.
     assert first["clipped"][0] == second["clipped"][0] == "residual"
 
@@ -164,8 +166,21 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_the_trainer_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _trained, str(tmp_path), limit=170)
+def _both(rank: int, folder: str) -> dict[str, Any]:
+    return {
+        "accelerate": _accelerated(rank, f"{folder}/accelerate"),
+        "trainer": _trained(rank, f"{folder}/trainer"),
+    }
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of the same processes: imports alone take many seconds."""
+    return run_ranks(2, _both, str(tmp_path_factory.mktemp("both")), limit=170)
+
+
+def test_the_trainer_compresses_and_resumes_to_the_bit(both: list[Any]) -> None:
+    first, second = (of_rank["trainer"] for of_rank in both)
     for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
         a, b = first[optimizer], second[optimizer]
         assert torch.equal(a["straight"], b["straight"])

@@ -7,15 +7,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from tests.distributed.frameworks import launched, net, optimizer_of, rows
+from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen
 
-pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs("lightning")]
 
 STOP, STEPS = 5, 9  # five steps are an epoch: Lightning resumes at the beginning of one
 

@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
 from adaptive.wrappers import unwrap
-from tests.distributed.frameworks import launched, net, optimizer_of, rows
+from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen, loss_of, small_net
 
@@ -153,8 +152,8 @@ def _fabric(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@needs("lightning")
 def test_fabric_compresses_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
     first, second = run_ranks(2, _fabric, str(tmp_path))
     assert torch.equal(first["straight"], second["straight"])
     assert torch.equal(first["resumed"], first["straight"])

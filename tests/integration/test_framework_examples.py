@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.frameworks import needs
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +40,8 @@ def _run(name: str, folder: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs(NEEDS[n])) for n in NEEDS])
 def test_an_example_runs_and_resumes(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     folder = tmp_path / "run"
     said = _run(name, folder, "--steps", "4")
     assert "4 steps" in said

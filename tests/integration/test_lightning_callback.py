@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.frameworks import needs
 from tests.distributed.setting import listen
 
-pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs("lightning")]
 
 
 def _trainer(world_size: int) -> Any:
