@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
