@@ -152,9 +152,7 @@ class ShardedReplica:
         FSDP hand over its gradients from now on."""
         with torch.no_grad():
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                here = local(tensor)
-                if here.numel():
-                    dist.broadcast(here, group_src=0, group=self.process_group)
+                _broadcast(local(tensor), self.process_group)
         if self._registered:
             return
         self._registered = True
@@ -274,6 +272,19 @@ def _units(root: Any) -> Iterator[_Unit]:
         if group is not None and group not in seen:
             seen.add(group)
             yield _Unit(name, group, parameters)
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """What the first rank of the group has, to all. Process groups do not know all dtypes, and take
+    for one row of elements whatever they are given, so they get a copy's bytes where need be."""
+    if not tensor.numel():
+        return
+    expanded = [slice(None) if stride else slice(1) for stride in tensor.stride()]
+    once = tensor[tuple(expanded)]
+    row = once.contiguous()
+    dist.broadcast(row.view(-1).view(torch.uint8), group_src=0, group=group)
+    if row.data_ptr() != once.data_ptr():
+        once.copy_(row)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

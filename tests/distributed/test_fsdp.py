@@ -464,6 +464,28 @@ def test_replicas_begin_as_the_first_one() -> None:
     assert torch.isin(first[0], start).all()
 
 
+def _buffers(rank: int) -> dict[str, Tensor]:
+    """Buffers of dtypes and layouts that gloo does not take as they are."""
+    model: Any = small_net(torch.float32)
+    for name, dtype in (("short", torch.int16), ("mask", torch.bool), ("rotary", torch.complex64)):
+        model.register_buffer(name, torch.full((3,), rank // 2, dtype=dtype))
+    model.register_buffer("turned", (torch.arange(6.0) + rank // 2).view(2, 3).t())
+    model.register_buffer("sliced", (torch.arange(8.0) + rank // 2)[::2])
+    model.register_buffer("expanded", torch.full((1, 5), float(rank // 2)).expand(1000, 5))
+    fully_shard(model, mesh=mesh_of()["shard"])
+    AdaptiveCompressor("topk").attach_fsdp(model, mesh_of())
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_any_kind_begin_as_those_of_the_first_replica() -> None:
+    results = run_ranks(RANKS, _buffers)
+    assert len(results[0]) == 6
+    for other in results[1:]:
+        assert same(other, results[0])
+    assert results[0]["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert results[0]["sliced"].tolist() == [0, 2, 4, 6]
+
+
 def _again(rank: int) -> dict[str, Any]:
     told = listen()
     run = Run("adamw", [10.0])
