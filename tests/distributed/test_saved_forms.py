@@ -4,6 +4,7 @@ checkpoints. With one rank's model and optimizer a fresh process goes on to the 
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,41 @@ def test_what_one_rank_cannot_load_no_rank_loads() -> None:
         assert told["changed"] == []
         assert told["alike"] is True
     assert "refused on rank 1" in both[0]["one rank's own is bad"]
+
+
+def _of_any_optimizer(rank: int) -> list[bool]:
+    """Whether what each rank's optimizer keeps is put back, of any shape or kind."""
+    found = []
+    for make in (
+        lambda p: torch.optim.Adafactor(p, lr=0.01),
+        lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=1),
+    ):
+        model = DDP(small_net(torch.float32))
+        optimizer = make(model.parameters())
+        compressor = AdaptiveCompressor(
+            "topk", (2, 100), policy=Scripted([5.0]), local_steps=3, checkpoint="gathered"
+        ).attach(model, optimizer=optimizer)
+
+        def closure(model: DDP = model, optimizer: Any = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, rank)
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(4):
+            optimizer.step(closure)
+        gathered = [compressor.state_dict()]
+        dist.broadcast_object_list(gathered, src=0)
+        before = deepcopy(optimizer.state_dict()["state"])
+        for p in model.parameters():
+            optimizer.state[p] = {}
+        compressor.load_state_dict(gathered[0])
+        found.append(same(optimizer.state_dict()["state"], before))
+    return found
+
+
+def test_with_local_steps_what_any_optimizer_keeps_is_put_back() -> None:
+    assert run_ranks(2, _of_any_optimizer) == [[True, True]] * 2
 
 
 def _resharded(rank: int, folder: str) -> dict[str, Any]:
