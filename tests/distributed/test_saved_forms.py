@@ -18,6 +18,7 @@ from adaptive import AdaptiveCompressor
 from adaptive.bucket_order import BucketOrder
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
+    Clock,
     Scripted,
     flat_parameters,
     listen,
@@ -189,6 +190,45 @@ def test_what_one_rank_cannot_load_no_rank_loads() -> None:
         assert told["changed"] == []
         assert told["alike"] is True
     assert "refused on rank 1" in both[0]["one rank's own is bad"]
+
+
+def _with_buffers(rank: int) -> tuple[bool, bool]:
+    """Whether a model with batch norm goes on to the bit, and buffers are those of rank 0 in every
+    forward, as before."""
+
+    def made() -> tuple[DDP, torch.optim.Optimizer, AdaptiveCompressor]:
+        first, *rest = small_net(torch.float32)
+        model = DDP(torch.nn.Sequential(first, torch.nn.BatchNorm1d(40), *rest))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        compressor = AdaptiveCompressor("topk", (2, 100), policy=Scripted(CFS), clock=Clock())
+        return model, optimizer, compressor.attach(model, optimizer=optimizer)
+
+    def train(model: DDP, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+
+    straight, optimizer, _ = made()
+    train(straight, optimizer, 0, 8)
+    stopped, optimizer, compressor = made()
+    train(stopped, optimizer, 0, 4)
+    of_rank_0 = [compressor.state_dict("gathered"), stopped.state_dict(), optimizer.state_dict()]
+    of_rank_0 = deepcopy(of_rank_0)
+    dist.broadcast_object_list(of_rank_0, src=0)
+    resumed, optimizer, compressor = made()
+    resumed.load_state_dict(of_rank_0[1])
+    optimizer.load_state_dict(of_rank_0[2])
+    compressor.load_state_dict(of_rank_0[0])
+    train(resumed, optimizer, 4, 8)
+    to_the_bit = torch.equal(flat_parameters(resumed), flat_parameters(straight))
+    resumed(torch.zeros(2, 12))  # broadcasts, as with what both have seen since
+    straight(torch.zeros(2, 12))
+    return to_the_bit, same(dict(resumed.named_buffers()), dict(straight.named_buffers()))
+
+
+def test_a_model_with_buffers_resumes_to_the_bit() -> None:
+    assert run_ranks(2, _with_buffers) == [(True, True)] * 2
 
 
 def _of_any_optimizer(rank: int) -> list[bool]:
