@@ -117,6 +117,27 @@ def test_a_fresh_process_goes_on_to_the_bit_from_rank_0s_files(tmp_path: Path) -
     assert not torch.equal(*local)  # the ranks stand apart, and the test is of something
 
 
+def _loaded_after_detach(rank: int) -> bool:
+    """Whether an optimizer's state that is loaded after `detach` is what is there."""
+    run = _run("updates")
+    run.train(rank, 0, 4)
+    gathered = [run.compressor.state_dict("gathered")]
+    dist.broadcast_object_list(gathered, src=0)
+    other = deepcopy(run.optimizer.state_dict())
+    for kept in other["state"].values():
+        kept["exp_avg"].fill_(7.0)
+    fresh = _run("updates")
+    fresh.optimizer.load_state_dict(run.optimizer.state_dict())
+    fresh.compressor.load_state_dict(gathered[0])
+    fresh.compressor.detach()
+    fresh.optimizer.load_state_dict(other)
+    return same(fresh.optimizer.state_dict()["state"], other["state"])
+
+
+def test_a_detached_compressor_puts_nothing_back_any_more() -> None:
+    assert run_ranks(2, _loaded_after_detach) == [True, True]
+
+
 def _refused(rank: int) -> dict[str, Any]:
     """What each rank says where one rank's state, or all, cannot be loaded or saved."""
     told: dict[str, Any] = {}
