@@ -217,6 +217,12 @@ class ShardedReplica:
                 "set_requires_all_reduce(False) has no effect before a hook: accumulate gradients "
                 "under set_requires_gradient_sync(False)"
             )
+        factor = getattr(unit.group, "gradient_divide_factor", None)
+        if factor is not None:
+            raise RuntimeError(
+                f"set_gradient_divide_factor must not be called with attach_fsdp, which exchanges "
+                f"means between replicas (torch would sum there); got {factor!r}: scale the loss"
+            )
         if (shards > 2 and not exact) or getattr(
             unit.group, "force_sum_reduction_for_comms", False
         ):

@@ -545,8 +545,12 @@ def _refused(rank: int) -> list[str]:
     def attach(model: Any, of: Any, **options: Any) -> None:
         AdaptiveCompressor("topk", **options).attach_fsdp(model, of)
 
-    def train(precision: MixedPrecisionPolicy, all_reduce: bool = True) -> None:
+    def train(
+        precision: MixedPrecisionPolicy, all_reduce: bool = True, factor: float | None = None
+    ) -> None:
         run = Run("sgd", precision=precision)
+        if factor is not None:
+            run.model.last.set_gradient_divide_factor(factor)
         run.model.set_requires_all_reduce(all_reduce)
         run.model.set_force_sum_reduction_for_comms(precision is not PLAIN)
         run.train(0, 1)
@@ -563,6 +567,7 @@ def _refused(rank: int) -> list[str]:
         lambda: attach(sharded(mesh["shard"]), mesh, debug=rank),
         lambda: train(HALF),
         lambda: train(PLAIN, all_reduce=False),
+        lambda: train(PLAIN, factor=2.0),
     ]
     told = []
     for attempt in wrong:
@@ -591,6 +596,7 @@ def test_what_it_cannot_do_is_said_on_every_rank() -> None:
         ("RuntimeError", "set up differently on rank"),
         ("RuntimeError", "reduce_dtype=torch.float32"),
         ("RuntimeError", "set_requires_gradient_sync(False)"),
+        ("RuntimeError", "set_gradient_divide_factor must not be called"),
     ]
     for told in run_ranks(RANKS, _refused):
         for got, (kind, part) in zip(told, expected, strict=True):
