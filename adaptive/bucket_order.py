@@ -71,14 +71,16 @@ class BucketOrder:
             return  # the script steps within backward, and would step by zeros
         grads = [p.grad for p in ordered]
         module, synchronises = model.module, model.require_backward_grad_sync
+        broadcasts = model.broadcast_buffers
         self.passing = True
         try:
+            model.broadcast_buffers = False  # DDP would look for them in the module of zeros
             model.module, model.require_backward_grad_sync = _Zeros(ordered), True
             with torch.enable_grad():
                 # Past forward hooks of the script's, and what others have put around `forward`.
                 DistributedDataParallel.forward(model, torch.zeros(())).backward()
         finally:
-            self.passing = False
+            self.passing, model.broadcast_buffers = False, broadcasts
             model.module, model.require_backward_grad_sync = module, synchronises
             for p, grad in zip(ordered, grads, strict=True):
                 p.grad = grad

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from adaptive.memory.moments import KEPT
 from adaptive.parameters import ModelParameter, ModelParameters, like, local
 from policies.state import read, together
 
@@ -48,8 +49,11 @@ class KeptApart:
             together(name in by_name, f"the model has no parameter {name!r}")
         of_optimizer = [(n, *item) for n in moments for item in read(moments, n, Mapping).items()]
         for name, what, kept in [*((n, "", w) for n, w in weights.items()), *of_optimizer]:
+            if what and what not in KEPT and not isinstance(kept, Tensor):
+                continue  # some optimizers of torch's keep lists
             shape = by_name[name].local.shape
-            fits = isinstance(kept, Tensor) and kept.shape in (shape, *([()] if what else []))
+            shapes = (shape, *([()] if what else []))
+            fits = isinstance(kept, Tensor) and (kept.shape in shapes or what not in ("", *KEPT))
             plain = bool(what) and isinstance(kept, int | float)
             told = f"{what or 'values'} of {name!r} do not fit it, got {kept!r:.80}"
             together(plain or (fits and bool(kept.isfinite().all())), told)

@@ -304,6 +304,7 @@ class Session:
     def detach(self) -> None:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
         step."""
+        self._put_back_no_more()
         self.controller.flush()
         self.controller.forced_dense = True
         self.settings.release()

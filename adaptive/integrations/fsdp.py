@@ -153,9 +153,7 @@ class ShardedReplica:
         FSDP hand over its gradients from now on."""
         with torch.no_grad():
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                here = local(tensor)
-                if here.numel():
-                    dist.broadcast(here, group_src=0, group=self.process_group)
+                _broadcast(local(tensor), self.process_group)
         if self._registered:
             return
         self._registered = True
@@ -220,6 +218,12 @@ class ShardedReplica:
                 "set_requires_all_reduce(False) has no effect before a hook: accumulate gradients "
                 "under set_requires_gradient_sync(False)"
             )
+        factor = getattr(unit.group, "gradient_divide_factor", None)
+        if factor is not None:
+            raise RuntimeError(
+                f"set_gradient_divide_factor must not be called with attach_fsdp, which exchanges "
+                f"means between replicas (torch would sum there); got {factor!r}: scale the loss"
+            )
         if (shards > 2 and not exact) or getattr(
             unit.group, "force_sum_reduction_for_comms", False
         ):
@@ -275,6 +279,19 @@ def _units(root: Any) -> Iterator[_Unit]:
         if group is not None and group not in seen:
             seen.add(group)
             yield _Unit(name, group, parameters)
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """What the first rank of the group has, to all. Process groups do not know all dtypes, and take
+    for one row of elements whatever they are given, so they get a copy's bytes where need be."""
+    if not tensor.numel():
+        return
+    expanded = [slice(None) if stride else slice(1) for stride in tensor.stride()]
+    once = tensor[tuple(expanded)]
+    row = once.contiguous()
+    dist.broadcast(row.view(-1).view(torch.uint8), group_src=0, group=group)
+    if row.data_ptr() != once.data_ptr():
+        once.copy_(row)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

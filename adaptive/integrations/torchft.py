@@ -89,11 +89,12 @@ class CompressedProcessGroup:
         return getattr(self._pg, name)
 
     def watch(self, manager: Any) -> CompressedProcessGroup:
-        """Learn from `manager.should_commit` which steps count. Returns self. RuntimeError if it
-        watches one already."""
+        """Learn from `manager.should_commit` which steps count; one that `manager.start_quorum`
+        ends, since nobody has asked, does not. Returns self. RuntimeError if it watches one
+        already."""
         if self._manager is not None:
             raise RuntimeError("this process group is watching a manager already")
-        self._manager, ask = manager, manager.should_commit
+        self._manager, ask, begin = manager, manager.should_commit, manager.start_quorum
 
         @wraps(ask)
         def should_commit(*args: Any, **kwargs: Any) -> bool:
@@ -101,7 +102,12 @@ class CompressedProcessGroup:
             self._end_step(counts)
             return counts
 
-        manager.should_commit = should_commit
+        @wraps(begin)
+        def start_quorum(*args: Any, **kwargs: Any) -> Any:
+            self._end_step(counts=False)
+            return begin(*args, **kwargs)
+
+        manager.should_commit, manager.start_quorum = should_commit, start_quorum
         return self
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:

@@ -130,6 +130,8 @@ def enlarge(jobs: Sequence[UpdateJob], ranks: int) -> Tensor:
 
 def _takes_triton(job: UpdateJob) -> bool:
     """Whether a kernel may enlarge the update."""
+    if not job.group["betas"][0]:
+        return False
     state, step = job.state, job.state["step"]
     tensors = (state["exp_avg"], state["exp_avg_sq"], job.update, job.grad)
     known = all(takes_triton(each) and each.dtype == torch.float32 for each in tensors)
@@ -251,12 +253,17 @@ def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
 def _noise(group: Group, share: float, state: Mapping[str, Tensor]) -> tuple[Any, float]:
     """By what the ratio of an element's squared first moment to its second moment is to be
     multiplied for an unbiased one of all that is not noise but for a constant, and that constant.
+    A first moment that does not decay is the last gradient, and tells nothing: all is the mean's.
     """
     beta1, beta2 = _decay_of_means(group["betas"][0], share), group["betas"][1]
-    of_noise = (1 - beta1) / (1 + beta1)
-    scale = _bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise)
+    if beta1 == 0:
+        scale, constant = 0 * _bias(beta2, state), -1.0
+    else:
+        of_noise = (1 - beta1) / (1 + beta1)
+        scale = _bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise)
+        constant = of_noise / (1 - of_noise)
     on_host = scale.device.type == "cpu"  # where an optimizer keeps its steps unless capturable
-    return float(scale) if on_host else scale, of_noise / (1 - of_noise)
+    return float(scale) if on_host else scale, constant
 
 
 def _parts_of_mean(

@@ -518,6 +518,28 @@ def test_replicas_begin_as_the_first_one() -> None:
     assert torch.isin(first[0], start).all()
 
 
+def _buffers(rank: int) -> dict[str, Tensor]:
+    """Buffers of dtypes and layouts that gloo does not take as they are."""
+    model: Any = small_net(torch.float32)
+    for name, dtype in (("short", torch.int16), ("mask", torch.bool), ("rotary", torch.complex64)):
+        model.register_buffer(name, torch.full((3,), rank // 2, dtype=dtype))
+    model.register_buffer("turned", (torch.arange(6.0) + rank // 2).view(2, 3).t())
+    model.register_buffer("sliced", (torch.arange(8.0) + rank // 2)[::2])
+    model.register_buffer("expanded", torch.full((1, 5), float(rank // 2)).expand(1000, 5))
+    fully_shard(model, mesh=mesh_of()["shard"])
+    AdaptiveCompressor("topk").attach_fsdp(model, mesh_of())
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_any_kind_begin_as_those_of_the_first_replica() -> None:
+    results = run_ranks(RANKS, _buffers)
+    assert len(results[0]) == 6
+    for other in results[1:]:
+        assert same(other, results[0])
+    assert results[0]["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert results[0]["sliced"].tolist() == [0, 2, 4, 6]
+
+
 def _again(rank: int) -> dict[str, Any]:
     told = listen()
     run = Run("adamw", [10.0])
@@ -577,8 +599,12 @@ def _refused(rank: int) -> list[str]:
     def attach(model: Any, of: Any, **options: Any) -> None:
         AdaptiveCompressor("topk", **options).attach_fsdp(model, of)
 
-    def train(precision: MixedPrecisionPolicy, all_reduce: bool = True) -> None:
+    def train(
+        precision: MixedPrecisionPolicy, all_reduce: bool = True, factor: float | None = None
+    ) -> None:
         run = Run("sgd", precision=precision)
+        if factor is not None:
+            run.model.last.set_gradient_divide_factor(factor)
         run.model.set_requires_all_reduce(all_reduce)
         run.model.set_force_sum_reduction_for_comms(precision is not PLAIN)
         run.train(0, 1)
@@ -595,6 +621,7 @@ def _refused(rank: int) -> list[str]:
         lambda: attach(sharded(mesh["shard"]), mesh, debug=rank),
         lambda: train(HALF),
         lambda: train(PLAIN, all_reduce=False),
+        lambda: train(PLAIN, factor=2.0),
     ]
     told = []
     for attempt in wrong:
@@ -623,6 +650,7 @@ def test_what_it_cannot_do_is_said_on_every_rank() -> None:
         ("RuntimeError", "set up differently on rank"),
         ("RuntimeError", "reduce_dtype=torch.float32"),
         ("RuntimeError", "set_requires_gradient_sync(False)"),
+        ("RuntimeError", "set_gradient_divide_factor must not be called"),
     ]
     for told in run_ranks(RANKS, _refused):
         for got, (kind, part) in zip(told, expected, strict=True):

@@ -4,6 +4,7 @@ checkpoints. With one rank's model and optimizer a fresh process goes on to the 
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from adaptive import AdaptiveCompressor, checkpoint
 from adaptive.bucket_order import BucketOrder
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
+    Clock,
     Scripted,
     flat_parameters,
     listen,
@@ -117,6 +119,27 @@ def test_a_fresh_process_goes_on_to_the_bit_from_rank_0s_files(tmp_path: Path) -
     assert not torch.equal(*local)  # the ranks stand apart, and the test is of something
 
 
+def _loaded_after_detach(rank: int) -> bool:
+    """Whether an optimizer's state that is loaded after `detach` is what is there."""
+    run = _run("updates")
+    run.train(rank, 0, 4)
+    gathered = [run.compressor.state_dict("gathered")]
+    dist.broadcast_object_list(gathered, src=0)
+    other = deepcopy(run.optimizer.state_dict())
+    for kept in other["state"].values():
+        kept["exp_avg"].fill_(7.0)
+    fresh = _run("updates")
+    fresh.optimizer.load_state_dict(run.optimizer.state_dict())
+    fresh.compressor.load_state_dict(gathered[0])
+    fresh.compressor.detach()
+    fresh.optimizer.load_state_dict(other)
+    return same(fresh.optimizer.state_dict()["state"], other["state"])
+
+
+def test_a_detached_compressor_puts_nothing_back_any_more() -> None:
+    assert run_ranks(2, _loaded_after_detach) == [True, True]
+
+
 def _refused(rank: int) -> dict[str, Any]:
     """What each rank says where one rank's state, or all, cannot be loaded or saved."""
     told: dict[str, Any] = {}
@@ -190,6 +213,80 @@ def test_what_one_rank_cannot_load_no_rank_loads() -> None:
         assert told["changed"] == []
         assert told["alike"] is True
     assert "refused on rank 1" in both[0]["one rank's own is bad"]
+
+
+def _with_buffers(rank: int) -> tuple[bool, bool]:
+    """Whether a model with batch norm goes on to the bit, and buffers are those of rank 0 in every
+    forward, as before."""
+
+    def made() -> tuple[DDP, torch.optim.Optimizer, AdaptiveCompressor]:
+        first, *rest = small_net(torch.float32)
+        model = DDP(torch.nn.Sequential(first, torch.nn.BatchNorm1d(40), *rest))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        compressor = AdaptiveCompressor("topk", (2, 100), policy=Scripted(CFS), clock=Clock())
+        return model, optimizer, compressor.attach(model, optimizer=optimizer)
+
+    def train(model: DDP, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+
+    straight, optimizer, _ = made()
+    train(straight, optimizer, 0, 8)
+    stopped, optimizer, compressor = made()
+    train(stopped, optimizer, 0, 4)
+    of_rank_0 = [compressor.state_dict("gathered"), stopped.state_dict(), optimizer.state_dict()]
+    of_rank_0 = deepcopy(of_rank_0)
+    dist.broadcast_object_list(of_rank_0, src=0)
+    resumed, optimizer, compressor = made()
+    resumed.load_state_dict(of_rank_0[1])
+    optimizer.load_state_dict(of_rank_0[2])
+    compressor.load_state_dict(of_rank_0[0])
+    train(resumed, optimizer, 4, 8)
+    to_the_bit = torch.equal(flat_parameters(resumed), flat_parameters(straight))
+    resumed(torch.zeros(2, 12))  # broadcasts, as with what both have seen since
+    straight(torch.zeros(2, 12))
+    return to_the_bit, same(dict(resumed.named_buffers()), dict(straight.named_buffers()))
+
+
+def test_a_model_with_buffers_resumes_to_the_bit() -> None:
+    assert run_ranks(2, _with_buffers) == [(True, True)] * 2
+
+
+def _of_any_optimizer(rank: int) -> list[bool]:
+    """Whether what each rank's optimizer keeps is put back, of any shape or kind."""
+    found = []
+    for make in (
+        lambda p: torch.optim.Adafactor(p, lr=0.01),
+        lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=1),
+    ):
+        model = DDP(small_net(torch.float32))
+        optimizer = make(model.parameters())
+        compressor = AdaptiveCompressor(
+            "topk", (2, 100), policy=Scripted([5.0]), local_steps=3, checkpoint="gathered"
+        ).attach(model, optimizer=optimizer)
+
+        def closure(model: DDP = model, optimizer: Any = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, rank)
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(4):
+            optimizer.step(closure)
+        gathered = [compressor.state_dict()]
+        dist.broadcast_object_list(gathered, src=0)
+        before = deepcopy(optimizer.state_dict()["state"])
+        for p in model.parameters():
+            optimizer.state[p] = {}
+        compressor.load_state_dict(gathered[0])
+        found.append(same(optimizer.state_dict()["state"], before))
+    return found
+
+
+def test_with_local_steps_what_any_optimizer_keeps_is_put_back() -> None:
+    assert run_ranks(2, _of_any_optimizer) == [[True, True]] * 2
 
 
 def _resharded(rank: int, folder: str) -> dict[str, Any]:

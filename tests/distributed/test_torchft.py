@@ -38,6 +38,9 @@ class Manager:
     def current_step(self) -> int:
         return self.step
 
+    def start_quorum(self) -> None:
+        """A step begins."""
+
     def should_commit(self) -> bool:
         self.step += 1
         return self.commits[(self.step - 1) % len(self.commits)]
@@ -87,6 +90,29 @@ def test_what_steps_that_count_have_sent_and_what_remains_is_the_sum_of_the_grad
     for ours, gradients, remains in run_ranks(2, _balance, base):
         torch.testing.assert_close(ours, gradients, rtol=1e-4, atol=1e-4)
         assert remains > 1
+
+
+def _left_out(rank: int) -> tuple[Tensor, Tensor]:
+    """The script leaves the third step out, and asks nobody whether it counts."""
+    manager = Manager(2, [True], rank)
+    group = _group(manager, cf=10)
+    sent, gradients = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(STEPS):
+        manager.start_quorum()
+        own = _gradient(step, rank)
+        arrived = _reduced(group, own)
+        if step != 2 and manager.should_commit():
+            sent += arrived
+            gradients += own
+    (remains,) = group.residuals()
+    for total in (gradients, remains):
+        dist.all_reduce(total)
+    return sent + remains, gradients
+
+
+def test_a_step_that_the_script_leaves_out_leaves_no_trace() -> None:
+    for ours, gradients in run_ranks(2, _left_out):
+        torch.testing.assert_close(ours, gradients, rtol=1e-4, atol=1e-4)
 
 
 def _takes_no_part(rank: int) -> tuple[Tensor, Tensor, Tensor, list[float]]:

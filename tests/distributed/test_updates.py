@@ -63,6 +63,7 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 VARIANTS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adam, coupled decay": lambda m: Adam(_as_one(m), lr=0.01, weight_decay=0.1),
+    "adam, no first moment": lambda m: Adam(_as_one(m), lr=0.01, betas=(0.0, 0.99)),
     "adam, amsgrad, foreach": lambda m: Adam(_as_one(m), lr=0.01, amsgrad=True, foreach=True),
     "adamw, fused": lambda m: AdamW(_as_one(m), lr=0.01, fused=True),
     "adamw, maximize": lambda m: AdamW(_as_one(m), lr=1e-4, maximize=True, foreach=False),
@@ -187,6 +188,7 @@ WAYS = [
     ("adamw", "all_gather", "bucket"),
     ("adamw, groups", "sharded", "bucket"),
     ("adam, amsgrad, foreach", "all_gather", "layer"),
+    ("adam, no first moment", "all_gather", "bucket"),
     ("nadam", "voted_indices", "layer"),
     ("radam", "all_gather", "bucket"),
     ("rmsprop, centered, momentum", "all_gather", "layer"),
