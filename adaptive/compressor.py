@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive import checkpoint as forms
-from adaptive.agreement import check_model
+from adaptive.agreement import agree, check_model
 from adaptive.config import (
     GRANULARITIES,
     Settings,
@@ -211,11 +211,17 @@ class AdaptiveCompressor:
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
         """
-        inside = check_model(unwrap(model, None).model)
-        attachment = Attachment.of(inside)
-        self.bind(model, optimizer=optimizer, scaler=scaler)
+        inside = unwrap(model, optimizer)
+        ddp = check_model(inside.model)
+        attachment: Attachment | None = None
+
+        def check() -> None:
+            nonlocal attachment
+            attachment = Attachment.of(ddp)
+
+        self._bind(ddp, ddp.process_group, inside, scaler, check=check)
         if attachment is None:
-            Attachment(self).register(inside)
+            Attachment(self).register(ddp)
         else:
             self._succeed(attachment)
         return self
@@ -243,8 +249,8 @@ class AdaptiveCompressor:
 
         inside = unwrap(root, optimizer)
         replica = ShardedReplica.of(inside.model, mesh, self._settings)
-        replica.check_free()
-        self._bind(replica, replica.process_group, inside, scaler, replica.everyone)
+        of, everyone = replica.process_group, replica.everyone
+        self._bind(replica, of, inside, scaler, everyone, check=replica.check_free)
         replica.start()
         self._succeed(replica)
         return self
@@ -275,19 +281,29 @@ class AdaptiveCompressor:
         inside: Unwrapped,
         scaler: GradScaler | None,
         everyone: dist.ProcessGroup | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> AdaptiveCompressor:
-        """inside: with the optimizer. everyone: see `Session`."""
+        """inside: with the optimizer. everyone: see `Session`. check: raises what is wrong with the
+        model on this rank, which all are told of."""
         optimizer = inside.optimizer
         scaler = inside.scaler if scaler is None else scaler
-        is_optimizer = isinstance(optimizer, Optimizer | None)
-        require(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer or None")
-        scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
-        require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
         session = self._session
-        if self._model is not None:
-            raise RuntimeError("the compressor is attached to a model already; detach() it first")
-        if session is not None and session.model is None:
-            raise RuntimeError("bind(model) must come before the first backward")
+
+        def check_arguments() -> str:
+            check()
+            is_optimizer = isinstance(optimizer, Optimizer | None)
+            require(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer or None")
+            scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
+            require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
+            if self._model is not None:
+                raise RuntimeError(
+                    "the compressor is attached to a model already; detach() it first"
+                )
+            if session is not None and session.model is None:
+                raise RuntimeError("bind(model) must come before the first backward")
+            return ""
+
+        agree(check_arguments, group if everyone is None else everyone)
         if session is not None and session.model is model:
             session.attach_again(optimizer, scaler)
         else:

@@ -65,8 +65,8 @@ JOIN = (
 
 
 OTHER_ORDER = (
-    "DDP orders its buckets anew after the first backward, so that sums may be in another order "
-    "than in the run that is resumed: it goes on as that to rounding"
+    "DDP orders its buckets anew after the first backward, and sums may then be in another order, "
+    "and other tensors compressed together, than in the run that is resumed: not to the bit"
 )
 
 

@@ -130,7 +130,8 @@ def _error_of(rank: int, how: str) -> str:
         elif how == "start":
             AdaptiveCompressor("topk", (10 + 20 * rank, 100), policy=Fixed(cf=20)).attach(model)
         elif how == "optimizer type":
-            AdaptiveCompressor().attach(model, optimizer="sgd")  # type: ignore[arg-type]
+            wrong: Any = "sgd" if rank == 1 else None
+            AdaptiveCompressor().attach(model, optimizer=wrong)
         elif how == "zeros":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             signs = AdaptiveCompressor("signsgd", (32, 32), granularity="bucket")
@@ -143,7 +144,8 @@ def _error_of(rank: int, how: str) -> str:
         elif how == "not ddp":
             AdaptiveCompressor().attach(small_net())  # type: ignore[arg-type]
         elif how == "other hook":
-            model.register_comm_hook(None, _other_hook)
+            if rank == 1:
+                model.register_comm_hook(None, _other_hook)
             AdaptiveCompressor().attach(model)
         elif how == "unbound":
             AdaptiveCompressor().state_dict()
@@ -224,12 +226,24 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
                 "RuntimeError: rank 1 failed to set up: ValueError: cf=20",
             ),
         ),
-        ("optimizer type", "TypeError: optimizer must be a torch.optim.Optimizer or None, got"),
+        (
+            "optimizer type",
+            (
+                "TypeError: optimizer must be a torch.optim.Optimizer or None, got",
+                "RuntimeError: rank 1 failed to set up: TypeError: optimizer must be",
+            ),
+        ),
         ("zeros", "ValueError: granularity must be 'layer' for base 'signsgd' with momentum"),
         ("settings", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
         ("twice", "RuntimeError: model is attached already"),
         ("not ddp", "TypeError: model must be a DistributedDataParallel module, got Sequential"),
-        ("other hook", "RuntimeError: model has a communication hook already (_other_hook)"),
+        (
+            "other hook",
+            (
+                "RuntimeError: model has a communication hook already (_other_hook)",
+                "RuntimeError: rank 1 failed to set up: RuntimeError: model has a communication",
+            ),
+        ),
         (
             "unbound",
             "RuntimeError: the compressor knows no model: attach(model) or bind(model) first",
