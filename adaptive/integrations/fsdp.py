@@ -3,7 +3,7 @@
 A mesh has two dimensions, (replicas, shards). `fully_shard` is called with the second: inside a
 replica, over the fast network, torch gathers parameters and reduce-scatters gradients as ever. Of
 each module it then hands the flat, reduced shard to its all-reduce hook
-(`FSDPModule.set_all_reduce_hook`, public since torch 2.6), which is the place for the exchange
+(`FSDPModule.set_all_reduce_hook`, public since torch 2.7), which is the place for the exchange
 between replicas, over the slow network: among the ranks that hold the same shard.
 
 Below the hook nothing is new. A module is what a bucket is under DDP; the parameters are shards; a
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from adaptive.session import Session
 
 _ATTRIBUTE = "_adaptive_replica"
+
+_NO_HOOK = (
+    f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and not "
+    f"{torch.__version__}"
+)
 
 _TORCH = "this version of torch keeps the parameters of an FSDP module where they are not found"
 
@@ -288,6 +293,8 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _check(root: Any, mesh: Any, settings: Settings) -> None:
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        raise RuntimeError(_NO_HOOK)
     if not isinstance(root, FSDPModule):
         raise TypeError(
             f"root must be a module that fully_shard was called on, got {type(root).__name__}; "
