@@ -155,7 +155,9 @@ class ShardedReplica:
 
     def start(self) -> None:
         """Let all replicas begin with the parameters and buffers of the first (a collective), and
-        FSDP hand over its gradients from now on."""
+        FSDP hand over its gradients from now on. RuntimeError on all ranks if torch cannot reduce
+        them inside a replica."""
+        _check_mean(self.mesh)
         with torch.no_grad():
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 here = local(tensor)
@@ -290,6 +292,24 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _check_mean(mesh: DeviceMesh) -> None:
+    """RuntimeError if gradients inside a replica, of which FSDP asks for the mean, are summed. A
+    collective on CPUs; NCCL has always divided."""
+    shards = mesh.size(1)
+    if mesh.device_type != "cpu":
+        return
+    mean = torch.empty(1)
+    # Renamed, as all_gather_into_tensor was.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(mean, torch.ones(shards), op=dist.ReduceOp.AVG, group=mesh.get_group(1))
+    if float(mean) != 1:
+        raise RuntimeError(
+            f"attach_fsdp needs the mean of a replica's gradients, and the gloo of torch "
+            f"{torch.__version__} sums them, with or without a compressor: on CPUs use a newer "
+            f"version (2.8 sums, 2.13 does not)"
+        )
 
 
 def _check(root: Any, mesh: Any, settings: Settings) -> None:
