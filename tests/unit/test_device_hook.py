@@ -247,7 +247,7 @@ def test_no_value_is_read_where_updates_are_sent(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = "_get_capturable_supported_devices"  # torch has a list of those it knows
-    for module in {sys.modules[of.__module__] for of in (Adam, AdamW)}:  # AdamW had steps of its own
+    for module in {sys.modules[of.__module__] for of in (Adam, AdamW)}:  # or one module
         monkeypatch.setattr(module, devices, lambda *_: ["meta"], raising=False)
     for options in ({}, {"unused": True, "dtype": torch.bfloat16}, {"ladder": True}):
         made = OPTIMIZERS[name]
