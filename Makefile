@@ -2,13 +2,19 @@
 # make long-test: what takes long, and needs Lightning, Accelerate, Transformers and torchft.
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one), and Triton's kernels.
+# make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.6.0
+OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp device_path \
+	lifecycle as_they_are saved_forms shared_objects compatibility compile wrappers reshard \
+	nonfinite agreement
 
-.PHONY: demo test long-test browser-test gpu-test soak faults lint bench clean
+.PHONY: demo test long-test browser-test gpu-test oldest-test soak faults lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -33,6 +39,12 @@ browser-test: $(STAMP)
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/gpu tests/unit/test_triton_*.py
 
+# Without the extra `test`: it wants a newer Triton than this torch brings along.
+oldest-test: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest -rs --numprocesses 2 tests/unit
+	$(OLDEST)/bin/python -m pytest -rs --numprocesses 2 --dist loadfile \
+		$(OLDEST_TESTS:%=tests/distributed/test_%.py)
+
 soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000
 
@@ -52,5 +64,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
 	touch $(STAMP)
 
+# The versions of all but torch, and what it has its own opinion of, are those that CI runs.
+$(OLDEST)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	sed -E '/^(torch|triton|sympy|mpmath)==/d' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt \
+		torch==$(OLDEST_TORCH) pytest pytest-timeout pytest-xdist hypothesis \
+		--editable '.[tensorboard,tune,plots,progress]'
+	touch $(OLDEST)/installed
+
 clean:
-	rm -rf $(VENV) logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

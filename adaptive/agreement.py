@@ -82,7 +82,7 @@ def check_model(model: object) -> DistributedDataParallel:
     """`model` if it is DDP; TypeError otherwise, RuntimeError if DDP would not hand a hook its
     buckets."""
     if not isinstance(model, DistributedDataParallel):
-        if hasattr(model, "set_all_reduce_hook"):
+        if hasattr(model, "set_requires_all_reduce"):
             raise TypeError(
                 f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) compresses "
                 f"what its replicas exchange"

@@ -3,7 +3,7 @@
 A mesh has two dimensions, (replicas, shards). `fully_shard` is called with the second: inside a
 replica, over the fast network, torch gathers parameters and reduce-scatters gradients as ever. Of
 each module it then hands the flat, reduced shard to its all-reduce hook
-(`FSDPModule.set_all_reduce_hook`, public since torch 2.6), which is the place for the exchange
+(`FSDPModule.set_all_reduce_hook`, public since torch 2.7), which is the place for the exchange
 between replicas, over the slow network: among the ranks that hold the same shard.
 
 Below the hook nothing is new. A module is what a bucket is under DDP; the parameters are shards; a
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from adaptive.session import Session
 
 _ATTRIBUTE = "_adaptive_replica"
+
+_NO_HOOK = (
+    f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and not "
+    f"{torch.__version__}"
+)
 
 _TORCH = "this version of torch keeps the parameters of an FSDP module where they are not found"
 
@@ -150,7 +155,9 @@ class ShardedReplica:
 
     def start(self) -> None:
         """Let all replicas begin with the parameters and buffers of the first (a collective), and
-        FSDP hand over its gradients from now on."""
+        FSDP hand over its gradients from now on. RuntimeError on all ranks if torch cannot reduce
+        them inside a replica."""
+        _check_mean(self.mesh)
         with torch.no_grad():
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 _broadcast(local(tensor), self.process_group)
@@ -304,7 +311,27 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
+def _check_mean(mesh: DeviceMesh) -> None:
+    """RuntimeError if gradients inside a replica, of which FSDP asks for the mean, are summed. A
+    collective on CPUs; NCCL has always divided."""
+    shards = mesh.size(1)
+    if mesh.device_type != "cpu":
+        return
+    mean = torch.empty(1)
+    # Renamed, as all_gather_into_tensor was.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(mean, torch.ones(shards), op=dist.ReduceOp.AVG, group=mesh.get_group(1))
+    if float(mean) != 1:
+        raise RuntimeError(
+            f"attach_fsdp needs the mean of a replica's gradients, and the gloo of torch "
+            f"{torch.__version__} sums them, with or without a compressor: on CPUs use a newer "
+            f"version (2.8 sums, 2.13 does not)"
+        )
+
+
 def _check(root: Any, mesh: Any, settings: Settings) -> None:
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        raise RuntimeError(_NO_HOOK)
     if not isinstance(root, FSDPModule):
         raise TypeError(
             f"root must be a module that fully_shard was called on, got {type(root).__name__}; "

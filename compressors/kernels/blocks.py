@@ -127,7 +127,13 @@ def power_of_2(count: int) -> int:
 
 @cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None and os.environ.get("ADAPTIVE_TRITON") != "0"
+    if os.environ.get("ADAPTIVE_TRITON") == "0" or find_spec("triton") is None:
+        return False
+    import triton
+
+    # What the extra `gpu` asks for. torch 2.6 brings 3.2 along, on which nothing was tried.
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 3)
 
 
 def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -123,6 +123,25 @@ def _at_cf_1(rank: int, kind: str) -> list[tuple[Tensor, Tensor, str]]:
     return found
 
 
+def _mean_of_ones(rank: int) -> float:
+    mean = torch.empty(1)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(mean, torch.ones(2), op=dist.ReduceOp.AVG)
+    return float(mean)
+
+
+@pytest.fixture(scope="module")
+def _on_this_torch() -> None:
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        pytest.skip("attach_fsdp needs FSDPModule.set_all_reduce_hook, torch 2.7")
+    if run_ranks(2, _mean_of_ones) != [1.0, 1.0]:
+        pytest.skip("the gloo of this torch sums where FSDP2 asks for the mean")
+
+
+on_this_torch = pytest.mark.usefixtures("_on_this_torch")
+
+
+@on_this_torch
 @pytest.mark.parametrize(
     "kind", ["adamw", *(pytest.param(k, marks=pytest.mark.long) for k in ("sgd", "momentum"))]
 )
@@ -152,6 +171,7 @@ def _compressed(rank: int, device_path: bool) -> dict[str, Any]:
     return {"found": found, "told": told}
 
 
+@on_this_torch
 @pytest.mark.parametrize("device_path", [False, True])
 def test_replicas_stay_equal_to_the_bit(device_path: bool) -> None:
     """Compressed, with dense steps in between, and modules that only some steps use; `debug`
@@ -191,6 +211,7 @@ def _each_way(rank: int) -> list[tuple[Tensor, list[float]]]:
     return found
 
 
+@on_this_torch
 def test_every_way_to_exchange() -> None:
     """Shards are of unequal size, and some are empty."""
     for of_ranks in zip(*run_ranks(RANKS, _each_way), strict=True):
@@ -221,6 +242,7 @@ def _bytes(rank: int, cf: float) -> tuple[float, float, Tensor]:
     return total.bytes_sent, total.dense_bytes, torch.tensor(losses[-10:])
 
 
+@on_this_torch
 def test_fewer_bytes_cross_the_slow_network() -> None:
     losses: dict[float, list[Tensor]] = {cf: [] for cf in (1.0, 10.0)}
     for cf, of_ranks in losses.items():
@@ -260,6 +282,7 @@ def _balance(rank: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+@on_this_torch
 def test_what_was_sent_and_what_remains_is_the_sum_of_the_gradients() -> None:
     for pairs in run_ranks(RANKS, _balance):
         for ours, gradients in pairs:
@@ -289,6 +312,7 @@ def _resumed_in_one_file(rank: int, form: str) -> bool:
     return torch.equal(again.shards(), whole.shards())
 
 
+@on_this_torch
 @pytest.mark.parametrize("form", ["gathered", "opaque"])
 def test_a_run_resumes_from_one_file(form: str) -> None:
     assert run_ranks(RANKS, _resumed_in_one_file, form) == [True] * RANKS
@@ -323,6 +347,7 @@ def _resumed(rank: int, kind: str) -> tuple[bool, str]:
     return alike, refused
 
 
+@on_this_torch
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_a_resumed_run_is_the_one_that_never_stopped(kind: str) -> None:
     """Each rank loads its own state, and refuses that of another shard."""
@@ -344,6 +369,7 @@ def _accumulated(rank: int) -> tuple[Tensor, Tensor, int]:
     return native.shards(), ours.shards(), ours.compressor.summary().steps
 
 
+@on_this_torch
 def test_gradients_are_accumulated_before_the_exchange() -> None:
     """Also those of a module that the last micro-batch does not use."""
     for native, ours, steps in run_ranks(RANKS, _accumulated):
@@ -362,6 +388,7 @@ def _clipped(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return runs[0].shards(), runs[1].shards(), runs[2].shards()
 
 
+@on_this_torch
 def test_clipping_the_norm_over_all_shards() -> None:
     results = run_ranks(RANKS, _clipped)
     for native, ours, _ in results:
@@ -386,6 +413,7 @@ def _scaled(rank: int, kind: str) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+@on_this_torch
 def test_a_scaled_loss() -> None:
     for native, ours in run_ranks(RANKS, _scaled, "adamw"):
         torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
@@ -412,6 +440,7 @@ def _not_finite(rank: int) -> dict[str, Any]:
     }
 
 
+@on_this_torch
 def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
     results = run_ranks(RANKS, _not_finite)
     for result in results:
@@ -438,6 +467,7 @@ def _decisions(rank: int) -> list[list[float]]:
     return found
 
 
+@on_this_torch
 def test_all_ranks_take_the_same_decisions() -> None:
     results = run_ranks(RANKS, _decisions)
     assert all(result == results[0] for result in results)
@@ -478,6 +508,7 @@ class _Checkpointed(nn.Module):
         return y
 
 
+@on_this_torch
 def test_replicas_that_are_not_sharded() -> None:
     results = run_ranks(RANKS, _other_meshes)
     for native, ours, compressed in results:
@@ -493,6 +524,7 @@ def _reports(rank: int) -> list[dict[str, Any]]:
     return [asdict(report) for report in policy.reports]
 
 
+@on_this_torch
 def test_policies_are_told_the_same_on_all_ranks() -> None:
     """Times and bytes, too, which differ: shards are of unequal size."""
     first, *others = run_ranks(RANKS, _reports)
@@ -511,6 +543,7 @@ def _unequal_at_the_start(rank: int) -> Tensor:
     return run.shards()
 
 
+@on_this_torch
 def test_replicas_begin_as_the_first_one() -> None:
     first = run_ranks(RANKS, _unequal_at_the_start)
     assert are_replicas(first)
@@ -573,6 +606,7 @@ def _again(rank: int) -> dict[str, Any]:
     }
 
 
+@on_this_torch
 def test_detached_and_attached_again() -> None:
     """Dense meanwhile; a second compressor takes over what the first one holds. Gradients that are
     thrown away are noticed."""
@@ -637,6 +671,7 @@ def _hook(state: Any, bucket: Any) -> Any:
     raise AssertionError
 
 
+@on_this_torch
 def test_what_it_cannot_do_is_said_on_every_rank() -> None:
     expected = [
         ("TypeError", "fully_shard was called on, got Sequential"),
@@ -656,3 +691,18 @@ def test_what_it_cannot_do_is_said_on_every_rank() -> None:
         for got, (kind, part) in zip(told, expected, strict=True):
             assert got.startswith(kind), got
             assert part in got
+
+
+class _Empty(nn.Linear, FSDPModule):
+    pass
+
+
+def test_an_older_torch_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `attach` knows a sharded model by what every version has."""
+    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook", raising=False)
+    model = nn.Linear.__new__(_Empty)
+    nn.Linear.__init__(model, 2, 2)
+    with pytest.raises(RuntimeError, match=r"attach_fsdp needs FSDPModule\.set_all_reduce_hook"):
+        AdaptiveCompressor().attach_fsdp(model, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sharded by FSDP2"):
+        AdaptiveCompressor().attach(model)  # type: ignore[arg-type]

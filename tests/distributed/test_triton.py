@@ -23,7 +23,7 @@ from tests.distributed.test_device_path import ByStep
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here, not interpreted", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, in each process
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 
 def _interpret() -> list[str]:

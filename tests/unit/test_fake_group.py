@@ -111,7 +111,7 @@ work on each of four tensors by itself. Some bookkeeping of the host's counts as
 def test_with_triton_few_launches_whatever_the_number_of_ranks(
     base: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.3")
     kernels: list[ModuleType] = []
     for name in ("codec", "flags", "moments", "rows", "select", "sparse"):
         kernels.append(import_module(f"compressors.kernels.triton_{name}"))

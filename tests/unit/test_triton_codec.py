@@ -29,7 +29,7 @@ from compressors.wire.values import Full, Half, Levels, ValueFormat
 from tests.unit.device_path import count_operations, device_path
 from tests.unit.samples import normal, ordinary
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.3")
 from compressors.kernels import triton_codec, triton_select, triton_sparse  # noqa: E402
 
 KEY = Key("w", 3)

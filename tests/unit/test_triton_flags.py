@@ -15,7 +15,7 @@ from tests.unit.device_path import device_path, triton_path
 from tests.unit.samples import normal
 from tests.unit.triton_compile import Kernel, assembly
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from compressors.kernels import triton_flags
 

@@ -22,7 +22,7 @@ from tests.unit.ladder_tally import make_tally
 from tests.unit.test_shadow import CFS, NAMES, TEN, Run
 from tests.unit.triton_compile import Kernel, assembly
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from compressors.kernels import triton_rows
 

@@ -22,7 +22,7 @@ from tests.unit.device_path import Launches, count_operations, meta, triton_path
 from tests.unit.samples import norm2, normal
 from tests.unit.triton_compile import Kernel, assembly
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 from compressors.kernels import triton_select  # noqa: E402
