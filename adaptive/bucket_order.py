@@ -23,7 +23,9 @@ SETTLED = 1
 
 
 class BucketOrder:
-    """names: of the parameters, in the order of the settled buckets; none before they have been
+    """The order of a model's parameters in DDP's buckets, seen, and made again when resuming.
+
+    names: of the parameters, in the order of the settled buckets; none before they have been
     seen. passing: the backward under way is the one of zeros, of which nothing is to be sent."""
 
     def __init__(self, model: DistributedDataParallel | None, parameters: ModelParameters) -> None:

@@ -20,7 +20,9 @@ from policies.state import read, together
 
 
 class KeptApart:
-    """optimizer: whose state of the parameters is this rank's own; None if it is that of all.
+    """What this rank keeps to itself outside the compressor, as it is now.
+
+    optimizer: whose state of the parameters is this rank's own; None if it is that of all.
     parameters_too: they are this rank's own."""
 
     def __init__(

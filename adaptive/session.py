@@ -63,7 +63,6 @@ JOIN = (
     "drop_last=True), and leave join() out"
 )
 
-
 OTHER_ORDER = (
     "DDP orders its buckets anew after the first backward, and sums may then be in another order, "
     "and other tensors compressed together, than in the run that is resumed: not to the bit"

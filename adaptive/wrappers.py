@@ -19,7 +19,9 @@ FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
 
 
 class Unwrapped(NamedTuple):
-    """model, optimizer: those inside, or what was given where nothing is. scaler: the `GradScaler`
+    """A model and an optimizer without what frameworks have put around them.
+
+    model, optimizer: those inside, or what was given where nothing is. scaler: the `GradScaler`
     that a wrapper of the optimizer has. by_framework: one of FRAMEWORKS has made the wrapper."""
 
     model: Any
