@@ -27,7 +27,7 @@ test: $(STAMP) lint
 
 long-test: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,hf,torchft]'
-	$(BIN)/python -m pytest --numprocesses 2 -m long tests/integration tests/distributed
+	$(BIN)/python -m pytest --numprocesses 2 -m long tests
 
 browser-test: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \

@@ -163,6 +163,8 @@ class Bucket:
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.poisoned = judge(energies, self.work, tally.at("grad"), tally.at("spoiled"))
+        if tally.norms:
+            tally.at("grad_norms").add_(energies.sqrt().sum())
         on_host = is_host(self.work.device)
         known: Sequence[Scalar] = energies.tolist() if on_host else energies.unbind()
         start = 0

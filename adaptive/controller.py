@@ -167,6 +167,7 @@ class Controller(saved.Stateful):
             updates=self.memory().scales is not None,
             drift=peers is not None and len(self.numbers) > 1,
             by_energy=self.sizes.choice.by_energy,
+            norms=self.policy.gain == "raw",
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,

@@ -55,8 +55,8 @@ from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, Scalar, but_not, either, fill_if, is_host
 from compressors.rounds import RoundsCompressor
 
-OnMean = Callable[[ModelParameter, Tensor, Flag], None]
-"""Is told the mean of a parameter, flat, and whether it is to be passed over as not finite."""
+OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
+"""Is told a gradient of a parameter, flat, and whether it is to be passed over as not finite."""
 
 Send = Callable[[Tensor], Future[Tensor]]
 
@@ -64,12 +64,13 @@ Send = Callable[[Tensor], Future[Tensor]]
 @dataclass(frozen=True)
 class Step:
     """What the buckets of one step have in common: its number, what is sent and measured, this
-    rank's statistics, and who is told the means."""
+    rank's statistics, and who is told the means and this rank's own gradients."""
 
     number: int
     cfs: StepCFs
     tally: Tally
-    on_mean: OnMean | None = None
+    on_mean: OnGradient | None = None
+    on_local: OnGradient | None = None
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Reducer:
             memory.undo(received.poisoned)  # 5, while the bucket still holds the gradients
             if received.poisoned is not True:
                 _decode(bucket, units, received, memory, self.exchange)  # 6
-                _tell_means(step, parameters, bucket.work, received.poisoned)
+                _tell(step.on_mean, parameters, bucket.work, received.poisoned)
                 self.memory.hand_out(index, parameters, bucket.work)
             fill_if(received.poisoned, bucket.work, nan)
             return _written_back(bucket, buffer)
@@ -159,7 +160,8 @@ class Reducer:
         sending: Sequence[Part] = ()
         not_finite: Flag = False  # gradients of this rank
         tally, memory = step.tally, self.memory
-        untouched = not (tally.cfs or tally.ladder or send) and self.clip_norm is None
+        looked_at = tally.cfs or tally.ladder or step.on_local or send
+        untouched = not looked_at and self.clip_norm is None
         if untouched and all(memory.idle(parameter) for parameter in parameters):
             tally.at("grad").fill_(nan)  # not measured
         else:
@@ -184,7 +186,7 @@ class Reducer:
                 memory.end_dense(part.parameter, either(poisoned, skipped), but_not(undo, skipped))
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
-            _tell_means(step, parameters, mean, poisoned)
+            _tell(step.on_mean, parameters, mean, poisoned)
             self.pipeline.stream.keep(sending, before, not_finite)
             return mean
 
@@ -210,6 +212,7 @@ class Reducer:
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, rooms)
         energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
+        _tell(step.on_local, parameters, work, bucket.poisoned)
         if turn is not None:
             turn(bucket, step.cfs, step.tally)
             bucket.turned = True
@@ -300,13 +303,13 @@ def _decode(
     memory.add_lost(received.lost, exchange.world_size)
 
 
-def _tell_means(
-    step: Step, parameters: Sequence[ModelParameter], mean: Tensor, poisoned: Flag
+def _tell(
+    whom: OnGradient | None, parameters: Sequence[ModelParameter], flat: Tensor, poisoned: Flag
 ) -> None:
-    if step.on_mean is not None:
-        views = mean.split([parameter.local.numel() for parameter in parameters])
+    if whom is not None:
+        views = flat.split([parameter.local.numel() for parameter in parameters])
         for parameter, view in zip(parameters, views, strict=True):
-            step.on_mean(parameter, view, poisoned)
+            whom(parameter, view, poisoned)
 
 
 def _written_back(bucket: Bucket, buffer: Tensor) -> Tensor:

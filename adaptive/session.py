@@ -398,8 +398,9 @@ class Session:
         if scale is not None and not as_it_is:  # in float32: unscaled gradients do not underflow
             work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
         plan, cfs = controller.plan, controller.cfs
-        on_mean = self._requested.sums.add if plan.accumulate else None
-        step = Step(controller.step, cfs, controller.tally, on_mean)
+        add = self._requested.sums.add if plan.accumulate else None
+        on_mean, on_local = (None, add) if plan.local_sum else (add, None)
+        step = Step(controller.step, cfs, controller.tally, on_mean, on_local)
         hook = self.settings.hooks.get(plan.send)
         if as_it_is:
             done = self.exchange.mean_as_it_is(buffer)

@@ -2,8 +2,9 @@
 share (no torch, no I/O, no clock).
 
 base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
-(with exploration.py and drift.py), accordion.py, budget.py, layerwise.py, baselines.py. They share
-estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved states).
+(with exploration.py and drift.py), accordion.py, papers.py, budget.py, layerwise.py, baselines.py.
+They share estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved
+states).
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ from policies.budget import Budget as Budget
 from policies.goodput import Goodput as Goodput
 from policies.gravac import GraVAC as GraVAC
 from policies.layerwise import Layerwise as Layerwise
+from policies.papers import AccordionPaper as AccordionPaper
+from policies.papers import GraVACPaper as GraVACPaper
 
-_ours = (Accordion, Budget, Fixed, Goodput, GraVAC, Layerwise, Schedule, Warmup)
+_ours = (
+    *(Accordion, AccordionPaper, Budget, Fixed, Goodput),
+    *(GraVAC, GraVACPaper, Layerwise, Schedule, Warmup),
+)
 _registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ours}
 
 

@@ -144,14 +144,24 @@ class Accordion(WrappingPolicy):
         """Whether this step is the last of its interval."""
         return self._step == self.interval - 1
 
+    @property
+    def _detects(self) -> bool:
+        """Whether the sum is read in this step, and compared with the one before."""
+        return self._ends
+
+    @property
+    def _left(self) -> int:
+        """Steps until then, this one included."""
+        return self.interval - self._step
+
     def plan(self) -> Plan:
         plan = self._layered() or self._active.plan()
         return replace(
             plan,
             reason=self._reason or plan.reason,
             accumulate=True,
-            read_sum=self._ends,
-            read_layers=self._ends and self.per_layer,
+            read_sum=self._detects,
+            read_layers=self._detects and self.per_layer,
         )
 
     def observe(self, report: StepReport) -> None:
@@ -210,8 +220,7 @@ class Accordion(WrappingPolicy):
     def next_move(self) -> str:
         low, high = (f"{side.name}, CF {side.plan().send:g}" for side in self._sides.values())
         known = any(regime.norm is not None for regime in self._regimes.values())
-        intervals = 1 if known and not self._dropped else 2
-        left = intervals * self.interval - self._step
+        left = self._left if known and not self._dropped else self._left + self.interval
         move = (
             f"in {counted_steps(left)} {'each layer' if self.per_layer else 'it'} goes to low "
             f"({low}) if the norm of its accumulated gradient has changed by eta {self.eta:g} or "

@@ -22,8 +22,9 @@ DENSE = 1.0
 GainKind = Literal["gradient", "error_fed", "raw", "signal"]
 """How the gain of a CF is defined: "gradient" by the energy that compression keeps of the gradient
 before error feedback, "error_fed" by what it keeps of the error-fed gradient (GraVAC's definition),
-"raw" by the energy kept over that of the gradient (GraVAC's released code), "signal" by the part of
-the true gradient that gets through (policies/signal_gain.py)."""
+"raw" as GraVAC's released code does (norms of what is kept, summed over the tensors, over those of
+the gradients: norms, not energies, so that 0.7 is about 0.49 of the others), "signal" by the part
+of the true gradient that gets through (policies/signal_gain.py)."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Plan:
     probe: tuple[float, ...] = ()  # CFs to measure without sending them, also while dense is sent
     reason: str = ""  # why it differs from the plan before, in words and numbers; "" if it does not
     accumulate: bool = False  # keep the sum of the decoded mean gradients (as large as the model)
+    local_sum: bool = False  # the sum is of each rank's own gradients instead
     read_sum: bool = False  # put the norm of that sum into this step's report, start a new sum
     # For `send` or a CF of `probe`: the CFs of single layers, by name; layers not named get the CF
     # itself. Only policies with `layerwise = True` may fill it.
@@ -102,6 +104,10 @@ class Measurement:
     grad: float = nan  # ||g||^2
     sample_error: float = nan  # ||s - C(s)||^2
     sample_total: float = nan  # ||s||^2
+    # For the gain "raw": norms, summed over the ranks and over what is compressed as one, a tensor
+    # or several (what a second compression loses of `kept_norms` is not taken off them).
+    kept_norms: float = nan  # ||c||
+    grad_norms: float = nan  # ||g||
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
         """Numerator and denominator of a gain, to be averaged separately; nan for "signal", which
@@ -111,7 +117,7 @@ class Measurement:
         if kind == "error_fed":
             return _surviving(self.total, self.error), self.total
         if kind == "raw":
-            return self.kept, self.grad
+            return self.kept_norms, self.grad_norms
         return _surviving(self.sample_total, self.sample_error), self.sample_total
 
     def gain(self, kind: GainKind) -> float:
@@ -135,7 +141,7 @@ class LayerReport:
     """The statistics of one layer over the steps since its last report."""
 
     energy: float = nan  # ||g||^2 of the local gradients, summed over steps and ranks
-    sum_norm: float = nan  # of the sum of the layer's mean gradients, if the plan said `read_sum`
+    sum_norm: float = nan  # as in `StepReport`, of this layer
     steady: Mapping[float, float] = field(default_factory=dict)  # as in `StepReport`
 
 
@@ -158,7 +164,9 @@ class StepReport:
     dense_wire_bytes: float = nan  # that dense all-reduce would have put there
     timed_bytes: float = nan
     grad_norm: float = nan  # root of the mean over ranks of ||g||^2
-    sum_norm: float = nan  # of the sum of the mean gradients since the last reading, if it was read
+    # Of the sum of the mean gradients since the last reading, if it was read; mean of the ranks'
+    # norms if the plan said `local_sum`.
+    sum_norm: float = nan
     lr: float = nan  # of the first parameter group, if an optimizer was handed over
     # Steady-state gain by CF from the shadow ladder, for policies with `shadow = True`.
     steady: Mapping[float, float] = field(default_factory=dict)

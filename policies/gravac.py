@@ -219,14 +219,10 @@ class GraVAC(DeclaredPolicy):
         3.2); returns why or why not."""
         floor, gain = self._statistics.gain(self._floor), self._statistics.gain(candidate)
         stays = f"floor stays {self._floor:g}"
-        if floor is None or gain is None:
-            return f"gains not known, {stays}"
-        lost = abs(floor - gain) / floor if floor > 0 else inf
-        why = f"|{floor:.4g} - {gain:.4g}| / {floor:.4g} = {lost:.3f}"
-        if lost > self.omega:
-            return f"{why} > omega {self.omega:g}, {stays}"
-        why = f"{why} <= omega {self.omega:g}"
-        if gain < self.epsilon:
+        rises, why = loses_no_gain(floor, gain, self.omega)
+        if not rises:
+            return f"{why}, {stays}"
+        if gain is not None and gain < self.epsilon:
             return f"{why} but gain < epsilon {self.epsilon:g}, {stays}"
         moves = f"floor {self._floor:g} -> {candidate:g}"
         self._floor = candidate
@@ -328,6 +324,19 @@ class GraVAC(DeclaredPolicy):
     def _check_loaded(self) -> None:
         explores = self._judging <= len(self._ladder)
         together(explores or self._chosen is not None, "'chosen' and 'judging' contradict")
+
+
+def loses_no_gain(floor: float | None, gain: float | None, omega: float) -> tuple[bool, str]:
+    """Whether a candidate's gain is that of the floor but for omega, relative to it, and the
+    numbers (section 3.2)."""
+    if floor is None or gain is None:
+        return False, "gains not known"
+    lost = abs(floor - gain) / floor if floor > 0 else inf
+    sign = "<=" if lost <= omega else ">"
+    return (
+        lost <= omega,
+        f"|{floor:.4g} - {gain:.4g}| / {floor:.4g} = {lost:.3f} {sign} omega {omega:g}",
+    )
 
 
 def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:

@@ -12,11 +12,13 @@ import torch
 
 from adaptive import (
     Accordion,
+    AccordionPaper,
     AdaptiveCompressor,
     Budget,
     Fixed,
     Goodput,
     GraVAC,
+    GraVACPaper,
     Layerwise,
     LinkSpec,
     ModelledClock,
@@ -36,7 +38,9 @@ from runs.tasks import Task, make_task
 
 _POLICIES: dict[str, Callable[..., Policy]] = {
     "gravac": GraVAC,
+    "gravac-paper": GraVACPaper,
     "accordion": Accordion,
+    "accordion-paper": AccordionPaper,
     "fixed": Fixed,
     "warmup": Warmup,
     "goodput": Goodput,

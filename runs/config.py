@@ -25,8 +25,9 @@ class TrainConfig:
     init: the folder of a run with whose weights this one starts. lora: rank of the adapters that
     are trained in place of the weights. batch_size: items a worker a step. policy: "off" is plain
     DDP without a hook.
-    lr_drop: step from which on the learning rate is a tenth. warmup: steps in which it rises
-    from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is "constant".
+    lr_drop: step from which on the learning rate is a tenth, or several steps. warmup: steps in
+    which it rises from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is
+    "constant".
     clip_grad: the norm to which the gradients that were exchanged are clipped, all as one vector.
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
     schedule: pieces "STEP:CF".
@@ -47,7 +48,7 @@ class TrainConfig:
     steps: int = 300
     batch_size: int | None = None
     lr: float | None = None
-    lr_drop: int | None = None
+    lr_drop: int | tuple[int, ...] | None = None
     momentum: float | None = None
     optimizer: str = "sgd"
     betas: tuple[float, float] | None = None
@@ -67,6 +68,7 @@ class TrainConfig:
     eta: float | None = None
     interval: int | None = None
     per_layer: bool | None = None
+    epoch: int | None = None
     warmup_steps: int | None = None
     margin: float | None = None
     power: float | None = None

@@ -64,7 +64,8 @@ def lr_factor(config: TrainConfig, step: int) -> float:
     It depends on nothing but the step, so a resumed run goes on with the learning rates of one that
     was never stopped.
     """
-    drop = 0.1 if config.lr_drop is not None and step >= config.lr_drop else 1.0
+    drops = (config.lr_drop,) if isinstance(config.lr_drop, int) else config.lr_drop or ()
+    drop: float = 0.1 ** sum(step >= first for first in drops)
     count = step + 1
     if count <= config.warmup:
         return drop * (count / config.warmup)

@@ -137,7 +137,11 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
         "last of --steps (constant)",
     )
     how.add_argument(
-        "--lr-drop", type=whole(1), metavar="STEP", help="a tenth of it from this step on (never)"
+        "--lr-drop",
+        type=whole(1),
+        nargs="+",
+        metavar="STEP",
+        help="a tenth of it from this step on, and again from each further one (never)",
     )
     how.add_argument("--momentum", type=below_one, help="of sgd alone, in [0, 1) (0.9)")
     how.add_argument(
@@ -375,6 +379,8 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         given["probe"] = tuple(given["probe"])
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
+    if isinstance(drops := given.get("lr_drop"), list):
+        given["lr_drop"] = drops[0] if len(drops) == 1 else tuple(drops)
     if policy == "schedule":
         set_schedule(given)
     if policy == "expression":

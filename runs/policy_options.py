@@ -13,7 +13,9 @@ from runs.policy_expression import EXAMPLE, Typed
 
 POLICY_OPTIONS = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
+    "gravac-paper": ("epsilon", "omega", "window", "scaling", "gain"),
     "accordion": ("eta", "interval", "per_layer"),
+    "accordion-paper": ("eta", "interval", "epoch", "per_layer"),
     "fixed": ("cf", "probe", "gain"),
     "warmup": ("warmup_steps",),
     "goodput": ("margin", "power", "gain"),
@@ -27,7 +29,7 @@ DEFAULT_CF = 10.0
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """The settings of each policy."""
-    gravac = parser.add_argument_group("with --policy gravac")
+    gravac = parser.add_argument_group("with --policy gravac or gravac-paper")
     gravac.add_argument("--epsilon", type=number, help="smallest gain worth sending, in (0, 1]")
     gravac.add_argument("--omega", type=number, help="relative change that counts as none, (0, 1]")
     gravac.add_argument("--window", type=whole(1), metavar="N", help="steps to judge a CF on")
@@ -83,13 +85,19 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps at each of CF 4, 16, 64, 256 (100); then the largest of --cf-range",
     )
-    accordion = parser.add_argument_group("with --policy accordion")
+    accordion = parser.add_argument_group("with --policy accordion or accordion-paper")
     accordion.add_argument(
         "--eta", type=number, help="change of the gradient norm that makes a regime critical"
     )
     accordion.add_argument("--interval", type=whole(1), metavar="N", help="steps to a detection")
     accordion.add_argument(
         "--per-layer", type=switch, metavar="on|off", help="a regime for each layer (off)"
+    )
+    accordion.add_argument(
+        "--epoch",
+        type=whole(1),
+        metavar="N",
+        help="accordion-paper: steps of the interval whose gradients are summed (a tenth)",
     )
 
 

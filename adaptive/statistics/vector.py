@@ -43,8 +43,8 @@ class Tally:
     cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
     many numbers of the layers, and of signal gain's sketch. updates: what is sent are updates.
     drift: how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by
-    rank. ranks: of all that decide alike. shards: in how many each replica of the model is. known:
-    the numbers that the host knows, by name.
+    rank. norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards:
+    in how many each replica of the model is. known: the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -54,6 +54,7 @@ class Tally:
     updates: bool = False
     drift: bool = False
     by_energy: bool = False
+    norms: bool = False
     ranks: int = 1
     shards: int = 1
     rank: int = 0
@@ -91,6 +92,8 @@ class Tally:
         own, sample = levels.t(), sampled.t()
         parts = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])
         self._levels().add_(torch.cat(parts))
+        if self.norms:
+            self.at("kept_norms").add_(own[1].clamp(min=0).sqrt())
 
     def copy_of_levels(self) -> Tensor:
         """What `add_levels` has added so far, to be handed to `lose`."""
@@ -152,6 +155,9 @@ class Statistics:
     """||c||^2 at each CF; `error` ||a - c||^2, `sample_error` the same of the samples."""
     error: list[float] = _numbers("cfs")
     sample_error: list[float] = _numbers("cfs")
+    grad_norms: float = _number("sum", only="norms")
+    """||g|| of each tensor, summed; `kept_norms` ||c|| at each CF of what is compressed as one."""
+    kept_norms: list[float] = _numbers("cfs", only="norms")
     shadow_error: list[float] = _numbers("ladder")
     shadow_total: list[float] = _numbers("ladder")
     energies: list[float] = _numbers("ranks", only="by_energy")
@@ -195,7 +201,7 @@ class Statistics:
             elif part:
                 found[name] = part[0] / over[declared["agree"]]
         if found["spoiled"]:  # then policies are to pass over the step
-            found |= dict.fromkeys(("grad", "total", "sample_total"), nan)
+            found |= dict.fromkeys(("grad", "total", "sample_total", "grad_norms"), nan)
         return cls(tally, **found)
 
     def reported(self) -> dict[str, Any]:
@@ -212,6 +218,8 @@ class Statistics:
                     grad=self.grad,
                     sample_error=self.sample_error[i],
                     sample_total=self.sample_total,
+                    kept_norms=self.kept_norms[i] if tally.norms else nan,
+                    grad_norms=self.grad_norms,
                 )
                 for i, cf in enumerate(tally.cfs)
             },

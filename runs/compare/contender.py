@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from compressors import compressor_names
+from policies.papers import PRESETS
 from runs.config import TrainConfig
 from runs.option_rules import HOOK_OPTIONS
 from runs.options import add_hook_arguments, add_task_arguments, make_config
@@ -18,6 +19,8 @@ GRAMMAR = """\
 A contender is NAME[@CF][:key=value,...]. NAME is
   dense          the same hook sending everything, what the others are compared with
   a policy       gravac, accordion, warmup, ... as train's --policy
+  gravac-paper, accordion-paper    as in their papers, with these papers' compression: tensor by
+                 tensor, values of 32 bits, plain error feedback, base dgc and topk
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
   off            plain DDP without the hook (nothing of its steps is known but their number)
 The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
@@ -97,7 +100,7 @@ def _meaning(text: str, name: str) -> tuple[dict[str, Any], bool, tuple[str, ...
         fixed = tuple(key for key in hook if key != "cf_range")
         return {"policy": "fixed"}, True, ("probe", *fixed)
     if name in POLICY_OPTIONS:
-        return {"policy": name}, False, (*POLICY_OPTIONS[name], *hook)
+        return {"policy": name, **PRESETS.get(name, {})}, False, (*POLICY_OPTIONS[name], *hook)
     if name.partition("+")[0] in compressor_names():
         fixed = tuple(key for key in hook if key not in ("base", "cf_range"))
         return {"policy": "fixed", "base": name}, True, ("probe", *fixed)

@@ -143,9 +143,12 @@ def make_context(config: TrainConfig, source: Source) -> Context:
 
 def _check_layers(config: TrainConfig, source: Source, context: Context) -> None:
     """UsageError if layers are to have CFs of their own and nothing says which there are."""
-    if context.layers or not (config.per_layer or config.layerwise):
+    per_layer = config.per_layer
+    if per_layer is None:
+        per_layer = config.policy == "accordion-paper"
+    if context.layers or not (per_layer or config.layerwise):
         return
-    what = "--per-layer" if config.per_layer else "--layerwise"
+    what = "--per-layer" if per_layer else "--layerwise"
     raise UsageError(
         f"{what} on: the layers are not known, since the header of {source.path} names none (it is "
         f"older than that, or of --granularity bucket); accepted: {what} off, or a record of "

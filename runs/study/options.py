@@ -144,7 +144,7 @@ def make_study(given: dict[str, Any]) -> Study:
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
     epsilons = tuple(dict.fromkeys(given.pop("epsilons", EPSILONS)))
     steps = given.setdefault("steps", TrainConfig.steps)
-    drop = given.setdefault("lr_drop", max(1, round(DROP * steps)))
+    drop = given.setdefault("lr_drop", [max(1, round(DROP * steps))])[0]
     link, window = given.pop("link", LINK), given.pop("window", max(5, steps // 20))
     folder = Path(given.pop("log_dir", None) or Path("logs", f"study-{given.get('task', 'text')}"))
     as_json = given.pop("json", False)

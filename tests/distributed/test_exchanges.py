@@ -17,6 +17,7 @@ from tests.distributed.setting import (
     same,
     small_net,
 )
+from tests.quick import quick
 
 STEPS = 8
 CFS = [10.0, 100.0, 1.0, 3.0, 1000.0]
@@ -57,7 +58,7 @@ every_way = pytest.mark.parametrize(
 
 
 @every_way
-@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+@pytest.mark.parametrize("granularity", quick("bucket", of=["layer", "bucket"]))
 def test_three_ranks_several_buckets_and_a_poisoned_step(
     base: str, options: dict[str, Any], granularity: str
 ) -> None:
@@ -66,12 +67,15 @@ def test_three_ranks_several_buckets_and_a_poisoned_step(
 
 
 @every_way
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", quick(2, of=[2, 4]))
 def test_one_bucket(base: str, options: dict[str, Any], world_size: int) -> None:
     _check(run_ranks(world_size, run, base, {**options, "dense_below": 50}, 25, CFS, None))
 
 
-@pytest.mark.parametrize("exchange", ["sharded", "voted_indices", "shared_indices", "all_gather"])
+@pytest.mark.parametrize(
+    "exchange",
+    quick("sharded", of=["sharded", "voted_indices", "shared_indices", "all_gather"]),
+)
 def test_eight_ranks(exchange: str) -> None:
     _check(run_ranks(8, run, "topk", {"exchange": exchange}, 0.004, CFS, 4))
 

@@ -564,6 +564,7 @@ def _buffers(rank: int) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
+@on_this_torch
 def test_buffers_of_any_kind_begin_as_those_of_the_first_replica() -> None:
     results = run_ranks(RANKS, _buffers)
     assert len(results[0]) == 6

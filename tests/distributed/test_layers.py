@@ -203,7 +203,11 @@ def test_accordion_by_layer_on_a_real_task() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Layerwise(Fixed(cf=50), window=6), Accordion(10, 200, per_layer=True, interval=4)]
+    "policy",
+    [
+        Layerwise(Fixed(cf=50), window=6),
+        pytest.param(Accordion(10, 200, per_layer=True, interval=4), marks=pytest.mark.long),
+    ],
 )
 def test_saving_and_loading_in_the_middle_changes_nothing(policy: Policy) -> None:
     straight = run_ranks(2, _trained, policy, 20)

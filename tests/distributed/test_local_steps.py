@@ -39,6 +39,7 @@ from tests.distributed.setting import (
     small_net,
 )
 from tests.distributed.test_resume import Run
+from tests.quick import quick
 
 STEPS, EVERY = 14, 4
 
@@ -188,8 +189,8 @@ def _stand_still(rank: int, base: str, exchange: str) -> list[Tensor]:
     ("base", "exchange"),
     [
         ("topk+fp32", "all_gather"),
-        ("topk", "all_gather"),
-        ("topk", "voted_indices"),
+        pytest.param(*("topk", "all_gather"), marks=pytest.mark.long),
+        pytest.param(*("topk", "voted_indices"), marks=pytest.mark.long),
         ("int8", "sharded"),
     ],
 )
@@ -550,7 +551,12 @@ def _parting(rank: int, cfs: list[float], strided: bool, overlap: int) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strided", "overlap"), [(2, False, 0), (2, True, 2), (4, False, 2), (4, True, 0)]
+    ("ranks", "strided", "overlap"),
+    quick(
+        (2, True, 2),
+        (4, True, 0),
+        of=[(2, False, 0), (2, True, 2), (4, False, 2), (4, True, 0)],
+    ),
 )
 def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool, overlap: int) -> None:
     found = run_ranks(ranks, _parting, [8.0, 32.0, 1.0, 8.0, 4.0], strided, overlap)
@@ -581,7 +587,7 @@ def _resumed_apart(rank: int, stop: int, path: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("stop", range(8, 13))
+@pytest.mark.parametrize("stop", quick(9, 11, of=range(8, 13)))
 def test_resuming_while_ranks_part_and_meet(stop: int, tmp_path: Path) -> None:
     """Stopped after each step of a few rounds: together, apart, and just before either."""
     for straight, resumed in run_ranks(2, _resumed_apart, stop, str(tmp_path)):
@@ -615,6 +621,7 @@ def _on_a_link(rank: int, path: str) -> dict[str, Any]:
     return {"chosen": chosen, "own": own, "summary": summary, "steps": timeline.steps}
 
 
+@pytest.mark.long
 def test_goodput_chooses_how_many_local_steps(tmp_path: Path) -> None:
     found = run_ranks(2, _on_a_link, str(tmp_path))
     chosen, summary = found[0]["chosen"], found[0]["summary"]
@@ -831,7 +838,7 @@ def _skipping(rank: int, skipped: int, who: int) -> Tensor:
     return flat_parameters(model)
 
 
-@pytest.mark.parametrize("skipped", [4, 5, 8])
+@pytest.mark.parametrize("skipped", quick(5, of=[4, 5, 8]))
 def test_a_step_is_left_out_while_ranks_part_or_meet(skipped: int) -> None:
     for who in (0, 1):  # rank 0; both
         first, second = run_ranks(2, _skipping, skipped, who)

@@ -114,7 +114,7 @@ def _stage(rank: int, policy: str, base: str, folder: str, start: int) -> dict[s
         ("goodput", "topk", 2, 4),
         pytest.param(*("gravac", "topk", 4, 2), marks=pytest.mark.long),
         pytest.param(*("accordion", "redsync", 3, 2), marks=pytest.mark.long),
-        ("budget", "powersgd", 2, 3),
+        pytest.param(*("budget", "powersgd", 2, 3), marks=pytest.mark.long),
         ("layerwise", "topk", 2, 1),
     ],
 )

@@ -53,9 +53,14 @@ def _run(rank: int, dtype: torch.dtype, options: dict[str, Any], on_device: bool
     "options",
     [
         {"base": "topk"},
-        {"base": "topk", "granularity": "layer"},
-        {"base": "topk", "exchange": "sharded"},
-        {"base": "topk", "exchange": "voted_indices"},
+        *(
+            pytest.param({"base": "topk", **each}, marks=pytest.mark.long)
+            for each in (
+                {"granularity": "layer"},
+                {"exchange": "sharded"},
+                {"exchange": "voted_indices"},
+            )
+        ),
         {"base": "topk+int4", "memory": "residual", "checksum": True},
     ],
     ids=str,

@@ -13,6 +13,7 @@ from policies import StepReport
 from runs.tasks import make_task
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, same, small_net
+from tests.quick import quick
 
 LADDER = (10.0, 30.0, 100.0)
 
@@ -44,7 +45,9 @@ def _reports(
     return policy.reports
 
 
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), quick((0.9, True), of=[(0.0, False), (0.9, False), (0.9, True)])
+)
 @pytest.mark.parametrize("cf", LADDER)
 @pytest.mark.parametrize("granularity", ["layer", "bucket"])
 def test_where_the_sample_is_the_whole_it_is_the_gain_of_the_cf_in_use(

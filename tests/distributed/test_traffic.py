@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, MemoryTimeline
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
+from tests.quick import quick
 
 COLLECTIVES = {"all_reduce": 0, "all_gather_single": 1, "all_to_all_single": 1, "broadcast": 0}
 """By name: the position of the argument that is handed over."""
@@ -69,7 +70,7 @@ def _count(
 @pytest.mark.parametrize(
     ("granularity", "cap"), [("layer", 0.002), ("bucket", 0.002), ("bucket", 25)]
 )
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", quick(2, of=[2, 4]))
 @pytest.mark.parametrize(
     ("base", "exchange"),
     [

@@ -62,7 +62,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "base": "topk",
         "cf": 40.0,
         "steps": 9,
-        "lr_drop": 6,
+        "lr_drop": [6],
         "lr": 0.2,
     },
     "dense:lr=3e-3,clip_grad=1": {

@@ -27,6 +27,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_ends_with_consistent_files(text: Path, tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "log"
     options = (
@@ -178,7 +179,8 @@ def test_interrupted_and_resumed_equals_straight_under_torchrun(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("killed", ["worker", pytest.param("parent", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", ["worker", "parent"])
 def test_killing_one_process_ends_all(
     killed: str, text: Path, tmp_path: Path, start: Start
 ) -> None:

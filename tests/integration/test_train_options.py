@@ -77,7 +77,11 @@ BAD = {
     "--policy off --shadow-sample 1": ["--shadow-sample", "--policy off"],
     "--policy expression": ["--expression", "GraVAC(window=20)"],
     "--expression GraVAC()": ["--expression GraVAC()", "--policy expression"],
-    "--policy expression --expression Nope()": ["--expression", "'Nope()'", "Accordion, Budget"],
+    "--policy expression --expression Nope()": [
+        "--expression",
+        "'Nope()'",
+        "Accordion, AccordionPaper, Budget",
+    ],
     "--momentum 1": ["--momentum", "'1'", "[0, 1)"],
     "--lr-drop 0": ["--lr-drop", "'0'", ">= 1"],
     "--optimizer lion": ["--optimizer", "'lion'", "sgd", "adagrad"],

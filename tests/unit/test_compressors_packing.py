@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from compressors.kernels.blocks import CODE_BLOCK
 from compressors.wire import packing
 from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
+from tests.quick import quick
 from tests.unit.device_path import device_path
 from tests.unit.samples import normal
 
@@ -47,7 +48,7 @@ def test_codes(levels, count, seed):
     check_codes(torch.from_numpy(codes).float() - 1, levels, packed_by_hand(codes, levels))
 
 
-@pytest.mark.parametrize("levels", [2, 3, 8, 16, 128])
+@pytest.mark.parametrize("levels", quick(3, 16, of=[2, 3, 8, 16, 128]))
 @pytest.mark.parametrize("count", [CODE_BLOCK, CODE_BLOCK + 1, 2 * CODE_BLOCK + 2])
 def test_codes_of_several_blocks(count, levels):
     codes = np.random.default_rng(0).integers(0, levels, count, np.uint8)

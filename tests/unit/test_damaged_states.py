@@ -206,7 +206,7 @@ def _check(run: _Run, damaged: dict[str, Any]) -> None:
         assert same(_without_time(run.state()), _without_time(run.good))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_damaged_state_changes_nothing_or_loads_whole(run: _Run, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(_places(run.good))))

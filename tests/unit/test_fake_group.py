@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from adaptive import AdaptiveCompressor, Fixed
 from compressors.kernels import blocks
+from tests.quick import quick
 from tests.unit.device_path import Operations, triton_path
 
 RANKS = 8
@@ -107,7 +108,9 @@ MOST = {
 work on each of four tensors by itself. Some bookkeeping of the host's counts as well."""
 
 
-@pytest.mark.parametrize(("base", "optimizer"), MOST)
+@pytest.mark.parametrize(
+    ("base", "optimizer"), quick(("topk+int4", "sgd"), ("topk+int4", "adamw"), of=MOST)
+)
 def test_with_triton_few_launches_whatever_the_number_of_ranks(
     base: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

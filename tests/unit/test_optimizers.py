@@ -34,6 +34,7 @@ def _factors(**options: Any) -> list[float]:
 def test_the_learning_rate_is_constant_unless_a_schedule_is_asked_for() -> None:
     assert _factors(steps=4) == [1.0] * 4
     assert _factors(steps=4, lr_drop=2) == [1.0, 1.0, 0.1, 0.1]
+    assert _factors(steps=4, lr_drop=(1, 3)) == [1.0, 0.1, 0.1, pytest.approx(0.01)]
 
 
 def test_it_rises_from_almost_nothing_and_reaches_its_value_with_the_last_step_of_warm_up() -> None:

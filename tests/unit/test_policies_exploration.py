@@ -350,7 +350,16 @@ def test_a_promoted_candidates_average_goes_on_as_the_floors():
 def test_the_gain_that_decides(gain, known):
     policy = GraVAC(gain=gain)
     policy.start(Context(RANGE, 2))
-    measured = Measurement(kept=4, grad=10, error=5, total=10, sample_error=3, sample_total=10)
+    measured = Measurement(
+        kept=9,
+        grad=10,
+        error=5,
+        total=10,
+        sample_error=3,
+        sample_total=10,
+        kept_norms=4,
+        grad_norms=10,
+    )
     for step in range(10):
         assert policy.plan().send == DENSE
         policy.observe(StepReport(step, DENSE, {10.0: measured, 20.0: measured}))
@@ -362,7 +371,7 @@ def test_a_raw_gain_above_1_counts_as_1():
     policy = GraVAC(gain="raw")
     policy.start(Context(RANGE, 2))
     for step in range(10):
-        policy.observe(StepReport(step, DENSE, {10.0: Measurement(kept=26, grad=10)}))
+        policy.observe(StepReport(step, DENSE, {10.0: Measurement(kept_norms=26, grad_norms=10)}))
     assert policy.status()["gain_floor"] == 1.0
 
 

@@ -189,7 +189,7 @@ def test_what_is_nested_too_deep_is_one_short_line(expression: str, capfd: Any) 
         ("Warmup(", "never closed"),
         ("3", "must be a policy"),
         ("GraVAC", "neither a literal nor a call"),
-        ("Nope()", "Nope is no policy; accepted: Accordion, Budget"),
+        ("Nope()", "Nope is no policy; accepted: Accordion, AccordionPaper, Budget"),
         ("Policy()", "Policy is no policy"),
         ("GraVAC(eps=1)", "'eps'"),
         ("GraVAC(epsilon=7)", "epsilon=7: must be in (0, 1]"),

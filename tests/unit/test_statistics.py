@@ -43,8 +43,11 @@ def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
 def test_what_is_summed_over_ranks_is_read_back() -> None:
     vectors = []
     for rank in range(3):
-        tally = Tally((10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, by_energy=True)
+        tally = Tally(
+            (10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, by_energy=True, norms=True
+        )
         _fill(tally, shadow_error=[1.0, 3.0], shadow_total=[4.0, 4.0], grad=[4.0])
+        _fill(tally, grad_norms=[4.0])
         levels = torch.tensor([[8.0, 6.0, 2.0], [8.0, 4.0, 4.0]], dtype=torch.float64)
         sampled = torch.tensor([[2.0, 1.0, 1.0], [2.0, 0.5, 1.5]], dtype=torch.float64)
         tally.add_levels(levels, sampled)
@@ -69,7 +72,7 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert (agreed.peers, agreed.peers_total) == ([6.0, 3.0], 9.0)
     assert reported["measurements"][20.0].gain("error_fed") == pytest.approx(0.5)
     assert reported["measurements"][10.0].gain("gradient") == pytest.approx(0.5)
-    assert reported["measurements"][20.0].gain("raw") == 1.0  # 12 / 12
+    assert reported["measurements"][20.0].gain("raw") == pytest.approx(0.5)  # 3 * 2 / (3 * 4)
 
 
 def test_layers_and_products_are_read_back_without_energies() -> None:

@@ -23,7 +23,14 @@ from adaptive.timeline.tensorboard import end_session, start_session
 from policies import Measurement
 
 MEASUREMENT = Measurement(
-    kept=3.0, error=1.0, total=4.0, grad=2.0, sample_error=0.5, sample_total=1.0
+    kept=3.0,
+    error=1.0,
+    total=4.0,
+    grad=2.0,
+    sample_error=0.5,
+    kept_norms=3,
+    grad_norms=2,
+    sample_total=1.0,
 )
 
 

@@ -306,7 +306,7 @@ class Way:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     numel=st.sampled_from([1, 9, 130, 500]),
     ranks=st.sampled_from([1, 2, 3, 4]),

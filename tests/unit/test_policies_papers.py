@@ -1,0 +1,191 @@
+"""The papers' own policies, from hand-made gains, norms and learning rates."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from policies import Context, LayerReport, Measurement, StepReport, make_policy
+from policies.base import DENSE
+from policies.papers import PRESETS, AccordionPaper, GraVACPaper
+from tests.unit.gravac_world import FALLING, FASTER, GOOD, LADDER, RANGE, World
+
+WINDOW = 4
+
+
+def world(gain, seconds=FASTER, ranks=2):
+    return World(GraVACPaper(window=WINDOW, epsilon=0.5, omega=0.1), gain, seconds, ranks=ranks)
+
+
+def sent(plans):
+    return [plan.send for plan in plans]
+
+
+def test_the_first_window_sends_the_smallest_cf_whatever_its_gain():
+    run = world(dict.fromkeys(LADDER, 0.01))
+    assert sent(run.run(WINDOW)) == [10.0] * WINDOW
+    assert set(sent(run.run(WINDOW * len(LADDER)))) == {DENSE}
+
+
+def test_windows_go_on_while_dense_is_sent_and_every_cf_is_looked_at():
+    run = world({cf: gain / 100 for cf, gain in FALLING.items()})
+    plans = run.run(WINDOW * len(LADDER))
+    probed = [set(plan.probe) for plan in plans[WINDOW::WINDOW]]
+    assert probed == [{10.0, cf} for cf in LADDER[1:]]
+    assert run.policy.status()["exploring"] == 0
+    assert not set(run.policy.plan().probe) - {10.0}
+
+
+def test_each_cf_is_sent_for_a_window_as_soon_as_its_gain_is_known():
+    run = world(GOOD)
+    plans = run.run(WINDOW * len(LADDER))
+    for i, cf in enumerate(LADDER[1:], start=1):
+        assert sent(plans[i * WINDOW : (i + 1) * WINDOW])[1:] == [cf] * (WINDOW - 1)
+
+
+def test_the_floor_rises_by_omega_and_stays_risen():
+    gain = {10.0: 0.9, 20.0: 0.85, 40.0: 0.6, 160.0: 0.3, 1000.0: 0.2}
+    run = world(gain)
+    run.run(WINDOW * len(LADDER))
+    assert run.policy.status()["floor"] == 20.0
+    assert run.policy.status()["exploring"] == 0
+    run.gain = dict.fromkeys(LADDER, 0.6)
+    run.gain[run.policy.status()["candidate"]] = 0.0  # the chosen one fails: the floor serves
+    assert run.policy.status()["candidate"] != 20.0
+    assert sent(run.run(300))[-1] == 20.0
+
+
+def test_the_bare_rule_follows_epsilon_at_once_both_ways():
+    run = world(GOOD, ranks=50)  # so that a step's gain is half of the average
+    run.run(WINDOW + 1)
+    assert run.policy.plan().send == 20.0
+    run.gain[20.0] = 0.0
+    run.run(1)
+    assert run.policy.plan().send == 10.0
+    run.gain[20.0] = 1.0
+    run.run(1)
+    assert run.policy.plan().send == 20.0
+
+
+def test_it_settles_where_compression_throughput_saturates():
+    seconds = {DENSE: 4.0, 10.0: 1.0, 20.0: 0.5, 40.0: 0.48, 160.0: 0.47, 1000.0: 0.465}
+    run = world(GOOD, seconds)
+    run.run(WINDOW * len(LADDER))
+    assert run.policy.plan().send == 20.0
+    assert re.search("settled, T_comp .* saturates at 20", run.policy.plan().reason)
+
+
+def test_dense_is_no_choice_even_where_it_is_fastest():
+    run = world(GOOD, {**dict.fromkeys(LADDER, 5.0), DENSE: 0.1})
+    run.run(WINDOW * len(LADDER) + 5)
+    assert DENSE not in sent(run.plans)
+
+
+def test_the_raw_gain_is_a_ratio_of_norms_and_not_of_energies():
+    measured = Measurement(
+        kept=0.49, grad=1.0, total=1.0, error=0.51, kept_norms=0.7, grad_norms=1.0
+    )
+    assert measured.gain("raw") == pytest.approx(0.7)
+    assert measured.gain("error_fed") == pytest.approx(0.49)
+    for gain, compresses in (("raw", True), ("error_fed", False)):
+        policy = GraVACPaper(epsilon=0.6, window=1, gain=gain)
+        policy.start(Context(RANGE, 2))
+        policy.observe(StepReport(0, 10.0, {10.0: measured}))
+        assert (policy.plan().send == 10.0) == compresses
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_been():
+    whole, parted = world(FALLING), world(FALLING)
+    for steps in (1, WINDOW, 3 * WINDOW + 1, 20):
+        whole.run(steps)
+        parted.run(steps)
+        state = json.loads(json.dumps(parted.policy.state_dict(), allow_nan=False))
+        fresh = GraVACPaper(window=WINDOW, epsilon=0.5, omega=0.1)
+        fresh.start(Context(RANGE, 2, wire_bytes=lambda cf: 1e6 / cf))
+        fresh.load_state_dict(state)
+        parted.policy = fresh
+    assert parted.plans == whole.plans
+    assert parted.policy.state_dict() == whole.policy.state_dict()
+
+
+def test_a_damaged_state_is_refused():
+    run = world(GOOD)
+    run.run(3)
+    state = run.policy.state_dict()
+    for damage in ({"rung": 99}, {"rung": -1}, {"chosen": 10.0}):
+        with pytest.raises(ValueError, match="rung"):
+            run.policy.load_state_dict({**state, **damage})
+
+
+# Accordion
+
+LAYERS = {"a": 100, "b": 300}
+
+
+def accordion(**settings):
+    policy = AccordionPaper(**{"interval": 10, "epoch": 2, **settings})
+    policy.start(Context(RANGE, 2, layers=LAYERS))
+    return policy
+
+
+def drive(policy, norms, steps, lrs=()):
+    """norms[i]: by layer, of the i-th reading. Returns the plans."""
+    plans, readings = [], 0
+    for step in range(steps):
+        plan = policy.plan()
+        plans.append(plan)
+        layers = {}
+        if plan.read_layers:
+            found = norms[min(readings, len(norms) - 1)]
+            layers = {name: LayerReport(sum_norm=norm) for name, norm in found.items()}
+            readings += 1
+        lr = lrs[step] if lrs else 0.1
+        policy.observe(StepReport(step, plan.send, layers=layers, lr=lr))
+    return plans
+
+
+def cfs_of(plan):
+    return {name: plan.layers.get(plan.send, {}).get(name, plan.send) for name in LAYERS}
+
+
+def test_local_gradients_of_one_epoch_of_each_interval_are_summed():
+    plans = drive(accordion(), [{"a": 1.0, "b": 1.0}], 25)
+    assert [i for i, plan in enumerate(plans) if plan.accumulate] == [0, 1, 10, 11, 20, 21]
+    assert [i for i, plan in enumerate(plans) if plan.read_sum] == [2, 12, 22]
+    assert all(plan.local_sum for plan in plans)
+    assert all(plan.read_layers == plan.read_sum for plan in plans)
+
+
+def test_each_layer_goes_to_high_by_its_own_norm_an_interval_before():
+    norms = [{"a": 8.0, "b": 8.0}, {"a": 6.0, "b": 2.0}, {"a": 6.0, "b": 2.0}]
+    plans = drive(accordion(), norms, 25)
+    assert {*map(str, map(cfs_of, plans[:13]))} == {str({"a": 10.0, "b": 10.0})}
+    assert cfs_of(plans[13]) == cfs_of(plans[22]) == {"a": 1000.0, "b": 10.0}
+    assert cfs_of(plans[23]) == {"a": 1000.0, "b": 1000.0}
+
+
+def test_a_dropped_learning_rate_is_critical_until_the_next_detection_only():
+    lrs = [0.1] * 15 + [0.01] * 20
+    plans = drive(accordion(), [{"a": 1.0, "b": 1.0}], 35, lrs)
+    critical = [cfs_of(plan) == {"a": 10.0, "b": 10.0} for plan in plans]
+    assert critical == [True] * 13 + [False] * 3 + [True] * 7 + [False] * 12
+
+
+def test_an_epoch_is_a_tenth_of_the_interval_if_nobody_says():
+    policy = AccordionPaper(interval=40)
+    policy.start(Context(RANGE, 2, layers=LAYERS))
+    plans = drive(policy, [{"a": 1.0, "b": 1.0}], 40)
+    assert sum(plan.accumulate for plan in plans) == 4
+
+
+@pytest.mark.parametrize("settings", [{"epoch": 10}, {"epoch": 0}, {"interval": 1}])
+def test_settings_that_do_not_fit_are_refused(settings):
+    with pytest.raises(ValueError, match=r"epoch|interval"):
+        accordion(**settings)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_presets_are_of_policies_that_have_names(name):
+    assert make_policy(name).name == name
