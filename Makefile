@@ -10,9 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.6.0
-OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp device_path \
-	lifecycle as_they_are saved_forms shared_objects compatibility compile wrappers reshard \
-	nonfinite agreement
+OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
+	as_they_are saved_forms compatibility compile wrappers nonfinite
 
 .PHONY: demo test long-test browser-test gpu-test oldest-test soak faults lint bench clean
 

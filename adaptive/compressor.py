@@ -69,6 +69,8 @@ class AdaptiveCompressor:
         "shared_indices" (sparsifiers with fp32 values: the ranks take turns in choosing the indices
         for all), "shared_indices_by_energy" (the rank with the largest error-fed gradient chooses).
         "auto": the fastest by a cost model of the network, measured when there is a choice.
+    down_cf: with exchange="sharded", the CF at which means travel back to all ranks, where that is
+        not the CF at which gradients come: 1 compresses on the way up only.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
@@ -130,6 +132,7 @@ class AdaptiveCompressor:
         granularity: str = "auto",
         dense_below: int = 0,
         exchange: str = "auto",
+        down_cf: float | None = None,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
@@ -165,6 +168,7 @@ class AdaptiveCompressor:
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
             dense_below=checks.whole("dense_below", dense_below, least=0),
             exchange=check_exchange(exchange, compressor),
+            down_cf=None if down_cf is None else checks.real("down_cf", down_cf, least=1),
             hooks=foreign,
             rungs=below,
             cf_range=cf_range,

@@ -150,6 +150,7 @@ class Settings:
     granularity: str
     dense_below: int
     exchange: str
+    down_cf: float | None
     hooks: dict[float, HookRung]
     rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
@@ -186,6 +187,11 @@ class Settings:
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
                 f"base={base.name!r}"
+            )
+        if self.down_cf is not None and self.exchange != "sharded":
+            raise ValueError(
+                f"down_cf must be None unless exchange is 'sharded', whose means it compresses; "
+                f"got {self.down_cf:g} with exchange={self.exchange!r}"
             )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
@@ -267,7 +273,7 @@ class Settings:
         }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
-        as_they_are = "granularity dense_below exchange cf_range shadow_sample clip_norm"
+        as_they_are = "granularity dense_below exchange down_cf cf_range shadow_sample clip_norm"
         as_they_are += " local_steps outer_lr outer_momentum overlap debug checksum residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",

@@ -292,6 +292,8 @@ def _decode(
         memory.take_off(unit, own)
         memory.clear_velocity(unit, own, poisoned)
         mean = bucket.of(unit)
+        if received.compressors is not None:
+            compressor = received.compressors[i]
         if isinstance(compressor, RoundsCompressor):
             compressor.write_to(mean, compressor.void(payloads[0], poisoned))
             continue

@@ -104,7 +104,9 @@ class Session:
         device = self._parameters.device
         timestamps = Timestamps.of(settings.clock, device)
         self._pipeline = Pipeline(timestamps, HookStream(device))
-        self._choice = ExchangeChoice(settings.base, settings.exchange, world_size)
+        self._choice = ExchangeChoice(
+            settings.base, settings.exchange, world_size, settings.down_cf
+        )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
         hooks = settings.hooks.keys()

@@ -113,7 +113,10 @@ class Sizes:
             indices, values = map(sum, zip((0, 0), *parts, strict=True))
             return gather_wire_bytes(indices, n) + reduce_wire_bytes(values, n)
         on_wire = gather_wire_bytes if strategy is GATHERED else reduce_wire_bytes
-        return on_wire(self.payload_nbytes(cf), n)
+        if self.choice.down_cf is None:
+            return on_wire(self.payload_nbytes(cf), n)
+        down = [(s, own if own == DENSE else self.choice.down_cf) for s, own in self._tensors(cf)]
+        return on_wire(self.payload_nbytes(cf) + sum(self._nbytes(*each) for each in down), n) / 2
 
     def supported(self, cf: float) -> float:
         """The nearest CF that the base or a hook can really do; the base on the largest that it

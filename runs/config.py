@@ -79,6 +79,7 @@ class TrainConfig:
     base: str | None = "topk"
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None
+    down_cf: float | None = None
     granularity: str | None = None
     rungs: bool | None = None
     dense_below: int | None = None

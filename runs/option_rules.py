@@ -14,6 +14,7 @@ HOOK_OPTIONS = (
     "base",
     "cf_range",
     "exchange",
+    "down_cf",
     "granularity",
     "rungs",
     "dense_below",

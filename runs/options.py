@@ -200,6 +200,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--exchange", help=f"how payloads become the mean: {', '.join(EXCHANGES)} (auto)"
     )
     how.add_argument(
+        "--down-cf",
+        type=number,
+        metavar="CF",
+        help="with --exchange sharded: of the means on their way back; 1: compressed on the way up "
+        "only (that of the gradients)",
+    )
+    how.add_argument(
         "--granularity",
         help="compress tensor by tensor (layer), or a whole bucket as one (bucket); auto: bucket "
         "where the base keeps the largest elements of all (auto)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
@@ -94,11 +94,18 @@ class ExchangeChoice:
     """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
 
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
-    a sparsifier voted indices, which send fewer bytes than that and get more through."""
+    a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    def __init__(self, base: Compressor, exchange: str, world_size: int) -> None:
+    down_cf: of the sharded exchange's second compression; None: that of the first."""
+
+    def __init__(
+        self, base: Compressor, exchange: str, world_size: int, down_cf: float | None = None
+    ) -> None:
         allowed = strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
+        self.down_cf = down_cf
+        if down_cf is not None:
+            self._fixed = replace(SHARDED, start=partial(sharded, down_cf=down_cf))
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]

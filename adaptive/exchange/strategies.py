@@ -20,12 +20,14 @@ from torch.futures import Future
 
 from adaptive.bucket import EXACT, Bucket, Unit, shard_borders
 from adaptive.exchange.collectives import Exchange
+from compressors import Compressor
 from compressors.base import Key, Payload, split_bytes
 from compressors.kernels import all_finite, squared_norms
 from compressors.kernels.blocks import Flag, either, energies, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import Full, ValueFormat
+from policies import DENSE
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Received:
     payloads: for each unit. poisoned: some rank's gradients were not finite, so they mean nothing.
     own: what this rank has sent of each unit; None: it is among the payloads, at this rank's place.
     lost: of units of which this rank has compressed the mean, what that has lost of it (flat).
+    compressors: of each unit, by which the payloads are decoded; None: the unit's own.
     """
 
     payloads: Iterable[Sequence[Payload]]
@@ -64,6 +67,7 @@ class Received:
     scale: float = 1.0
     own: Sequence[Payload] | None = None
     lost: Sequence[tuple[Unit, Tensor]] = ()
+    compressors: Sequence[Compressor] | None = None
 
 
 Rounds = Generator[Future[Tensor], Any, Received]
@@ -99,10 +103,12 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     return Received([[each] for each in sums], poisoned, 1 / exchange.world_size, out.payloads)
 
 
-def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
+def sharded(exchange: Exchange, out: Outgoing, down_cf: float | None = None) -> Rounds:
     """Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what
     that loses, and sends it to all (all-gather): Tang and others, "DoubleSqueeze" (ICML 2019), with
-    the ranks themselves as the server. Bytes a rank sends: 2(N-1)/N payloads."""
+    the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
+
+    down_cf: the CF of the means, 1 is "single compression"; None: that of the payloads."""
     work = out.bucket.work
     shards = [
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
@@ -114,35 +120,48 @@ def sharded(exchange: Exchange, out: Outgoing) -> Rounds:
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row, out.dtype) for row in rows]
+    down = [[_downward(unit, down_cf) for unit in units] for units in shards]
+    down_sizes = [sum(payload_sizes(units, out.dtype)) for units in down]
     numels = [unit.numel for unit in mine]
     room = out.bucket.room("mean of a shard", sum(numels)).zero_()
     means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
     poisoned: Flag = False
-    for (unit, mean), payloads in zip(means, zip(*received, strict=True), strict=True):
+    both = zip(means, down[exchange.rank], zip(*received, strict=True), strict=True)
+    for (unit, mean), below, payloads in both:
         for payload in payloads:
             flag = unit.compressor.is_poisoned(payload)
             unit.compressor.add_to(mean, unit.compressor.void(payload, flag), 1 / len(payloads))
             poisoned = either(poisoned, flag)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
-        second.append(unit.compressor.compress(mean, unit.cf, key))
+        second.append(below.compressor.compress(mean, below.cf, key))
     poisoned = either(poisoned, all_finite(room) ^ True)
-    pairs = zip(mine, second, strict=True)
+    pairs = list(zip(down[exchange.rank], second, strict=True))
     second = [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
-    wire = work.new_zeros(max(sizes), dtype=torch.uint8)  # the collective wants equal sizes
-    wire[: sizes[exchange.rank]] = pack(out, mine, second)
-    for (unit, mean), payload in zip(means, second, strict=True):
+    wire = work.new_zeros(max(down_sizes), dtype=torch.uint8)  # the collective wants equal sizes
+    wire[: down_sizes[exchange.rank]] = pack(out, down[exchange.rank], second)
+    for (unit, _), (_, mean), payload in zip(pairs, means, second, strict=True):
         unit.compressor.subtract_from(mean, payload)
     out.report(second)
     rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means")
 
     everyones: list[Payload] = []
-    for units, row, size in zip(shards, rows, sizes, strict=True):
+    for units, row, size in zip(down, rows, down_sizes, strict=True):
         everyones += unpack(units, row[:size], out.dtype)
-    poisoned = any_poisoned(out.units, everyones)
+    in_order = list(chain.from_iterable(down))
+    poisoned = any_poisoned(in_order, everyones)
     fill_if(poisoned, room, 0.0)
-    return Received([[mean] for mean in everyones], poisoned, 1.0, out.payloads, means)
+    by = [unit.compressor for unit in in_order]
+    return Received([[mean] for mean in everyones], poisoned, 1.0, out.payloads, means, by)
+
+
+def _downward(unit: Unit, cf: float | None) -> Unit:
+    """The unit as it is sent back to all, at `cf`; None: as it came."""
+    if cf is None or unit.compressor is EXACT:
+        return unit
+    cf = unit.compressor.supported(cf, unit.numel)
+    return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else unit.compressor)
 
 
 def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:

@@ -44,6 +44,8 @@ def _check(results: list[dict[str, Any]], limit: float = 1e-12) -> None:
 WAYS = [
     ("topk", {"exchange": "all_gather"}),
     ("topk", {"exchange": "sharded"}),
+    ("topk", {"exchange": "sharded", "down_cf": 1.0}),
+    ("topk+fp32", {"exchange": "sharded", "down_cf": 5.0}),
     ("topk", {"exchange": "voted_indices"}),
     ("dgc+qsgd", {"exchange": "voted_indices"}),
     ("topk+fp32", {"exchange": "voted_indices"}),
@@ -52,9 +54,8 @@ WAYS = [
     ("randomk", {"exchange": "all_reduce"}),
     ("randomk", {"exchange": "sharded"}),
 ]
-every_way = pytest.mark.parametrize(
-    ("base", "options"), WAYS, ids=lambda v: v if isinstance(v, str) else v["exchange"]
-)
+NAMES = ["-".join(map(str, [base, *options.values()])) for base, options in WAYS]
+every_way = pytest.mark.parametrize(("base", "options"), WAYS, ids=NAMES)
 
 
 @every_way

@@ -26,6 +26,7 @@ def _count(
     probe: list[float],
     granularity: str,
     cap: float,
+    down_cf: float | None = None,
 ) -> dict[str, Any]:
     model = DDP(small_net(torch.float32), bucket_cap_mb=cap)
     timeline = MemoryTimeline()
@@ -34,6 +35,7 @@ def _count(
         (2, 100),
         policy=Scripted(cfs, tuple(probe)),
         exchange=exchange,
+        down_cf=down_cf,
         timeline=timeline,
         granularity=granularity,
     ).attach(model)
@@ -62,6 +64,8 @@ def _count(
         "floats": summary.floats_sent,
         "dense": summary.dense_bytes,
         "numel": sum(p.numel() for p in model.parameters()),
+        "forecast": dict(timeline.header.wire_bytes) if timeline.header else {},
+        "reports": [(s.report.cf, s.report.wire_bytes) for s in timeline.steps],
         "recorded": sum(s.report.wire_bytes for s in timeline.steps),
         "sizes": [p.numel() for p in model.parameters()],
     }
@@ -109,3 +113,24 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(
             # Each of several buckets, or shards, keeps a whole number.
             several = exchange == "sharded" or (whole and cap < 1)
             assert result["floats"] == pytest.approx(kept, abs=20 if several else 0)
+
+
+@pytest.mark.parametrize("down_cf", [1.0, 5.0, None])
+def test_means_travel_back_at_a_cf_of_their_own(down_cf: float | None) -> None:
+    """Bytes are those of the collectives, as many as were forecast."""
+    results = run_ranks(2, _count, "topk+fp32", "sharded", [10.0], [], "layer", 25, down_cf)
+    for result in results:
+        counted = result["counted"]
+        assert result["payload"] == sum(counted[name] for name in COLLECTIVES)
+        up, down = counted["all_to_all_single"], counted["all_gather_single"]
+        numel = result["numel"]
+        if down_cf == 1.0:
+            # Statistics are summed. Both ranks send a shard as large as the larger one.
+            assert down == pytest.approx(6 * 4 * numel / 2, rel=0.02)
+        else:
+            ratio = 10.0 / (down_cf or 10.0)
+            assert 2 * down == pytest.approx(ratio * up, rel=0.15)
+    (forecast,) = (nbytes for cf, nbytes in results[0]["forecast"].items() if cf == 10.0)
+    statistics = results[0]["counted"]["all_reduce"] / 6
+    for _, nbytes in results[0]["reports"]:
+        assert nbytes - statistics == pytest.approx(forecast, rel=0.1)

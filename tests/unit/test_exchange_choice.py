@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from adaptive import AdaptiveCompressor
 from adaptive.exchange.choice import ExchangeChoice, check_exchange, strategies
 from adaptive.exchange.link import LinkCost
 from compressors import QSGD, RandomK, compressor_names, make_compressor
@@ -80,3 +81,11 @@ def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str)
 def test_errors_name_what_is_accepted(base, exchange: str) -> None:
     with pytest.raises(ValueError, match=f"exchange must be one of auto, .*got '{exchange}'"):
         check_exchange(exchange, base)
+
+
+def test_a_cf_for_the_way_back_is_for_the_sharded_exchange_only() -> None:
+    for wrong in ({"exchange": "all_gather"}, {}):
+        with pytest.raises(ValueError, match="down_cf must be None unless exchange is 'sharded'"):
+            AdaptiveCompressor(down_cf=5.0, **wrong)
+    with pytest.raises(ValueError, match=r"down_cf=0\.5"):
+        AdaptiveCompressor(exchange="sharded", down_cf=0.5)
