@@ -125,8 +125,7 @@ class Accordion(WrappingPolicy):
     @property
     def _active(self) -> Policy:
         """The side, low or high, whose plan is sent if all layers have the same CF."""
-        critical = any(regime.critical for regime in self._regimes.values())
-        return self._sides["low" if critical else "high"]
+        return self._sides["low" if self.critical else "high"]
 
     def _layered(self) -> Plan | None:
         """A plan with low and high by layer; None if all layers have the same CF."""
@@ -138,6 +137,12 @@ class Accordion(WrappingPolicy):
         kept = sum(self._numels[name] / cf for name, cf in cfs.items())
         send = sum(self._numels[name] for name in cfs) / kept
         return Plan(send, layers={send: cfs})
+
+    @property
+    def critical(self) -> bool:
+        """Whether the model, or a layer of it, is in a critical regime. The same on every rank, so
+        that a script may take larger batches where it is not (docs/recipes.md)."""
+        return any(regime.critical for regime in self._regimes.values())
 
     @property
     def _ends(self) -> bool:

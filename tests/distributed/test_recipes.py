@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AccordionPaper, AdaptiveCompressor
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, listen
 
@@ -93,3 +93,43 @@ def _accumulated_both(rank: int) -> list[Tensor]:
 def test_gradients_are_accumulated_under_no_sync() -> None:
     for plain, ours in run_ranks(2, _accumulated_both):
         torch.testing.assert_close(ours, plain)
+
+
+def _batches_by_regime(rank: int, compressed: bool, sizes: list[int]) -> tuple[list[int], Tensor]:
+    """How many micro-batches each step has taken, and the parameters. sizes: without compressor."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(12, 60), nn.Tanh(), nn.Linear(60, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if compressed:
+        policy = AccordionPaper(low=1, high=1, interval=6)
+        AdaptiveCompressor(policy=policy).attach(model, optimizer=optimizer)
+    taken: list[int] = []
+
+    def loss() -> Tensor:
+        x, y = batch(step + len(taken), rank, torch.float32)
+        return ((model(x) - y) ** 2).mean()
+
+    for step in range(20):
+        micro_batches = (1 if policy.critical else 4) if compressed else sizes[step]
+        with model.no_sync():
+            for _ in range(micro_batches - 1):
+                loss().backward()
+        loss().backward()
+        taken.append(micro_batches)
+        if step == 13:
+            for group in optimizer.param_groups:
+                group["lr"] /= 10  # critical again
+        optimizer.step()
+        optimizer.zero_grad()
+    return taken, flat_parameters(model)
+
+
+def test_batches_grow_outside_critical_regimes() -> None:
+    first, second = run_ranks(2, _batches_by_regime, True, [])
+    assert first[0] == second[0]
+    assert first[0][:8] == [1] * 8
+    assert 4 in first[0][8:14]
+    assert 1 in first[0][14:]
+    plain = run_ranks(2, _batches_by_regime, False, first[0])
+    torch.testing.assert_close(first[1], plain[0][1])
+    assert torch.equal(first[1], second[1])
