@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from math import isfinite, log, nan
+from math import isfinite, isnan, log, nan, sqrt
 from typing import Any, Literal
 
 from policies import checks
@@ -116,6 +116,8 @@ class Measurement:
             return nan, nan
         if kind == "error_fed":
             return _surviving(self.total, self.error), self.total
+        if kind == "raw" and isnan(self.grad_norms):  # the same where all is compressed as one
+            return _root(self.kept), _root(self.grad)
         if kind == "raw":
             return self.kept_norms, self.grad_norms
         return _surviving(self.sample_total, self.sample_error), self.sample_total
@@ -129,6 +131,10 @@ def _ratio(top: float, bottom: float) -> float:
     """top / bottom, within [0, 1]; nan unless both are finite and bottom is positive."""
     known = isfinite(top) and isfinite(bottom) and bottom > 0
     return min(1.0, max(0.0, top / bottom)) if known else nan
+
+
+def _root(energy: float) -> float:
+    return sqrt(energy) if energy >= 0 else nan
 
 
 def _surviving(total: float, error: float) -> float:

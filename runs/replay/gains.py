@@ -20,11 +20,13 @@ from runs.replay.log_cf import part_of_way
 
 @dataclass(frozen=True)
 class _Shares:
-    """Of one measurement: what was kept and lost, as shares of the whole and of the sample."""
+    """Of one measurement: what was kept and lost, as shares of the whole and of the sample; of
+    norms, where they were measured, what was kept."""
 
     kept: float
     error: float
     sample_error: float
+    norms: float
 
 
 class RecordedGains:
@@ -65,6 +67,8 @@ class RecordedGains:
             grad=totals.grad,
             sample_error=shares.sample_error * totals.sample_total,
             sample_total=totals.sample_total,
+            kept_norms=shares.norms * totals.grad_norms,
+            grad_norms=totals.grad_norms,
         )
 
     def steady(self, i: int, ladder: Sequence[float]) -> tuple[Mapping[float, float], bool]:
@@ -86,7 +90,7 @@ class RecordedGains:
         return next(m for m in measured if _shares(m) is not None)
 
     def _between(self, i: int, cf: float) -> _Shares:
-        points = [(1.0, _Shares(1.0, 0.0, 0.0))]
+        points = [(1.0, _Shares(1.0, 0.0, 0.0, 1.0))]
         points += [(known, self._newest(i, known)) for known in self.cfs if known > DENSE]
         above = next((n for n, (known, _) in enumerate(points) if known >= cf), len(points) - 1)
         (low, left), (high, right) = points[max(0, above - 1)], points[above]
@@ -97,6 +101,7 @@ class RecordedGains:
 
         return _Shares(
             kept=max(0.0, left.kept + part * (right.kept - left.kept)),
+            norms=max(0.0, left.norms + part * (right.norms - left.norms)),
             error=line(left.error, right.error),
             sample_error=line(left.sample_error, right.sample_error),
         )
@@ -110,4 +115,5 @@ def _shares(m: Measurement) -> _Shares | None:
     if not (isfinite(m.kept) and isfinite(m.error) and isfinite(m.total) and m.total > 0):
         return None
     sample = m.sample_error / m.sample_total if m.sample_total > 0 else nan
-    return _Shares(m.kept / m.total, m.error / m.total, sample)
+    norms = m.kept_norms / m.grad_norms if m.grad_norms > 0 else nan
+    return _Shares(m.kept / m.total, m.error / m.total, sample, norms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isnan, nan, sqrt
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,21 @@ def test_gains_are_recorded_ones_or_lie_between_in_log_cf() -> None:
     between = gains.at(0, 100)  # half way from 10 to 1000 in log CF
     assert between.gain("error_fed") == pytest.approx(0.5)
     assert between.gain("gradient") == pytest.approx(0.5)
-    assert between.gain("raw") == pytest.approx(min(1, 0.5 * 8 / 4))
+    assert between.gain("raw") == pytest.approx(min(1, sqrt(0.5 * 8 / 4)))
+    assert gains.at(0, 1000 * sqrt(10)).gain("raw") == pytest.approx(sqrt(0.05 * 8 / 4))
     assert gains.at(0, sqrt(10)).gain("error_fed") == pytest.approx(0.9)  # dense loses nothing
     assert gains.at(0, 100_000).gain("error_fed") == 0  # the line goes on, down to nothing
+
+
+def test_norms_lie_between_recorded_ones_too() -> None:
+    measured = [
+        replace(_measured(lost), kept_norms=kept, grad_norms=5.0)
+        for lost, kept in ((0.2, 4.0), (0.8, 2.0))
+    ]
+    report = StepReport(0, 10, dict(zip((10.0, 1000.0), measured, strict=True)), grad_norm=2.0)
+    gains = RecordedGains([StepRecord(report, 0.0, nan, nan)])
+    assert gains.at(0, 100).gain("raw") == pytest.approx(0.6)
+    assert gains.at(0, sqrt(10)).gain("raw") == pytest.approx(0.9)
 
 
 def test_a_gain_is_the_newest_one_with_the_totals_of_its_step() -> None:
