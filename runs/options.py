@@ -42,7 +42,7 @@ examples:
       a byte-level LSTM on Python's own sources, two workers, goodput over top-k
   python -m runs train --link 100mbit --steps 500
       the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
-  python -m runs train --policy fixed --cf 100
+  python -m runs train --cf 100
       one compression factor all along; --policy off is plain DDP without the library
   python -m runs train --model gpt --optimizer adamw --warmup 30 --lr-schedule cosine --clip-grad 1
       as people train transformers: betas 0.9 0.95, weight decay 0.1
@@ -174,8 +174,9 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
     how.add_argument(
         "--policy",
         choices=list(POLICY_OPTIONS),
-        help="what chooses the compression factor, CF (goodput; gravac if its settings are given, "
-        "and for a base that does not keep the largest elements); off: plain DDP, no hook",
+        help="what chooses the compression factor, CF (the policy whose settings are given, such as "
+        "--cf; else goodput, or gravac for a base that does not keep the largest elements); "
+        "off: plain DDP, no hook",
     )
     how.add_argument(
         "--layerwise",

@@ -161,4 +161,6 @@ def shown(value: Any) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, (list, tuple)):
         return " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return ("off", "on")[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

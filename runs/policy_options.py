@@ -8,7 +8,7 @@ from typing import Any
 
 from adaptive.config import default_policy
 from compressors import make_compressor
-from runs.parser import UsageError, number, piece, shown, switch, whole
+from runs.parser import UsageError, number, option, piece, shown, switch, whole
 from runs.policy_expression import EXAMPLE, Typed
 
 POLICY_OPTIONS = {
@@ -102,8 +102,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def policy_for(given: dict[str, Any]) -> str:
-    """That whose settings were given, else the library's choice; a base that sends everything
-    leaves none."""
+    """The first policy that takes all settings that were given, the library's choice before the
+    others; a base that sends everything leaves no choice. UsageError if no policy takes them all."""
     base = given.get("base") or "topk"
     if base == "none":
         return "fixed"
@@ -111,9 +111,16 @@ def policy_for(given: dict[str, Any]) -> str:
         chosen = default_policy(make_compressor(base))
     except ValueError:  # is told of where the base is used
         chosen = "goodput"
-    own = [n for names in POLICY_OPTIONS.values() for n in names if n in given]
-    fits = all(name in POLICY_OPTIONS[chosen] for name in own)
-    return chosen if fits else "gravac"
+    own = {n for names in POLICY_OPTIONS.values() for n in names if n in given}
+    for policy in (chosen, *POLICY_OPTIONS):
+        if own <= set(POLICY_OPTIONS[policy]):
+            return policy
+    each = ", ".join(f"{option(name)} is for --policy {_owners(name)}" for name in sorted(own))
+    raise UsageError(f"no policy takes all of these: {each}; accepted: those of one policy")
+
+
+def _owners(name: str) -> str:
+    return " or ".join(policy for policy, names in POLICY_OPTIONS.items() if name in names)
 
 
 def schedule_pieces(schedule: Iterable[str]) -> dict[int, float]:

@@ -43,8 +43,8 @@ BAD = {
     "--policy schedule --schedule -1:2": ["--schedule"],
     "--policy schedule --schedule 5:2 05:3": ["--schedule", "step 5 twice"],
     "--policy schedule --schedule 5:2 --cf-range 10 20": ["CF 2", "--cf-range 10 20"],
-    "--schedule 0:1 5:2": ["--schedule 0:1 5:2", "--policy schedule"],
-    "--warmup-steps 5": ["--warmup-steps", "5", "--policy warmup"],
+    "--policy gravac --schedule 0:1 5:2": ["--schedule 0:1 5:2", "--policy schedule"],
+    "--policy gravac --warmup-steps 5": ["--warmup-steps", "5", "--policy warmup"],
     "--cf-range 1000 10": ["--cf-range", "1000", "must not exceed"],
     "--cf-range 0 10": ["--cf-range", "0.0", ">= 1"],
     "--cf-range 10": ["--cf-range", "expected 2"],
@@ -58,7 +58,7 @@ BAD = {
     "--masking x": ["--masking", "'x'", "on, off"],
     "--masking 0.5": ["--masking", "0.5", ">= 1"],
     "--link slow": ["--link", "'slow'", "100mbit,5ms"],
-    "--cf 10": ["--cf", "10", "--policy fixed"],
+    "--policy gravac --cf 10": ["--cf", "10", "--policy fixed"],
     "--policy accordion --gain raw": ["--gain", "raw", "--policy gravac"],
     "--policy goodput --gain raw": ["--gain", "'raw'", "'signal'"],
     "--base powersgd --policy gravac --gain x": ["--gain", "'x'", "'signal'"],
@@ -76,7 +76,7 @@ BAD = {
     "--shadow-sample 2": ["--shadow-sample", "2", "(0, 1]"],
     "--policy off --shadow-sample 1": ["--shadow-sample", "--policy off"],
     "--policy expression": ["--expression", "GraVAC(window=20)"],
-    "--expression GraVAC()": ["--expression GraVAC()", "--policy expression"],
+    "--policy gravac --expression GraVAC()": ["--expression GraVAC()", "--policy expression"],
     "--policy expression --expression Nope()": [
         "--expression",
         "'Nope()'",
@@ -97,6 +97,7 @@ BAD = {
     "--resume /nowhere --clip-grad 1": ["--clip-grad", "1", "--steps"],
     "--policy fixed --cf 0.5": ["--cf", "0.5", ">= 1"],
     "--policy fixed --cf-range 10 20": ["--cf-range", "10 20", "--cf"],
+    "--share 0.3 --cf 10": ["--share is for --policy budget", "--cf is for --policy fixed"],
     "--policy accordion --epsilon 0.5": ["--epsilon", "0.5", "--policy gravac"],
     "--policy accordion --eta 0": ["--eta", "0", "> 0"],
     "--policy off --link 1gbit": ["--link", "1gbit", "--policy off"],
@@ -171,3 +172,23 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
     made = config(options.split())
     assert config(shlex.split(made.command)[4:]) == made
     assert TrainConfig.from_json(json.loads(json.dumps(made.as_json()))) == made
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ("", "goodput"),
+        ("--base qsgd", "gravac"),
+        ("--base none", "fixed"),
+        ("--cf 100", "fixed"),
+        ("--gain error_fed", "goodput"),
+        ("--epsilon 0.5 --gain raw", "gravac"),
+        ("--interval 9", "accordion"),
+        ("--schedule 0:1 100:10", "schedule"),
+        ("--expression GraVAC(patience=3)", "expression"),
+    ],
+)
+def test_settings_choose_their_policy(options: str, policy: str) -> None:
+    parser = OneLineParser("train")
+    add_arguments(parser)
+    assert make_config(vars(parser.parse_args(options.split()))).policy == policy
