@@ -174,8 +174,8 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
     how.add_argument(
         "--policy",
         choices=list(POLICY_OPTIONS),
-        help="what chooses the compression factor, CF (the policy whose settings are given, such as "
-        "--cf; else goodput, or gravac for a base that does not keep the largest elements); "
+        help="what chooses the compression factor, CF (the policy whose settings are given, such "
+        "as --cf; else goodput, or gravac for a base that does not keep the largest elements); "
         "off: plain DDP, no hook",
     )
     how.add_argument(

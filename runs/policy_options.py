@@ -103,7 +103,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def policy_for(given: dict[str, Any]) -> str:
     """The first policy that takes all settings that were given, the library's choice before the
-    others; a base that sends everything leaves no choice. UsageError if no policy takes them all."""
+    others; a base that sends everything leaves no choice. UsageError if none takes them all."""
     base = given.get("base") or "topk"
     if base == "none":
         return "fixed"

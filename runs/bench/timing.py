@@ -17,6 +17,14 @@ class Row:
     goal: str
     detail: str
 
+    @property
+    def falls_short(self) -> bool:
+        """Whether there is a goal, and the ratio does not reach it."""
+        bound = self.goal.removeprefix(">= ").removeprefix("<= ")
+        if not bound:
+            return False
+        return not (self.ratio <= float(bound) if "<" in self.goal else self.ratio >= float(bound))
+
 
 def interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1

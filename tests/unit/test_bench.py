@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from runs.__main__ import main
+from runs.bench.command import BENCHES
 from runs.bench.gpu import Sizes, bench_gpu
+from runs.bench.timing import Row
 
 
 def test_rows_as_json_and_to_be_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +27,28 @@ def test_rows_as_json_and_to_be_read(capsys: pytest.CaptureFixture[str]) -> None
     told = capsys.readouterr()
     assert told.out.count("bytes / kept element") == len(rows)
     assert told.err == "measuring 1 of 1: wire\n"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "goal", "short"),
+    [
+        (2.0, "<= 2", False),
+        (2.1, "<= 2", True),
+        (0.5, ">= 1.5", True),
+        (1.5, ">= 1.5", False),
+        (float("nan"), "<= 2", True),
+        (9.0, "", False),
+    ],
+)
+def test_rows_that_fall_short_are_told_and_end_it_with_1(
+    ratio: float, goal: str, short: bool, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row("what was measured", ratio, goal, "")
+    monkeypatch.setitem(BENCHES, "wire", lambda _: [row])
+    assert main(["bench", "wire"]) == (1 if short else 0)
+    told = capsys.readouterr().out
+    assert told.count("what was measured") == (2 if short else 1)
+    assert ("1 of 1 rows fall short" in told) == short
 
 
 @pytest.mark.parametrize("words", [["time"], ["wire", "--numel", "ten"], ["wire", "--rounds", "0"]])
