@@ -13,16 +13,14 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from runs.bench.compressors import bench_compressors
+from runs.bench.compressors import bench_compressors, bench_levels
 from runs.bench.ddp import bench_hook, bench_memory
-from runs.bench.exchanges import bench_exchanges
 from runs.bench.gpu import bench_gpu
-from runs.bench.levels import bench_levels
 from runs.bench.lowrank import bench_lowrank
 from runs.bench.shadow import bench_shadow
 from runs.bench.timeline import bench_timeline
 from runs.bench.timing import Row
-from runs.bench.wire import bench_wire
+from runs.bench.wire import bench_exchanges, bench_wire
 from runs.parser import UsageError, fail, whole
 
 BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from runs.bench.processes import in_processes
-from runs.bench.timing import Row, interleaved, median_ratio
+from runs.bench.timing import Row, in_processes, interleaved, median_ratio
 
 WIDTH = 1024
 

@@ -30,8 +30,8 @@ from adaptive.exchange.pipeline import done_with
 from compressors import Compressor, make_compressor
 from compressors.base import kept
 from policies import Policy
+from runs.bench.compressors import KEY, our_step
 from runs.bench.shadow import LADDER
-from runs.bench.textbook import KEY, our_step
 from runs.bench.timing import Row, interleaved, median_ratio
 from runs.models.gpt import ByteGPT
 from runs.parser import UsageError

@@ -13,8 +13,7 @@ from adaptive import AdaptiveCompressor, Fixed
 from adaptive.bucket import Bucket
 from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.vector import Tally
-from runs.bench.processes import in_processes
-from runs.bench.timing import Row, describe, interleaved, median_ratio
+from runs.bench.timing import Row, describe, in_processes, interleaved, median_ratio
 from runs.tasks import make_task
 
 LADDER = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1000.0)

@@ -10,8 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline, TensorBoardTimeline, Timeline
-from runs.bench.processes import in_processes
-from runs.bench.timing import Row, median_ratio
+from runs.bench.timing import Row, in_processes, median_ratio
 
 BATCHES = {64: 160, 512: 40}
 """By the layers' width, steps timed as one: about a second, since ten records a second are written.
