@@ -359,12 +359,13 @@ class AdaptiveCompressor:
         return dict(self._session.controller.cfs.sent_layers) if self._session else {}
 
     def summary(self) -> Summary:
-        """What was sent so far; prints as a table."""
+        """What was sent so far; prints as a headline and a table."""
         return self._running().controller.summary()
 
-    def explain(self) -> str:
-        """The present state in words and numbers: the CF and why, and what would make it move."""
-        return self._running().controller.explain()
+    def explain(self, detail: bool = False) -> str:
+        """The present state in words: whether compression is worth it here, the CF and why, and
+        what would make it move. detail: and the numbers of the policy's rule."""
+        return self._running().controller.explain(detail)
 
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On

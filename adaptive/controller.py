@@ -21,6 +21,7 @@ from torch import Tensor
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import ModelledClock
+from adaptive.headline import DenseTimer
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
@@ -33,6 +34,7 @@ from adaptive.timeline.records import Event, Recorder
 from compressors.kernels.blocks import is_host
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
+from policies.words import named
 
 log = logging.getLogger("adaptive")
 
@@ -73,6 +75,7 @@ class Controller(saved.Stateful):
     device: torch.device
     numbers: tuple[int, ...]
     apart: Callable[[], bool]
+    dense_timer: DenseTimer
     step: int = saved.saved(0)
     cf: float = saved.saved(DENSE)
     plan: Plan = field(default_factory=lambda: Plan(send=DENSE))
@@ -91,7 +94,7 @@ class Controller(saved.Stateful):
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
-    _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
+    _last_switch: tuple[int, str, str] = saved.saved((0, "", ""))  # the step, why, details
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
@@ -106,9 +109,10 @@ class Controller(saved.Stateful):
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
-            self._last_switch = (self.step, plan.reason)
+            self._last_switch = (self.step, plan.reason, self.policy.details())
         if switches or (plan.reason and not self.forced_dense):
-            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
+            details = self.policy.details()
+            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason, details))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
         compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
@@ -268,17 +272,24 @@ class Controller(saved.Stateful):
             cf=self.cf,
             verdict=self.policy.verdict(),
             element_bytes=self.sizes.element_nbytes(),
+            dense_step=self.dense_timer.step(self.cf),
+            network=self.dense_timer.network,
         )
 
-    def explain(self) -> str:
-        """CF, since when and why, what the policy has concluded, what would change it."""
-        step, reason = self._last_switch
-        cf = "dense" if self.cf == DENSE else f"CF {self.cf:g}"
+    def explain(self, detail: bool = False) -> str:
+        """Whether it is worth it; CF, since when and why; what the policy has concluded, and what
+        would change it. detail: and the numbers of the policy's rule, then and now."""
+        step, reason, details = self._last_switch
+        lines = [self.summary().headline]
+        cf = named(self.cf)
         cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
-        lines = [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
+        lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense until it is attached again"])
         lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
+        if detail:
+            told = (f"at step {step}", details), ("now", self.policy.details())
+            lines += [f"numbers of the rule, {when}: {what}" for when, what in told if what]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,9 +350,22 @@ class Controller(saved.Stateful):
             if tally.sharded:
                 wire = agreed.sent_bytes + report.statistics_bytes
                 report = replace(report, wire_bytes=wire, timed_bytes=agreed.timed_bytes)
-            if report.cf in report.measurements:
-                self._totals.add_gain(report.cf, report.measurements[report.cf])
+            totals = self._totals
+            totals.add_seconds(report.median_seconds, report.timed_steps)
+            self.dense_timer.observe(report)
             if not self.forced_dense:
                 self.policy.observe(report)
-            sent, dense = self._totals.bytes_sent, self._totals.dense_bytes
-            self.recorder.step(report, self.policy, now, sent=sent, dense=dense, **recorded)
+            gain = self._gain(report)
+            totals.add_gain(report.cf, gain)
+            recorded |= {"gain": gain, "dense_step": self.dense_timer.step(report.cf)}
+            recorded |= {"sent": totals.bytes_sent, "dense": totals.dense_bytes}
+            recorded |= {"active": totals.seconds, "active_steps": totals.timed_steps}
+            self.recorder.step(report, self.policy, now, **recorded)
+
+    def _gain(self, report: StepReport) -> float:
+        """The gain of what was sent, by the definition that the policy decides on: its own average,
+        or, where it keeps none, that of this step; nan if neither is known."""
+        if report.cf == DENSE:
+            return 1.0
+        average = None if self.forced_dense else self.policy.gain_at(report.cf)
+        return report.gain(report.cf, self.policy.gain) if average is None else average

@@ -27,6 +27,7 @@ from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline, done_with
+from adaptive.headline import DenseTimer
 from adaptive.hook import send_through
 from adaptive.kept_apart import KeptApart
 from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
@@ -131,6 +132,14 @@ class Session:
             device,
             self._numbers,
             lambda: self._local is not None,
+            DenseTimer(
+                self._sizes.wire_bytes,
+                world_size,
+                settings.overlap,
+                settings.clock,
+                settings.link,
+                lambda: self._choice.link,
+            ),
         )
         self.controller.take_steps(self._numbers[0])
         self._start_watching()

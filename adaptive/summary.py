@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 
 from adaptive.exchange.collectives import Traffic
-from policies import DENSE, Measurement
+from adaptive.headline import NOT_TIMED, DenseStep, headline
+from policies import DENSE
 from policies.state import Stateful
+from policies.words import named
 
 _SAVED = {"saved": True}
 """Of fields that are part of the state, and arguments as well (`policies.state.saved`)."""
@@ -21,10 +23,12 @@ class Summary(Stateful):
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
     elements sent, indices not counted. dense_bytes: bytes on the wire had every step been a dense
     all-reduce in the precision of the parameters, as DDP's without a hook is. verdict: what the
-    policy has concluded, if anything. gain_terms: numerator and denominator of the error-fed gain
-    at each CF, summed over the steps sent at it. local_steps: that each rank has taken for these;
-    with local steps they are more. element_bytes: of an element of the dense gradients, on average:
-    4 in fp32, 2 in bf16.
+    policy has concluded, if anything. gains: at each CF, how many steps had a known gain, and their
+    sum (`StepRecord.gain`). local_steps: that each rank has taken for these; with local steps they
+    are more. element_bytes: of an element of the dense gradients, on average: 4 in fp32, 2 in bf16.
+    seconds: of steps (their medians, so that pauses do not count). timed_steps: how many of them.
+    dense_step: what a dense step takes on the network as it is now. network: an emulated link, in
+    words.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -36,15 +40,40 @@ class Summary(Stateful):
     floats_sent: float = field(default=0.0, metadata=_SAVED)
     dense_bytes: float = field(default=0.0, metadata=_SAVED)
     verdict: str = ""
-    gain_terms: dict[float, tuple[float, float]] = field(default_factory=dict, metadata=_SAVED)
+    gains: dict[float, tuple[int, float]] = field(default_factory=dict, metadata=_SAVED)
     local_steps: int = field(default=0, metadata=_SAVED)
     element_bytes: float = 4.0
+    seconds: float = field(default=0.0, metadata=_SAVED)
+    timed_steps: int = field(default=0, metadata=_SAVED)
+    dense_step: DenseStep = NOT_TIMED
+    network: str = ""
 
     @property
     def mean_gain(self) -> dict[float, float]:
-        """Mean error-fed gain at each CF that was sent (ratio of means; 1 for dense)."""
-        gains = {cf: kept / total for cf, (kept, total) in self.gain_terms.items() if total > 0}
+        """Mean gain at each CF that was sent, by the definition that the policy decides on (1 for
+        dense)."""
+        gains = {cf: total / steps for cf, (steps, total) in self.gains.items()}
         return {**gains, DENSE: 1.0} if DENSE in self.steps_at_cf else gains
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step of the optimizer, the mean over the run; nan if none was timed."""
+        return self.seconds / self.timed_steps if self.timed_steps else nan
+
+    @property
+    def headline(self) -> str:
+        """Whether compression was worth it, in one sentence."""
+        if not self.steps:
+            return "no step yet"
+        if not self.bytes_sent:
+            return "nothing was sent: there is nobody to send gradients to"
+        return headline(
+            self.step_seconds,
+            self.dense_step,
+            1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0,
+            dense_share=self.steps_at_cf.get(DENSE, 0) / max(1, self.steps),
+            network=self.network,
+        )
 
     @property
     def wire_factor(self) -> float:
@@ -67,23 +96,32 @@ class Summary(Stateful):
         self.floats_sent += traffic.floats
         self.dense_bytes += dense_bytes * local_steps + traffic.sparse
 
-    def add_gain(self, cf: float, measurement: Measurement) -> None:
-        """Take in the error-fed gain of the CF that was sent; skips what is not finite."""
-        kept, total = measurement.terms("error_fed")
-        if isfinite(kept) and isfinite(total):
-            before = self.gain_terms.get(cf, (0.0, 0.0))
-            self.gain_terms[cf] = (before[0] + kept, before[1] + total)
+    def add_gain(self, cf: float, gain: float) -> None:
+        """Take in the gain of a step at the CF that was sent; skips what is not finite."""
+        if isfinite(gain):
+            steps, total = self.gains.get(cf, (0, 0.0))
+            self.gains[cf] = (steps + 1, total + gain)
+
+    def add_seconds(self, seconds: float, steps: int) -> None:
+        """Take in the time of so many steps, if it is known."""
+        if isfinite(seconds):
+            self.seconds += seconds
+            self.timed_steps += steps
 
     def __str__(self) -> str:
+        return f"{self.headline}\n{self.table()}"
+
+    def table(self) -> str:
+        """Steps and gain at each CF, and bytes: what the headline is made of."""
         rows = [f"{'CF':>10} {'steps':>8} {'share':>7} {'mean gain':>10}"]
         gains = self.mean_gain
         for cf, steps in self.steps_at_cf.items():
-            name = "dense" if cf == DENSE else f"{cf:g}"
+            name = "dense" if cf == DENSE else f"{cf:.4g}"
             share = steps / max(1, self.steps)
             rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {gains.get(cf, nan):>10.4f}")
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / self.steps:.3g} steps" if rounds else "steps"
-        rows.append(f"{self.steps} {unit}, {self.switches} switches, CF {self.cf:g} in use")
+        rows.append(f"{self.steps} {unit}, {self.switches} switches, {named(self.cf)} in use")
         against = f" ({self.fp32_wire_factor:.1f} against fp32)" if self.element_bytes != 4 else ""
         rows.append(
             f"bytes sent {_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} dense: "

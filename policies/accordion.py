@@ -21,6 +21,7 @@ from policies.base import (
 )
 from policies.baselines import Fixed
 from policies.state import Stateful, saved
+from policies.words import percent
 
 LR_DROP = 0.5
 """A learning rate that falls in one step to this part of itself or less has dropped. (With a cosine
@@ -50,8 +51,9 @@ class Regime(Stateful):
         was, self.critical = self.critical, relative >= eta
         if self.critical == was:
             return ""
-        sign = ">=" if self.critical else "<"
-        return f"|{old:.4g} - {norm:.4g}| / {old:.4g} = {relative:.3g} {sign} eta {eta:g}"
+        sign = "at least" if self.critical else "less than"
+        told = f"norm of its accumulated gradient {old:.4g} to {norm:.4g}, a change of"
+        return f"{told} {percent(relative)}, {sign} eta {percent(eta)}"
 
 
 @dataclass(eq=False)
@@ -228,8 +230,8 @@ class Accordion(WrappingPolicy):
         left = self._left if known and not self._dropped else self._left + self.interval
         move = (
             f"in {counted_steps(left)} {'each layer' if self.per_layer else 'it'} goes to low "
-            f"({low}) if the norm of its accumulated gradient has changed by eta {self.eta:g} or "
-            f"more, else to high ({high}); to low at once if the learning rate drops to "
+            f"({low}) if the norm of its accumulated gradient has changed by {percent(self.eta)} "
+            f"(eta) or more, else to high ({high}); to low at once if the learning rate drops to "
             f"{LR_DROP:g} of itself"
         )
         active = self._active

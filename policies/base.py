@@ -256,6 +256,10 @@ class Policy(ABC):
         """Numbers for the timeline (candidate, floor, averages, throughputs), by short name."""
         return {}
 
+    def gain_at(self, cf: float) -> float | None:
+        """The average of the gain by which it decides, at a CF; None if it keeps or knows none."""
+        return None
+
     def verdict(self) -> str:
         """One sentence if the policy has reached a conclusion worth telling; else ""."""
         return ""
@@ -263,6 +267,11 @@ class Policy(ABC):
     def next_move(self) -> str:
         """One sentence on what would make the CF change; "" if the policy does not say."""
         return ""
+
+    def details(self) -> str:
+        """The numbers of its rule, in words; unless it says otherwise, those of `status()`."""
+        known = [f"{name} {value:.4g}" for name, value in self.status().items() if value == value]
+        return ", ".join(known)
 
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
         """Another number of ranks has saved the state that was loaded: forget what depends on it
@@ -330,8 +339,14 @@ class WrappingPolicy(DeclaredPolicy):
     def status(self) -> Mapping[str, float]:
         return self._active.status()
 
+    def gain_at(self, cf: float) -> float | None:
+        return self._active.gain_at(cf)
+
     def verdict(self) -> str:
         return self._active.verdict()
+
+    def details(self) -> str:
+        return self._active.details()
 
     def rescale(self) -> None:
         self._active.rescale()
@@ -342,8 +357,8 @@ def change(old: float, new: float, why: str) -> str:
     if old == new:
         return why
     if new == DENSE:
-        return f"dense: {old:g} -> 1, {why}"
-    return f"scale {'up' if new > old else 'down'} {old:g} -> {new:g}: {why}"
+        return f"back to dense from CF {old:.4g}: {why}"
+    return f"scale {'up' if new > old else 'down'} {old:.4g} -> {new:.4g}: {why}"
 
 
 def counted_steps(number: int) -> str:

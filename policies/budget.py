@@ -13,6 +13,7 @@ from policies import checks
 from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, setting
 from policies.state import Stateful, saved
 from policies.step_time import StepTime
+from policies.words import named, percent, seconds_in_words
 
 STEP_SIZE = 1.25
 """The candidates are a geometric ladder in cf_range, this factor apart."""
@@ -114,8 +115,8 @@ class Budget(DeclaredPolicy):
             return ""
         had, has = self._wire.at(before), self._wire.at(self._send)
         return (
-            f"{had:.4g} bytes a step at CF {before:g}, {has:.4g} at {self._send:g}, "
-            f"bytes_per_step {limit:g}"
+            f"{had:.4g} bytes a step at {named(before)}, {has:.4g} at {named(self._send)}; "
+            f"bytes_per_step allows {limit:g}"
         )
 
     # Share of the step time
@@ -130,10 +131,10 @@ class Budget(DeclaredPolicy):
         if best != before:
             self._send = self._time.within_reach(best, before, self._cfs)
             self._windows, self._brief = 0, self._send < before
-            on_the_way = f"on the way to {best:g}, " if self._send != best else ""
+            on_the_way = f"on the way to {named(best)}: " if self._send != best else ""
             return (
                 f"{on_the_way}communication takes {self._described(before)}; "
-                f"predicted at CF {best:g}: {self._share(best):.3g}"
+                f"{named(best)} is predicted to need {percent(self._share(best))}"
             )
         self._brief = False
         if looked:
@@ -173,11 +174,11 @@ class Budget(DeclaredPolicy):
 
     def _described(self, cf: float) -> str:
         share = self._share(cf)
-        sign = ">" if share > self._limit else "<="
-        return (
-            f"{share:.3g} of a step at CF {cf:g}, {sign} share {self._limit:g} "
-            f"({self._time.sending(cf):.4g} s of {self._time.seconds(cf) or nan:.4g} s)"
-        )
+        sending, whole = self._time.sending(cf), self._time.seconds(cf) or nan
+        times = f"{seconds_in_words(sending)} of {seconds_in_words(whole)}"
+        sign = "more than" if share > self._limit else "within"
+        step = "a dense step" if cf == DENSE else f"a step at {named(cf)}"
+        return f"{percent(share)} of {step} ({times}), {sign} {percent(self._limit)}"
 
     def candidates(self) -> tuple[float, ...]:
         return self._cfs[1:]
@@ -200,9 +201,9 @@ class Budget(DeclaredPolicy):
             return "it changes when it is known what the network costs"
         most, least = self._limit * (1 + self.hysteresis), self._limit / (1 + self.hysteresis)
         return (
-            f"it changes when communication takes more than {most:.3g} of a step (now, as "
-            f"predicted, {self._share(self._send):.3g}), or a smaller CF would take less than "
-            f"{least:.3g}"
+            f"it changes when communication takes more than {percent(most)} of a step (now "
+            f"{percent(self._share(self._send))}, as predicted), or less than {percent(least)} at "
+            f"a smaller CF"
         )
 
     def rescale(self) -> None:

@@ -20,6 +20,7 @@ from policies.base import StepReport
 from policies.estimators import Backoff, relative_change
 from policies.exploration import CandidateStatistics, SendRule
 from policies.state import Stateful, saved
+from policies.words import named, percent, progress, seconds_in_words
 
 MAX_COOLDOWN_DOUBLINGS, MAX_PROBE_DOUBLINGS = 4, 6
 """The cooldown of a choice grows to 16 times the first and no further, for a network may really
@@ -49,6 +50,7 @@ class ChangeTest(Stateful):
     what: str  # the quantity, in words
     threshold: float  # `relative_change` that counts; below half of it windows are counted anew
     patience: int  # windows
+    unit: str = ""
 
     _first: dict[float, list[float]] = saved({})  # the first windows of each CF
     _window: list[float] = saved([])
@@ -84,8 +86,9 @@ class ChangeTest(Stateful):
             self._windows_off = 0
         if abs(self._windows_off) >= self.patience:
             return (
-                f"{self.what} at CF {cf:g} went from {before:.4g} to {now:.4g}, a change of "
-                f"{distance:.2f} >= {self.threshold:g}, {self.patience} windows in a row"
+                f"{self.what} at {named(cf)} went from {before:.3g}{self.unit} to {now:.3g}"
+                f"{self.unit}, a change of {percent(distance)} ({percent(self.threshold)} counts), "
+                f"{self.patience} windows in a row"
             )
         if len(first) < REFERENCE_WINDOWS and not self._windows_off:
             first.append(now)
@@ -128,8 +131,8 @@ class DriftMonitor(Stateful):
         self._cooldown = Backoff(self.cooldown, MAX_COOLDOWN_DOUBLINGS)
         self._wait = None if self.retry is None else Backoff(self.retry, MAX_PROBE_DOUBLINGS)
         changes, patience = self.drift or inf, self.patience
-        self._seconds = ChangeTest("step time without compression", changes, patience)
-        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, patience)
+        self._seconds = ChangeTest("step time without compression", changes, patience, " s")
+        self._waits = ChangeTest("wait for the network", WAIT_CHANGE, patience, " s")
         self._gain = ChangeTest("gain", changes, patience)
 
     def begin(self, chosen: float, others: tuple[float, ...]) -> None:
@@ -228,14 +231,16 @@ class DriftMonitor(Stateful):
             if t_sys is None:
                 return f"CF {cf:g} has not been sent and has gain {gain:.4g} >= {least:.4g}"
             if gain * t_sys > needed:
-                return f"CF {cf:g} has gain {gain:.4g}, T_comp {gain * t_sys:.4g} > {needed:.4g}"
+                ratio = (1 + self.omega) * gain * t_sys / needed
+                took = f"{seconds_in_words(1 / t_sys)} a step, gain {gain:.4g}"
+                return f"CF {cf:g} promises {progress(ratio, named(chosen))} ({took})"
         return ""
 
     def described(self) -> str:
         """What would make GraVAC explore again, in words; "" if nothing will."""
         causes = []
         if self.drift is not None:
-            causes.append(f"its step time or gain changes by {self.drift:g} of itself")
+            causes.append(f"its step time or gain changes by {percent(self.drift)}")
         if self._wait is not None and self._others:
             causes.append("a probe of CFs that are not sent promises more")
         return f"it explores again when {', or '.join(causes)}" if causes else ""

@@ -15,6 +15,7 @@ from policies.estimators import Averages, Backoff
 from policies.signal_gain import SignalGain
 from policies.state import Stateful, saved
 from policies.step_time import StepTime
+from policies.words import named, progress, seconds_in_words
 
 MAX_DOUBLINGS = 6
 """The cooldown of the send rule grows to 64 times the first."""
@@ -160,6 +161,16 @@ class CandidateStatistics(Stateful):
             if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
         }
 
+    def times_of(self, chosen: float, other: float) -> str:
+        """The step time of a choice, in words, beside that of dense (of another CF, where dense is
+        the choice); "" where it is not known."""
+        beside = DENSE if chosen != DENSE else other
+        now, then = self.time.measured(chosen), self.time.measured(beside)
+        if now is None:
+            return ""
+        told = f"; {seconds_in_words(now)} a step"
+        return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
+
     def why_dense_wins(self) -> str:
         """Why no CF can beat dense, not even with nothing on the wire, the fastest compression and
         the best gain, as soon as two CFs that were sent show it; else ""."""
@@ -173,6 +184,7 @@ class CandidateStatistics(Stateful):
         if gain > dense * seconds or gain * max(sent) > dense:
             return ""
         return (
-            f"even with nothing on the wire a step would take {seconds:.4g} s and T_comp be "
-            f"{gain / seconds:.4g} at the best gain, {gain:.4g}, <= {dense:.4g} of dense"
+            f"even with nothing on the wire a step would take {seconds_in_words(seconds)}, at a "
+            f"gain of {gain:.4g}: {progress(gain / seconds / dense, 'dense')}, "
+            f"{seconds_in_words(1 / dense)} a step"
         )

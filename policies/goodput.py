@@ -38,12 +38,14 @@ from policies.base import (
     Plan,
     StepReport,
     change,
+    counted_steps,
     setting,
 )
 from policies.estimators import Averages
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import saved, together
 from policies.step_time import STRIDE_STEPS, StepTime
+from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
@@ -164,7 +166,7 @@ class Goodput(DeclaredPolicy):
             steps, worth = self._local_steps, self._gain_of_steps(self._local_steps)
         largest = inf if self._signal is None else self._filled
         for cf in sorted({DENSE, *self._candidates}):
-            gain, seconds = self._gain(cf), self._time.seconds(cf, steps)
+            gain, seconds = self.gain_at(cf), self._time.seconds(cf, steps)
             if gain and seconds and self._least <= cf <= largest:
                 promised[cf] = worth * gain**power / seconds
         return promised
@@ -197,16 +199,14 @@ class Goodput(DeclaredPolicy):
         return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
-        """candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s), gain: of the CF sent.
+        """candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s): of the CF sent.
         exploring: 1 until it first considers leaving the first CF. local_steps: if it chooses them.
         And `SignalGain.status`."""
-        seconds, gain = self._time.seconds(self._send), self._gain(self._send)
-        promised = self.t_comp()
+        seconds, promised = self._time.seconds(self._send), self.t_comp()
         return {
             "candidate": max(promised, key=lambda cf: (promised[cf], -cf), default=nan),
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
-            "gain": nan if gain is None else gain,
             "exploring": float(self._since == self._steps < self.opening),
             **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
             **({} if self._signal is None else self._signal.status()),
@@ -235,9 +235,9 @@ class Goodput(DeclaredPolicy):
         enough = promised[here] * (1 + self.margin) ** (1 if goal > here else -1)
         if goal == here or promised[goal] <= enough:
             return
-        listed = ", ".join(f"{value:.4g} with {steps}" for steps, value in promised.items())
-        why = f"local steps {here} -> {goal}: steps/s x their gain {listed}"
-        why += "; dense once, before the ranks meet" if goal == 1 else ""
+        gained = progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
+        why = f"local steps {here} -> {goal}: exchanging every {counted_steps(goal)} promises "
+        why += f"{gained}{'; dense once, before the ranks meet' if goal == 1 else ''}"
         self._reason = "; ".join(filter(None, (why, self._reason)))
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since, self._came_from = goal, 0, None
@@ -247,7 +247,7 @@ class Goodput(DeclaredPolicy):
 
     def verdict(self) -> str:
         sends_dense = self._send == DENSE and self._since >= self.cooldown
-        return "Goodput sends dense: no CF promises a larger T_comp" if sends_dense else ""
+        return "dense is right: no CF promises more progress a second" if sends_dense else ""
 
     def next_move(self) -> str:
         promised = self.t_comp()
@@ -255,9 +255,36 @@ class Goodput(DeclaredPolicy):
         if not needed:
             return "nothing is known of the other CFs yet"
         first = max(needed, key=lambda cf: (promised[cf] - needed[cf], -cf))
+        told = f"{named(first)} is nearest to taking over: it {self._beside(first, promised)}"
+        here = promised.get(self._send)
+        if here is None:
+            return told
+        must = needed[first] / here - 1
+        return f"{told}; it would have to promise more{f' than {percent(must)}' if must else ''}"
+
+    def details(self) -> str:
+        """T_comp (see `t_comp`) of each CF, and what the gains rest on."""
+        listed = [f"{value:.4g} at CF {cf:g}" for cf, value in self.t_comp().items()]
+        told = [f"T_comp, gain^{self._power:g} x steps/s: {', '.join(listed) or 'not known'}"]
+        told += [] if self._signal is None else [self._signal.described()]
+        return "; ".join(told)
+
+    def _beside(self, cf: float, promised: Mapping[float, float]) -> str:
+        """What another CF promises, beside the one in use: time, bytes and gain."""
+        here, steps = self._send, self._local_steps if len(self._numbers) > 1 else None
+        told = "promises progress, where nothing is known of " + named(here)
+        if here in promised:
+            ratio = promised[cf] / promised[here]
+            told = f"promises {progress(ratio, named(here))}"
+        now, then = self._time.seconds(here, steps), self._time.seconds(cf, steps)
+        if now is None or then is None:
+            return told
+        unit = "a round" if self._local_steps > 1 else "a step"
+        sent = bytes_in_words(1 - self._time.nbytes(cf) / self._time.nbytes(here))
+        gains = [f"{self.gain_at(each) or nan:.2f}" for each in (cf, here)]
         return (
-            f"it changes when a CF promises enough more T_comp: CF {first:g} is nearest to that, "
-            f"promises {promised[first]:.4g} and needs more than {needed[first]:.4g}"
+            f"{told} ({seconds_in_words(then)} {unit} instead of {seconds_in_words(now)}, {sent}, "
+            f"gain {gains[0]} instead of {gains[1]})"
         )
 
     def _check_loaded(self) -> None:
@@ -271,7 +298,7 @@ class Goodput(DeclaredPolicy):
         if self._signal is not None:
             self._signal.rescale()
 
-    def _gain(self, cf: float) -> float | None:
+    def gain_at(self, cf: float) -> float | None:
         if cf == DENSE:
             return 1.0
         if cf in self._assumed:
@@ -296,12 +323,11 @@ class Goodput(DeclaredPolicy):
             self._choose_local_steps()
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
-        listed = ", ".join(f"{value:.4g} at {cf:g}" for cf, value in promised.items())
-        why = f"T_comp {promised[best]:.4g} against {here:.4g} ({listed})"
+        why = f"{named(best)} {self._beside(best, promised)}"
         goal = self._time.within_reach(best, self._send, (DENSE, *self._candidates))
         if goal != best:
             self._came_from = self._send if origin is None else origin
-            why = f"on the way to {best:g}, {why}"
+            why = f"on the way to {named(best)}: {why}"
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
         self._send, self._since = goal, 0
 

@@ -27,6 +27,7 @@ from policies.base import (
 from policies.drift import Drift, DriftMonitor
 from policies.exploration import CandidateStatistics, Level, SendRule
 from policies.state import saved, together
+from policies.words import named, percent, progress
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -240,9 +241,9 @@ class GraVAC(DeclaredPolicy):
         t_comp = self._statistics.t_comp(self.epsilon)
         if not t_comp:
             return self._floor, f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
-        return choose(
-            t_comp, self._statistics.t_sys(DENSE) if self.allow_dense else None, self.omega
-        )
+        dense = self._statistics.t_sys(DENSE) if self.allow_dense else None
+        chosen, why = choose(t_comp, dense, self.omega)
+        return chosen, f"{why}{self._statistics.times_of(chosen, max(t_comp))}"
 
     def _choose(self, chosen: float, why: str) -> str:
         """Send this CF, as far as the send rule allows, or dense; returns why."""
@@ -303,6 +304,9 @@ class GraVAC(DeclaredPolicy):
         signal = {} if self._statistics.signal is None else self._statistics.signal.status()
         return {k: nan if value is None else value for k, value in numbers.items()} | signal
 
+    def gain_at(self, cf: float) -> float | None:
+        return self._statistics.gain(cf)
+
     def verdict(self) -> str:
         judging_cfs = self._chosen is None and self._judging != DENSE_WINDOW
         if judging_cfs and self._rule.level == Level.DENSE:
@@ -319,7 +323,19 @@ class GraVAC(DeclaredPolicy):
         signal = self._statistics.signal
         if signal is None or signal.clear:
             return move
-        return f"{move} (no signal gain now: {signal.described()})"
+        return f"{move} (no signal gain now: noise hides it, and gains stay what they were)"
+
+    def details(self) -> str:
+        """Gain and T_comp of each CF, as far as they are known, and what the gains rest on."""
+        told, statistics = [], self._statistics
+        for cf in (DENSE, *self._ladder):
+            gain, t_sys = statistics.gain(cf), statistics.t_sys(cf)
+            if gain is not None and t_sys is not None:
+                told.append(f"{gain * t_sys:.4g} at CF {cf:g} (gain {gain:.4g})")
+        listed = ", ".join(told) or "not known"
+        rule = f"epsilon {self.epsilon:g}, omega {self.omega:g}"
+        basis = [] if statistics.signal is None else [statistics.signal.described()]
+        return "; ".join([f"T_comp, gain x steps/s: {listed}", rule, *basis])
 
     def _check_loaded(self) -> None:
         explores = self._judging <= len(self._ladder)
@@ -332,11 +348,10 @@ def loses_no_gain(floor: float | None, gain: float | None, omega: float) -> tupl
     if floor is None or gain is None:
         return False, "gains not known"
     lost = abs(floor - gain) / floor if floor > 0 else inf
-    sign = "<=" if lost <= omega else ">"
-    return (
-        lost <= omega,
-        f"|{floor:.4g} - {gain:.4g}| / {floor:.4g} = {lost:.3f} {sign} omega {omega:g}",
-    )
+    rises, sign = lost <= omega, "no more" if lost <= omega else "more"
+    moves = "falls" if gain < floor else "rises"
+    told = f"gain {moves} by {percent(lost)} ({floor:.4g} to {gain:.4g}), {sign} than omega"
+    return rises, f"{told} {percent(omega)}"
 
 
 def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
@@ -350,16 +365,15 @@ def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> 
     if dense is not None:
         best = max(t_comp, key=lambda cf: t_comp[cf])
         if t_comp[best] <= dense:
-            return DENSE, f"best T_comp {t_comp[best]:.4g} (CF {best:g}) <= {dense:.4g} of dense"
+            return DENSE, f"CF {best:g}, the best, makes {progress(t_comp[best] / dense, 'dense')}"
         t_comp = {cf: value for cf, value in t_comp.items() if value > dense}
     kept, *larger = sorted(t_comp)
-    found = f"largest at {kept:g}"
+    found = f"CF {kept:g} makes the most progress a second"
     for cf in larger:
         lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept]
         if lost <= omega:
-            numbers = f"|{t_comp[cf]:.4g} - {t_comp[kept]:.4g}| / {t_comp[kept]:.4g} = {lost:.3f}"
-            found = f"saturates at {kept:g}, {numbers} <= omega {omega:g}"
+            found = f"CF {cf:g} makes {progress(t_comp[cf] / t_comp[kept], named(kept))}"
+            found += f", and up to {percent(omega)} (omega) counts as none"
         elif t_comp[cf] > t_comp[kept]:
-            kept, found = cf, f"largest at {cf:g}"
-    listed = ", ".join(f"{t_comp[cf]:.4g} at {cf:g}" for cf in sorted(t_comp))
-    return kept, f"T_comp {listed}: {found}"
+            kept, found = cf, f"CF {cf:g} makes the most progress a second"
+    return kept, found

@@ -147,6 +147,7 @@ class GraVACPaper(DeclaredPolicy):
         if not t_comp:
             return f"{why}, no CF was sent: the floor stays {self._floor:g}"
         self._chosen, found = choose(t_comp, None, self.omega)
+        found += self._statistics.times_of(self._chosen, self._ladder[0])
         return f"settled, {found}"
 
     def candidates(self) -> tuple[float, ...]:
@@ -166,6 +167,9 @@ class GraVACPaper(DeclaredPolicy):
             "exploring": float(self._rung < len(self._ladder)),
         }
         return {name: nan if value is None else value for name, value in numbers.items()}
+
+    def gain_at(self, cf: float) -> float | None:
+        return self._statistics.gain(cf)
 
     def next_move(self) -> str:
         if self._rung >= len(self._ladder):

@@ -37,10 +37,10 @@ CLEAR, LOST = 3.0, 1.5
 class Basis(Enum):
     """An estimate that the signal gain can rest on, in words; the least preferred first."""
 
-    ERROR_FED = "the root of the error-fed gain"
+    ERROR_FED = "what compression keeps of gradients and residuals"
     LAST_CLEAR = "what was clear last"
-    NEXT = "<g, g of the next step>"
-    PEERS = "<g, g of a peer>"
+    NEXT = "a comparison with the next step's gradients"
+    PEERS = "a comparison of the ranks' gradients"
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ class SignalGain(Stateful):
             }
             self._clear_gains.update(zip(known, descending(known.values()), strict=True))
             self._last_clear = copy(ratio)
-        return "" if self.basis == before else f"{self.basis.value} decides, {self.described()}"
+        return "" if self.basis == before else f"gains now rest on {self.basis.value}"
 
     @property
     def basis(self) -> Basis:
@@ -186,9 +186,12 @@ class SignalGain(Stateful):
         return self.peers.clear or self.next.clear
 
     def described(self) -> str:
-        """How clear the two ratios are, in words."""
+        """What the gains rest on, and how clear the two ratios are."""
         peers, following = self.peers.described(), self.next.described()
-        return f"{Basis.PEERS.value} is {peers}, {Basis.NEXT.value} {following}"
+        return (
+            f"gains rest on {self.basis.value}: <g, g of a peer> is {peers}, <g, g of the next "
+            f"step> {following}"
+        )
 
     def gain(self, cf: float) -> float | None:
         """The gain of a CF, in [0, 1]; None if nothing is known of this CF."""

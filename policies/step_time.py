@@ -103,6 +103,11 @@ class StepTime(Stateful):
             return None
         return self._step(self.exposed(cf), self.coding(cf), steps)
 
+    @property
+    def work(self) -> float | None:
+        """Seconds of a step without network and compression; None before the first step."""
+        return self._work.value(DENSE)
+
     def without_coding(self, cf: float, steps: int) -> float:
         """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
         first step."""

@@ -54,9 +54,7 @@ class Logbook(Timeline):
         self.last: StepRecord | None = None
         self.notes: list[str] = []
         self.evaluations: list[tuple[int, float]] = []
-        self.progress = progress or Progress(
-            first_step, config.steps, emulated(config), gain_kind(config)
-        )
+        self.progress = progress or Progress(first_step, config.steps, emulated(config))
         self._metrics: TextIO | None = None
         self._writer: Any = None
         self._pace = _Pace()

@@ -9,7 +9,7 @@ from typing import Any
 from adaptive import StepRecord
 from policies.base import DENSE, GainKind
 from runs.files import not_a_link
-from runs.progress import cf_name, gain_of
+from runs.progress import cf_name
 from runs.records import Recorded, planned
 
 PLOT_FILE = "cf_timeline.png"
@@ -85,7 +85,7 @@ def _draw_gain(axes: Any, records: list[StepRecord], kind: GainKind) -> None:
     steps = _numbers(records)
     axes.plot(
         steps,
-        [gain_of(record, kind) for record in records],
+        [record.gain for record in records],
         ".",
         color=_SENT,
         alpha=0.35,

@@ -9,7 +9,6 @@ from typing import TextIO
 
 from adaptive import StepRecord
 from policies import DENSE
-from policies.base import GainKind
 from runs.stages import make_bar
 
 SECONDS = 5.0
@@ -20,7 +19,6 @@ class Progress:
     """A progress line of a training run, printed as the steps are done.
 
     first, total: steps done already and in all. emulated: what to say of the link, or "".
-    gain: which gain to show.
     """
 
     def __init__(
@@ -28,13 +26,11 @@ class Progress:
         first: int,
         total: int,
         emulated: str,
-        gain: GainKind = "gradient",
         stream: TextIO | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._total = total
         self._note = f"  ({emulated})" if emulated else ""
-        self._gain: GainKind = gain
         self._bar = make_bar(
             self._stream,
             total=total,
@@ -51,7 +47,7 @@ class Progress:
         numbers = {"loss": f"{loss:.3f}"}
         if record is not None:
             numbers["CF"] = cf_name(record.report.cf)
-            numbers["gain"] = f"{gain_of(record, self._gain):.3f}"
+            numbers["gain"] = f"{record.gain:.3f}"
             numbers["wire factor"] = f"{record.wire_factor:.1f}"
         if self._bar is not None:
             if step == self._first + 1:
@@ -81,15 +77,6 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def gain_of(record: StepRecord, kind: GainKind) -> float:
-    """The gain of what was sent, as its policy averages it, else of that step alone: 1 when dense,
-    nan if it was not measured."""
-    if record.report.cf == DENSE:
-        return 1.0
-    alone = record.report.gain(record.report.cf, kind)
-    return record.status.get("gain", alone)
 
 
 def cf_name(cf: float) -> str:

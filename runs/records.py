@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from adaptive import Event, Header, StepRecord, StepReport
+from adaptive.headline import DenseStep
 from policies import LayerReport, Measurement
 from runs.config import write_text
 from runs.files import Damage, json_lines, not_a_link, parse_object, raw_lines
@@ -429,6 +430,7 @@ _READERS: dict[Any, Callable[[str, Any], Any]] = {
         for layer, one in _object(name, value).items()
     },
     StepReport: lambda name, value: _make(StepReport, _object(name, value)),
+    DenseStep: lambda name, value: _make(DenseStep, _object(name, value)),
     tuple[float, float]: _pair,
 }
 """How a field of each type is read."""

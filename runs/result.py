@@ -157,6 +157,7 @@ def make_result(
     by_clock = outcome.steps_done / modelled if modelled else rate
     return {
         "title": title(config),
+        "headline": None if config.policy == "off" else outcome.summary.headline,
         "steps": outcome.steps_done,
         "resumed_at": outcome.first_step,
         "interrupted": outcome.interrupted,
@@ -220,7 +221,7 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
         rounds = f", in rounds of {of} steps" if in_rounds else ""
         lines += [f"  CF history{rounds}{note}", *_history(result["cf_history"])]
         lines += [f"  summary of one worker{note}"]
-        lines += [f"    {line}" for line in str(summary).splitlines()]
+        lines += [f"    {line}" for line in summary.table().splitlines()]
     lines += [f"  note: {note}" for note in notes]
     lines += [f"files in {config.log_dir}; to look at them: tensorboard --logdir {config.log_dir}"]
     if outcome.interrupted and outcome.saved_at == outcome.steps_done:
@@ -228,6 +229,8 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
             f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "
             f"with: python -m runs {config.program} --resume {config.log_dir}"
         ]
+    elif result["headline"]:
+        lines += [result["headline"]]
     return "\n".join(lines)
 
 
@@ -260,9 +263,11 @@ def _share(summary: Summary) -> str:
 
 def _summary(summary: Summary) -> dict[str, Any]:
     values = asdict(summary)
-    del values["gain_terms"]
+    del values["gains"]
     values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
     values["mean_gain"] = [[cf, _known(gain)] for cf, gain in summary.mean_gain.items()]
+    values["dense_step"]["seconds"] = _known(summary.dense_step.seconds)
+    values["step_seconds"] = _known(summary.step_seconds)
     return {**values, "wire_factor": summary.wire_factor}
 
 

@@ -16,6 +16,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
+from adaptive.headline import NOT_TIMED, DenseStep
 from policies import DENSE, Policy, StepReport
 from policies.state import Stateful, declare
 
@@ -65,8 +66,11 @@ class StepRecord:
     layer_cfs: CFs of the layers that were sent at another CF than the report's. read_sum: the
     policy has read the norm of the sum of mean gradients, and a new sum has begun.
     active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
-    medians, so that pauses do not count), bytes of this rank, and what they would have been dense.
+    medians, so that pauses do not count) and how many steps they are of, bytes of this rank, and
+    what they would have been dense. dense_step: what a dense step would take, as known by then.
     local_steps: of each rank, of which this one consists; a dense run would have exchanged in each.
+    gain: of what was sent, by the definition that the policy decides on: the policy's average where
+    it keeps one, else of this step alone; 1 when dense.
     """
 
     report: StepReport
@@ -80,6 +84,9 @@ class StepRecord:
     sent: float = nan
     dense: float = nan
     local_steps: int = 1
+    gain: float = nan
+    active_steps: int = 0
+    dense_step: DenseStep = NOT_TIMED
 
     @property
     def dense_bytes(self) -> float:
@@ -92,15 +99,22 @@ class StepRecord:
         sent = self.report.wire_bytes
         return self.dense_bytes / sent if sent else 1.0
 
+    @property
+    def step_seconds(self) -> float:
+        """Of a step of the optimizer, the mean since the run began; nan if none was timed."""
+        return self.active / self.active_steps if self.active_steps else nan
+
 
 @dataclass(frozen=True)
 class Event:
-    """A switch from one CF to another, or a judgement (both CFs the same), with its reason."""
+    """A switch from one CF to another, or a judgement (both CFs the same), with its reason, and in
+    `details` the numbers of the rule behind it."""
 
     step: int
     cf_before: float
     cf: float
     reason: str
+    details: str = ""
 
 
 class Timeline:
@@ -242,7 +256,7 @@ class Recorder(Stateful):
     optimizer, of all workers; 1 if throughput is to be steps/s.
     """
 
-    _fields = declare(_started_at=float | None, _active=float)
+    _fields = declare(_started_at=float | None)
 
     def __init__(
         self,
@@ -256,7 +270,6 @@ class Recorder(Stateful):
         self._header: Callable[[], Header] | None = header
         self._samples = samples
         self._started_at: float | None = None  # the first step's time
-        self._active = 0.0  # seconds of steps so far
         self._logged: set[str] = set()
 
     def event(self, event: Event) -> None:
@@ -273,7 +286,6 @@ class Recorder(Stateful):
         if self._started_at is None:
             self._started_at = now
         seconds = report.median_seconds
-        self._active += seconds if isfinite(seconds) else 0.0
         status = dict(policy.status())
         t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
         gain = 1.0 if report.timed_cf == DENSE else report.gain(report.timed_cf, policy.gain)
@@ -284,7 +296,6 @@ class Recorder(Stateful):
             t_sys=t_sys * report.timed_steps * self._samples,
             t_comp=t_comp * report.timed_steps * self._samples,
             status=status,
-            active=self._active,
             **recorded,
         )
         self._timeline.step(record)

@@ -24,7 +24,7 @@ from policies.base import MAX_RUNGS, change, make_ladder
 def test_reasons():
     assert change(10, 20, "because") == "scale up 10 -> 20: because"
     assert change(160, 10, "because") == "scale down 160 -> 10: because"
-    assert change(10, 1, "because") == "dense: 10 -> 1, because"
+    assert change(10, 1, "because") == "back to dense from CF 10: because"
     assert change(1, 1.5, "because") == "scale up 1 -> 1.5: because"
     assert change(10, 10, "because") == "because"
 

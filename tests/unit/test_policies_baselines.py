@@ -98,7 +98,7 @@ def test_constant_pieces_with_a_reason_at_each_change():
         "",
         "scale up 10 -> 100: the schedule has CF 100 from step 3",
         "",
-        "dense: 100 -> 1, the schedule has CF 1 from step 5",
+        "back to dense from CF 100: the schedule has CF 1 from step 5",
         "scale up 1 -> 40.5: the schedule has CF 40.5 from step 6",
         "",
     ]

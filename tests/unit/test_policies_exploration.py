@@ -220,7 +220,7 @@ def test_a_floor_without_gain_is_left_as_soon_as_that_is_known():
     run = world({**FALLING, 10.0: 0.2}, allow_dense=False)
     plans = run.run(8)
     assert [plan.send for plan in plans] == [10.0] * 5 + [DENSE] * 3
-    assert reasons(plans) == ["dense: 10 -> 1, gain 0.2 < epsilon 0.3"]
+    assert reasons(plans) == ["back to dense from CF 10: gain 0.2 < epsilon 0.3"]
     assert plans[-1].probe == (10.0, 20.0)
 
 
@@ -251,7 +251,7 @@ def test_a_candidate_below_epsilon_is_only_probed():
     plans = run.run(10 + 20 + 20)
     assert {bare(plan) for plan in plans[10:]} == {(10.0, (20.0,))}
     assert run.policy.plan().reason == (
-        "|0.9 - 0.29| / 0.9 = 0.678 > omega 0.1, floor stays 10, next candidate 40"
+        "gain falls by 68% (0.9 to 0.29), more than omega 10%, floor stays 10, next candidate 40"
     )
 
 
@@ -282,7 +282,8 @@ def test_short_windows_leave_steps_for_the_candidate(window, believed_after):
 def test_no_promotion_goes_back_to_the_floor_until_the_next_gain_is_known():
     plans = world(FALLING).run(10 + 20 + 20 + 8)
     assert plans[50].reason == (
-        "scale down 20 -> 10: |0.9 - 0.75| / 0.9 = 0.167 > omega 0.1, floor stays 10, "
+        "scale down 20 -> 10: gain falls by 17% (0.9 to 0.75), more than omega 10%, floor "
+        "stays 10, "
         "next candidate 40"
     )
     assert [bare(plan) for plan in plans[50:]] == [(10.0, (40.0,))] * 5 + [(40.0, (10.0,))] * 3
@@ -292,7 +293,8 @@ def test_promotion_of_the_candidate_that_is_sent():
     run = world({**GOOD, 10.0: 0.912, 20.0: 0.906}, omega=0.01)
     plans = run.run(10 + 20 + 20 + 8)
     assert plans[50].reason == (
-        "|0.912 - 0.906| / 0.912 = 0.007 <= omega 0.01, floor 10 -> 20, next candidate 40"
+        "gain falls by 0.66% (0.912 to 0.906), no more than omega 1%, floor 10 -> 20, next "
+        "candidate 40"
     )
     assert [bare(plan) for plan in plans[49:]] == (
         [(20.0, (10.0,))] + [(20.0, (40.0,))] * 5 + [(40.0, (20.0,))] * 3
@@ -306,7 +308,8 @@ def test_promotion_of_a_candidate_that_was_only_probed():
     run.run(10 + 20 + 20)
     assert run.last.send == 10.0
     assert run.policy.plan().reason == (
-        "scale up 10 -> 20: |0.32 - 0.31| / 0.32 = 0.031 <= omega 0.1, floor 10 -> 20, "
+        "scale up 10 -> 20: gain falls by 3.1% (0.32 to 0.31), no more than omega 10%, floor 10 -> "
+        "20, "
         "next candidate 40"
     )
 
@@ -315,7 +318,9 @@ def test_no_promotion_to_a_candidate_that_cannot_be_sent():
     run = world({**FALLING, 10.0: 0.31, 20.0: 0.295})
     run.run(10 + 20 + 20)
     assert run.policy.plan().send == 10.0
-    assert "<= omega 0.1 but gain < epsilon 0.3, floor stays 10" in run.policy.plan().reason
+    assert (
+        "no more than omega 10% but gain < epsilon 0.3, floor stays 10" in run.policy.plan().reason
+    )
 
 
 def test_no_promotion_without_gains():

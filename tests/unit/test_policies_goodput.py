@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from policies import DENSE, Context, Goodput, StepReport, make_policy
 from policies.goodput import FILLED, STRIDE_STEPS
 from policies.step_time import StepTime
+from policies.words import percent
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
 GAINS[1000.0] = 0.006
@@ -123,7 +124,7 @@ def test_a_median_that_lags_behind_does_not_hold_it_up(before, after):
     assert t_comp(sent[70], after) >= t_comp(best(after), after) / 1.05
 
 
-@pytest.mark.parametrize(("rate", "says"), [(1e9, "Goodput sends dense"), (1e6, "")])
+@pytest.mark.parametrize(("rate", "says"), [(1e9, "dense is right"), (1e6, "")])
 def test_it_says_when_dense_is_right(rate, says):
     policy = started()
     run(policy, [rate] * 40)
@@ -139,8 +140,11 @@ def test_reasons_carry_the_numbers():
         reasons.append(plan.reason)
         policy.observe(report(step, plan.send, 1e6))
     told = next(reason for reason in reasons if reason)
-    assert told.startswith("scale up 10 -> 20: T_comp 1.0")
-    assert "at 10" in told
+    assert told.startswith("scale up 10 -> 20: CF 20 promises ")
+    for words in ("more progress a second than CF 10", " a step instead of ", "50% fewer bytes"):
+        assert words in told
+    assert "T_comp" not in told
+    assert "at CF 10" in policy.details()
     assert policy.status()["t_comp"] == pytest.approx(t_comp(20.0, 1e6), rel=0.01)
 
 
@@ -353,10 +357,14 @@ def test_what_would_make_it_move():
     nearest = max(
         (cf for cf in here if cf != sent), key=lambda cf: here[cf] - needed(cf, here, sent)
     )
-    assert policy.next_move() == (
-        f"it changes when a CF promises enough more T_comp: CF {nearest:g} is nearest to that, "
-        f"promises {here[nearest]:.4g} and needs more than {needed(nearest, here, sent):.4g}"
+    told = policy.next_move()
+    less = percent(1 - here[nearest] / here[sent])
+    assert told.startswith(
+        f"CF {nearest:g} is nearest to taking over: it promises {less} less progress a second than "
+        f"CF {sent:g} ("
     )
+    must = needed(nearest, here, sent) / here[sent] - 1
+    assert told.endswith(f"promise more{f' than {percent(must)}' if must else ''}")
 
 
 def needed(cf, promised, sent, margin=0.05):
@@ -369,28 +377,28 @@ def needed(cf, promised, sent, margin=0.05):
         (
             20.0,
             {10.0: 0.9, 40.0: 1.0},
-            "CF 40 is nearest to that, promises 1 and needs more than 1.05",
+            ["CF 40 is nearest", "as much progress", "more than 5%"],
         ),
         (
             20.0,
             {10.0: 0.98, 40.0: 1.0},
-            "CF 10 is nearest to that, promises 0.98 and needs more than 1",
+            ["CF 10 is nearest", "2% less progress", "have to promise more"],
         ),
-        (20.0, {10.0: 0.9, 1.0: 0.9}, "CF 1 is nearest"),  # the smaller of two that are as near
+        (20.0, {10.0: 0.9, 1.0: 0.9}, ["dense is nearest"]),  # the smaller of two that are as near
     ],
 )
 def test_the_nearest_is_the_one_that_lacks_least(monkeypatch, here, others, told):
     policy = started()
     policy._send = here
     monkeypatch.setattr(policy, "t_comp", lambda: {here: 1.0, **others})
-    assert told in policy.next_move()
+    assert all(words in policy.next_move() for words in told)
 
 
 def test_where_nothing_is_promised_here_anything_is_enough(monkeypatch):
     policy = started()
     monkeypatch.setattr(policy, "t_comp", lambda: {40.0: 0.3})
-    assert policy.next_move().endswith(
-        "CF 40 is nearest to that, promises 0.3 and needs more than 0"
+    assert policy.next_move() == (
+        "CF 40 is nearest to taking over: it promises progress, where nothing is known of CF 10"
     )
 
 

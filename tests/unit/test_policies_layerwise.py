@@ -166,7 +166,7 @@ def test_the_reason_is_of_the_cfs_that_are_sent_and_given_whenever_they_change()
     moved = "scale down 80 -> 20: the schedule has CF 20 from step 3; layer CFs solved anew: "
     assert told[3].startswith(moved)
     assert told[5].startswith("scale up 20 -> 40: the schedule has CF 40 from step 5; layer CFs")
-    assert told[6] == "dense: 40 -> 1, the schedule has CF 1 from step 6"
+    assert told[6] == "back to dense from CF 40: the schedule has CF 1 from step 6"
     for step in (3, 5, 7):
         cf, cfs = plans[step].send, plans[step].layers[plans[step].send].values()
         assert f"{min(cfs):g} to {max(cfs):g} for the bytes of CF {cf:g}" in told[step]
@@ -202,7 +202,7 @@ def test_next_move_and_verdict_are_those_of_the_policy_that_sets_the_cf():
     assert policy.next_move().endswith(f"; {anew} 1 step")
     assert (policy.plan().send, policy.verdict()) == (1.0, "")
     policy.observe(StepReport(1, 1.0))
-    assert policy.verdict() == "Goodput sends dense: no CF promises a larger T_comp"
+    assert policy.verdict() == "dense is right: no CF promises more progress a second"
     assert policy.next_move().endswith(f"; {anew} 2 steps")
 
 

@@ -74,7 +74,9 @@ def test_it_settles_where_compression_throughput_saturates():
     run = world(GOOD, seconds)
     run.run(WINDOW * len(LADDER))
     assert run.policy.plan().send == 20.0
-    assert re.search("settled, T_comp .* saturates at 20", run.policy.plan().reason)
+    assert re.search(
+        "settled, CF .* progress a second than CF 20, .*; 0.50 s a step", run.policy.plan().reason
+    )
 
 
 def test_dense_is_no_choice_even_where_it_is_fastest():

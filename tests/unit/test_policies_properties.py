@@ -23,6 +23,7 @@ from policies import (
     StepReport,
     Warmup,
 )
+from policies.base import change
 from policies.baselines import Schedule
 from policies.budget import Budget
 
@@ -252,7 +253,7 @@ def test_plans_stay_in_the_range_and_give_a_reason_for_every_change(case, grid, 
         if plan.layers.get(plan.send, {}) != before.layers.get(before.send, {}):
             assert plan.reason
         if plan.send != before.send:
-            assert f"{before.send:g} -> {plan.send:g}" in plan.reason
+            assert change(before.send, plan.send, "") in plan.reason
         if plan.probe != before.probe:
             assert plan.reason
 

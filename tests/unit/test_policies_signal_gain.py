@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, GraVAC, Measurement, StepReport
-from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, SignalGain
+from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, Basis, SignalGain
 
 SIGNAL = {10.0: 0.8, 100.0: 0.5, 1000.0: 0.2}
 STEADY = {10.0: 0.4, 100.0: 0.05, 1000.0: 0.01}
@@ -52,8 +52,9 @@ def test_a_clear_signal_decides_after_some_steps_and_says_so():
     assert signal.gain(100.0) == pytest.approx(0.05**0.5)
     words = signal.observe(report(2.0))
     assert signal.clear
-    assert words.startswith("<g, g of the next step> decides, ")
-    assert "standard errors" in words
+    assert words.startswith("gains now rest on a comparison with the next step")
+    assert "standard errors" not in words
+    assert "standard errors" in signal.described()
     assert {cf: signal.gain(cf) for cf in SIGNAL} == {
         cf: pytest.approx(gain) for cf, gain in SIGNAL.items()
     }
@@ -76,8 +77,8 @@ def test_it_is_lost_later_than_it_was_found():
         errors.append(signal.next.errors)
     assert errors[-2] >= LOST > errors[-1]
     assert any(LOST < each < CLEAR for each in errors)
-    assert words.startswith("what was clear last decides")
-    assert "lost below 1.5" in words
+    assert words.startswith("gains now rest on what was clear last")
+    assert "lost below 1.5" in signal.described()
     assert signal.status()["signal"] == 1.0
     gains = {cf: signal.gain(cf) for cf in SIGNAL}
     for _ in range(200):
@@ -99,12 +100,12 @@ def test_the_ranks_own_products_come_first_while_they_are_clear():
 
     signal, said = fed(*([-1.0, -2.0] * 10), **peers(1.0))  # overshooting, and yet a signal
     assert signal.gain(100.0) == pytest.approx(0.9)
-    assert said[0].startswith("<g, g of a peer> decides")
+    assert said[0].startswith("gains now rest on a comparison of the ranks")
     assert signal.status()["signal"] == 3.0
     words = ""
     for _ in range(200):
         words = signal.observe(report(1.0, **peers(-1.0))) or words
-    assert words.startswith("<g, g of the next step> decides")
+    assert words.startswith("gains now rest on a comparison with the next step")
     assert signal.status()["signal"] == 2.0
     assert signal.gain(100.0) == pytest.approx(0.5)
 
@@ -145,7 +146,7 @@ def test_one_report_has_a_gain_too():
 
 @pytest.mark.parametrize(
     ("total", "decides", "floor"),
-    [(1.0, "<g, g of the next step> decides", 0.8), (-1.0, "", 0.4**0.5)],
+    [(1.0, "comparison with the next step", 0.8), (-1.0, "", 0.4**0.5)],
 )
 def test_gravac_decides_on_it_while_it_means_something(total, decides, floor):
     policy = GraVAC(gain="signal", window=20, allow_dense=False, scaling="geometric", step_size=10)
@@ -336,10 +337,10 @@ def saved(signal):
 
 
 MID_RUN = {
-    "<g, g of a peer>": CLEAR_PEERS,
-    "<g, g of the next step>": [{}] * 30,
-    "what was clear last": [*CLEAR_PEERS, *HIDDEN],
-    "the root of the error-fed gain": HIDDEN[:30],
+    Basis.PEERS: CLEAR_PEERS,
+    Basis.NEXT: [{}] * 30,
+    Basis.LAST_CLEAR: [*CLEAR_PEERS, *HIDDEN],
+    Basis.ERROR_FED: HIDDEN[:30],
 }
 
 
@@ -350,7 +351,7 @@ def test_it_goes_on_exactly_from_its_state(basis, changes):
     straight, again = SignalGain(), SignalGain()
     for step, each in enumerate(changes):
         straight.observe(report(1.0 + step % 2, **each))
-    assert straight.basis.value == basis
+    assert straight.basis == basis
     again.load_state_dict(json.loads(saved(straight)))
     assert saved(again) == saved(straight)
     said = set()

@@ -52,7 +52,14 @@ def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
     assert first["report"]["lr"] is None
     assert first["wire_factor"] == 10
     assert float(list(first["report"]["measurements"])[1]) == 1 / 3
-    assert event == {"kind": "event", "step": 1, "cf_before": 10, "cf": 20, "reason": "scale up"}
+    assert event == {
+        "kind": "event",
+        "step": 1,
+        "cf_before": 10,
+        "cf": 20,
+        "reason": "scale up",
+        "details": "",
+    }
     assert last["report"]["cf"] == 1.5
 
 
@@ -143,8 +150,9 @@ def test_the_summary_prints_a_table() -> None:
         dense_bytes=8e6,
         verdict="stays dense: because",
     )
-    summary.add_gain(10.0, MEASUREMENT)
-    summary.add_gain(10.0, Measurement(error=nan, total=nan))  # a step with a NaN is skipped
+    summary.add_gain(10.0, 0.7)
+    summary.add_gain(10.0, 0.8)
+    summary.add_gain(10.0, nan)  # a step without one is skipped
     assert summary.mean_gain == {10.0: 0.75, 1.0: 1.0}
     assert summary.wire_factor == 4
     text = str(summary)

@@ -1,0 +1,53 @@
+"""Numbers as people write them: what policies and summaries say is made of these."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from policies.base import DENSE
+
+
+def named(cf: float) -> str:
+    """ "dense" for CF 1, else "CF 20"."""
+    return "dense" if cf == DENSE else f"CF {cf:.4g}"
+
+
+def percent(share: float) -> str:
+    """Two digits: "3.1%", "48%", "0.4%"; the sign is left to the words around it."""
+    value = 100 * abs(share)
+    if not isfinite(value):
+        return "an unknown part"
+    return f"{value:.0f}%" if value >= 9.95 else f"{value:.2g}%" if value >= 0.05 else "0%"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Two digits: "0.19 s", "4.2 ms", "130 s"."""
+    if not isfinite(seconds):
+        return "an unknown time"
+    for unit, least in (("s", 0.00995), ("ms", 0.00000995), ("us", 0.0)):
+        if seconds >= least or unit == "us":
+            value = seconds / {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+            break
+    digits = 0 if value >= 9.95 else 1 if value >= 0.995 else 2 if value >= 0.0995 else 3
+    return f"{value:.{digits}f} {unit}"
+
+
+def progress(ratio: float, other: str) -> str:
+    """How much of the other's progress a second this is, in percent or times."""
+    if percent(ratio - 1) == "0%":
+        return f"as much progress a second as {other}"
+    if ratio >= 2:
+        return f"{ratio:.2g} times as much progress a second as {other}"
+    return f"{percent(ratio - 1)} {'more' if ratio >= 1 else 'less'} progress a second than {other}"
+
+
+def bytes_in_words(saved: float) -> str:
+    """Of a share of bytes that is not sent, negative if more are: "98% fewer bytes"; never rounded
+    to all of them."""
+    if not isfinite(saved) or abs(saved) < 0.005:
+        return "as many bytes"
+    if saved <= -1:
+        return f"{1 - saved:.2g} times the bytes"
+    share = 100 * abs(saved)
+    digits = 0 if share < 99 else 1 if share < 99.9 else 2
+    return f"{share:.{digits}f}% {'fewer' if saved > 0 else 'more'} bytes"
