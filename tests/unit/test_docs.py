@@ -1,0 +1,52 @@
+"""README and docs/: every link leads somewhere, and README stays short enough to be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"```.*?```", re.S)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _CODE.sub("", page.read_text()), re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    links = _LINK.findall(_CODE.sub("", page.read_text()))
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in _anchors(target), f"{page.name} links to {link}"
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    """Directly or through another page."""
+    seen, waiting = set(), [PAGES[0]]
+    while waiting:
+        page = waiting.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        paths = (link.partition("#")[0] for link in _LINK.findall(page.read_text()))
+        linked = ((page.parent / path).resolve() for path in paths if path.endswith(".md"))
+        waiting += [target for target in linked if target.exists()]
+    assert seen == set(PAGES)
+
+
+def test_the_readme_fits_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
