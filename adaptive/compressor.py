@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 class AdaptiveCompressor:
     """Compresses the gradient exchange of a DDP model, by a factor that it chooses as it goes.
 
-    All ranks must make it alike. Only `base` and `cf_range` are positional. docs/settings.md says when
-    to touch an argument.
+    All ranks must make it alike. Only `base` and `cf_range` are positional. docs/settings.md says
+    when to touch an argument.
 
     base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. A sparsifier's name
         may say how the kept values travel ("topk+fp32" as they are); if it does not, and errors are

@@ -360,6 +360,7 @@ class Controller(saved.Stateful):
             recorded |= {"gain": gain, "dense_step": self.dense_timer.step(report.cf)}
             recorded |= {"sent": totals.bytes_sent, "dense": totals.dense_bytes}
             recorded |= {"active": totals.seconds, "active_steps": totals.timed_steps}
+            recorded["dense_steps"] = totals.steps_at_cf.get(DENSE, 0)
             self.recorder.step(report, self.policy, now, **recorded)
 
     def _gain(self, report: StepReport) -> float:

@@ -70,10 +70,8 @@ class DenseTimer(Stateful):
 
     @property
     def network(self) -> str:
-        """An emulated or modelled link in words; "" for the real network."""
-        if isinstance(self.clock, ModelledClock):
-            return f"modelled {self.clock.link} link" if self.clock.link else ""
-        return f"emulated {self.spec} link" if self.spec else ""
+        """See `network_in_words`."""
+        return network_in_words(self.clock, self.spec)
 
     def step(self, cf: float) -> DenseStep:
         """A dense step, beside steps at the CF in use."""
@@ -105,6 +103,13 @@ class DenseTimer(Stateful):
         if cost is None or not isfinite(cost.beta):
             return None
         return 2 * (self.world_size - 1) * cost.alpha + nbytes / cost.beta
+
+
+def network_in_words(clock: Callable[[], float], spec: LinkSpec | None) -> str:
+    """An emulated or modelled link; "" for the real network."""
+    if isinstance(clock, ModelledClock):
+        return f"modelled {clock.link} link" if clock.link else ""
+    return f"emulated {spec} link" if spec else ""
 
 
 def headline(

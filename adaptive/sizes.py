@@ -13,6 +13,7 @@ from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.choice import GATHERED, ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
+from adaptive.headline import network_in_words
 from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
@@ -228,4 +229,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
         overlap=context.overlap,
+        network=network_in_words(settings.clock, settings.link),
     )

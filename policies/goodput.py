@@ -280,7 +280,7 @@ class Goodput(DeclaredPolicy):
         if now is None or then is None:
             return told
         unit = "a round" if self._local_steps > 1 else "a step"
-        sent = bytes_in_words(1 - self._time.nbytes(cf) / self._time.nbytes(here))
+        sent = bytes_in_words(1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan))
         gains = [f"{self.gain_at(each) or nan:.2f}" for each in (cf, here)]
         return (
             f"{told} ({seconds_in_words(then)} {unit} instead of {seconds_in_words(now)}, {sent}, "

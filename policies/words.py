@@ -24,7 +24,7 @@ def seconds_in_words(seconds: float) -> str:
     """Two digits: "0.19 s", "4.2 ms", "130 s"."""
     if not isfinite(seconds):
         return "an unknown time"
-    for unit, least in (("s", 0.00995), ("ms", 0.00000995), ("us", 0.0)):
+    for unit, least in (("s", 0.00995), ("ms", 0.0000995), ("us", 0.0)):
         if seconds >= least or unit == "us":
             value = seconds / {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
             break
@@ -49,5 +49,7 @@ def bytes_in_words(saved: float) -> str:
     if saved <= -1:
         return f"{1 - saved:.2g} times the bytes"
     share = 100 * abs(saved)
-    digits = 0 if share < 99 else 1 if share < 99.9 else 2
+    digits = 0 if share < 99 else 1
+    while digits < 6 and share < 100 and float(f"{share:.{digits}f}") == 100:
+        digits += 1
     return f"{share:.{digits}f}% {'fewer' if saved > 0 else 'more'} bytes"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+from math import isfinite, nan
 from statistics import median
 
 from adaptive import StepRecord
@@ -47,3 +48,39 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
         report = record.report
         clock.now += clock.step(report.wire_bytes, report.statistics_bytes, steps)
     return clock.now
+
+
+def pauses(steps: Iterable[int], evaluated: Collection[int], every: int, trained: int) -> set[int]:
+    """Of these steps, those whose time has an evaluation or a checkpoint in it: the step before the
+    pause on the rank that makes it, the step after on the others, which wait for that rank there.
+
+    evaluated: steps done at each evaluation. every: steps between checkpoints; 0: there are none.
+    trained: steps done in all.
+    """
+    done = set(evaluated)
+
+    def pauses_at(step: int) -> bool:
+        return step in done or (every > 0 and 0 < step < trained and step % every == 0)
+
+    return {step for step in steps if pauses_at(step) or pauses_at(step + 1)}
+
+
+def step_seconds(records: Sequence[StepRecord], pauses: Collection[int]) -> list[float]:
+    """Of each recorded step; nan throughout if none was timed. One with a pause in it counts as the
+    median of its CF.
+
+    A step's time comes with the report of the next one, and a pause between is in it."""
+    times = [nan] * len(records)
+    by_cf: dict[float, list[float]] = {}
+    for i, (record, after) in enumerate(pairwise(records)):
+        report = after.report
+        if report.timed_cf == record.report.cf and record.report.step not in pauses:
+            times[i] = report.seconds
+            if isfinite(report.seconds):
+                by_cf.setdefault(record.report.cf, []).append(report.seconds)
+    typical = {cf: median(values) for cf, values in by_cf.items()}
+    everywhere = median([value for values in by_cf.values() for value in values] or [nan])
+    return [
+        seconds if isfinite(seconds) else typical.get(record.report.cf, everywhere)
+        for record, seconds in zip(records, times, strict=True)
+    ]

@@ -16,7 +16,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
-from adaptive.headline import NOT_TIMED, DenseStep
+from adaptive.headline import NOT_TIMED, DenseStep, headline
 from policies import DENSE, Policy, StepReport
 from policies.state import Stateful, declare
 
@@ -35,8 +35,9 @@ class Header:
     supported, wire_bytes: at each CF that the policy may send, the CF that the compressor can do,
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
     CFs of their own, if they are known. local_steps: numbers of them that the policy could choose
-    from. overlap: of these, how many may pass while an exchange is under way; None: half. version:
-    of the records; a reader must ignore fields that it does not know.
+    from. overlap: of these, how many may pass while an exchange is under way; None: half. network:
+    an emulated or modelled link, in words; "" for the real one. version: of the records; a reader
+    must ignore fields that it does not know.
     """
 
     policy: str
@@ -53,6 +54,7 @@ class Header:
     assumed: Mapping[float, float] = field(default_factory=dict)
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
+    network: str = ""
     version: int = 1
 
 
@@ -67,7 +69,8 @@ class StepRecord:
     policy has read the norm of the sum of mean gradients, and a new sum has begun.
     active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
     medians, so that pauses do not count) and how many steps they are of, bytes of this rank, and
-    what they would have been dense. dense_step: what a dense step would take, as known by then.
+    what they would have been dense; dense_steps: so many were sent dense. dense_step: what a dense
+    step would take, as known by then.
     local_steps: of each rank, of which this one consists; a dense run would have exchanged in each.
     gain: of what was sent, by the definition that the policy decides on: the policy's average where
     it keeps one, else of this step alone; 1 when dense.
@@ -86,6 +89,7 @@ class StepRecord:
     local_steps: int = 1
     gain: float = nan
     active_steps: int = 0
+    dense_steps: int = 0
     dense_step: DenseStep = NOT_TIMED
 
     @property
@@ -103,6 +107,20 @@ class StepRecord:
     def step_seconds(self) -> float:
         """Of a step of the optimizer, the mean since the run began; nan if none was timed."""
         return self.active / self.active_steps if self.active_steps else nan
+
+
+def headline_of(record: StepRecord, network: str = "") -> str:
+    """Whether compression was worth it so far; "" of a record that does not tell. network: see
+    `Header`."""
+    if not (record.sent > 0 and record.dense > 0):
+        return ""
+    return headline(
+        record.step_seconds,
+        record.dense_step,
+        1 - record.sent / record.dense,
+        dense_share=record.dense_steps / (record.report.step + 1),
+        network=network,
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from adaptive.timeline.records import Event, Header, StepRecord, Timeline
+from adaptive.timeline.records import Event, Header, StepRecord, Timeline, headline_of
 from policies import checks
 from policies.base import GainKind
 
@@ -28,6 +28,7 @@ PLUGIN = "cf_timeline"
 """The name of the dashboard (`runs.dashboard`); tensors written for it are marked with it."""
 
 SWITCHES = f"{PLUGIN}/switches"
+HEADLINE = f"{PLUGIN}/headline"
 
 METRICS = (
     "eval/quality",
@@ -58,6 +59,9 @@ _MOVED = {
 }
 """Numbers of a policy's status that belong on a chart with others; the rest is policy/*."""
 
+HEADLINE_SECONDS = 10.0
+"""Between two headlines; one is written with every switch, and at the end, too."""
+
 SHORTEST = 0.1
 """Seconds between two records by default: one takes 0.1 to 0.3 ms to make and write, so that steps
 of any length get well less than 1% longer (`python -m runs bench timeline`)."""
@@ -81,7 +85,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "time/total": record.active,
         "gradient/norm": report.grad_norm,
         **{f"time/{part}": getattr(report, f"{part}_seconds") for part in parts},
-        **{f"gain/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
+        "gain/sent": record.gain,
+        **{f"gain_of_step/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
         **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
     }
 
@@ -174,8 +179,10 @@ class TensorBoardTimeline(Timeline):
         self._recent_cfs: list[float] = []
         self._t_comp: dict[float, tuple[float, int]] = {}  # sum and number of steps, by CF
         self._seconds, self._timed_steps = 0.0, 0
+        self._network, self._headline_due = "", 0.0
 
     def start(self, header: Header) -> None:
+        self._network = header.network
         known = {
             **header.settings,
             **{name: getattr(header, name) for name in ("policy", "base", "memory")},
@@ -205,6 +212,9 @@ class TensorBoardTimeline(Timeline):
         else:
             self._skipped = record, now
         self._count(record)
+        if now >= self._headline_due:
+            self._headline_due = now + HEADLINE_SECONDS
+            self._write_headline()
 
     def event(self, event: Event) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -216,6 +226,20 @@ class TensorBoardTimeline(Timeline):
             string_value(SWITCHES, PLUGIN, json.dumps(switch).encode()),
         ]
         self._opened()._get_file_writer().add_summary(Summary(value=values), event.step)
+        self._write_headline()
+
+    def _write_headline(self) -> None:
+        """Whether compression was worth it so far, for the text page and the dashboard."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        text = "" if self._last is None else headline_of(self._last, self._network)
+        if self._last is not None and text:
+            values = [
+                string_value("policy/headline", "text", text.encode()),
+                string_value(HEADLINE, PLUGIN, text.encode()),
+            ]
+            writer = self._opened()._get_file_writer()
+            writer.add_summary(Summary(value=values), self._last.report.step)
 
     def close(self) -> None:
         if self._writer is None:
@@ -225,6 +249,7 @@ class TensorBoardTimeline(Timeline):
         step, metrics = 0, {}
         if self._last is not None:
             step = self._last.report.step
+            self._write_headline()
             self._write_histogram(step)
             self._write_figure(step)
             metrics["final/bytes_sent"] = self._last.sent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite, nan
 from statistics import fmean as mean
 
@@ -22,9 +23,11 @@ from runs.records import (
     bytes_by_step,
     read_metrics,
     read_records,
+    seconds_by_step,
     stretches,
 )
 from runs.result import RESULT_FILE
+from runs.times import pauses, step_seconds
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Digest:
     bytes_sent, dense_bytes: a worker's;
     sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
     network (empty for a run without records); explored: what finding out has cost; diverged: why
-    it ended early, if it did."""
+    it ended early, if it did. modelled_step: seconds of a step by a modelled clock. clock:
+    when each step ended on the network that the run had, without evaluations."""
 
     seed: int
     quality: float
@@ -46,6 +50,8 @@ class Digest:
     ends: tuple[tuple[float, ...], ...]
     explored: Exploration
     diverged: str = ""
+    modelled_step: float = nan
+    clock: tuple[float, ...] = ()
 
     def quality_after(self, steps: int | None) -> float:
         """Of the last evaluation by then; None: at the end."""
@@ -103,7 +109,18 @@ def _read(
         ),
         explored=exploration(recorded.steps),
         diverged=str(result.get("diverged") or ""),
+        clock=_clock(recorded.steps, evaluations, config),
+        modelled_step=_known(result.get("modelled_seconds")) / max(1, result["steps"]),
     )
+
+
+def _clock(
+    records: Sequence[StepRecord], evaluations: Sequence[tuple[int, float]], config: TrainConfig
+) -> tuple[float, ...]:
+    steps = [record.report.step for record in records]
+    paused = pauses(steps, [done for done, _ in evaluations], 0, config.steps)
+    ends = list(accumulate(step_seconds(records, paused)))
+    return tuple(seconds_by_step(records, ends))
 
 
 def rate(parts: Sequence[tuple[int, float]]) -> float:

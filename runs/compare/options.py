@@ -57,7 +57,8 @@ fastest contender is through.
 "explored" are steps sent while a policy was finding out, at another CF than the one it then stayed
 at, and "MB so" the bytes of these steps.
 
-files in the log folder: compare.json, table.txt, quality.png, and each run's own in runs/."""
+files in the log folder: compare.json, table.txt, time.png, quality.png, and each
+run's own in runs/."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,20 @@
-"""The picture of a comparison: quality against bytes sent."""
+"""The pictures of a comparison: quality against time on the runs' network, and against bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
+from runs.compare.digest import Digest
 from runs.compare.standing import Standing
 
 PLOT_FILE = "quality.png"
+TIME_FILE = "time.png"
 
-_COLOURS = ("#444444", "#1f5fa8", "#e08214", "#5aae61", "#b2182b", "#7b3294", "#018571", "#a6611a")
-_INK = "#444444"
+_COLOURS = ("#1f5fa8", "#e08214", "#5aae61", "#b2182b", "#7b3294", "#018571", "#a6611a")
+_DENSE, _INK = "#999999", "#444444"
 
 
 def draw_quality(
@@ -19,11 +23,53 @@ def draw_quality(
     title: str,
     quality_name: str,
     higher_is_better: bool,
+    *,
+    dense: str,
 ) -> None:
-    """Write the PNG: a line for each run, a colour for each contender, a dot at the end.
+    """Write the PNG of quality against bytes sent. ImportError without matplotlib.
 
-    ImportError without matplotlib.
+    dense: the contender that is drawn in grey, behind the others.
     """
+
+    def megabytes(run: Digest, done: int) -> float:
+        return run.sent[done - 1] / 1e6
+
+    figure, axes = _figure(title, quality_name, higher_is_better)
+    _lines(axes, standings, megabytes, dense)
+    if all(run.sent and run.sent[0] > 0 for standing in standings for run in standing.runs):
+        axes.set_xscale("log")
+    axes.set_xlabel("MB sent by a worker", fontsize=9, color=_INK)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def draw_time(
+    standings: Sequence[Standing],
+    path: Path,
+    title: str,
+    quality_name: str,
+    higher_is_better: bool,
+    *,
+    dense: str,
+    how: str,
+) -> None:
+    """Write the PNG of quality against seconds. ImportError without matplotlib.
+
+    dense: see `draw_quality`. how: the seconds in words.
+    """
+
+    def seconds(run: Digest, done: int) -> float:
+        return run.clock[done - 1] if done <= len(run.clock) else float("nan")
+
+    figure, axes = _figure(title, quality_name, higher_is_better)
+    _lines(axes, standings, seconds, dense)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(how, fontsize=9, color=_INK)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def _figure(title: str, quality_name: str, higher_is_better: bool) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,30 +77,40 @@ def draw_quality(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     figure.suptitle(title, fontsize=11, color=_INK, x=0.01, ha="left")
-    for i, standing in enumerate(standings):
-        colour = _COLOURS[i % len(_COLOURS)]
-        for j, run in enumerate(standing.runs):
-            points = [(run.sent[done - 1] / 1e6, quality) for done, quality in run.evaluations]
-            if not points:
-                continue
-            megabytes, qualities = zip(*points, strict=True)
-            axes.plot(
-                megabytes,
-                qualities,
-                color=colour,
-                linewidth=1.4,
-                alpha=0.8,
-                label=standing.label if j == 0 else None,
-            )
-            axes.plot(megabytes[-1:], qualities[-1:], "o", color=colour, markersize=5)
-    if all(run.sent and run.sent[0] > 0 for standing in standings for run in standing.runs):
-        axes.set_xscale("log")
-    axes.set_xlabel("MB sent by a worker", fontsize=9, color=_INK)
     better = "higher" if higher_is_better else "lower"
     axes.set_ylabel(f"held-out {quality_name} ({better} is better)", fontsize=9, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, colors=_INK)
-    axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    return figure, axes
+
+
+def _lines(
+    axes: Any, standings: Sequence[Standing], place: Callable[[Digest, int], float], dense: str
+) -> None:
+    """A line for each run, a colour for each contender, a dot at the end.
+
+    place: where an evaluation after so many steps goes on the horizontal axis; nan: nowhere.
+    """
+    others = [standing for standing in standings if standing.label != dense]
+    colours = {one.label: _COLOURS[i % len(_COLOURS)] for i, one in enumerate(others)}
+    for standing in standings:
+        is_dense = standing.label not in colours
+        colour = _DENSE if is_dense else colours[standing.label]
+        for j, run in enumerate(standing.runs):
+            points = [(place(run, done), quality) for done, quality in run.evaluations]
+            points = [point for point in points if isfinite(point[0])]
+            if not points:
+                continue
+            xs, ys = zip(*points, strict=True)
+            axes.plot(
+                xs,
+                ys,
+                color=colour,
+                linewidth=2.4 if is_dense else 1.4,
+                alpha=0.8,
+                zorder=1 if is_dense else 2,
+                label=standing.label if j == 0 else None,
+            )
+            axes.plot(xs[-1:], ys[-1:], "o", color=colour, markersize=5)

@@ -11,13 +11,14 @@ import torch
 from policies import DENSE
 from runs.compare.digest import Digest, read_digest
 from runs.compare.options import Comparison
-from runs.compare.plot import PLOT_FILE, draw_quality
+from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality, draw_time
 from runs.compare.slice import is_finished
-from runs.compare.standing import stand
+from runs.compare.standing import Standing, stand
 from runs.compare.table import make_table
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
 from runs.tasks import TASKS
+from runs.verdict import verdict
 
 COMPARE_FILE = "compare.json"
 TABLE_FILE = "table.txt"
@@ -79,14 +80,23 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
     try:
         if digests:
             path = comparison.folder / PLOT_FILE
-            draw_quality(standings, path, heading, task.quality_name, task.higher_is_better)
+            how = (standings, path, heading, task.quality_name, task.higher_is_better)
+            draw_quality(*how, dense=dense or "")
+            modelled = first.fixed_clock is not None
+            network = emulated(first) or ("the network" if modelled else "this machine's network")
+            seconds = f"seconds of training, {'modelled' if modelled else 'measured'}, {network}"
+            timed = (standings, comparison.folder / TIME_FILE, *how[2:])
+            draw_time(*timed, dense=dense or "", how=seconds)
     except ImportError:
-        notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
+        notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
     alone = comparison.one_worker_seconds
     rows = make_table(standings, task.quality_name, networks, alone)
-    text = "\n".join([heading, "", rows, "", *(f"note: {note}" for note in notes)])
+    told = _headlines(standings, dense, first)
+    verdicts = [f"{label}: {headline}" for label, headline in told.items()]
+    text = "\n".join([heading, "", rows, "", *(f"note: {note}" for note in notes), *verdicts])
     result = {
         "title": heading,
+        "headlines": told,
         "finished": not missing,
         "quality_name": task.quality_name,
         "higher_is_better": task.higher_is_better,
@@ -133,6 +143,21 @@ def _read(comparison: Comparison) -> tuple[dict[str, list[Digest]], str | None]:
         if dense is None and _is_dense(configs[0]):
             dense = contender.label
     return found, dense
+
+
+def _headlines(standings: list[Standing], dense: str | None, config: TrainConfig) -> dict[str, str]:
+    """Whether it was worth it, by contender; none without a dense run to compare with."""
+    ended = {standing.label: standing.ended() for standing in standings}
+    if dense is None or dense not in ended:
+        return {}
+    task = TASKS[config.task]
+    return {
+        label: verdict(
+            one, ended[dense], task.quality_name, task.higher_is_better, emulated(config)
+        )
+        for label, one in ended.items()
+        if label != dense
+    }
 
 
 def _is_dense(config: TrainConfig) -> bool:

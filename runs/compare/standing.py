@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, nan
 from statistics import mean, stdev
 from typing import Any
 
+from policies import DENSE
 from runs.compare.digest import Digest
 from runs.compare.network import quality_at, seconds_to
+from runs.verdict import Ended
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,22 @@ class Standing:
         """one_worker: seconds of its step, alone."""
         alone = nan if one_worker is None else one_worker
         return Spread.of(alone * rate for rate in self.steps_per_second.values)
+
+    def ended(self) -> Ended:
+        """For the headline: means over the seeds."""
+        steps = Counter[bool]()
+        for part in (part for run in self.runs for part in run.history):
+            steps[part.cf == DENSE] += part.last - part.first + 1
+        modelled = Spread.of(run.modelled_step for run in self.runs).mean
+        rate = self.steps_per_second.mean
+        return Ended(
+            seconds=modelled if isfinite(modelled) else 1 / rate if rate > 0 else nan,
+            qualities=self.quality.values,
+            sent=self.bytes_sent.mean,
+            dense=Spread.of(run.dense_bytes for run in self.runs).mean,
+            dense_share=steps[True] / max(1, steps.total()),
+            modelled=isfinite(modelled),
+        )
 
     @property
     def explored_steps(self) -> Spread:

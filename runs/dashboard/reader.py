@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from runs.dashboard.thin import Floats, Switch
 PLUGIN = "cf_timeline"
 SENT = "cf/sent"
 SWITCHES = f"{PLUGIN}/switches"
+HEADLINE = f"{PLUGIN}/headline"
 ACTIVE = "time/total"
 """Seconds of steps since the run began; in runs of before it was written, wall time stands in."""
 
@@ -27,7 +28,7 @@ NUMBERS = re.compile(
 
 QUALITY = re.compile(r"loss|quality|acc|perplexity|\bppl\b|error_rate|top1|bleu|f1|reward", re.I)
 
-_OWN = re.compile(r"(cf|cf_layer|gain|throughput|bytes|time|policy|gradient|final)/")
+_OWN = re.compile(r"(cf|cf_layer|gain|gain_of_step|throughput|bytes|time|policy|gradient|final)/")
 
 MOST = 2.0**53
 """No CF is larger, and no run takes as many seconds."""
@@ -90,15 +91,25 @@ class Reader:
 
     def switches(self, run: str) -> list[Switch]:
         """In order of their steps. What cannot be read is left out."""
+        found = [_switch(point.step, point.numpy) for point in self._texts(run, SWITCHES)]
+        return sorted((s for s in found if s is not None), key=lambda switch: switch.step)
+
+    def headline(self, run: str) -> str:
+        """Whether compression was worth it, as the run said last; "" if it did not."""
+        points = self._texts(run, HEADLINE)
+        if not points:
+            return ""
+        content = np.asarray(max(points, key=lambda point: point.step).numpy).item()
+        return content.decode("utf-8", "replace") if isinstance(content, bytes) else str(content)
+
+    def _texts(self, run: str, tag: str) -> Sequence[Any]:
         read: Mapping[str, Mapping[str, Any]] = self._provider.read_tensors(
             **self._asked,
             plugin_name=PLUGIN,
             downsample=_ALL,
-            run_tag_filter=RunTagFilter(runs=[run], tags=[SWITCHES]),
+            run_tag_filter=RunTagFilter(runs=[run], tags=[tag]),
         )
-        points = read.get(run, {}).get(SWITCHES, ())
-        found = [_switch(point.step, point.numpy) for point in points]
-        return sorted((s for s in found if s is not None), key=lambda switch: switch.step)
+        return read.get(run, {}).get(tag, ())
 
 
 def quality_tags(tags: list[str]) -> list[str]:

@@ -32,7 +32,7 @@ CELLS = 20_000
 """Of a heat map, at most."""
 
 REASON = 400
-"""Characters of a reason."""
+"""Characters of a reason, and of a headline."""
 
 
 def timeline(
@@ -74,6 +74,7 @@ def timeline(
     }
     return {
         "run": run,
+        "headline": reader.headline(run)[:REASON],
         "first": first,
         "last": last,
         "seconds": float(clock(last)),

@@ -65,6 +65,8 @@ def _report(options: ReportOptions) -> int:
     notes += [f"{run.name}: {note}" for run in runs for note in run_notes(run)]
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "", file=out)
     print(f"page in {options.out / PAGE_FILE}", file=out)
+    for name, headline in result["headlines"].items():
+        print(f"{name}: {headline}" if len(runs) > 1 else headline, file=out)
     if options.json:
         print(json.dumps(result, allow_nan=False))
     return 0

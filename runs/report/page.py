@@ -13,7 +13,7 @@ from adaptive import LinkSpec
 from runs.progress import cf_name
 from runs.report.figures import Picture
 from runs.report.look import STYLE
-from runs.report.result import run_notes
+from runs.report.result import headlines, run_notes
 from runs.report.run import Run
 from runs.report.table import Row, cells, head
 from runs.report.target import Target
@@ -39,6 +39,7 @@ def make_page(
         f"<title>{escape(title)}</title>",
         f"<style>{STYLE}</style></head><body><main>",
         f"<h1>{escape(title)}</h1>",
+        _headlines([row.run for row in rows]),
         '<section aria-labelledby="comparison"><h2 id="comparison">Comparison</h2>',
         _table(rows, networks),
         _notes([*_reading(rows, targets, networks), *notes]),
@@ -49,6 +50,18 @@ def make_page(
         "</section></main></body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _headlines(runs: Sequence[Run]) -> str:
+    """The first card: whether it was worth it, run by run."""
+    told = headlines(runs)
+    if not told:
+        return ""
+    lines = (
+        f"<p>{f'{escape(name)}: ' if len(runs) > 1 else ''}<strong>{escape(text)}</strong></p>"
+        for name, text in told.items()
+    )
+    return f'<article class="verdict">{"".join(lines)}</article>'
 
 
 def _table(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:

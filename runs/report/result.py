@@ -11,6 +11,25 @@ from adaptive import LinkSpec
 from runs.report.run import Run
 from runs.report.table import Row
 from runs.report.target import Target
+from runs.verdict import verdict
+
+
+def headlines(runs: Sequence[Run]) -> dict[str, str]:
+    """Whether compression was worth it, by name of the run: beside the dense run of the same task
+    on the same link, if there is one, else as the run's own record tells."""
+    found = {}
+    for run in runs:
+        alike = [r for r in runs if r.is_dense and (r.task, r.link) == (run.task, run.link)]
+        if run.is_dense or not run.records:
+            told = ""
+        elif alike and run.config is not None:
+            how = run.quality_name, run.higher_is_better, run.link
+            told = verdict(run.ended, alike[0].ended, *how)
+        else:
+            told = run.headline
+        if told:
+            found[run.name] = told
+    return found
 
 
 def make_result(
@@ -23,6 +42,7 @@ def make_result(
     """null stands for numbers that are not known."""
     return {
         "title": title,
+        "headlines": headlines([row.run for row in rows]),
         "targets": [{"task": task, **asdict(target)} for task, target in targets.items()],
         "networks": list(map(str, networks)),
         "runs": [_run(row, networks) for row in rows],

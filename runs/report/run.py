@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import isfinite, nan
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from adaptive import StepRecord
+from adaptive.timeline.records import headline_of
 from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
@@ -32,6 +32,8 @@ from runs.records import (
 from runs.result import title
 from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
+from runs.times import pauses, step_seconds
+from runs.verdict import Ended
 
 _IN_TITLE = ("base", "link")
 
@@ -176,7 +178,7 @@ class Run:
     @cached_property
     def step_seconds(self) -> list[float]:
         """Of each recorded step, pauses left out; nan throughout if no step was timed."""
-        return _step_seconds(self.records, self._pauses)
+        return step_seconds(self.records, self._pauses)
 
     @property
     def steps_per_second(self) -> float:
@@ -187,6 +189,27 @@ class Run:
         if isfinite(self.rate):
             return self.rate
         return self.ending.steps_per_second if self.ending is not None else nan
+
+    @property
+    def ended(self) -> Ended:
+        """For the headline."""
+        clock = self.config.fixed_clock if self.config is not None else None
+        rate, dense = self.steps_per_second, self.wire_factor * self.bytes_sent
+        return Ended(
+            seconds=1 / rate if rate > 0 else nan,
+            qualities=(self.quality,),
+            sent=self.bytes_sent,
+            dense=dense,
+            dense_share=self.shares.get(DENSE, 0.0),
+            modelled=clock is not None,
+        )
+
+    @property
+    def headline(self) -> str:
+        """Whether compression was worth it, as its own record tells; "" if that does not."""
+        header = self.recorded.header
+        network = self.link if header is None else header.network or self.link
+        return headline_of(self.records[-1], network) if self.records else ""
 
     @property
     def scaling_efficiency(self) -> float:
@@ -232,16 +255,8 @@ class Run:
 
     @cached_property
     def _pauses(self) -> set[int]:
-        """Steps whose time has an evaluation or a checkpoint in it: the step before the pause on
-        the rank that makes it, the step after on the others, which wait for that rank there."""
         every = self.config.checkpoint_every if self.config is not None else 0
-        evaluated = {done for done, _ in self.evaluations}
-
-        def pauses(done: int) -> bool:
-            saved = every > 0 and 0 < done < self.trained and done % every == 0
-            return saved or done in evaluated
-
-        return {step for step in self._steps if pauses(step) or pauses(step + 1)}
+        return pauses(self._steps, [done for done, _ in self.evaluations], every, self.trained)
 
 
 def _shown(value: Any) -> str:
@@ -250,21 +265,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _step_seconds(records: list[StepRecord], pauses: set[int]) -> list[float]:
-    """A step's time comes with the report of the next one, and a pause between is in it."""
-    times = [nan] * len(records)
-    by_cf: dict[float, list[float]] = {}
-    for i, (record, after) in enumerate(pairwise(records)):
-        report = after.report
-        if report.timed_cf == record.report.cf and record.report.step not in pauses:
-            times[i] = report.seconds
-            if isfinite(report.seconds):
-                by_cf.setdefault(record.report.cf, []).append(report.seconds)
-    typical = {cf: median(values) for cf, values in by_cf.items()}
-    everywhere = median([value for values in by_cf.values() for value in values] or [nan])
-    return [
-        seconds if isfinite(seconds) else typical.get(record.report.cf, everywhere)
-        for record, seconds in zip(records, times, strict=True)
-    ]

@@ -57,8 +57,9 @@ def test_five_lines_make_the_script_in_the_readme_a_win(tmp_path: Path) -> None:
     compressed = float(re.search(r"loss ([0-9.]+)\n", output)[1])
     assert max(loss, compressed) < 1.0  # both start at log(10) = 2.3
     told = re.search(
-        r"\n([0-9.]+)x faster than dense on this emulated 20 Mbit/s link \([0-9.]+ m?s a step instead "
-        r"of a (?:modelled|measured) [0-9.]+ s\), ([0-9.]+)% fewer bytes\n",
+        r"\n([0-9.]+)x faster than dense on this emulated 20 Mbit/s link "
+        r"\([0-9.]+ m?s a step instead of a (?:modelled|measured) [0-9.]+ s\), "
+        r"([0-9.]+)% fewer bytes\n",
         output,
     )
     assert told, output

@@ -103,7 +103,7 @@ def test_a_row_tells_cf_switches_and_numbers(board: Board) -> None:
     assert a["switches"]["before"] == [1, 10, 20]
     assert a["switches"]["reason"][1] == "<b>why</b> 4"
     assert a["numbers"]["step"] == [0, 1, 2, 3, 4, 5]
-    assert a["numbers"]["values"]["gain/gradient"] == [0.5] * 6
+    assert a["numbers"]["values"]["gain/sent"] == [0.6] * 6
     assert a["numbers"]["values"]["bytes/sent"] == [100] * 6
     seconds = a["numbers"]["second"]
     assert seconds == sorted(seconds)

@@ -51,7 +51,7 @@ def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None)
     )
     status = {"candidate": 20.0, "floor": nan, "epsilon": 0.3, "gain_candidate": 0.4}
     totals = {"active": step / 10, "sent": 100.0 * (step + 1), "dense": 1000.0 * (step + 1)}
-    return StepRecord(report, step / 10, 10.0, 7.5, status, layers or {}, **totals)
+    return StepRecord(report, step / 10, 10.0, 7.5, status, layers or {}, **totals, gain=0.6)
 
 
 def _read(folder: Path) -> EventAccumulator:
@@ -76,9 +76,10 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
     expected = {
         "cf/sent": 10,
         "cf/candidate": 20,  # floor and learning rate were not known
-        "gain/error_fed": 0.75,
-        "gain/raw": 1,  # 3 / 2, clipped
-        "gain/gradient": 0.5,
+        "gain/sent": 0.6,
+        "gain_of_step/error_fed": 0.75,
+        "gain_of_step/raw": 1,  # 3 / 2, clipped
+        "gain_of_step/gradient": 0.5,
         "gain/candidate": 0.4,
         "policy/epsilon": 0.3,
         "throughput/t_sys": 10,
@@ -164,7 +165,7 @@ def test_the_layout_finds_the_scalars(tmp_path: Path) -> None:
     ]
     assert charts == [
         {"cf/sent", "cf/candidate"},
-        {"gain/gradient", "gain/error_fed", "gain/raw", "gain/candidate", "policy/epsilon"},
+        {"gain/sent", "gain/candidate", "policy/epsilon"},
         {"throughput/t_sys", "throughput/t_comp"},
         {
             "time/step",

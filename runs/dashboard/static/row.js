@@ -15,6 +15,7 @@ export class Row {
     this.visible = false;
     this.domain = [0, 1];
     this.facts = element('span', {className: 'facts'}, 'loading ...');
+    this.verdict = element('p', {className: 'verdict'});
     this.band = element('canvas', {className: 'band', role: 'img', 'aria-label': `CFs of ${name}`});
     this.layers = element('canvas', {className: 'layers', hidden: true});
     this.quality = element('canvas', {className: 'quality', hidden: true});
@@ -24,7 +25,8 @@ export class Row {
     this.plot = element('div', {className: 'plot'},
       this.band, this.layers, this.quality, this.axis, this.line, this.brush);
     this.element = element('section', {className: 'run'},
-      element('h2', {}, element('span', {className: 'name'}, name), this.facts), this.plot);
+      element('h2', {}, element('span', {className: 'name'}, name), this.facts),
+      this.verdict, this.plot);
     this.element.dataset.run = name;
     this.listen();
   }
@@ -60,6 +62,7 @@ export class Row {
     const cf = data.band.cf.at(-1);
     const moves = `${data.moves} switch${data.moves === 1 ? '' : 'es'}`;
     this.facts.textContent = `${cfName(cf)} at step ${data.to}, ${moves}`;
+    this.verdict.textContent = data.headline;
     this.element.dataset.loaded = 'yes';
     this.on.loaded();
   }

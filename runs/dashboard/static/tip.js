@@ -10,6 +10,7 @@ const NAMES = {
   'time/step': 'step time, s',
   'cf/candidate': 'candidate',
   'cf/floor': 'floor',
+  'gain/sent': 'gain',
 };
 
 // Index of the last of ascending values that is at most x; -1 if there is none.

@@ -38,6 +38,8 @@ def _curves(run: Run) -> tuple[_Curves, _Curves]:
     for record in run.records:
         report = record.report
         gains = {cf: m.gain(run.gain_kind) for cf, m in report.measurements.items()}
+        if isfinite(record.gain):
+            gains[report.cf] = record.gain  # what decides, as the policy averages it
         for curves, by_cf in ((measured, gains), (steady, report.steady)):
             for cf, gain in by_cf.items():
                 if isfinite(gain) and cf != DENSE:
@@ -59,9 +61,14 @@ def _picture(
         file,
         f"Gain of each CF over steps{remark}",
         "Gain of each compression factor against step, a panel for each run: " + "; ".join(told),
-        "The share of the gradient that each CF keeps, by the definition that the run's policy "
-        "decides on; only CFs that were sent or probed were measured."
-        + (" Dashed: in steady state, from the shadow ladder." if steady else ""),
+        "The gain: the share of the gradient that survives, by the definition that the run's "
+        "policy decides on; only of CFs that were sent or probed."
+        + (
+            " Dashed: what each CF's residual would keep in steady state (the error-fed gain, from "
+            "the shadow ladder), which is another number where the policy decides on another gain."
+            if steady
+            else ""
+        ),
         0.9 + 1.9 * len(runs),
         lambda figure: _draw(figure, runs, curves),
     )

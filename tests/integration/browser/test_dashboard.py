@@ -41,7 +41,7 @@ def test_rows_are_the_runs_and_a_hover_tells_the_reason(
         assert f"since step {switch['step']}: {switch['reason']}" in tip
         assert f"\nCF {switch['cf']:g}\n" in tip or (switch["cf"] == 1 and "\ndense\n" in tip)
     tip = page.hover("gravac", (switches[1]["step"] - 0.5) / STEPS)  # the end of a stretch
-    for word in ("T_sys", "T_comp", "gain, gradient", "bytes sent", "wire factor", "eval/quality"):
+    for word in ("T_sys", "T_comp", "gain", "bytes sent", "wire factor", "eval/quality"):
         assert re.search(rf"^{word}\n[\d.]+", tip, re.M), tip
     if path := request.config.getoption("screenshot"):
         page.hover("gravac", (switches[1]["step"] + 0.5) / STEPS)
