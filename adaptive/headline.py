@@ -143,6 +143,9 @@ def headline(
         factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
         told = f"{factor}x faster than dense {where} ({here} a step instead of a {how} {took})"
         told += f", {sent}"
+    elif not dense.measured and dense_share <= 0.5:  # what is modelled is the least it can be
+        told = f"dense may be as fast {where} ({here} a step, dense a modelled {took} or more)"
+        told += f", {sent}"
     elif dense.seconds < (1 - ALIKE) * seconds or dense_share > 0.5:
         told = f"dense is right {where}: {took} a step ({how}), {here} in the mean of this run"
         told += f", which sent {dense_share:.0%} of its steps dense" if dense_share else ""

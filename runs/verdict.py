@@ -15,7 +15,8 @@ from policies.words import percent
 class Ended:
     """How runs of the same settings ended, one for each seed. seconds: of a step. qualities: at the
     end. sent, dense: bytes of a worker, and what they would have been dense. dense_share: of the
-    steps, those that were sent dense. modelled: step times are."""
+    steps, those that were sent dense. modelled: step times are.
+    steps: of each."""
 
     seconds: float
     qualities: Sequence[float]
@@ -23,18 +24,22 @@ class Ended:
     dense: float
     dense_share: float = 0.0
     modelled: bool = False
+    steps: int = 0
 
 
 def verdict(run: Ended, dense: Ended, quality_name: str, higher: bool, network: str) -> str:
     """The headline of a run beside a dense one. higher: quality is better if it is. network: an
     emulated or modelled link in words."""
+    quality = beside(run.qualities, dense.qualities, quality_name, higher)
+    if quality and run.steps != dense.steps:
+        quality += f" after {run.steps} steps instead of {dense.steps}"
     return headline(
         run.seconds,
         DenseStep(dense.seconds, measured=not dense.modelled),
         1 - run.sent / run.dense if run.dense else nan,
         dense_share=min(run.dense_share, 0.999),  # what it is called, its twin is dense, too
         network=network,
-        quality=beside(run.qualities, dense.qualities, quality_name, higher),
+        quality=quality,
     )
 
 

@@ -175,7 +175,9 @@ def _title(comparison: Comparison, config: TrainConfig) -> str:
     model = config.model or TASKS[config.task].models[0]
     link = f", {emulated(config)}" if config.link else ""
     seeds = " ".join(map(str, comparison.seeds))
+    lengths = sorted({comparison.steps_of(contender) for contender in comparison.contenders})
+    steps = " or ".join(map(str, lengths))
     return (
-        f"{config.task} ({model}), {config.workers} workers, {comparison.steps} steps, "
+        f"{config.task} ({model}), {config.workers} workers, {steps} steps, "
         f"seed{'s' if len(comparison.seeds) > 1 else ''} {seeds}{link}"
     )

@@ -85,6 +85,7 @@ class Standing:
             dense=Spread.of(run.dense_bytes for run in self.runs).mean,
             dense_share=steps[True] / max(1, steps.total()),
             modelled=isfinite(modelled),
+            steps=steps.total() // max(1, len(self.runs)),
         )
 
     @property

@@ -202,6 +202,7 @@ class Run:
             dense=dense,
             dense_share=self.shares.get(DENSE, 0.0),
             modelled=clock is not None,
+            steps=self.trained,
         )
 
     @property

@@ -32,7 +32,7 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
         (Fixed(cf=10), ["CF 10 since step 0", "nothing would change it"]),
         (Warmup(steps=3), ["CF 16 since step 3: ", "takes over in "]),
         (Accordion(interval=4), ["since step", "accumulated gradient has changed by"]),
-        (GraVAC(window=4, dense_window=2), ["faster than dense on this network", "gain"]),
+        (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "gain"]),
         (Goodput(opening=2), ["since step", "progress a second", " a step instead of "]),
     ],
     ids=lambda v: v.name if isinstance(v, Policy) else "",

@@ -90,6 +90,12 @@ def test_the_sentence(seconds, dense, saved, share, told):
     assert not re.search(r"nan|inf\b|T_comp|e[+-]\d", said)
 
 
+def test_what_is_only_modelled_is_no_verdict_for_dense():
+    said = headline(0.45, DenseStep(0.42), 0.77)
+    assert said.startswith("dense may be as fast on this network (0.45 s a step, dense a modelled ")
+    assert headline(0.45, DenseStep(0.42), 0.1, dense_share=0.9).startswith("dense is right")
+
+
 def test_bytes_are_never_all_saved():
     assert bytes_in_words(0.98) == "98% fewer bytes"
     assert bytes_in_words(0.99996) == "99.996% fewer bytes"
