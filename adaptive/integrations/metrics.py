@@ -6,7 +6,7 @@ from adaptive.compressor import AdaptiveCompressor
 
 
 def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:
-    """The CF in use, the mean error-fed gain at it (if it has been sent) and the wire factor of all
+    """The CF in use, the mean gain at it (if it is known) and the wire factor of all
     steps so far, by name: `accelerator.log(metrics(compressor), step=step)`."""
     summary = compressor.summary()
     found = {"cf": summary.cf, "wire_factor": summary.wire_factor}

@@ -99,7 +99,10 @@ class Reader:
         points = self._texts(run, HEADLINE)
         if not points:
             return ""
-        content = np.asarray(max(points, key=lambda point: point.step).numpy).item()
+        try:  # any program can write event files
+            content = np.asarray(max(points, key=lambda point: point.step).numpy).item()
+        except ValueError:
+            return ""
         return content.decode("utf-8", "replace") if isinstance(content, bytes) else str(content)
 
     def _texts(self, run: str, tag: str) -> Sequence[Any]:
