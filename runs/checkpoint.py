@@ -47,6 +47,7 @@ _FREE = (
     "checkpoint_every",
     "json",
     "simulated",
+    "densities",
     "command",
 )
 """Entries of a configuration that may be others when a run goes on; the rest is its identity."""

@@ -36,6 +36,10 @@ class TrainConfig:
     over the link. model_mb: and as if the gradients were so large. one_worker_seconds: of a step of
     one worker alone, for scaling efficiency. json: result on stdout.
     simulated: by `simulate`, all workers in one process.
+    patience: evaluations in a row without a better quality after which to stop, 0 for never.
+    clip_local: the norm to which each worker's gradient, as one vector, is clipped before it is
+    compressed, times the root of the workers. densities: steps from one histogram of the gradients
+    to the next, 0 for none.
     """
 
     log_dir: str
@@ -103,6 +107,9 @@ class TrainConfig:
     one_worker_seconds: float | None = None
     json: bool = False
     simulated: bool = False
+    patience: int = 0
+    clip_local: float | None = None
+    densities: int = 0
 
     @property
     def folder(self) -> Path:

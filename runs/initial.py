@@ -23,6 +23,7 @@ def initial_model(config: TrainConfig, task: Task, read_weights: bool = True) ->
     model = task.build_model()
     if config.init is not None and read_weights:
         _take_weights(model, config, config.init)
+        task.restart(model)
     if config.lora is not None:
         try:
             add_adapters(model, config.lora, config.seed)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
@@ -28,6 +29,7 @@ from adaptive.timeline.tensorboard import end_session, start_session
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.densities import Densities
 from runs.parser import UsageError
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before
@@ -59,6 +61,7 @@ class Logbook(Timeline):
         self._writer: Any = None
         self._pace = _Pace()
         self._first = self._done = first_step
+        self._ends_early = False
         self._board: TensorBoardTimeline | None = None
         self._sinks = SafeTimeline()
         self._dropped: set[str] = set()
@@ -117,7 +120,7 @@ class Logbook(Timeline):
 
     def close(self) -> None:
         """Flush and close everything; also after an error, and twice."""
-        completed = self._done >= self.config.steps
+        completed = self._ends_early or self._done >= self.config.steps
         if self._board is not None:
             self._board.completed = completed
         self.flush()
@@ -156,14 +159,31 @@ class Logbook(Timeline):
             self._try(EVENTS, self._writer.add_scalar, "train/loss", loss, done - 1)
         self.progress.update(done, loss, self.last)
 
-    def evaluated(self, done: int, name: str, quality: float) -> None:
-        """After `done` steps the model had this quality on held-out data."""
+    def evaluated(
+        self, done: int, name: str, quality: float, beside: Mapping[str, float] | None = None
+    ) -> None:
+        """After `done` steps the model had this quality on held-out data, and beside it others."""
         self.evaluations.append((done, quality))
-        self._metric(done - 1, "quality", quality)
-        if self._writer is not None and isfinite(quality):
-            self._try(EVENTS, self._writer.add_scalar, "eval/quality", quality, done - 1)
+        told = {"quality": quality, **(beside or {})}
+        for measured, value in told.items():
+            self._metric(done - 1, measured, value)
+            if self._writer is not None and isfinite(value):
+                tag = f"eval/{re.sub(r'[^a-z0-9]+', '_', measured).strip('_')}"
+                self._try(EVENTS, self._writer.add_scalar, tag, value, done - 1)
         if done < self.config.steps:
-            self.announce(f"step {done}: held-out {name} {quality:.4g}")
+            more = "".join(f", {other} {value:.4g}" for other, value in (beside or {}).items())
+            self.announce(f"step {done}: held-out {name} {quality:.4g}{more}")
+
+    def histograms(self, densities: Densities) -> None:
+        """Histograms of a step's gradients."""
+        line = json.dumps({"step": densities.step, "densities": densities.as_json()}) + "\n"
+        if self._metrics is not None:
+            self._try(METRICS_FILE, self._metrics.write, line)
+
+    def ended(self, why: str) -> None:
+        """The run ends before its last step, as it should."""
+        self._ends_early = True
+        self.announce(why)
 
     def _metric(self, step: int, name: str, value: float) -> None:
         known = value if isfinite(value) else None

@@ -83,12 +83,14 @@ def add_task_arguments(
     what.add_argument("--task", metavar="TASK", help=_TASK_HELP)
     what.add_argument(
         "--model",
-        help="text: lstm, gpt, gpt-10m; images: resnet8, resnet20, ... (the task's first)",
+        help="text: lstm, gpt, gpt-10m; images: resnet8, resnet20, ..., resnet101, vgg16; words: "
+        "lstm-small, lstm-medium, lstm-large, lstm-2x1500 (the task's first)",
     )
     what.add_argument(
         "--data",
         metavar="DIR",
-        help="text file or folder, or the folder of the image data set in its standard format",
+        help="text file or folder, or the folder of the image data set in its standard format; for "
+        "words a folder with train.txt, valid.txt, test.txt, as WikiText-2",
     )
     what.add_argument(
         "--init",
@@ -165,6 +167,20 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help="clip the exchanged gradients before the optimizer's step, by torch's "
         "clip_grad_norm_; with sgd this ends momentum correction, which --clip-norm keeps (none)",
+    )
+    how.add_argument(
+        "--clip-local",
+        type=positive,
+        metavar="NORM",
+        help="clip each worker's gradient, as one vector, to NORM / sqrt(workers) before it is "
+        "compressed, as Deep Gradient Compression does; takes a second backward pass (none)",
+    )
+    how.add_argument(
+        "--patience",
+        type=whole(0),
+        metavar="N",
+        help="early stopping: end after N evaluations in a row (--eval-every) that were no better "
+        "than the best, and take the best model (0: never)",
     )
 
 
@@ -329,7 +345,19 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     output.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
     )
+    add_densities_argument(output)
     return output
+
+
+def add_densities_argument(group: argparse._ArgumentGroup) -> None:
+    """How often gradients are looked at."""
+    group.add_argument(
+        "--densities",
+        type=whole(0),
+        metavar="N",
+        help="every N steps, keep histograms of the gradient before and after compression, for "
+        "`report` (0: never)",
+    )
 
 
 def add_eval_argument(group: argparse._ArgumentGroup, default: str) -> None:
@@ -412,4 +440,4 @@ def _new_folder(name: str) -> str:
     return str(Path("logs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
-_TASK_HELP = "text (no download), cifar10, cifar100 or fashion-mnist (text)"
+_TASK_HELP = "text (bytes, no download), words, cifar10, cifar100 or fashion-mnist (text)"

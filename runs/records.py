@@ -197,11 +197,13 @@ def stretches(recorded: Recorded) -> list[Stretch]:
 @dataclass(frozen=True)
 class Metrics:
     """A run's own numbers, from metrics.jsonl. trained: steps done. evaluations: (steps done,
-    quality) in order, nan for what was not finite. damage: as in `Recorded`."""
+    quality) in order, nan for what was not finite. damage: as in `Recorded`. densities: (step, what
+    was recorded) in order."""
 
     trained: int
     evaluations: tuple[tuple[int, float], ...]
     damage: str = ""
+    densities: tuple[tuple[int, Any], ...] = ()
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -212,17 +214,21 @@ def read_metrics(path: Path) -> Metrics:
         return Metrics(0, ())
     damage, trained = Damage(path), 0
     evaluations: list[tuple[int, float]] = []
+    densities: dict[int, Any] = {}
     for line, value in json_lines(path, damage=damage):
         try:
             done = _step_of(value) + 1
             if "quality" in value:
                 evaluations.append((done, number("quality", value["quality"])))
+            if "densities" in value:
+                densities[done - 1] = value["densities"]
             trained = max(trained, done)
         except ValueError as error:
             damage.add(line, f"not a metric: {error}")
     if trained:
         damage.warn()
-    return Metrics(trained, tuple(sorted(evaluations, key=lambda pair: pair[0])), damage.text)
+    ordered = tuple(sorted(evaluations, key=lambda pair: pair[0]))
+    return Metrics(trained, ordered, damage.text, tuple(sorted(densities.items())))
 
 
 def planned(record: StepRecord, name: str) -> float:

@@ -165,6 +165,7 @@ def make_result(
         "quality_name": task.quality_name,
         "higher_is_better": task.higher_is_better,
         "quality": _known(outcome.quality),
+        **_measured(outcome),
         "evaluations": [{"step": step, "quality": _known(value)} for step, value in evaluations],
         "train_loss": _known(outcome.loss),
         "seconds": outcome.seconds,
@@ -186,6 +187,18 @@ def make_result(
     }
 
 
+def _measured(outcome: Outcome) -> dict[str, Any]:
+    """What some tasks have, and some options bring, beside the quality."""
+    found: dict[str, Any] = {}
+    if outcome.beside:
+        found["beside"] = {name: _known(value) for name, value in outcome.beside.items()}
+    if outcome.test is not None:
+        found["test"] = _known(outcome.test)
+    if outcome.best_step is not None:
+        found |= {"best_step": outcome.best_step, "stopped_early": outcome.stopped_early or None}
+    return found
+
+
 def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: list[str]) -> str:
     """The end of the run, to be read."""
     better = "higher is better" if result["higher_is_better"] else "lower is better"
@@ -195,7 +208,8 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
         ("", ""),
         (title(config), ""),
         (f"  held-out {result['quality_name']}", f"{quality} ({better})"),
-        ("  steps", f"{outcome.steps_done} of {config.steps}"),
+        *_beside(outcome, result["quality_name"]),
+        ("  steps", f"{outcome.steps_done} of {config.steps}{_early(outcome)}"),
         (
             "  steps/s of this process" if config.simulated else "  steps/s",
             f"{rate:.3g}" if rate else "not known",
@@ -232,6 +246,22 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     elif result["headline"]:
         lines += [result["headline"]]
     return "\n".join(lines)
+
+
+def _beside(outcome: Outcome, quality_name: str) -> list[tuple[str, str]]:
+    """Rows for what was measured beside the quality, and for test data."""
+    measured = {f"held-out {name}": value for name, value in outcome.beside.items()}
+    if outcome.test is not None:
+        measured[f"test {quality_name}"] = outcome.test
+    return [(f"  {name}", f"{value:.4g}") for name, value in measured.items()]
+
+
+def _early(outcome: Outcome) -> str:
+    """What early stopping has done."""
+    if outcome.best_step is None:
+        return ""
+    why = f": {outcome.stopped_early}" if outcome.stopped_early else ""
+    return f", the best model is that after {outcome.best_step}{why}"
 
 
 def _parts(spent: Mapping[str, float]) -> str:

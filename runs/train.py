@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
 from typing import Any
 from zlib import crc32
 
@@ -28,6 +28,8 @@ from runs.checkpoint import (
     withdraw_checkpoint,
 )
 from runs.config import TrainConfig
+from runs.densities import Densities, density
+from runs.early import EarlyStopping
 from runs.initial import initial_model
 from runs.interrupt import Stop
 from runs.logbook import Logbook
@@ -63,6 +65,7 @@ class Trainer:
         torch.manual_seed(config.seed * self.world_size + self.rank)
         self.model = DDP(initial_model(config, self.task, read_weights=not resumed))
         self.optimizer = make_optimizer(config, self.task, self.model)
+        self.early = EarlyStopping(config.patience, self.task.higher_is_better)
         self._config = config
         self.compressor = None
         if config.policy != "off":
@@ -78,16 +81,37 @@ class Trainer:
         batch = self.task.batch(self.step, self.rank, self.world_size)
         return self.task.loss(self.model, batch)
 
-    def descend(self, loss: torch.Tensor) -> None:
-        """Backward, with the exchange in it, and the optimizer's step."""
+    def descend(self, loss: torch.Tensor) -> Densities | None:
+        """Backward, with the exchange in it, and the optimizer's step; histograms of its gradients
+        on rank 0, if the configuration asks for them in this step."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.lr * lr_factor(self._config, self.step)
-        loss.backward()
+        found = self._backward(loss)
         if self._config.clip_grad is not None:
             clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+        return found
+
+    def _backward(self, loss: torch.Tensor) -> Densities | None:
+        """The backward pass that exchanges. If this rank's gradient is to be known before, there is
+        another one: `torch.autograd.grad` does not set off DDP's hook, which has a bucket at a
+        time, and compresses it."""
+        every, limit = self._config.densities, self._config.clip_local
+        parameters = trainable(self.model)
+        watched = self.rank == 0 and every > 0 and (self.step + 1) % every == 0
+        if not watched and limit is None:
+            loss.backward()
+            return None
+        own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        if limit is not None:
+            norm = torch.stack([part.norm() for part in own if part is not None]).norm()
+            loss = loss * (limit / sqrt(self.world_size) / norm).clamp(max=1.0)
+        loss.backward()
+        if not watched:
+            return None
+        return Densities(self.step, density(own), density(p.grad for p in parameters))
 
     def summary(self) -> Summary:
         """What was sent so far."""
@@ -118,6 +142,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "compressor": self.compressor.state_dict() if self.compressor is not None else None,
             "rng": torch.get_rng_state(),
+            "early": self.early.state_dict(),
         }
 
     def throw_away_a_step(self) -> None:
@@ -135,6 +160,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.compressor is not None:
             self.compressor.load_state_dict(state["compressor"])
+        if "early" in state:  # not in checkpoints of older versions
+            self.early.load_state_dict(state["early"])
         if state["rng"] is not None:
             torch.set_rng_state(state["rng"])
         else:  # no worker of the run before had these random numbers
@@ -145,10 +172,12 @@ class Trainer:
 class Outcome:
     """How training ended. seconds: of the loop, evaluations and checkpoints not counted;
     first_seconds: of its first step, in which a process warms up.
-    quality: on held-out data, on rank 0 (elsewhere, and at a pause, None). loss: the last, mean
-    over workers. saved_at: the step of the last checkpoint, 0 if there is none. diverged: why
-    training has failed and ended early, or ""; the checkpoint is from before. unsaved: why the last
-    checkpoint that was due could not be saved, or ""."""
+    quality: on held-out data, on rank 0 (elsewhere, and at a pause, None); with early stopping, of
+    the best model, that after `best_step`. beside: what was measured beside it. test: the quality
+    on test data, once training is over, of a task that has some. loss: the last, mean over workers.
+    saved_at: the step of the last checkpoint, 0 if there is none. diverged: why training has failed
+    and ended early, or ""; the checkpoint is from before. stopped_early: why it has ended early as
+    it should, or "". unsaved: why the last checkpoint that was due could not be saved, or ""."""
 
     steps_done: int
     first_step: int
@@ -161,6 +190,10 @@ class Outcome:
     saved_at: int = 0
     diverged: str = ""
     unsaved: str = ""
+    beside: dict[str, float] = field(default_factory=dict)
+    test: float | None = None
+    best_step: int | None = None
+    stopped_early: str = ""
 
 
 def train(
@@ -173,13 +206,14 @@ def train(
     keep: bool = True,
     task: Task | None = None,
     voters: dist.ProcessGroup | None = None,
+    test: bool = True,
 ) -> Outcome:
     """Train to `config.steps`, in an initialised process group; all ranks call this alike.
 
     checkpoint: where to go on from. interrupt: asks to stop after a step. logbook: rank 0's.
     pause_at: stop after so many steps, with a checkpoint, to go on later; quality is then
     measured only where `config` says so. keep: save a checkpoint when it stops early. task: see
-    `Trainer`. voters: see `Vote`.
+    `Trainer`. voters: see `Vote`. test: measure the quality on test data, too, in the end.
     """
     trainer = Trainer(config, logbook, task, resumed=checkpoint is not None)
     if checkpoint is not None:
@@ -190,36 +224,46 @@ def train(
     first, loss, stop = trainer.step, float("nan"), False
     keeper = _Keeper(config, trainer, logbook)
     timer = _Timer()
+    examiner = _Examiner(trainer, logbook)
+    early = trainer.early
     last = config.steps if pause_at is None else min(pause_at, config.steps)
-    while trainer.step < last and not stop and not keeper.diverged:
+    while trainer.step < last and not (stop or keeper.diverged or early.stopped):
         with timer:
             local = trainer.loss()
             vote.cast(local.item(), interrupt is not None and interrupt.requested)
-            trainer.descend(local)
+            found = trainer.descend(local)
             loss, stop = vote.count()
             keeper.watch(loss)
             if logbook is not None:
                 logbook.trained(trainer.step, loss)
+                if found is not None:
+                    logbook.histograms(found)
         done = trainer.step == config.steps
+        if config.eval_every and trainer.step % config.eval_every == 0 and not done:
+            examiner.evaluate()
+            early.agree()
+        done = done or early.stopped
         every = config.checkpoint_every
         if (every and trainer.step % every == 0) or (done and (every or checkpoint is not None)):
             keeper.save()
-        if config.eval_every and trainer.step % config.eval_every == 0 and not done:
-            _evaluate(trainer, logbook)
-    interrupted = stop and trainer.step < config.steps
-    if keep and trainer.step < config.steps and keeper.saved_at != trainer.step:
+    finished = trainer.step == config.steps or early.stopped
+    interrupted = stop and not finished
+    if keep and not finished and keeper.saved_at != trainer.step:
         keeper.save()
     if interrupted and keeper.saved_at == trainer.step and logbook is not None:
         logbook.progress.say(f"stopped after step {trainer.step}, checkpoint saved")
     summary = trainer.summary()
     keeper.check_model()  # rank 0 goes on alone from here
     vote.close()
-    paused = pause_at is not None and trainer.step < config.steps
-    quality = None if paused else _evaluate(trainer, logbook)
-    diverged = keeper.diverged
+    paused = pause_at is not None and not finished
+    if not paused:
+        examiner.conclude(finished, test)
+    quality, diverged = examiner.quality, keeper.diverged
     if quality is not None and not isfinite(quality) and not diverged:
         diverged = f"held-out {trainer.task.quality_name} is {quality} in the end"
     keeper.end(failed=bool(diverged))
+    if early.stopped and logbook is not None:
+        logbook.ended(f"stopped after step {trainer.step}: {early.why()}")
     return Outcome(
         trainer.step,
         first,
@@ -232,6 +276,10 @@ def train(
         keeper.saved_at,
         diverged,
         keeper.unsaved,
+        examiner.beside,
+        examiner.test,
+        early.step if early.best is not None and finished else None,
+        early.why(),
     )
 
 
@@ -319,14 +367,58 @@ class _Keeper:
             self.diverged = self.diverged or f"there are numbers in {error} that are not finite"
 
 
-def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
-    """Rank 0 measures, the others do not wait before they have to."""
-    if trainer.rank != 0:
-        return None
-    quality = trainer.task.evaluate(trainer.model)
-    if logbook is not None:
-        logbook.evaluated(trainer.step, trainer.task.quality_name, quality)
-    return quality
+class _Examiner:
+    """Rank 0 measures the model, and the others do not wait before they have to: on them nothing is
+    ever known.
+
+    quality: the last one that was measured, or that of the best model once there is a conclusion.
+    beside, test: see `Outcome`."""
+
+    def __init__(self, trainer: Trainer, logbook: Logbook | None) -> None:
+        self.quality: float | None = None
+        self.beside: dict[str, float] = {}
+        self.test: float | None = None
+        self._trainer, self._logbook = trainer, logbook
+        self._at = -1  # steps done when it was measured last
+
+    def evaluate(self) -> None:
+        """Measure the model as it is, and note it for early stopping."""
+        if self._trainer.rank == 0:
+            self._measure()
+            self._trainer.early.note(self._trainer.step, self._known, self._trainer.model.module)
+
+    def conclude(self, finished: bool, test: bool) -> None:
+        """Training ends, for good if it is finished: then with the best model, if there is early
+        stopping, and with a look at the test data."""
+        trainer = self._trainer
+        if trainer.rank != 0:
+            return
+        if self._at != trainer.step:
+            self._measure()
+            if finished:
+                trainer.early.note(trainer.step, self._known, trainer.model.module)
+        if not finished:
+            return
+        task, best = trainer.task, trainer.early.take_best(trainer.step, trainer.model.module)
+        if best is not None:
+            self.quality, self.beside = best, {}
+            if task.beside:
+                self.beside = task.measure(trainer.model)
+                del self.beside[task.quality_name]
+        if test and task.has_test:
+            self.test = task.measure(trainer.model, test=True)[task.quality_name]
+
+    @property
+    def _known(self) -> float:
+        assert self.quality is not None
+        return self.quality
+
+    def _measure(self) -> None:
+        task, step = self._trainer.task, self._trainer.step
+        self.beside = task.measure(self._trainer.model)
+        self.quality, self._at = self.beside.pop(task.quality_name), step
+        if self._logbook is not None:
+            self._logbook.evaluated(step, task.quality_name, self.quality, self.beside)
 
 
 def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -> None:
@@ -340,6 +432,8 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     except Exception as error:  # whatever does not fit, the other ranks must hear of it
         problem = f"--resume {folder}: the checkpoint does not fit this program: {error!r}"
     raise_on_all(problem)
+    if trainer.world_size != checkpoint.world_size:
+        trainer.task.restart(trainer.model)  # each rank would go on with what rank 0 carried
     if checkpoint.config.local_steps in (None, 1):
         check_replicas(trainer.model.module, folder)
     if logbook is not None:

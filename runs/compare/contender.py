@@ -27,8 +27,9 @@ The keys are train's options without the dashes: epsilon, omega, base, cf_range,
 ... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
 from step 100 on; expression:expression=Warmup(then=GraVAC(window=20)) has one policy in another.
 steps and what belongs to the optimizer (lr, lr_drop, momentum, optimizer, betas, weight_decay,
-warmup, lr_schedule, clip_grad) may be a contender's own, too: topk@100:steps=900,lr_drop=540 trains
-longer than others do in 600, and topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer."""
+warmup, lr_schedule, clip_grad, clip_local) may be a contender's own, too:
+topk@100:steps=900,lr_drop=540 trains longer than others do in 600, and
+topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer."""
 
 _SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
 _TRAINING = (
@@ -42,6 +43,7 @@ _TRAINING = (
     "warmup",
     "lr_schedule",
     "clip_grad",
+    "clip_local",
 )
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite, nan
 from statistics import fmean as mean
@@ -37,7 +37,9 @@ class Digest:
     sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
     network (empty for a run without records); explored: what finding out has cost; diverged: why
     it ended early, if it did. modelled_step: seconds of a step by a modelled clock. clock:
-    when each step ended on the network that the run had, without evaluations."""
+    when each step ended on the network that the run had, without evaluations. floats_sent: elements
+    that a worker sent, indices not counted. beside: what was measured beside the quality in the
+    end. test: the quality on test data, nan for a task without."""
 
     seed: int
     quality: float
@@ -52,6 +54,9 @@ class Digest:
     diverged: str = ""
     modelled_step: float = nan
     clock: tuple[float, ...] = ()
+    floats_sent: float = nan
+    beside: Mapping[str, float] = field(default_factory=dict)
+    test: float = nan
 
     def quality_after(self, steps: int | None) -> float:
         """Of the last evaluation by then; None: at the end."""
@@ -92,17 +97,18 @@ def _read(
     summary = result["summary"]
     seconds = [(part.last - part.first - 1, part.seconds) for part in read_slices(folder)]
     evaluations, final = smoothed(_evaluations(config), smooth), _known(result["quality"])
+    best = result.get("best_step") is not None  # early stopping: the last one is not what counts
     own = model_bytes(recorded.steps, config.workers)
     times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
     return Digest(
         seed=config.seed,
-        quality=evaluations[-1][1] if evaluations and isfinite(final) else final,
+        quality=final if best or not evaluations or not isfinite(final) else evaluations[-1][1],
         evaluations=tuple(evaluations),
         bytes_sent=summary["bytes_sent"],
         dense_bytes=summary["dense_bytes"],
         steps_per_second=rate(seconds),
         history=tuple(stretches(recorded)),
-        sent=sent_by(recorded.steps, summary["bytes_sent"], config.steps),
+        sent=sent_by(recorded.steps, summary["bytes_sent"], result["steps"]),
         ends=tuple(
             tuple(modelled_seconds(recorded.steps, network, times)) if recorded.steps else ()
             for network in networks
@@ -111,6 +117,9 @@ def _read(
         diverged=str(result.get("diverged") or ""),
         clock=_clock(recorded.steps, evaluations, config),
         modelled_step=_known(result.get("modelled_seconds")) / max(1, result["steps"]),
+        floats_sent=float(summary["floats_sent"]),
+        beside={name: _known(value) for name, value in result.get("beside", {}).items()},
+        test=_known(result.get("test")),
     )
 
 

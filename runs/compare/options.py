@@ -12,17 +12,19 @@ from typing import Any
 
 from adaptive import LinkSpec
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
+from runs.compare.suites import SUITES, Plan
 from runs.config import TrainConfig
 from runs.option_rules import check_one_worker, check_sends
 from runs.options import (
     add_clock_argument,
+    add_densities_argument,
     add_eval_argument,
     add_link_argument,
     add_one_worker_argument,
     add_size_argument,
     add_task_arguments,
 )
-from runs.parser import UsageError, whole
+from runs.parser import UsageError, positive, switch, whole
 
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
 BANDWIDTHS = ("100mbit", "1gbit")
@@ -43,6 +45,9 @@ examples:
   python -m runs compare --contender dense --contender "topk+bf16@50" \\
       --contender "gravac:epsilon=0.5,omega=0.1,base=dgc" --task cifar10 --data DIR
   python -m runs compare --contender dense --contender "accordion:cf_range=10/200,memory=residual"
+  python -m runs compare --suite gravac --data DIR --seeds 0 1
+      the table of the GraVAC paper beside its figures, at 0.02 of its steps (--scale) and with a
+      small model; --task words: its LSTM. Other options, and further contenders, as ever
 
 Contenders take turns, a slice of steps each (--slice), and who begins goes round, so that a busy
 machine slows all alike. Ctrl-C saves what was done (exit code 130); the same command goes on from
@@ -69,7 +74,7 @@ class Comparison:
     common: train's options for all runs. model_mb: for the modelled seconds, the size of the
     model; None: its own. goal_step: the quality to reach is dense's after so many steps; None: at
     its end. smooth: evaluations whose mean is a quality. one_worker_seconds: of a step of one
-    worker alone, for scaling efficiency.
+    worker alone, for scaling efficiency. plan: the paper's table that it is for.
     """
 
     contenders: tuple[Contender, ...]
@@ -84,6 +89,7 @@ class Comparison:
     json: bool
     smooth: int = 1
     one_worker_seconds: float | None = None
+    plan: Plan | None = None
 
     def config(self, contender: Contender, seed: int) -> TrainConfig:
         """The run of one contender with one seed. UsageError if its options do not fit."""
@@ -116,6 +122,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help=f"NAME[@CF][:key=value,...], see below; once for each ({', '.join(CONTENDERS)})",
     )
+    who.add_argument(
+        "--suite",
+        metavar="PAPER",
+        help=f"the contenders of a paper's table, beside its figures: {', '.join(SUITES)}",
+    )
+    who.add_argument(
+        "--scale",
+        type=positive,
+        metavar="SHARE",
+        help="with --suite: of the paper's steps; from 1 on the paper's model, too (some hundred "
+        "steps of a small model)",
+    )
+    who.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        help="with --suite: those of its contenders in whose names one of these is (all)",
+    )
     who.add_argument("--seeds", type=whole(0), nargs="+", metavar="N", help="seeds (0)")
     who.add_argument(
         "--bandwidths",
@@ -146,9 +170,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_link_argument(how)
     add_eval_argument(how, f"a {EVALUATIONS}th of the steps")
     add_clock_argument(how)
+    how.add_argument(
+        "--simulated",
+        type=switch,
+        metavar="on|off",
+        help="with --fixed-clock: all workers of a run take turns in this process, as `simulate` "
+        "has them, and come to the same results (off)",
+    )
     add_one_worker_argument(how)
     add_size_argument(how, "modelled seconds, and with --fixed-clock what policies see of them,")
     output = parser.add_argument_group("what is kept")
+    add_densities_argument(output)
     output.add_argument(
         "--log-dir", metavar="DIR", help="where the files go (logs/compare-TASK-OPTIONS)"
     )
@@ -160,7 +192,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def make_comparison(given: dict[str, Any]) -> Comparison:
     """UsageError names the option, its value and what is accepted."""
     given = dict(given)
-    contenders = tuple(map(parse_contender, given.pop("contender", CONTENDERS)))
+    plan = _plan(given)
+    labels = given.pop("contender", CONTENDERS if plan is None else ())
+    contenders = tuple(map(parse_contender, labels))
+    if plan is not None:
+        contenders = (*plan.contenders, *contenders)
+        given = {**plan.options, **given}
+        given.setdefault("bandwidths", (given["link"],))
+        given.setdefault("slice", 0)
     folders = [contender.folder for contender in contenders]
     for i, contender in enumerate(contenders):
         if contender.folder in folders[:i]:
@@ -169,6 +208,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     networks = tuple(map(parse_network, given.pop("bandwidths", BANDWIDTHS)))
     check_sends(given)
     check_one_worker(given)
+    if given.get("simulated") and "fixed_clock" not in given:
+        raise UsageError("--simulated on: needs --fixed-clock, the seconds of a step")
     alone = given.pop("one_worker_seconds", None)  # for the table alone, not for the runs
     model_mb = given.get("model_mb")
     if "fixed_clock" not in given:  # it then is for the table alone, not for the runs
@@ -187,9 +228,9 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
             f"--goal-step {goal}: must be from --eval-every, {given['eval_every']}, to --steps, "
             f"{steps}"
         )
-    path = Path(folder) if folder is not None else _folder(given)
+    path = Path(folder) if folder is not None else _folder(given, plan)
     sizes = networks, model_mb, goal, turn, steps
-    return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone)
+    return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone, plan)
 
 
 def parse_network(text: str) -> LinkSpec:
@@ -200,7 +241,40 @@ def parse_network(text: str) -> LinkSpec:
         raise UsageError(f"--bandwidths {text}: {error}") from error
 
 
-def _folder(common: dict[str, Any]) -> Path:
+def _plan(given: dict[str, Any]) -> Plan | None:
+    """The paper's table that --suite names; takes what is about it out of the options."""
+    name, steps = given.pop("suite", None), given.pop("steps", None)
+    scale, only = given.pop("scale", None), tuple(given.pop("only", ()))
+    if name is None:
+        for option, value in (("scale", scale), ("only", " ".join(only) or None)):
+            if value is not None:
+                raise UsageError(
+                    f"--{option} {value}: needs --suite; accepted: {', '.join(SUITES)}"
+                )
+        if steps is not None:
+            given["steps"] = steps
+        return None
+    if name not in SUITES:
+        raise UsageError(f"--suite {name!r}: is unknown; accepted: {', '.join(SUITES)}")
+    suite = SUITES[name]
+    task = given.pop("task", suite.parts[0].task)
+    part = suite.part(task)
+    if part is None:
+        tasks = ", ".join(part.task for part in suite.parts)
+        raise UsageError(f"--suite {name} --task {task}: has no such part; accepted: {tasks}")
+    if steps is not None and scale is not None:
+        raise UsageError(f"--scale {scale:g} --steps {steps}: accepted: one of the two")
+    if steps is not None:
+        scale = steps / part.steps
+    plan = Plan(suite, part, suite.scale if scale is None else scale, only)
+    if not plan.contenders:
+        names = "; ".join(entry.name for entry in suite.entries)
+        raise UsageError(f"--only {' '.join(only)}: is in no name; accepted: parts of {names}")
+    return plan
+
+
+def _folder(common: dict[str, Any], plan: Plan | None) -> Path:
     """The same options find the same folder, so that the same command goes on."""
     digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
-    return Path("logs", f"compare-{common.get('task', TrainConfig.task)}-{digest[:8]}")
+    what = "" if plan is None else f"{plan.suite.name}-"
+    return Path("logs", f"compare-{what}{common.get('task', TrainConfig.task)}-{digest[:8]}")

@@ -14,6 +14,8 @@ from runs.compare.options import Comparison
 from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality, draw_time
 from runs.compare.slice import is_finished
 from runs.compare.standing import Standing, stand
+from runs.compare.suite_table import suite_notes, suite_rows, suite_table
+from runs.compare.suites import Plan
 from runs.compare.table import make_table
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
@@ -93,7 +95,14 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
     rows = make_table(standings, task.quality_name, networks, alone)
     told = _headlines(standings, dense, first)
     verdicts = [f"{label}: {headline}" for label, headline in told.items()]
-    text = "\n".join([heading, "", rows, "", *(f"note: {note}" for note in notes), *verdicts])
+    plan, paper, above = comparison.plan, [], []
+    if plan is not None:
+        paper = suite_rows(plan, standings, task.quality_name)
+        above = [f"{plan.suite.name}: {_speeds(first)}", "", suite_table(paper), ""]
+        notes = [*suite_notes(plan), *notes]
+    text = "\n".join(
+        [*above, heading, "", rows, "", *(f"note: {note}" for note in notes), *verdicts]
+    )
     result = {
         "title": heading,
         "headlines": told,
@@ -110,6 +119,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "interleaving": comparison.interleaving,
         "emulated_link": emulated(first) or None,
         "notes": notes,
+        **({} if plan is None else {"suite": _suite_json(plan, paper)}),
         "contenders": [
             {
                 **standing.as_json(networks),
@@ -128,6 +138,26 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
     write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
     write_text(comparison.folder / TABLE_FILE, text + "\n")
     return result, text
+
+
+def _speeds(config: TrainConfig) -> str:
+    """What the seconds of a suite are made of."""
+    if config.fixed_clock is None:
+        return "speeds are modelled from measured times of computing and compression"
+    size = f", gradients as large as {config.model_mb:g} MB" if config.model_mb else ""
+    return (
+        f"speeds are modelled, {config.fixed_clock:g} s of computing a step and none of "
+        f"compression, {emulated(config) or 'no link'}{size}"
+    )
+
+
+def _suite_json(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "name": plan.suite.name,
+        "paper": plan.suite.paper,
+        "scale": plan.scale,
+        "rows": rows,
+    }
 
 
 def _read(comparison: Comparison) -> tuple[dict[str, list[Digest]], str | None]:

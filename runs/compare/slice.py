@@ -8,17 +8,21 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from runs.build import build_task
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
 from runs.config import TrainConfig, load_config, write_text
 from runs.files import json_lines
-from runs.interrupt import INTERRUPTED, UNSAVED
+from runs.interrupt import INTERRUPTED, UNSAVED, Interrupt
 from runs.launch import launch
 from runs.logbook import Logbook
 from runs.parser import UsageError
 from runs.result import RESULT_FILE, save_result
+from runs.simulate.ranks import WorkerError, run_ranks
+from runs.tasks import Task
 from runs.train import Outcome, train
 from runs.worker import join
 
@@ -72,8 +76,9 @@ def train_until(config: TrainConfig, until: int) -> int:
     checkpoint = _checkpoint(config)
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
+    part = _Part(config, checkpoint, until)
     with claim(config.folder, f"--log-dir: {config.folder}", config.command):
-        code = launch(_run, _Part(config, checkpoint, until), config.workers)
+        code = _simulate(part) if config.simulated else launch(_run, part, config.workers)
     if is_finished(config):
         shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
     return code
@@ -86,9 +91,39 @@ def read_slices(folder: Path) -> list[Slice]:
 
 
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
-    """A worker's share."""
+    """A worker's share, in a process of its own."""
+    interrupt = join(part.config.threads, rank, world_size, init_method)
+    code = _work(part, rank, interrupt)
+    dist.destroy_process_group()
+    return code
+
+
+def _simulate(part: _Part) -> int:
+    """All workers' shares, in this process; the exit code."""
+    config = part.config
+    torch.set_num_threads(config.threads)
+    task, interrupt = build_task(config), Interrupt(own_parent=False)
+    try:
+        codes = run_ranks(
+            config.workers, lambda rank, group: _work(part, rank, interrupt, task, group)
+        )
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        interrupt.restore()
+    return int(codes[0])
+
+
+def _work(
+    part: _Part,
+    rank: int,
+    interrupt: Interrupt,
+    task: Task | None = None,
+    voters: dist.ProcessGroup | None = None,
+) -> int:
+    """One rank's training of this turn, in a group that is there; the exit code."""
     config, checkpoint = part.config, part.checkpoint
-    interrupt = join(config.threads, rank, world_size, init_method)
     logbook = None
     if rank == 0:
         logbook = Logbook(config, checkpoint.step if checkpoint is not None else 0)
@@ -99,13 +134,13 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
             interrupt=interrupt,
             logbook=logbook,
             pause_at=part.until,
+            task=task,
+            voters=voters,
         )
     finally:
         if logbook is not None:
             logbook.close()
-    saved = logbook is None or _keep(config, outcome, logbook)
-    dist.destroy_process_group()
-    if not saved:
+    if logbook is not None and not _keep(config, outcome, logbook):
         return UNSAVED
     # Also after its last step, or the next contender's turn would come.
     return INTERRUPTED if outcome.interrupted or interrupt.requested else 0
@@ -114,7 +149,8 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
 def _keep(config: TrainConfig, outcome: Outcome, logbook: Logbook) -> bool:
     """Write down what this turn has brought; could everything be saved?"""
     unsaved = [outcome.unsaved] if outcome.unsaved else []
-    if outcome.steps_done == config.steps or outcome.diverged:  # it would diverge again
+    finished = outcome.steps_done == config.steps or outcome.stopped_early
+    if finished or outcome.diverged:  # it would diverge again
         _, _, unsaved = save_result(config, outcome, logbook)
     if outcome.diverged:
         print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)

@@ -55,6 +55,15 @@ class Standing:
         return Spread.of(run.quality for run in self.runs)
 
     @property
+    def beside(self) -> dict[str, Spread]:
+        """What was measured beside the quality, and the quality on test data, by name; empty for a
+        task that has neither."""
+        names = dict.fromkeys(name for run in self.runs for name in run.beside)
+        found = {name: Spread.of(run.beside.get(name, nan) for run in self.runs) for name in names}
+        test = Spread.of(run.test for run in self.runs)
+        return {**found, "on test data": test} if isfinite(test.mean) else found
+
+    @property
     def bytes_sent(self) -> Spread:
         return Spread.of(run.bytes_sent for run in self.runs)
 
@@ -105,6 +114,7 @@ class Standing:
         return {
             "contender": self.label,
             "quality": self.quality.as_json(),
+            "beside": {name: spread.as_json() for name, spread in self.beside.items()},
             "bytes_sent": self.bytes_sent.as_json(),
             "wire_factor": self.wire_factor.as_json(),
             "steps_per_second": self.steps_per_second.as_json(),

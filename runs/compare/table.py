@@ -10,6 +10,8 @@ from runs.compare.standing import Spread, Standing
 from runs.progress import cf_name
 from runs.records import Stretch
 
+UNKNOWN = Spread.of(())
+
 SHOWN = 8
 """Stretches of a CF history; the middle of a longer one is left out."""
 
@@ -22,13 +24,14 @@ def make_table(
 ) -> str:
     """A row for each contender, under two lines of head. one_worker: seconds of its step, alone;
     None: without a column for scaling efficiency."""
-    head = ["contender", quality_name, "MB sent", "wire factor", "steps/s"]
+    beside = tuple(dict.fromkeys(name for standing in standings for name in standing.beside))
+    head = ["contender", quality_name, *beside, "MB sent", "wire factor", "steps/s"]
     head += ["explored", "MB so"] if one_worker is None else ["scaling eff.", "explored", "MB so"]
     above = [""] * len(head)
     for network in networks:
         above += [f"{network}:", "modelled s,", quality_name]
         head += ["all", "to dense", "when 1st"]
-    rows = [above, head] + [_row(standing, one_worker) for standing in standings]
+    rows = [above, head] + [_row(standing, one_worker, beside) for standing in standings]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     histories = ["", "CF history (CF x steps)"] + [_histories(standing) for standing in standings]
     lines = []
@@ -48,12 +51,13 @@ def compact(history: Sequence[Stretch]) -> str:
     return ", ".join(parts)
 
 
-def _row(standing: Standing, one_worker: float | None) -> list[str]:
+def _row(standing: Standing, one_worker: float | None, beside: Sequence[str]) -> list[str]:
     sent = standing.bytes_sent
     scaling = [] if one_worker is None else [_spread(standing.scaling_efficiency(one_worker), 3)]
     return [
         standing.label,
         _spread(standing.quality, 4),
+        *(_spread(standing.beside.get(name, UNKNOWN), 4) for name in beside),
         _spread(Spread.of(value / 1e6 for value in sent.values), 4),
         _spread(standing.wire_factor, 3),
         _spread(standing.steps_per_second, 3),

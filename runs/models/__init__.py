@@ -7,8 +7,14 @@ from collections.abc import Callable
 from torch import nn
 
 from runs.models.gpt import byte_gpt, byte_gpt_10m
-from runs.models.lstm import byte_lstm
-from runs.models.resnet import resnet8, resnet18, resnet20
+from runs.models.lstm import (
+    byte_lstm,
+    lstm_2x1500,
+    word_lstm_large,
+    word_lstm_medium,
+    word_lstm_small,
+)
+from runs.models.resnet import resnet8, resnet18, resnet20, resnet101
 from runs.models.vgg import vgg11, vgg16
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -20,6 +26,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "vgg11": vgg11,
     "vgg16": vgg16,
+    "resnet101": resnet101,
+    "lstm-small": word_lstm_small,
+    "lstm-medium": word_lstm_medium,
+    "lstm-large": word_lstm_large,
+    "lstm-2x1500": lstm_2x1500,
 }
 
 

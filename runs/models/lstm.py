@@ -1,8 +1,13 @@
-"""A byte-level LSTM language model."""
+"""LSTM language models: of bytes, and of words."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+State = tuple[Tensor, Tensor]
+"""Hidden and cell states, (layers, batch, hidden) each."""
 
 
 class ByteLSTM(nn.Module):
@@ -29,9 +34,86 @@ class ByteLSTM(nn.Module):
         return logits
 
 
+class WordLSTM(nn.Module):
+    """A word-level language model: dropout behind the embedding and behind each LSTM layer, and a
+    read-out that shares the embedding's weights if it is `tied` (Press and Wolf 2017).
+
+    `forward` maps symbols (batch, length) int64 to logits (batch, length, vocab). In training mode
+    the state at the end of a call is where the next one of as many rows begins; gradients end
+    there. `restart` begins anew, and `continued` tells the state after some symbols without
+    touching what training carries. What is carried is this rank's own: neither a parameter nor a
+    buffer, which DDP would overwrite with rank 0's, but part of the `state_dict`, so that a run
+    that resumes goes on with it.
+    """
+
+    def __init__(
+        self, vocab: int, hidden: int, dropout: float, layers: int = 2, tied: bool = True
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.lstm = nn.LSTM(hidden, hidden, layers, batch_first=True, dropout=dropout)
+        self.head = None if tied else nn.Linear(hidden, vocab)
+        self.dropout = nn.Dropout(dropout)
+        self._carried: State | None = None
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        carried = self._carried
+        if not self.training or (carried is not None and carried[0].shape[1] != len(symbols)):
+            carried = None
+        logits, (hidden, cell) = self.continued(symbols, carried)
+        if self.training:
+            self._carried = hidden.detach(), cell.detach()
+        return logits
+
+    def continued(self, symbols: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Logits, and the state after these symbols; state: that before them (None: zeros)."""
+        states, after = self.lstm(self.dropout(self.embedding(symbols)), state)
+        states = self.dropout(states)
+        logits = F.linear(states, self.embedding.weight) if self.head is None else self.head(states)
+        return logits, after
+
+    def restart(self) -> None:
+        """The next symbols do not follow on those before."""
+        self._carried = None
+
+    def get_extra_state(self) -> Tensor:
+        """What is carried, both states stacked; empty: nothing."""
+        return torch.empty(0) if self._carried is None else torch.stack(self._carried)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        hidden_and_cell = state.to(self.embedding.weight.device, copy=True)
+        self._carried = (hidden_and_cell[0], hidden_and_cell[1]) if state.numel() else None
+
+
 def byte_lstm(
     *, vocab: int = 256, length: int = 64, embedding: int = 96, hidden: int = 416, layers: int = 1
 ) -> nn.Module:
     """Build a `ByteLSTM`; `length` is accepted for the registry's sake (any length works)."""
     del length
     return ByteLSTM(vocab, embedding, hidden, layers)
+
+
+def word_lstm_small(*, vocab: int = 10_000, length: int = 35, hidden: int = 128) -> nn.Module:
+    """Two layers of 128: 1.5 million parameters with 10,000 words."""
+    del length
+    return WordLSTM(vocab, hidden, dropout=0.2)
+
+
+def word_lstm_medium(*, vocab: int = 10_000, length: int = 35, hidden: int = 300) -> nn.Module:
+    """Two layers of 300: 4.4 million parameters with 10,000 words, as Harris's medium model."""
+    del length
+    return WordLSTM(vocab, hidden, dropout=0.35)
+
+
+def word_lstm_large(*, vocab: int = 10_000, length: int = 35, hidden: int = 650) -> nn.Module:
+    """Two layers of 650: 13.3 million parameters with 10,000 words."""
+    del length
+    return WordLSTM(vocab, hidden, dropout=0.5)
+
+
+def lstm_2x1500(*, vocab: int = 10_000, length: int = 35, hidden: int = 1500) -> nn.Module:
+    """Two layers of 1500, not tied: 66.0 million parameters (252 MiB in fp32) with 10,000 words,
+    the large model of Zaremba and others (2014) and the LSTM of the GraVAC paper."""
+    del length
+    return WordLSTM(vocab, hidden, dropout=0.65, tied=False)

@@ -33,25 +33,57 @@ class BasicBlock(nn.Module):
         return F.relu(y + self.shortcut(x))
 
 
+class Bottleneck(nn.Module):
+    """A 1 x 1, a 3 x 3 and a 1 x 1 convolution, the last to four times as many channels (He et al.
+    2015, section 4.1), and a shortcut; the 3 x 3 one has the stride.
+    """
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        width = channels_out // 4
+        self.conv1 = nn.Conv2d(channels_in, width, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv3(width, width, stride)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, channels_out, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(channels_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                nn.BatchNorm2d(channels_out),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+
+
 class ResNet(nn.Module):
-    """Stages of basic blocks, the first at full resolution, each later one at half the last.
+    """Stages of blocks, the first at full resolution, each later one at half the last.
 
     `forward` maps images (batch, in_channels, height, width) to logits (batch, classes); any
-    height and width from 8 up.
+    height and width from 8 up. stem: channels of the first convolution; None: the first stage's.
     """
 
     def __init__(
-        self, blocks: Sequence[int], widths: Sequence[int], in_channels: int, classes: int
+        self,
+        blocks: Sequence[int],
+        widths: Sequence[int],
+        in_channels: int,
+        classes: int,
+        block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
+        stem: int | None = None,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        channels = widths[0]
+        first = channels = stem or widths[0]
         for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
             for index in range(count):
                 stride = 2 if stage and not index else 1
-                layers.append(BasicBlock(channels, width, stride))
+                layers.append(block(channels, width, stride))
                 channels = width
-        self.stem = nn.Sequential(_conv3(in_channels, widths[0]), nn.BatchNorm2d(widths[0]))
+        self.stem = nn.Sequential(_conv3(in_channels, first), nn.BatchNorm2d(first))
         self.stages = nn.Sequential(*layers)
         self.head = nn.Linear(channels, classes)
         for module in self.modules():
@@ -78,3 +110,9 @@ def resnet18(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.
     """Two blocks in each of four stages, `width` to 8 times `width`: 11.2 million parameters."""
     widths = (width, 2 * width, 4 * width, 8 * width)
     return ResNet((2, 2, 2, 2), widths, in_channels, classes)
+
+
+def resnet101(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.Module:
+    """3, 4, 23 and 3 bottlenecks of 4 to 32 times `width` channels: 42.5 million parameters."""
+    widths = (4 * width, 8 * width, 16 * width, 32 * width)
+    return ResNet((3, 4, 23, 3), widths, in_channels, classes, Bottleneck, stem=width)

@@ -15,7 +15,7 @@ from runs.report.figures import Picture
 from runs.report.look import STYLE
 from runs.report.result import headlines, run_notes
 from runs.report.run import Run
-from runs.report.table import Row, cells, head
+from runs.report.table import Row, beside, cells, head
 from runs.report.target import Target
 
 LISTED = 400
@@ -74,7 +74,8 @@ def _table(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:
         for name, count in groups
     )
     names = "".join(f'<th scope="col">{escape(name)}</th>' for _, name in columns)
-    body = "\n".join(_row(cells(row), row.run.title) for row in rows)
+    others = beside([row.run for row in rows])
+    body = "\n".join(_row(cells(row, others), row.run.title) for row in rows)
     return (
         f'<div class="wide"><table><thead><tr class="groups">{above}</tr><tr>{names}</tr></thead>'
         f"<tbody>\n{body}\n</tbody></table></div>"

@@ -63,6 +63,7 @@ def _run(row: Row, networks: Sequence[LinkSpec]) -> dict[str, Any]:
         "quality_name": run.quality_name,
         "higher_is_better": run.higher_is_better,
         "quality": _known(run.quality),
+        "beside": {name: _known(value) for name, value in run.beside.items()},
         "evaluations": [[done, _known(quality)] for done, quality in run.evaluations],
         "bytes_sent": _known(run.bytes_sent),
         "wire_factor": _known(run.wire_factor),

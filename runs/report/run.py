@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import isfinite, nan
@@ -17,6 +17,7 @@ from adaptive.timeline.records import headline_of
 from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
+from runs.densities import Densities
 from runs.logbook import emulated, gain_kind
 from runs.option_rules import HOOK_OPTIONS
 from runs.policy_expression import UntrustedPolicyError
@@ -40,13 +41,18 @@ _IN_TITLE = ("base", "link")
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended, from result.json. bytes_sent, dense_bytes: a worker's."""
+    """How a run ended, from result.json. bytes_sent, dense_bytes: a worker's. test: the quality on
+    test data, nan for a task that has none. best_step: with early stopping, the steps after which
+    the model was that of `quality`; else 0. beside: what was measured beside the quality."""
 
     steps: int
     quality: float
     bytes_sent: float
     dense_bytes: float
     steps_per_second: float
+    test: float = nan
+    best_step: int = 0
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Run:
     as far as the files tell. evaluations: (steps done, quality) in order,
     nan for what was not finite. rate: steps/s by the
     slices of a comparison; nan otherwise. ending: None if the run has no result yet. damage: what
-    was left out of its files, in sentences.
+    was left out of its files, in sentences. densities: of gradients, in order of their steps.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Run:
     rate: float
     ending: Ending | None
     damage: tuple[str, ...] = ()
+    densities: tuple[Densities, ...] = ()
 
     @property
     def title(self) -> str:
@@ -110,12 +117,24 @@ class Run:
     @property
     def finished(self) -> bool:
         """It made all of its steps; also if nothing tells how many those are."""
-        return self.config is None or self.trained >= self.config.steps
+        ended_early = self.ending is not None and self.ending.best_step > 0
+        return self.config is None or ended_early or self.trained >= self.config.steps
 
     @property
     def quality(self) -> float:
-        """On held-out data, the last there is; nan if there is none."""
+        """On held-out data, the last there is, with early stopping the best; nan if there is
+        none."""
+        if self.ending is not None and self.ending.best_step:
+            return self.ending.quality
         return self.evaluations[-1][1] if self.evaluations else nan
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """What was measured beside the quality in the end, and the quality on test data."""
+        if self.ending is None:
+            return {}
+        test = {f"test {self.quality_name}": self.ending.test}
+        return {**self.ending.beside, **(test if isfinite(self.ending.test) else {})}
 
     @property
     def has_quality(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from runs.compare.digest import rate
 from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig, load_config
+from runs.densities import Densities
 from runs.files import read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
@@ -111,6 +112,7 @@ def _read_run(place: Place) -> Run:
         slices,
         ending,
         tuple(damage for damage in (recorded.damage, metrics.damage) if damage),
+        tuple(Densities.from_json(step, value) for step, value in metrics.densities),
     )
 
 
@@ -183,8 +185,13 @@ def _ending(path: Path) -> Ending | None:
             bytes_sent=amount("bytes_sent", summary["bytes_sent"]),
             dense_bytes=amount("dense_bytes", summary["dense_bytes"]),
             steps_per_second=amount("steps_per_second", result["steps_per_second"]),
+            test=number("test", result.get("test")),
+            best_step=whole_number("best_step", result.get("best_step", 0)),
+            beside={
+                str(name): number(name, value) for name, value in result.get("beside", {}).items()
+            },
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
 
 

@@ -72,15 +72,21 @@ def head(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> list[tuple[str, s
     """Columns, as (what they belong to, name)."""
     names = {run.quality_name for run in runs if run.task} or {"quality"}
     quality = names.pop() if len(names) == 1 else "quality"
-    columns = [("", "run"), ("", quality), ("", "steps"), ("", "MB sent"), ("", "wire factor")]
+    columns = [("", "run"), ("", quality), *(("", name) for name in beside(runs))]
+    columns += [("", "steps"), ("", "MB sent"), ("", "wire factor")]
     columns += [("", "steps/s"), ("", "scaling eff."), ("to target", "steps"), ("to target", "MB")]
     for group in ("measured s", *(f"{network}: modelled s" for network in networks)):
         columns += [(group, "all"), (group, "to target")]
     return columns
 
 
-def cells(row: Row) -> list[str]:
-    """A row's, as text, in the order of `head`."""
+def beside(runs: Sequence[Run]) -> list[str]:
+    """Names of what was measured of some of the runs beside their quality."""
+    return list(dict.fromkeys(name for run in runs for name in run.beside))
+
+
+def cells(row: Row, others: Sequence[str] = ()) -> list[str]:
+    """A row's, as text, in the order of `head`. others: of `beside`."""
     run, reached = row.run, row.reached
     steps = f"{run.trained}"
     if not run.finished and run.config is not None:
@@ -88,6 +94,7 @@ def cells(row: Row) -> list[str]:
     texts = [
         run.name,
         _text(run.quality, 4),
+        *(_text(run.beside.get(name, nan), 4) for name in others),
         steps,
         _text(run.bytes_sent / 1e6, 4),
         _text(run.wire_factor, 3),
@@ -108,7 +115,8 @@ def make_text(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:
     columns = head([row.run for row in rows], networks)
     groups = [group for group, _ in columns]
     above = [group if i == 0 or group != groups[i - 1] else "" for i, group in enumerate(groups)]
-    lines = [above, [name for _, name in columns], *map(cells, rows)]
+    others = beside([row.run for row in rows])
+    lines = [above, [name for _, name in columns], *(cells(row, others) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     texts = []
     for line in lines:

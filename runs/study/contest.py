@@ -40,6 +40,9 @@ NOT_OF_TASK = (
     "simulated",
     "eval_every",
     "checkpoint_every",
+    "patience",
+    "clip_local",
+    "densities",
 )
 """Parts of a configuration in which the runs of one table may differ, or which they do not use."""
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
 from runs.tasks.images import Cifar10Task, Cifar100Task, FashionMnistTask
 from runs.tasks.text import TextTask
+from runs.tasks.words import WordsTask
 
 TASKS: dict[str, type[Task]] = {
     "text": TextTask,
     "cifar10": Cifar10Task,
     "cifar100": Cifar100Task,
     "fashion-mnist": FashionMnistTask,
+    "words": WordsTask,
 }
 DEFAULT_TASK = "text"
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runs.tasks.shards import Shards
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
+"""Inputs and targets, and what else a task's own `loss` knows of."""
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -35,6 +36,8 @@ class Task(ABC):
     name: str
     models: ClassVar[tuple[str, ...]]
     quality_name: ClassVar[str]
+    beside: ClassVar[tuple[str, ...]] = ()  # names of what is measured beside the quality
+    has_test: ClassVar[bool] = False  # data of a third kind, which no decision sees
     higher_is_better: ClassVar[bool]
     learning_rates: ClassVar[dict[str, float]]  # by model, for the default batch on two workers
     default_batch_size: ClassVar[int]
@@ -88,12 +91,25 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, *, full: bool = False) -> float:
-        """Quality, in units of `quality_name`, on a fixed subset of the held-out data.
+    def measure(
+        self, model: nn.Module, *, full: bool = False, test: bool = False
+    ) -> dict[str, float]:
+        """What is known of a model: `quality_name` and the names of `beside`, with their values, on
+        a fixed subset of the held-out data.
 
-        `full` takes all of it. Deterministic; the model is in eval mode meanwhile and in its
-        former mode afterwards. Needs no other rank, whether or not `model` is a DDP one.
+        `full` takes all of it; `test` takes the test data of a task that `has_test`. Deterministic;
+        the model is in eval mode meanwhile and in its former mode afterwards. Needs no other rank,
+        whether or not `model` is a DDP one.
         """
+
+    def evaluate(self, model: nn.Module, *, full: bool = False) -> float:
+        """The quality alone, see `measure`."""
+        return self.measure(model, full=full)[self.quality_name]
+
+    def restart(self, model: nn.Module) -> None:
+        """The next batch does not follow on those that the model has seen. Nothing is to be done,
+        unless the model carries something from one batch to the next."""
+        return
 
     def build_model(self) -> nn.Module:
         """The model on the CPU, the same weights for the same seed; the global RNG is untouched."""
@@ -123,6 +139,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DDP, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's parameters live."""
     return next(model.parameters()).device
@@ -134,7 +155,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 
     DDP's own forward broadcasts the buffers, which would hang a rank that evaluates alone.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = unwrapped(model)
     modes = [(module, module.training) for module in inner.modules()]
     inner.eval()
     try:

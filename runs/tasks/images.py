@@ -19,17 +19,20 @@ from runs.tasks.imageset import Images, ImageSet
 EVALUATED_IMAGES = 2000  # of the test set, unless all of it is asked for
 EVALUATION_BATCH = 64
 PADDING = 4
+TOP5 = "top-5 accuracy %"
 
 
 class ImageTask(Task):
-    """Classify images; quality is the accuracy in percent on the test set.
+    """Classify images; quality is the accuracy in percent on the test set, and top-5 accuracy (the
+    right class is among the five likeliest) is measured beside it.
 
     Training images are padded by 4, cropped at random, and mirrored half of the time, as drawn
     from a generator of (seed, step, rank).
     """
 
-    models = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16")
+    models = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16", "resnet101")
     quality_name = "accuracy %"
+    beside = (TOP5,)
     higher_is_better = True
     learning_rates: ClassVar[dict[str, float]] = {
         "resnet8": 0.05,
@@ -37,6 +40,7 @@ class ImageTask(Task):
         "resnet18": 0.01,
         "vgg11": 0.01,
         "vgg16": 0.01,
+        "resnet101": 0.01,
     }
     default_batch_size = 32
     weight_decay = 5e-4
@@ -64,19 +68,24 @@ class ImageTask(Task):
         pixels = augment(self.images.train_images[items], generator)
         return self._normalised(pixels), torch.from_numpy(self.images.train_labels[items])
 
-    def evaluate(self, model: nn.Module, *, full: bool = False) -> float:
-        """Accuracy in percent on test images spread evenly over the test set."""
+    def measure(
+        self, model: nn.Module, *, full: bool = False, test: bool = False
+    ) -> dict[str, float]:
+        """Accuracies in percent on test images spread evenly over the test set."""
         total = len(self.images.test_labels)
         count = total if full else min(total, EVALUATED_IMAGES)
         items = np.arange(count) * total // count
-        right = 0
+        right = among_five = 0
         with evaluating(model) as inner:
             for at in range(0, count, EVALUATION_BATCH):
                 chunk = items[at : at + EVALUATION_BATCH]
                 inputs = self._normalised(self.images.test_images[chunk]).to(device_of(inner))
-                guesses = inner(inputs).argmax(dim=1).cpu().numpy()
-                right += int((guesses == self.images.test_labels[chunk]).sum())
-        return 100 * right / count
+                logits = inner(inputs).cpu()
+                labels = torch.from_numpy(self.images.test_labels[chunk])
+                right += int((logits.argmax(dim=1) == labels).sum())
+                five = logits.topk(min(5, logits.shape[1]), dim=1).indices
+                among_five += int((five == labels[:, None]).sum())
+        return {self.quality_name: 100 * right / count, TOP5: 100 * among_five / count}
 
     def _normalised(self, pixels: Images) -> Tensor:
         mean, std = (torch.tensor(part).view(-1, 1, 1) for part in (self.mean, self.std))

@@ -70,7 +70,9 @@ class TextTask(Task):
         shift = int(np.random.default_rng((self.seed, epoch, 1)).integers(self.length))
         return _windows(self.corpus.train, items * self.length + shift, self.length)
 
-    def evaluate(self, model: nn.Module, *, full: bool = False) -> float:
+    def measure(
+        self, model: nn.Module, *, full: bool = False, test: bool = False
+    ) -> dict[str, float]:
         """Perplexity a byte on windows spread evenly over the held-out text."""
         text = self.corpus.held_out
         windows = (len(text) - 1) // self.length
@@ -82,10 +84,10 @@ class TextTask(Task):
                 batch = _windows(text, starts[at : at + EVALUATION_BATCH], self.length)
                 nats += _total_loss(inner, batch)
         mean = torch.tensor(nats / (count * self.length), dtype=torch.float64)
-        return mean.exp().item()
+        return {self.quality_name: mean.exp().item()}
 
 
-def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> Batch:
+def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
     rows = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 

@@ -98,7 +98,7 @@ def _train(
     """One run; is the next seed to follow? (rank 0's word counts)"""
     try:
         stop = StopFor(interrupt, logbook)
-        outcome = train(config, interrupt=stop, logbook=logbook, keep=False)
+        outcome = train(config, interrupt=stop, logbook=logbook, keep=False, test=False)
     finally:
         if logbook is not None:
             logbook.close()

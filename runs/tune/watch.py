@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from typing import Any
 
@@ -50,8 +50,10 @@ class TrialLogbook(Logbook):
         if not isfinite(loss):
             self.end(DIVERGED, f"loss {loss} in step {done}")
 
-    def evaluated(self, done: int, name: str, quality: float) -> None:
-        super().evaluated(done, name, quality)
+    def evaluated(
+        self, done: int, name: str, quality: float, beside: Mapping[str, float] | None = None
+    ) -> None:
+        super().evaluated(done, name, quality, beside)
         self._mark = time.perf_counter()  # what has come between is no training
         if self.ending is not None:
             return

@@ -14,14 +14,21 @@ PARAMETERS = {  # of the default shapes; the image models' by hand from the pape
     "resnet18": 11_173_962,
     "vgg11": 9_228_362,
     "vgg16": 14_724_042,
+    "resnet101": 42_512_970,
+    "lstm-small": 1_544_192,
+    "lstm-medium": 4_444_800,
+    "lstm-large": 13_270_400,
+    "lstm-2x1500": 66_034_000,
 }
+WORD_MODELS = ("lstm-small", "lstm-medium", "lstm-large", "lstm-2x1500")
 NARROW = {
     "lstm": {"hidden": 24},
     "gpt": {"width": 20},
     "gpt-10m": {"width": 24},
     "resnet18": {"width": 8},
+    **{name: {"hidden": 24} for name in WORD_MODELS},
 }
-IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16")
+IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16", "resnet101")
 
 
 def narrow(name, **shape):
@@ -43,9 +50,9 @@ def test_image_models_take_both_sizes(name, shape):
     assert model(torch.randn(2, *shape)).shape == (2, 7)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gpt", "gpt-10m"])
+@pytest.mark.parametrize("name", ["lstm", "gpt", "gpt-10m", *WORD_MODELS])
 def test_language_models_see_only_the_past(name):
-    model = narrow(name, vocab=50, length=12)
+    model = narrow(name, vocab=50, length=12).eval()
     symbols = torch.randint(50, (2, 12))
     logits = model(symbols)
     assert logits.shape == (2, 12, 50)
@@ -54,6 +61,32 @@ def test_language_models_see_only_the_past(name):
     other = model(changed)
     torch.testing.assert_close(other[:, :7], logits[:, :7])
     assert not torch.allclose(other[:, 7:], logits[:, 7:])
+
+
+@pytest.mark.parametrize("name", WORD_MODELS)
+def test_a_word_model_goes_on_where_it_stopped(name):
+    torch.manual_seed(0)
+    model = narrow(name, vocab=50).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.lstm.dropout = 0.0
+    symbols = torch.randint(50, (2, 12))
+    whole = model(symbols)
+    assert not torch.allclose(model(symbols), whole)  # the state before it is another one
+    model.restart()
+    torch.testing.assert_close(model(symbols), whole)
+
+    model.restart()
+    model(symbols[:, :7])
+    other = narrow(name, vocab=50)
+    other.load_state_dict(model.state_dict())
+    other.lstm.dropout, other.dropout.p = 0.0, 0.0
+    torch.testing.assert_close(other(symbols[:, 7:]), whole[:, 7:])  # the state is in the state
+    model.eval()(symbols)
+    torch.testing.assert_close(model.train()(symbols[:, 7:]), whole[:, 7:])  # and evaluating keeps
+    assert not any(name.startswith("_") for name, _ in model.named_buffers())
+    model(symbols[:1])  # fewer rows begin anew
 
 
 @pytest.mark.parametrize("name", MODELS)

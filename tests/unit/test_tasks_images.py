@@ -135,8 +135,15 @@ def test_evaluate_counts_right_answers_and_restores_the_mode(cifar10):
             return images.mean(dim=(1, 3))[:, :24].unflatten(1, (3, 8))[:, :, 5]
 
     oracle = Oracle().train()
-    assert task.evaluate(oracle) == 100.0
+    assert task.measure(oracle) == {"accuracy %": 100.0, "top-5 accuracy %": 100.0}
     assert oracle.training
+    fixed, scores = torch.nn.Linear(1, 1), torch.tensor([0.0, 8, 9, 7, 6, 5, 1, 1, 1, 1])
+    fixed.forward = lambda images: scores.expand(len(images), 10)
+    labels = task.images.test_labels  # 0, 1 or 2
+    assert task.measure(fixed) == {
+        "accuracy %": pytest.approx(100 * np.mean(labels == 2)),
+        "top-5 accuracy %": pytest.approx(100 * np.mean(labels > 0)),
+    }
     network = tiny(task).build_model()
     state = {name: value.clone() for name, value in network.state_dict().items()}
     assert 0 <= task.evaluate(network) == task.evaluate(network, full=True) <= 100

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from adaptive import LinkSpec
-from runs.report.figures import distribution, gains, layers, quality, throughput, timelines
+from runs.report.figures import (
+    densities,
+    distribution,
+    gains,
+    layers,
+    quality,
+    throughput,
+    timelines,
+)
 from runs.report.figures.style import Picture, paint
 from runs.report.table import Row
 from runs.report.target import Target
@@ -26,6 +34,7 @@ def make_pictures(
         (gains.make(runs), "no gain was measured: no gains to draw"),
         (throughput.make(runs), "no step was timed: no throughput to draw"),
         (layers.make(runs), ""),
+        (densities.make(runs), ""),
     ):
         pictures += made
         if not made and missing:

@@ -1,0 +1,177 @@
+"""The papers' suites: that each is a comparison which can be run, and that its table adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan, nan
+
+import pytest
+
+from policies.papers import PRESETS
+from runs.build import check_compression
+from runs.compare.digest import Digest
+from runs.compare.exploration import Exploration
+from runs.compare.options import make_comparison
+from runs.compare.standing import Standing
+from runs.compare.suite_table import suite_notes, suite_rows, suite_table
+from runs.compare.suites import SUITES, Plan
+from runs.models import MODELS
+from runs.parser import UsageError
+from runs.tasks import TASKS
+
+PARTS = [(suite, part) for suite in SUITES.values() for part in suite.parts]
+
+
+@pytest.mark.parametrize("scale", [None, 0.001, 1.0])
+@pytest.mark.parametrize(("suite", "part"), PARTS, ids=lambda one: getattr(one, "task", None))
+def test_every_part_is_a_comparison(suite, part, scale) -> None:
+    given = {"suite": suite.name, "task": part.task, "data": "somewhere"}
+    comparison = make_comparison(given if scale is None else {**given, "scale": scale})
+    assert len(comparison.contenders) == len(suite.entries)
+    assert len({contender.folder for contender in comparison.contenders}) == len(suite.entries)
+    assert comparison.steps == -(-part.steps * (scale or suite.scale) // 1)
+    assert comparison.model_mb == part.model_mb
+    for contender in comparison.contenders:
+        config = comparison.config(contender, 0)
+        check_compression(config)
+        assert config.fixed_clock is not None
+        assert config.model == (part.model if scale == 1 else part.small)
+        assert all(isinstance(step, int) for step in [config.lr_drop or ()][0])
+    assert {part.model, part.small} <= {*TASKS[part.task].models} & {*MODELS}
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_a_suite_refers_to_its_own_columns_and_entries(suite) -> None:
+    names = {entry.name for entry in suite.entries}
+    tasks = {part.task for part in suite.parts}
+    assert len(names) == len(suite.entries)
+    for column in suite.columns:
+        assert column.over in {None, *names}
+        assert any(column.only in name for name in names)
+    for entry in suite.entries:
+        assert {*entry.figures} <= tasks
+        assert all(len(figures) <= len(suite.columns) for figures in entry.figures.values())
+    assert any(entry.figures for entry in suite.entries)
+    papers = [entry.spec for entry in suite.entries if entry.spec.split(":")[0] in PRESETS]
+    assert all("window=" in spec or "interval=" in spec for spec in papers)
+
+
+def test_steps_in_brackets_shrink_with_the_scale() -> None:
+    gravac = SUITES["gravac"]
+    plan = Plan(gravac, gravac.parts[0], 0.02, ("epsilon 0.7", "our Acc"))
+    found = {contender.label: contender.given for contender in plan.contenders}
+    assert found["GraVAC, epsilon 0.7"]["window"] == 10
+    assert found["our Accordion 10/1000"]["interval"] == 14
+    assert len(found) == 2
+    assert plan.options["lr_drop"] == [180, 280]
+    tiny = Plan(gravac, gravac.parts[0], 1e-6).contenders
+    assert min(c.given["interval"] for c in tiny if "interval" in c.given) == 2
+    dgc = SUITES["dgc"]
+    words = Plan(dgc, dgc.parts[1], dgc.scale).contenders[1].given
+    assert words["clip_local"] == 0.25
+    assert words["warmup_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"suite": "x"}, "--suite 'x': is unknown; accepted: gravac, accordion, harris, dgc, liu"),
+        ({"suite": "harris", "task": "text"}, "--task text: has no such part; accepted: words"),
+        ({"suite": "liu", "scale": 0.1, "steps": 9}, "--scale 0.1 --steps 9: accepted: one"),
+        ({"scale": 0.5}, "--scale 0.5: needs --suite"),
+        ({"only": ["x"]}, "--only x: needs --suite"),
+        (
+            {"suite": "liu", "only": ["none"]},
+            "--only none: is in no name; accepted: parts of dense",
+        ),
+        ({"simulated": True}, "--simulated on: needs --fixed-clock"),
+        ({"suite": "liu", "contender": ["dense", "dense"]}, "is given twice"),
+    ],
+)
+def test_bad_suites(given, message) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        make_comparison(given)
+
+
+def _standing(label: str, runs: Sequence[tuple[int, float, float, float, float]]) -> Standing:
+    """runs: (seed, quality, seconds, bytes, floats)."""
+    return Standing(
+        label,
+        tuple(
+            Digest(
+                seed=seed,
+                quality=quality,
+                evaluations=((4, quality),),
+                bytes_sent=nbytes,
+                dense_bytes=4e6,
+                steps_per_second=1.0,
+                history=(),
+                sent=(nbytes,) * 4,
+                ends=((seconds,) * 4,),
+                explored=Exploration(0, 0),
+                floats_sent=floats,
+                test=quality + 1,
+            )
+            for seed, quality, seconds, nbytes, floats in runs
+        ),
+        (),
+        (),
+    )
+
+
+def test_the_table_has_the_papers_figures_beside_ratios_of_each_seed() -> None:
+    gravac = SUITES["gravac"]
+    plan = Plan(gravac, gravac.parts[0], 0.02)
+    standings = [
+        _standing("dense", [(0, 50.0, 100, 4e6, 1e6), (1, 52.0, 100, 4e6, 1e6)]),
+        _standing("top-k 10", [(0, 49.0, 20, 8e5, 1e5), (1, 50.0, 30, 8e5, 1e5)]),
+        _standing("GraVAC, epsilon 0.7", [(1, 51.0, 10, 4e5, 5e4)]),
+        _standing("goodput:power=1", [(0, 48.0, 40, 2e6, 5e5)]),
+    ]
+    rows = suite_rows(plan, standings, "accuracy %")
+    by_name = {row["contender"]: row["columns"] for row in rows}
+    assert [column["name"] for column in by_name["dense"]] == [
+        "accuracy %",
+        "speed-up over top-k 10",
+        "bytes, times fewer than dense",
+        "floats, times fewer than dense",
+    ]
+    ours = by_name["GraVAC, epsilon 0.7"]
+    assert [column["paper"] for column in ours] == [80.2, 4.32, None, 163]
+    assert [column["here"]["mean"] for column in ours] == [51.0, 3.0, 10.0, 20.0]
+    assert by_name["dense"][1]["here"]["mean"] == pytest.approx((0.2 + 0.3) / 2)
+    assert rows[3]["spec"] == "goodput:power=1"
+    text = suite_table(rows).splitlines()
+    assert len({len(line) for line in text[1:]}) <= 3
+    assert "51.00 ± 1.4" in text[2]
+    assert text[4].split() == [
+        *("GraVAC,", "epsilon", "0.7", "80.2", "51.00", "4.32", "3.000"),
+        *("-", "10.00", "163", "20.00"),
+    ]
+    notes = suite_notes(plan)
+    assert notes[0].startswith("paper: GraVAC (Tyagi, Swany, 2023)")
+    assert "400 of 20000 steps, resnet8 for resnet101" in notes[1]
+
+
+def test_percent_worse_epochs_and_columns_of_some() -> None:
+    harris = SUITES["harris"]
+    plan = Plan(harris, harris.parts[0], 0.01)
+    none, topk = (
+        _standing("none", [(0, 99.0, 8, 4e6, 1)]),
+        _standing("top-k 50x", [(0, 199, 2, 1e5, 1)]),
+    )
+    rows = suite_rows(plan, [none, topk], "perplexity")
+    assert [c["here"]["mean"] for c in rows[1]["columns"]] == [200.0, 100.0, 40.0, 2 / 4 * 1327]
+    assert rows[1]["columns"][1]["paper"] == pytest.approx(100 * (89.6 / 92.2 - 1))
+    alone = suite_rows(plan, [topk], "perplexity")
+    assert alone[0]["columns"][1]["here"]["mean"] is None
+
+    accordion = SUITES["accordion"]
+    rows = suite_rows(
+        Plan(accordion, accordion.parts[0], 0.01),
+        [_standing("top-k low", [(0, 1, 1, 1, 5)]), _standing("PowerSGD low", [(0, 1, 1, 1, 9)])],
+        "accuracy %",
+    )
+    saved = [column["here"]["mean"] for row in rows for column in row["columns"][1:3]]
+    assert saved == [None, 1.0, 1.0, None]
+    assert isnan(_standing("x", [(0, nan, 1, 1, 1)]).quality.mean)
