@@ -8,6 +8,7 @@ from math import isfinite, nan
 
 from adaptive import LinkSpec
 from runs.compare.network import modelled_seconds
+from runs.compare.options import BANDWIDTHS
 from runs.compare.table import number_text
 from runs.report.run import Run
 from runs.report.target import Target
@@ -44,6 +45,26 @@ class Row:
         return self.modelled[network][-1] if self.modelled[network] else nan
 
 
+def own_networks(runs: Sequence[Run]) -> tuple[LinkSpec, ...]:
+    """Of the modelled seconds: the links that the runs had, and others after them."""
+    links = [run.config.link for run in runs if run.config is not None and run.config.link]
+    return tuple(dict.fromkeys(map(LinkSpec.parse, (*links, *BANDWIDTHS))))
+
+
+def link_notes(runs: Sequence[Run]) -> list[str]:
+    """What runs on different links have in common, and what not."""
+    links: dict[str, list[str]] = {}
+    for run in runs:
+        links.setdefault(run.link or "no emulated link", []).append(run.name)
+    if len(links) < 2:
+        return []
+    told = "; ".join(f"{link}: {', '.join(names)}" for link, names in links.items())
+    return [
+        f"the runs had different links ({told}): their steps/s and measured seconds do not "
+        f"compare, the modelled ones do"
+    ]
+
+
 def make_rows(
     runs: Sequence[Run], targets: Mapping[str, Target], networks: Sequence[LinkSpec]
 ) -> list[Row]:
@@ -73,14 +94,20 @@ def head(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> list[tuple[str, s
     names = {run.quality_name for run in runs if run.task} or {"quality"}
     quality = names.pop() if len(names) == 1 else "quality"
     columns = [("", "run"), ("", quality), ("", "steps"), ("", "MB sent"), ("", "wire factor")]
-    columns += [("", "steps/s"), ("", "scaling eff."), ("to target", "steps"), ("to target", "MB")]
+    columns += [("", "steps/s")] + ([("", "scaling eff.")] if _scaling(runs) else [])
+    columns += [("to target", "steps"), ("to target", "MB")]
     for group in ("measured s", *(f"{network}: modelled s" for network in networks)):
         columns += [(group, "all"), (group, "to target")]
     return columns
 
 
-def cells(row: Row) -> list[str]:
-    """A row's, as text, in the order of `head`."""
+def _scaling(runs: Sequence[Run]) -> bool:
+    """Whether the scaling efficiency of any run is known, and so has a column."""
+    return any(isfinite(run.scaling_efficiency) for run in runs)
+
+
+def cells(row: Row, runs: Sequence[Run]) -> list[str]:
+    """A row's, as text, in the order of `head`. runs: all of the table's."""
     run, reached = row.run, row.reached
     steps = f"{run.trained}"
     if not run.finished and run.config is not None:
@@ -92,7 +119,7 @@ def cells(row: Row) -> list[str]:
         _text(run.bytes_sent / 1e6, 4),
         _text(run.wire_factor, 3),
         _text(run.steps_per_second, 3),
-        _text(run.scaling_efficiency, 3),
+        *([_text(run.scaling_efficiency, 3)] if _scaling(runs) else []),
         str(reached.steps) if reached else _target(row, nan, 4),
         _target(row, reached.bytes_sent / 1e6 if reached else nan, 4),
         _text(run.seconds_by(run.trained), 4),
@@ -105,10 +132,11 @@ def cells(row: Row) -> list[str]:
 
 def make_text(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:
     """The table for a terminal, under two lines of head."""
-    columns = head([row.run for row in rows], networks)
+    runs = [row.run for row in rows]
+    columns = head(runs, networks)
     groups = [group for group, _ in columns]
     above = [group if i == 0 or group != groups[i - 1] else "" for i, group in enumerate(groups)]
-    lines = [above, [name for _, name in columns], *map(cells, rows)]
+    lines = [above, [name for _, name in columns], *(cells(row, runs) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     texts = []
     for line in lines:
