@@ -96,7 +96,7 @@ def head(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> list[tuple[str, s
     columns = [("", "run"), ("", quality), ("", "steps"), ("", "MB sent"), ("", "wire factor")]
     columns += [("", "steps/s")] + ([("", "scaling eff.")] if _scaling(runs) else [])
     columns += [("to target", "steps"), ("to target", "MB")]
-    for group in ("measured s", *(f"{network}: modelled s" for network in networks)):
+    for group in (*(f"{network}: modelled s" for network in networks), "measured s"):
         columns += [(group, "all"), (group, "to target")]
     return columns
 
@@ -122,12 +122,11 @@ def cells(row: Row, runs: Sequence[Run]) -> list[str]:
         *([_text(run.scaling_efficiency, 3)] if _scaling(runs) else []),
         str(reached.steps) if reached else _target(row, nan, 4),
         _target(row, reached.bytes_sent / 1e6 if reached else nan, 4),
-        _text(run.seconds_by(run.trained), 4),
-        _target(row, reached.seconds if reached else nan, 4),
     ]
     for i in range(len(row.modelled)):
         texts += [_text(row.in_all(i), 4), _target(row, reached.modelled[i] if reached else nan, 4)]
-    return texts
+    measured = _target(row, reached.seconds if reached else nan, 4)
+    return [*texts, _text(run.seconds_by(run.trained), 4), measured]
 
 
 def make_text(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:

@@ -145,6 +145,7 @@ def test_a_row_holds_what_the_run_took_to_the_target() -> None:
     assert ("", "scaling eff.") not in by_name  # nobody knows it
     assert by_name["to target", "steps"] == "4"
     assert by_name["measured s", "all"] == "5.000"
+    assert list(by_name)[-1] == ("measured s", "to target")
     text = make_text([row], NETWORKS).splitlines()
     assert len(text) == 3
     assert "1 Mbit/s: modelled s" in text[0]
