@@ -10,7 +10,6 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from math import isfinite
 from statistics import median
 from typing import Any, TextIO
@@ -257,19 +256,13 @@ class _Handler(logging.Handler):
 
 
 def _hparams(config: TrainConfig) -> dict[str, Any]:
-    """The settings that define the run, the unset ones too: then all runs name the same."""
-    return {name: v for name, v in asdict(config).items() if name not in _NO_SETTINGS}
-
-
-_NO_SETTINGS = (
-    "log_dir",
-    "data",
-    "eval_every",
-    "checkpoint_every",
-    "fixed_clock",
-    "json",
-    "simulated",
-)
+    """The settings that the HParams page shows, the unset ones too: then all runs name the same.
+    Values of the compressor's own come with its header; config.json has all there are."""
+    compressor = {name: getattr(config, name) for name in ("policy", "base", "cf", "epsilon")}
+    later = dict.fromkeys(("cf_range", "memory"))
+    names = ("task", "model", "optimizer", "lr", "seed", "link")
+    task = {name: getattr(config, name) for name in names}
+    return {**compressor, **later, "world_size": config.workers, **task}
 
 
 def emulated(config: TrainConfig) -> str:

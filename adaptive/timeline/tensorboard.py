@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -40,16 +40,22 @@ METRICS = (
 """Scalars whose last value the HParams page shows; one that a run does not have stays empty."""
 
 _CHARTS = {
-    "CF: sent, candidate, floor": "cf/(sent|candidate|floor)",
-    "gain, and epsilon": "(gain/.*|policy/epsilon)",
-    "throughput: T_sys, T_comp": "throughput/(t_sys|t_comp)",
-    "step time and its parts (seconds)": (
-        "time/(step|compute|compress|decode|exchange|network|rest)"
-    ),
-    "bytes a rank sent": "bytes/sent",
-    "wire factor": "bytes/wire_factor",
+    "CF sent": "cf/sent",
+    "step time (seconds)": "time/step",
+    "bytes a rank sent in a step": "bytes/sent",
+    "gain of what was sent": "gain/sent",
+    "T_comp: throughput x gain": "throughput/t_comp",
 }
-"""The charts of the custom scalars page: a regular expression of tags, by title."""
+"""The charts of the custom scalars page, which shows the last one first: a tag each, by title.
+They are margin charts without a margin, the only ones that the page does not smooth: across a
+switch that would draw a CF, or a step time, that never was."""
+
+_COLUMNS = ("policy", "base", "cf", "cf_range", "epsilon", "memory", "world_size")
+"""What the HParams page shows of a compressor's settings, beside those that the user names."""
+
+_FIRST = ("policy", "base")
+"""Columns that the page would else put among the others by their names, and not show at once: it
+has those first that are said to differ between runs."""
 
 _MOVED = {
     "candidate": "cf/candidate",
@@ -81,6 +87,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "throughput/t_comp": record.t_comp,
         "bytes/sent": report.wire_bytes,
         "bytes/wire_factor": record.wire_factor,
+        "bytes/sent_total": record.sent,
+        "bytes/dense_total": record.dense,
         "time/step": report.seconds,
         "time/total": record.active,
         "gradient/norm": report.grad_norm,
@@ -91,13 +99,16 @@ def scalars(record: StepRecord) -> dict[str, float]:
     }
 
 
-def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
+def start_session(
+    writer: Any, settings: Mapping[str, Any], columns: Sequence[str] | None = None
+) -> None:
     """Write what a run was started with into the run itself, for the HParams page
     (`SummaryWriter.add_hparams` would make a run of its own, which the page lists apart).
 
     writer: a `SummaryWriter`. settings: by name; what is no bool, number or string is written
-    as its text. None is not written, but gets its column: the page takes its columns from one of
-    the runs, so runs to be compared should name the same settings.
+    as its text. columns: those that the page shows; None: all. None is not
+    written, but gets its column: the page takes its columns from one of the runs, so runs to be
+    compared should name the same settings.
     """
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
@@ -105,7 +116,8 @@ def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in METRICS]
     )
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in sorted(settings.items()):
+    kinds = {}
+    for name, value in settings.items():
         kind = api_pb2.DATA_TYPE_STRING
         if isinstance(value, bool):
             kind = api_pb2.DATA_TYPE_BOOL
@@ -115,7 +127,9 @@ def start_session(writer: Any, settings: Mapping[str, Any]) -> None:
             start.hparams[name].number_value = value
         elif value is not None:
             start.hparams[name].string_value = str(value)
-        experiment.hparam_infos.add(name=name, type=kind)
+        kinds[name] = kind
+    for name in settings if columns is None else columns:
+        experiment.hparam_infos.add(name=name, type=kinds[name], differs=name in _FIRST)
     _write_hparams(writer, metadata.EXPERIMENT_TAG, experiment=experiment)
     _write_hparams(writer, metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
@@ -172,6 +186,7 @@ class TensorBoardTimeline(Timeline):
         self._writer: Any = None
         self._interval = interval
         self._hparams = dict(hparams or {})
+        self._columns: list[str] | None = None
         self._last: StepRecord | None = None
         self._skipped: tuple[StepRecord, float] | None = None
         self._due = 0.0
@@ -191,7 +206,9 @@ class TensorBoardTimeline(Timeline):
             "numel": header.numel,
         }
         given = {name: v for name, v in self._hparams.items() if v is not None or name not in known}
+        columns = dict.fromkeys([*_COLUMNS, *self._hparams])
         self._hparams = {**known, **given}
+        self._columns = [name for name in columns if name in self._hparams]
 
     def step(self, record: StepRecord) -> None:
         now, report = time.time(), record.report
@@ -269,10 +286,10 @@ class TensorBoardTimeline(Timeline):
         if self._writer is None:
             self._writer = self._open()
             atexit.register(self.close)
-            charts = {title: ["Multiline", [f"^{tags}$"]] for title, tags in _CHARTS.items()}
+            charts = {title: ["Margin", [tag] * 3] for title, tag in reversed(_CHARTS.items())}
             self._writer.add_custom_scalars({"CF timeline": charts})
             if self._hparams:
-                start_session(self._writer, self._hparams)
+                start_session(self._writer, self._hparams, self._columns)
         return self._writer
 
     def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:

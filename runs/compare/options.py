@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidths",
         nargs="+",
         metavar="RATE[,LATENCY]",
-        help=f"networks of the modelled seconds ({' '.join(BANDWIDTHS)})",
+        help=f"networks of the modelled seconds (--link, {' '.join(BANDWIDTHS)})",
     )
     who.add_argument(
         "--goal-step",
@@ -205,7 +205,9 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
         if contender.folder in folders[:i]:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
-    networks = tuple(map(parse_network, given.pop("bandwidths", BANDWIDTHS)))
+    own = [given["link"]] if given.get("link") else []
+    wanted = given.pop("bandwidths", (*own, *BANDWIDTHS))
+    networks = tuple(dict.fromkeys(map(parse_network, wanted)))
     check_sends(given)
     check_one_worker(given)
     if given.get("simulated") and "fixed_clock" not in given:
@@ -214,14 +216,14 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     model_mb = given.get("model_mb")
     if "fixed_clock" not in given:  # it then is for the table alone, not for the runs
         given.pop("model_mb", None)
-    wanted = given.pop("slice", None)
+    turn_steps = given.pop("slice", None)
     smooth = given.pop("smooth", 1)
     as_json = given.pop("json", False)
     folder = given.pop("log_dir", None)
     steps = given.setdefault("steps", TrainConfig.steps)
     given.setdefault("eval_every", max(1, steps // EVALUATIONS))
     longest = max(int(one.given.get("steps", steps)) for one in contenders)
-    turn = ceil(steps / SLICES) if wanted is None else wanted or longest
+    turn = ceil(steps / SLICES) if turn_steps is None else turn_steps or longest
     goal = given.pop("goal_step", None)
     if goal is not None and not given["eval_every"] <= goal <= steps:
         raise UsageError(

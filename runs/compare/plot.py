@@ -13,8 +13,9 @@ from runs.compare.standing import Standing
 PLOT_FILE = "quality.png"
 TIME_FILE = "time.png"
 
-_COLOURS = ("#1f5fa8", "#e08214", "#5aae61", "#b2182b", "#7b3294", "#018571", "#a6611a")
-_DENSE, _INK = "#999999", "#444444"
+_COLOURS = ("#1f5fa8", "#d9730d", "#2f8f4e", "#b2182b", "#7b3294", "#018571", "#a6611a", "#6f78b8")
+_LOG_FROM = 3  # times the least quality, the largest
+_DENSE, _INK = "#9aa0a8", "#444444"
 
 
 def draw_quality(
@@ -37,7 +38,7 @@ def draw_quality(
     figure, axes = _figure(title, quality_name, higher_is_better)
     _lines(axes, standings, megabytes, dense)
     if all(run.sent and run.sent[0] > 0 for standing in standings for run in standing.runs):
-        axes.set_xscale("log")
+        _log(axes.xaxis)
     axes.set_xlabel("MB sent by a worker", fontsize=9, color=_INK)
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path)
@@ -86,6 +87,16 @@ def _figure(title: str, quality_name: str, higher_is_better: bool) -> tuple[Any,
     return figure, axes
 
 
+def _log(axis: Any) -> None:
+    """A logarithmic axis whose numbers are written as people write them."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _lines(
     axes: Any, standings: Sequence[Standing], place: Callable[[Digest, int], float], dense: str
 ) -> None:
@@ -95,7 +106,7 @@ def _lines(
     """
     others = [standing for standing in standings if standing.label != dense]
     colours = {one.label: _COLOURS[i % len(_COLOURS)] for i, one in enumerate(others)}
-    for standing in standings:
+    for standing in sorted(standings, key=lambda one: one.label in colours):  # dense first
         is_dense = standing.label not in colours
         colour = _DENSE if is_dense else colours[standing.label]
         for j, run in enumerate(standing.runs):
@@ -114,3 +125,6 @@ def _lines(
                 label=standing.label if j == 0 else None,
             )
             axes.plot(xs[-1:], ys[-1:], "o", color=colour, markersize=5)
+    qualities = [q for standing in standings for run in standing.runs for _, q in run.evaluations]
+    if qualities and 0 < _LOG_FROM * min(qualities) < max(qualities):
+        _log(axes.yaxis)

@@ -14,7 +14,8 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import FrontendMetadata, TBContext, TBLoader, TBPlugin
 from werkzeug.wrappers import Request, Response
 
-from runs.dashboard.reader import PLUGIN, Reader, quality_tags
+from runs.dashboard.reader import PLUGIN, Reader
+from runs.dashboard.series import quality_tags
 from runs.dashboard.timeline import timeline
 
 STATIC = Path(__file__).parent / "static"

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
-from runs.dashboard.thin import Floats, Switch
+from runs.dashboard.series import ACTIVE, LAYER, MOST, SENT, Series
+from runs.dashboard.thin import Switch
 
 PLUGIN = "cf_timeline"
-SENT = "cf/sent"
 SWITCHES = f"{PLUGIN}/switches"
 HEADLINE = f"{PLUGIN}/headline"
-ACTIVE = "time/total"
-"""Seconds of steps since the run began; in runs of before it was written, wall time stands in."""
-
-LAYER = "cf_layer/"
-NUMBERS = re.compile(
-    r"cf/(candidate|floor)|gain/.+|throughput/(t_sys|t_comp)|bytes/(sent|wire_factor)|time/step"
-)
-"""Tags of what a hover shows, besides the CF."""
-
-QUALITY = re.compile(r"loss|quality|acc|perplexity|\bppl\b|error_rate|top1|bleu|f1|reward", re.I)
-
-_OWN = re.compile(r"(cf|cf_layer|gain|gain_of_step|throughput|bytes|time|policy|gradient|final)/")
-
-MOST = 2.0**53
-"""No CF is larger, and no run takes as many seconds."""
-
 _ALL = 1_000_000  # more than TensorBoard keeps
-
-
-@dataclass(frozen=True)
-class Series:
-    """A scalar over steps, ascending. wall: seconds since the epoch."""
-
-    steps: Floats
-    wall: Floats
-    values: Floats
-
-    def between(self, low: float, high: float) -> Series:
-        """Without the points whose values lie elsewhere, or are not finite."""
-        good = (self.values >= low) & (self.values <= high)
-        return Series(self.steps[good], self.wall[good], self.values[good])
 
 
 class Reader:
@@ -113,12 +81,6 @@ class Reader:
             run_tag_filter=RunTagFilter(runs=[run], tags=[tag]),
         )
         return read.get(run, {}).get(tag, ())
-
-
-def quality_tags(tags: list[str]) -> list[str]:
-    """Those that may be a quality (loss, accuracy, ...), the likeliest first."""
-    found = [tag for tag in tags if QUALITY.search(tag) and not _OWN.match(tag)]
-    return sorted(found, key=lambda tag: (tag != "eval/quality", "loss" in tag.lower(), tag))
 
 
 def _series(points: Any) -> Series:

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from runs.dashboard.reader import (
+from runs.dashboard.series import (
     ACTIVE,
     LAYER,
     MOST,
     NUMBERS,
     SENT,
-    Reader,
+    TOTALS,
     Series,
+    Source,
     quality_tags,
 )
 from runs.dashboard.thin import Floats, changes, evenly, held, held_within, longest, marks
@@ -36,36 +37,43 @@ REASON = 400
 
 
 def timeline(
-    reader: Reader, run: str, quality: str | None, span: tuple[float, float] | None
+    source: Source,
+    run: str,
+    quality: str | None,
+    span: tuple[float, float] | None,
+    detail: int = 1,
 ) -> dict[str, Any] | None:
     """Everything that one row shows; None if there is no such run.
 
     quality: tag to draw under it; None takes the likeliest. span: first and last step to show
     (all). Where nothing is known, values are None. Seconds are those of steps, from the run's first
-    record on: pauses do not count, nor the time until a run was resumed.
+    record on: pauses do not count, nor the time until a run was resumed. detail: so many times the
+    points, for who cannot ask again for a part.
     """
-    tags = reader.tags(run)
+    tags = source.tags(run)
     if not tags:
         return None
     candidates = quality_tags(tags)
     quality = quality if quality in tags else next(iter(candidates), None)
     layers = [tag for tag in tags if tag.startswith(LAYER)]
     numbers = [tag for tag in tags if NUMBERS.fullmatch(tag)]
-    read = reader.scalars(run, [SENT, ACTIVE, *numbers, *layers, *([quality] if quality else [])])
+    wanted = [SENT, ACTIVE, *TOTALS.values(), *numbers, *layers]
+    read = source.scalars(run, wanted + ([quality] if quality else []))
     if SENT not in read:
         return None
     clock = _Clock(read[SENT], read.get(ACTIVE))
-    switches = reader.switches(run)
+    switches = source.switches(run)
     changed_at, changed_to = changes(read[SENT].steps, read[SENT].values, switches)
     first, last = float(changed_at[0]), float(max(read[SENT].steps[-1], changed_at[-1]))
     low, high = (first, last) if span is None else (max(span[0], first), min(span[1], last))
     high = max(low, high)
     at, to = _within(changed_at, changed_to, low, high)
-    band_at, band_cf = longest(at, to, high + 1, PIECES)
-    shown = marks([s for s in switches if low <= s.step <= high], low, high + 1, MARKS)
+    band_at, band_cf = longest(at, to, high + 1, detail * PIECES)
+    inside = [s for s in switches if low <= s.step <= high]
+    shown = marks(inside, low, high + 1, detail * MARKS)
     grid = read[SENT].steps
     grid = grid[(grid >= low) & (grid <= high)]
-    grid = grid[evenly(len(grid), POINTS)]
+    grid = grid[evenly(len(grid), detail * POINTS)]
     since = held(changed_at, changed_at, grid)  # a gain at another CF says nothing of this one
     columns = {
         tag: held_within(read[tag].steps, read[tag].values, grid, since)
@@ -74,13 +82,13 @@ def timeline(
     }
     return {
         "run": run,
-        "headline": reader.headline(run)[:REASON],
+        "headline": source.headline(run)[:REASON],
         "first": first,
         "last": last,
         "seconds": float(clock(last)),
         "from": low,
         "to": high,
-        "moves": sum(switch.moves for switch in switches),
+        "most": max([*changed_to, *(v for tag in layers if tag in read for v in read[tag].values)]),
         "band": {**_axis(band_at, clock), "cf": _plain(band_cf), "end": _point(high + 1, clock)},
         "switches": {
             **_axis(np.array([s.step for s in shown], dtype=np.float64), clock),
@@ -93,6 +101,7 @@ def timeline(
             **_axis(grid, clock),
             "values": {tag: _plain(column) for tag, column in columns.items()},
         },
+        "totals": _totals(read, changed_at, grid),
         "quality": _quality(quality, read, clock, low, high),
         "qualities": candidates,
         "layers": _layers(
@@ -123,13 +132,28 @@ def _within(at: Floats, to: Floats, low: float, high: float) -> tuple[Floats, Fl
     return cut, to[begin:end]
 
 
+def _totals(read: dict[str, Series], changed_at: Floats, grid: Floats) -> dict[str, Any]:
+    """Bytes and switches from the run's beginning to each step of the grid."""
+    columns = {
+        name: np.interp(grid, read[tag].steps, read[tag].values)
+        if tag in read
+        else np.full(len(grid), np.nan)
+        for name, tag in TOTALS.items()
+    }
+    columns["moves"] = np.searchsorted(changed_at[1:], grid, side="right").astype(np.float64)
+    return {name: _plain(column) for name, column in columns.items()}
+
+
 def _quality(
     tag: str | None, read: dict[str, Series], clock: _Clock, low: float, high: float
 ) -> dict[str, Any] | None:
     if tag is None or tag not in read:
         return None
     series = read[tag]
-    inside = np.flatnonzero((series.steps >= low) & (series.steps <= high))
+    # With the points before and after, so that the curve goes to the edges of what is shown.
+    first = max(int(np.searchsorted(series.steps, low)) - 1, 0)
+    inside = np.arange(first, int(np.searchsorted(series.steps, high, side="right")) + 1)
+    inside = inside[inside < len(series.steps)]
     inside = inside[evenly(len(inside), POINTS)]
     return {
         "tag": tag,

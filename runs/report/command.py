@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from runs.config import write_text
 from runs.parser import UsageError, fail
-from runs.report.figures import Picture, make_pictures, paint
 from runs.report.options import HELP, ReportOptions, add_arguments, make_options
 from runs.report.page import make_page
+from runs.report.pictures import make_pictures
 from runs.report.result import make_result, run_notes
 from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
-from runs.report.table import make_rows, make_text
+from runs.report.table import link_notes, make_rows, make_text, own_networks
 from runs.report.target import choose_targets
 from runs.stages import told
 
@@ -38,18 +37,17 @@ def _report(options: ReportOptions) -> int:
     places, notes = find_places(options.given, PAGE_FILE)
     runs = _read(places, notes)
     targets = choose_targets(runs, options.target)
-    rows = make_rows(runs, targets, options.networks)
-    pictures, missing = make_pictures(rows, targets, options.networks)
-    notes += missing
+    networks = options.networks or own_networks(runs)
+    rows = make_rows(runs, targets, networks)
+    pictures, missing = make_pictures(rows, targets, networks)
+    notes += [*missing, *link_notes(runs)]
     title = options.title or _title(runs)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        drawn = _paint(pictures, options.out, notes)
-        result = make_result(rows, targets, options.networks, title, notes)
-        page = make_page(title, rows, targets, options.networks, drawn, notes)
+        result = make_result(rows, targets, networks, title, notes)
+        page = make_page(title, rows, targets, networks, pictures, notes)
         write_text(options.out / PAGE_FILE, page)
         result["page"] = str(options.out / PAGE_FILE)
-        result["pictures"] = [str(path) for _, path in drawn]
         text = json.dumps(result, indent=2, allow_nan=False)
         write_text(options.out / RESULT_FILE, text + "\n")
     except OSError as error:
@@ -58,7 +56,7 @@ def _report(options: ReportOptions) -> int:
             f"folder that can be written to"
         ) from error
     out = sys.stderr if options.json else sys.stdout
-    print(make_text(rows, options.networks), file=out)
+    print(make_text(rows, networks), file=out)
     for task, target in targets.items():
         of_task = f" of {task}" if len(targets) > 1 else ""
         print(f"target{of_task}: {target.quality:.4g}, {target.basis}", file=out)
@@ -83,19 +81,6 @@ def _read(places: list[Place], notes: list[str]) -> list[Run]:
                 raise
             notes.append(f"{place.name} holds no step yet, and was passed over")
     return runs
-
-
-def _paint(pictures: list[Picture], folder: Path, notes: list[str]) -> list[tuple[Picture, Path]]:
-    """Those that could be drawn, and where they are."""
-    drawn = []
-    try:
-        for picture in told([(picture.heading, picture) for picture in pictures], "drawing"):
-            path = folder / picture.file
-            paint(picture, path)
-            drawn.append((picture, path))
-    except ImportError:
-        notes.append("no pictures: matplotlib is not installed")
-    return drawn
 
 
 def _title(runs: list[Run]) -> str:

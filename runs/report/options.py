@@ -14,8 +14,9 @@ from runs.parser import UsageError, number
 FOLDER = "report"
 
 HELP = f"""\
-Make one page of one or several runs: a table, and pictures of CFs, gains, throughput and quality.
-Nothing is trained; the page opens in a browser without a server, and holds all of its pictures.
+Make one page of one or several runs: quality against time, a table, and which CF was sent when.
+Nothing is trained; the page opens in a browser without a server, and its pictures, which are in it,
+answer to pointing and zooming.
 
 examples:
   python -m runs report logs/demo
@@ -34,7 +35,7 @@ Seconds are measured: the steps' own times, without evaluations, checkpoints and
 step (a step that was not timed counts as the median of its CF). Modelled seconds are those of
 python -m runs compare: compute + compression (both measured) + latency + bytes x 8 / rate.
 
-files in the folder: report.html, report.json, and each picture as a PNG."""
+files in the folder: report.html, report.json."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class ReportOptions:
     """The options of `python -m runs report`.
 
     given: log folders as the user wrote them. target: None is chosen from the runs.
-    networks: of the modelled seconds. json: the result on stdout.
+    networks: of the modelled seconds; empty: the runs' own links, and others. json: the result on
+    stdout.
     """
 
     given: tuple[str, ...]
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidths",
         nargs="+",
         metavar="RATE[,LATENCY]",
-        help=f"networks of the modelled seconds ({' '.join(BANDWIDTHS)})",
+        help=f"networks of the modelled seconds (the runs' own links, {' '.join(BANDWIDTHS)})",
     )
     what.add_argument("--title", metavar="TEXT", help="heading of the page")
     output = parser.add_argument_group("what is kept")
@@ -94,9 +96,7 @@ def make_options(given: dict[str, Any]) -> ReportOptions:
         given=folders,
         out=Path(out) if out is not None else _out(folders),
         target=given.get("target"),
-        networks=tuple(
-            dict.fromkeys(parse_network(text) for text in given.get("bandwidths", BANDWIDTHS))
-        ),
+        networks=tuple(dict.fromkeys(map(parse_network, given.get("bandwidths", ())))),
         title=given.get("title"),
         json=given.get("json", False),
     )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from math import isfinite
-from pathlib import Path
+from statistics import median
 
 from adaptive import LinkSpec
+from runs.compare.table import number_text
 from runs.progress import cf_name
-from runs.report.figures import Picture
-from runs.report.look import STYLE
+from runs.report.pictures import Pictures, scripts, styles
 from runs.report.result import headlines, run_notes
 from runs.report.run import Run
-from runs.report.table import Row, beside, cells, head
+from runs.report.table import UNKNOWN, Row, cells, head
 from runs.report.target import Target
 
 LISTED = 400
@@ -27,27 +26,31 @@ def make_page(
     rows: Sequence[Row],
     targets: Mapping[str, Target],
     networks: Sequence[LinkSpec],
-    pictures: Sequence[tuple[Picture, Path]],
+    pictures: Pictures,
     notes: Sequence[str],
 ) -> str:
-    """HTML. pictures: with the PNG of each, which goes into the page."""
+    """HTML, with everything that it draws in it."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
         f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style></head><body><main>",
+        f"<style>{styles()}</style></head><body><main>",
         f"<h1>{escape(title)}</h1>",
         _headlines([row.run for row in rows]),
+        *(_quality(name, told) for name, told in pictures.quality),
         '<section aria-labelledby="comparison"><h2 id="comparison">Comparison</h2>',
         _table(rows, networks),
-        _notes([*_reading(rows, targets, networks), *notes]),
+        _notes(notes, "warn"),
+        _notes(_reading(rows, targets, networks)),
         "</section>",
-        *(_figure(picture, path) for picture, path in pictures),
+        _timelines(pictures),
         '<section aria-labelledby="runs"><h2 id="runs">Runs</h2>',
-        *(_run(row.run) for row in rows),
-        "</section></main></body></html>",
+        *(_run(row.run, pictures) for row in rows),
+        "</section></main>",
+        f'<script type="application/json" id="data">{pictures.as_json()}</script>',
+        f'<script type="module">{scripts()}</script></body></html>',
     ]
     return "\n".join(parts) + "\n"
 
@@ -65,7 +68,8 @@ def _headlines(runs: Sequence[Run]) -> str:
 
 
 def _table(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:
-    columns = head([row.run for row in rows], networks)
+    runs = [row.run for row in rows]
+    columns = head(runs, networks)
     groups = [(name, len(list(of_it))) for name, of_it in groupby(columns, lambda c: c[0])]
     above = "".join(
         f'<th colspan="{count}" scope="colgroup">{escape(name)}</th>'
@@ -74,8 +78,7 @@ def _table(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:
         for name, count in groups
     )
     names = "".join(f'<th scope="col">{escape(name)}</th>' for _, name in columns)
-    others = beside([row.run for row in rows])
-    body = "\n".join(_row(cells(row, others), row.run.title) for row in rows)
+    body = "\n".join(_row(cells(row, runs), row.run.title) for row in rows)
     return (
         f'<div class="wide"><table><thead><tr class="groups">{above}</tr><tr>{names}</tr></thead>'
         f"<tbody>\n{body}\n</tbody></table></div>"
@@ -119,22 +122,34 @@ def _reading(
     return lines
 
 
-def _figure(picture: Picture, path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
+def _quality(name: str, told: str) -> str:
     return (
-        f"<section><h2>{escape(picture.heading)}</h2><figure>"
-        f'<img src="data:image/png;base64,{data}" alt="{escape(picture.alt)}">'
-        f"<figcaption>{escape(picture.caption)}</figcaption></figure></section>"
+        f"<section><h2>Quality against time, bytes and steps</h2>"
+        f'<div data-chart="{escape(name)}" title="{escape(_plain(told))}"></div>'
+        f'<p class="caption">{escape(_plain(told))}. Measured seconds are without evaluations and '
+        f"checkpoints. Dense runs are grey. Drag to zoom, double-click for all.</p></section>"
     )
 
 
-def _run(run: Run) -> str:
+def _timelines(pictures: Pictures) -> str:
+    if not pictures.rows:
+        return ""
+    return (
+        "<section><h2>Which CF was sent when</h2>"
+        '<label class="over">over <select id="axis"><option value="step">steps</option>'
+        '<option value="second">seconds, measured</option></select></label>'
+        '<div class="legend" id="legend"></div><div id="rows"></div></section>'
+    )
+
+
+def _run(run: Run, pictures: Pictures) -> str:
     parts = [f"<article><h3>{escape(run.name)}</h3><p>{escape(run.title)}</p>"]
     parts.append(_notes(run_notes(run)))
     if run.config is not None:
         parts.append(f"<p>The command that makes this run again:</p>{_code(run.config.command)}")
     parts.append(f"<p>Files in <code>{escape(_plain(run.folder))}</code></p>")
-    parts += [_switches(run), _settings(run), "</article>"]
+    parts += [_switches(run), _by_cf(run), _gains(run, pictures.gains.get(run.name))]
+    parts += [_densities(run, pictures.densities.get(run.name)), _settings(run), "</article>"]
     return "\n".join(part for part in parts if part)
 
 
@@ -162,6 +177,61 @@ def _switches(run: Run) -> str:
     )
 
 
+def _by_cf(run: Run) -> str:
+    """What the steps at each CF took."""
+    steps: dict[float, list[tuple[float, float, float]]] = {}
+    for record, seconds in zip(run.records, run.step_seconds, strict=True):
+        taken = seconds, record.report.wire_bytes / 1e6, record.gain
+        steps.setdefault(record.report.cf, []).append(taken)
+    rows = []
+    for cf, values in sorted(steps.items()):
+        texts = (
+            f"{len(values)} ({len(values) / len(run.records):.0%})",
+            *(_median([value[i] for value in values]) for i in range(3)),
+        )
+        cells = "".join(f"<td>{text}</td>" for text in texts)
+        rows.append(f'<tr><th scope="row">{escape(_at(cf))}</th>{cells}</tr>')
+    if not rows:
+        return ""
+    return (
+        "<details><summary>Steps at each CF: time, bytes and gain</summary>"
+        '<div class="wide"><table><thead><tr><th></th><th scope="col">steps</th>'
+        '<th scope="col">seconds a step, measured</th><th scope="col">MB sent a step</th>'
+        f'<th scope="col">gain</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        "<p class='caption'>Medians. Gain: the share of the gradient that was sent, by the "
+        f"definition that the policy decides on ({escape(run.gain_kind)}).</p></details>"
+    )
+
+
+def _median(values: Sequence[float]) -> str:
+    known = [value for value in values if isfinite(value)]
+    return number_text(median(known), 3) if known else UNKNOWN
+
+
+def _gains(run: Run, chart: str | None) -> str:
+    if chart is None:
+        return ""
+    return (
+        "<details><summary>Gain of each CF over the steps</summary>"
+        f'<div data-chart="{escape(chart)}" title="{escape(f"Gains of {run.name}")}"></div>'
+        '<p class="caption">The share of the gradient that a CF keeps, as far as it was measured: '
+        "of what was sent, and of what was tried beside it.</p></details>"
+    )
+
+
+def _densities(run: Run, chart: str | None) -> str:
+    if chart is None:
+        return ""
+    return (
+        "<details><summary>Gradient values before and after compression</summary>"
+        f'<div data-chart="{escape(chart)}" title="{escape(f"Densities of {run.name}")}"></div>'
+        '<p class="caption">Shares of all elements by their magnitude, in the last step that was '
+        "recorded; zeros are told in the legend. Before: rank 0's own gradient. After: the mean "
+        "of what all ranks have kept, with what had waited in residuals, as the optimizer gets it "
+        "(with momentum correction, velocities).</p></details>"
+    )
+
+
 def _settings(run: Run) -> str:
     if run.config is None:
         return ""
@@ -173,10 +243,11 @@ def _settings(run: Run) -> str:
     return f"<details><summary>Configuration</summary><table>{rows}</table></details>"
 
 
-def _notes(notes: Sequence[str]) -> str:
+def _notes(notes: Sequence[str], kind: str = "") -> str:
     if not notes:
         return ""
-    return f"<ul>{''.join(f'<li>{escape(_plain(note))}</li>' for note in notes)}</ul>"
+    items = "".join(f"<li>{escape(_plain(note))}</li>" for note in notes)
+    return f'<ul class="{kind}">{items}</ul>'
 
 
 def _code(text: str) -> str:

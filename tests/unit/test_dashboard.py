@@ -95,7 +95,10 @@ def test_a_folder_without_any_cf_leaves_the_tab_inactive(tmp_path: Path) -> None
 
 def test_a_row_tells_cf_switches_and_numbers(board: Board) -> None:
     a = board.row("a")
-    assert (a["first"], a["last"], a["moves"]) == (0, 5, 3)
+    assert (a["first"], a["last"], a["most"]) == (0, 5, 20)
+    assert a["totals"]["moves"] == [0, 0, 1, 1, 2, 3]
+    assert a["totals"]["sent"] == [100, 200, 300, 400, 500, 600]
+    assert a["totals"]["dense"] == [1000, 2000, 3000, 4000, 5000, 6000]
     assert a["band"]["step"] == [0, 2, 4, 5]
     assert a["band"]["cf"] == [1, 10, 20, 1]
     assert a["band"]["end"]["step"] == 6
@@ -139,7 +142,7 @@ def test_thousands_of_switches_are_few_but_all_counted(board: Board) -> None:
     answer = board.get("/timeline", run="flaps")
     assert len(answer.data) < 100_000
     flaps = json.loads(answer.text)
-    assert flaps["moves"] == 399
+    assert flaps["totals"]["moves"][-1] == 399
     assert len(flaps["switches"]["step"]) <= row.MARKS
     assert sum(flaps["switches"]["others"]) + len(flaps["switches"]["step"]) == 399
     assert len(flaps["band"]["step"]) <= row.PIECES

@@ -1,14 +1,13 @@
-"""What a report is made of: thinning, the target, the table, the distribution, the layer map."""
+"""What a report is made of: its series, the target, the table, what its pictures show."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+import re
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,15 +16,11 @@ from adaptive import LinkSpec, StepRecord, StepReport
 from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.records import Recorded
-from runs.report.figures.distribution import binned
-from runs.report.figures.layers import layer_map
-from runs.report.figures.style import looks, short
-from runs.report.figures.throughput import by_cf
+from runs.report.pictures import Records, looks, make_pictures, means, scripts
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
-from runs.report.table import cells, head, make_rows, make_text
+from runs.report.table import cells, head, link_notes, make_rows, make_text, own_networks
 from runs.report.target import Target, choose_targets
-from runs.report.thin import buckets, corners
 
 NETWORKS = (LinkSpec.parse("1mbit"),)
 
@@ -60,45 +55,24 @@ def _run(
     )
 
 
-# -- thinning ----------------------------------------------------------------------------------
+# -- the series --------------------------------------------------------------------------------
 
 
 @given(
-    values=st.lists(st.floats(-1e3, 1e3) | st.just(nan), min_size=1, max_size=300),
+    values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300),
     most=st.integers(1, 50),
     first=st.integers(0, 1000),
 )
-def test_buckets_keep_extremes_and_the_mean(values: list[float], most: int, first: int) -> None:
+def test_means_are_few_and_as_large_as_the_values(
+    values: list[float], most: int, first: int
+) -> None:
     steps = list(range(first, first + len(values)))
-    thin = buckets(steps, values, first, steps[-1], most)
-    assert len(thin.steps) <= most
-    known = [value for value in values if not isnan(value)]
-    if not known:
-        assert np.isnan(thin.mean).all()
-        return
-    assert np.nanmin(thin.low) == min(known)
-    assert np.nanmax(thin.high) == max(known)
-    full = ~np.isnan(thin.mean)
-    assert (thin.low[full] <= thin.mean[full] + 1e-9).all()
-    assert (thin.mean[full] <= thin.high[full] + 1e-9).all()
-    assert (np.diff(thin.steps) > 0).all()
-
-
-def test_short_series_stay_as_they_are_and_gaps_stay_gaps() -> None:
-    thin = buckets([3, 4, 6], [1.0, 2.0, 3.0], 3, 7, 600)
-    assert thin.steps.tolist() == [3, 4, 5, 6, 7]
-    assert thin.mean.tolist()[:2] == [1, 2]
-    assert np.isnan(thin.mean).tolist() == [False, False, True, False, True]
-
-
-@given(values=st.lists(st.sampled_from([1.0, 10.0, nan]), min_size=1, max_size=60))
-def test_corners_are_the_same_step_function(values: list[float]) -> None:
-    steps, kept = corners(list(range(len(values))), values)
-    again = [
-        kept[max(i for i, step in enumerate(steps) if step <= at)] for at in range(len(values))
-    ]
-    assert repr(again) == repr(values)
-    assert len(kept) <= 2 + sum(repr(a) != repr(b) for a, b in pairwise(values))
+    places, found = means(steps, steps, most), means(steps, values, most)
+    assert len(found) == len(places) <= most
+    assert places == sorted(places)
+    assert min(values) - 1e-6 <= min(found) <= max(found) <= max(values) + 1e-6
+    if len(values) <= most:
+        assert found == pytest.approx(values)
 
 
 def test_every_switch_of_a_long_run_is_kept() -> None:
@@ -165,12 +139,13 @@ def test_a_row_holds_what_the_run_took_to_the_target() -> None:
     # nothing of the time is compression or waiting, so all of it is compute
     assert row.reached.modelled == (pytest.approx(4 * (0.5 + 8000 / 1e6)),)
     assert row.in_all(0) == pytest.approx(10 * (0.5 + 8000 / 1e6))
-    by_name = dict(zip(head([run], NETWORKS), cells(row), strict=True))
+    by_name = dict(zip(head([run], NETWORKS), cells(row, [run]), strict=True))
     assert by_name["", "perplexity"] == "5.000"
     assert by_name["", "wire factor"] == "5.00"
-    assert by_name["", "scaling eff."] == "-"
+    assert ("", "scaling eff.") not in by_name  # nobody knows it
     assert by_name["to target", "steps"] == "4"
     assert by_name["measured s", "all"] == "5.000"
+    assert list(by_name)[-1] == ("measured s", "to target")
     text = make_text([row], NETWORKS).splitlines()
     assert len(text) == 3
     assert "1 Mbit/s: modelled s" in text[0]
@@ -181,10 +156,10 @@ def test_never_is_not_unknown() -> None:
     silent = _run("silent")
     stopped = _run("stopped", records=[_record(0)], steps=20)
     rows = make_rows([evaluated, silent, stopped], {"text": Target(6.0, "")}, NETWORKS)
-    assert cells(rows[0]).count("never") == 4
-    assert "never" not in cells(rows[1])
-    assert cells(rows[1])[1] == "-"
-    assert cells(rows[2])[2] == "1 of 20"
+    assert cells(rows[0], []).count("never") == 4
+    assert "never" not in cells(rows[1], [])
+    assert cells(rows[1], [])[1] == "-"
+    assert cells(rows[2], [])[2] == "1 of 20"
 
 
 def test_pauses_are_left_out_of_measured_seconds() -> None:
@@ -200,54 +175,78 @@ def test_pauses_are_left_out_of_measured_seconds() -> None:
     assert isnan(untimed.steps_per_second)
 
 
-# -- figures -----------------------------------------------------------------------------------
+# -- pictures ----------------------------------------------------------------------------------
 
 
-@given(
-    st.dictionaries(st.floats(1, 4000), st.floats(0.01, 1), min_size=1).map(
-        lambda shares: {cf: share / sum(shares.values()) for cf, share in shares.items()}
-    )
-)
-def test_binned_shares_are_all_there_and_dense_stays_apart(shares: dict[float, float]) -> None:
-    bins = binned(shares)
-    assert sum(bins.values()) == pytest.approx(1)
-    assert bins.get(1.0, 0.0) == shares.get(1.0, 0.0)
-    assert all(low == 1 or low > 1 for low in bins)
+def test_the_first_axis_is_time_on_the_own_link_and_dense_is_first_and_grey() -> None:
+    evaluations = ((4, 6.0), (8, 5.0))
+    runs = [
+        _run("goodput", evaluations=evaluations, policy="goodput", link="10mbit"),
+        _run("dense", evaluations=evaluations, link="10mbit", **DENSE),
+    ]
+    networks = own_networks(runs)
+    assert [str(network) for network in networks] == ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]
+    rows = make_rows(runs, {}, networks)
+    pictures, notes = make_pictures(rows, {}, networks)
+    assert notes == []
+    chart = pictures.charts["quality text"]
+    titles = [axis["title"] for axis in chart["xs"]]
+    assert titles[:2] == [
+        "seconds on 10 Mbit/s, modelled",
+        "seconds measured (emulated 10 Mbit/s link)",
+    ]
+    assert all("measured" in title or "modelled" in title for title in titles if "sec" in title)
+    dense, goodput = chart["lines"]
+    assert (dense["name"].split(":")[0], dense["run"]) == ("dense", None)
+    assert goodput["run"] == 0
+    assert goodput["x"][0] == [pytest.approx(4 * 0.5008), pytest.approx(8 * 0.5008)]
+    assert goodput["x"][-1] == [4, 8]
 
 
-def test_throughput_is_that_of_the_cf_that_was_timed() -> None:
-    records = [_record(i, 10.0, t_comp=float(i), t_sys=3.0) for i in range(5)]
-    records += [_record(5, 20.0, t_comp=7.0), _record(6, 20.0, t_comp=nan)]
-    ten, twenty = by_cf(_run(records=records))
-    assert (ten.cf, ten.low, ten.middle, ten.high, ten.t_sys, ten.steps) == (10, 1, 2, 3, 3, 5)
-    assert (twenty.cf, twenty.middle, twenty.steps) == (20, 7, 1)
+def test_runs_of_different_links_are_not_set_side_by_side_without_a_word() -> None:
+    runs = [_run("here", link="10mbit"), _run("there")]
+    (note,) = link_notes(runs)
+    assert "emulated 10 Mbit/s link: here" in note
+    assert "no emulated link: there" in note
+    assert link_notes(runs[:1]) == []
+    assert own_networks(runs)[0] == LinkSpec.parse("10mbit")
 
 
-def test_layers_without_an_entry_are_at_the_cf_of_the_step() -> None:
-    records = [_record(0), _record(1), _record(2, layer_cfs={"a": 1.0, "b": 40.0}), _record(3)]
-    names, edges, cfs = layer_map(records, most=4)
-    assert names == ["a", "b"]
-    assert edges.tolist() == [0, 1, 2, 3, 4]
-    np.testing.assert_allclose(cfs, [[10, 10, 1, 10], [10, 10, 40, 10]])
-    _, edges, cfs = layer_map(records, most=2)
-    assert edges.tolist() == [0, 2, 4]
-    np.testing.assert_allclose(cfs, [[10, 10**0.5], [10, 20]])
+def test_a_row_is_that_of_the_dashboard() -> None:
+    cfs = [10.0, 10.0, 40.0, 40.0]
+    records = [_record(i, cf, sent=1e3 * (i + 1), dense=5e3 * (i + 1)) for i, cf in enumerate(cfs)]
+    records[3] = _record(3, 40.0, layer_cfs={"a": 1.0}, sent=4e3, dense=2e4)
+    run = _run(records=records, evaluations=((2, 6.0),), steps=4)
+    ((row,), _) = (pictures := make_pictures(make_rows([run], {}, ()), {}, ())[0]).rows, pictures
+    assert row["band"]["cf"] == [10, 40]
+    assert row["band"]["step"] == [0, 2]
+    assert row["quality"] == {"tag": "perplexity", "step": [1], "second": [0], "values": [6]}
+    assert row["totals"]["sent"] == [1000, 2000, 3000, 4000]
+    assert row["totals"]["moves"] == [0, 0, 1, 1]
+    assert row["layers"]["names"] == ["a"]
+    assert row["layers"]["cf"][0][-1] == 1
+    assert "</" not in pictures.as_json()
+
+
+def test_plain_ddp_has_a_row_too() -> None:
+    run = _run("off", records=[], policy="off", base=None)
+    assert Records(run).tags("off") == ["cf/sent"]
+    row = make_pictures(make_rows([run], {}, ()), {}, ())[0].rows[0]
+    assert (row["band"]["cf"], row["last"]) == ([1], 9)
+
+
+def test_scripts_are_one_file_without_imports() -> None:
+    text = scripts()
+    assert not re.search(r"^(import|export) ", text, re.M)
+    assert "class Row" in text
+    assert "class Chart" in text
+    assert "</script" not in text
 
 
 def test_seeds_share_a_colour_and_settings_do_not() -> None:
     runs = [_run("a", seed=0), _run("b", seed=1), _run("c", epsilon=0.5), _run("d", **DENSE)]
     look = looks(runs)
-    assert look["a"].colour == look["b"].colour
-    assert look["a"].dash != look["b"].dash
-    assert len({look[name].colour for name in "acd"}) == 3
-    many = [_run(str(i), seed=0, lr=float(i + 1)) for i in range(20)]
-    assert len(set(looks(many).values())) == 20
-
-
-def test_names_in_pictures_are_short_and_shown() -> None:
-    assert short("_hidden") == " _hidden"  # legends leave out what begins with _
-    assert len(short("x" * 200)) <= 36
-    assert short("x" * 36) == "x" * 36
+    assert look == {"a": (0, 0), "b": (0, 1), "c": (1, 0), "d": (None, 0)}
 
 
 # -- reading -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from math import log10, nan
@@ -86,6 +85,8 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "throughput/t_comp": 7.5,
         "bytes/sent": 100,
         "bytes/wire_factor": 10,
+        "bytes/sent_total": 100,
+        "bytes/dense_total": 1000,
         "time/step": 0.1,
         "time/total": 0,
         "time/compress": 0.02,
@@ -159,26 +160,11 @@ def test_the_layout_finds_the_scalars(tmp_path: Path) -> None:
     layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
     (category,) = layout.category
     assert category.title == "CF timeline"
-    charts = [
-        {t for t in events.Tags()["scalars"] if any(re.match(p, t) for p in c.multiline.tag)}
-        for c in category.chart
-    ]
-    assert charts == [
-        {"cf/sent", "cf/candidate"},
-        {"gain/sent", "gain/candidate", "policy/epsilon"},
-        {"throughput/t_sys", "throughput/t_comp"},
-        {
-            "time/step",
-            "time/compute",
-            "time/compress",
-            "time/decode",
-            "time/exchange",
-            "time/network",
-            "time/rest",
-        },
-        {"bytes/sent"},
-        {"bytes/wire_factor"},
-    ]
+    tags = events.Tags()["scalars"]
+    for chart in category.chart:  # one series each, which the page does not smooth
+        (series,) = chart.margin.series
+        assert series.value == series.lower == series.upper
+        assert series.value in tags
 
 
 def test_settings_and_final_metrics_are_in_the_run_itself(tmp_path: Path) -> None:
@@ -194,7 +180,7 @@ def test_settings_and_final_metrics_are_in_the_run_itself(tmp_path: Path) -> Non
         return events.SummaryMetadata(tag).plugin_data.content
 
     experiment = hparams_metadata.parse_experiment_plugin_data(content("_hparams_/experiment"))
-    assert [i.name for i in experiment.hparam_infos] == sorted([*settings, "cf_range"])
+    assert [i.name for i in experiment.hparam_infos] == [*settings, "cf_range"]
     metrics = {info.name.tag for info in experiment.metric_infos}
     assert {"eval/quality", "final/bytes_sent", "final/wire_factor"} < metrics
     start = hparams_metadata.parse_session_start_info_plugin_data(

@@ -1,128 +1,173 @@
-// What is drawn: each function fills one canvas, x from the scale's domain to its full width.
+// What is drawn: each function fills one canvas. scale: {axis, domain, left, top}: x goes from the
+// domain to what is right of `left` pixels, which hold names; `top` is the largest CF of the axis.
 
-import {cssColour, short} from './page.js';
+import {cfName, cssColour, short} from './page.js';
 import {colour} from './colours.js';
 
 export const LAYER_HEIGHT = 14; // pixels
-const MARKS = 11; // pixels above the band
+const MARKS = 11; // pixels above the CFs
+const FONT = '11px sans-serif';
 
 // The canvas's pen, in CSS pixels, and a function from steps or seconds to pixels.
-function pen(canvas, {domain: [low, high]}) {
+export function pen(canvas, {domain: [low, high], left}) {
   const {clientWidth: width, clientHeight: height} = canvas;
   const dots = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * dots);
   canvas.height = Math.round(height * dots);
   const context = canvas.getContext('2d');
   context.scale(dots, dots);
-  return {context, width, height, x: (value) => ((value - low) / (high - low)) * width};
+  context.font = FONT;
+  const x = (value) => left + ((value - low) / (high - low)) * (width - left);
+  return {context, width, height, x};
 }
 
-// Pieces that hold their colour until the next one.
-function pieces(context, x, starts, end, cfs, top, height, most) {
+// From here on nothing is drawn over the names.
+export function clip(context, left, width, height) {
+  context.beginPath();
+  context.rect(left, 0, width - left, height);
+  context.clip();
+}
+
+// A name, or a number of the vertical axis with its line.
+export function sideLabel(context, text, left, y, width = 0) {
+  context.textAlign = 'right';
+  context.textBaseline = 'middle';
+  context.fillStyle = cssColour('--faint');
+  context.fillText(text, left - 6, y);
+  if (width) {
+    context.fillStyle = cssColour('--edge');
+    context.fillRect(left, Math.round(y), width - left, 1);
+  }
+}
+
+// Pieces that hold their value until the next one, as (left, right, CF) in pixels.
+function pieces(x, starts, end, cfs, each) {
   const dots = window.devicePixelRatio || 1;
   const dot = (value) => Math.round(x(value) * dots) / dots; // no seams between equal colours
   starts.forEach((start, i) => {
     const left = dot(start);
     const right = dot(i + 1 < starts.length ? starts[i + 1] : end);
-    context.fillStyle = colour(cfs[i], most);
-    context.fillRect(left, top, Math.max(right - left, 1 / dots), height);
+    each(left, Math.max(right, left + 1 / dots), cfs[i]);
   });
 }
 
+// The CFs as a stepped line on a log axis, filled with their colours.
 export function drawBand(canvas, data, scale) {
   const {context, width, height, x} = pen(canvas, scale);
   const {band, switches} = data;
-  pieces(context, x, band[scale.axis], band.end[scale.axis], band.cf, MARKS, height - MARKS,
-    scale.most);
-  context.fillStyle = context.strokeStyle = cssColour('--ink');
-  const bottom = switches.step.length * 10 > width ? MARKS : height; // many lines would hide colours
+  const bottom = height - 5; // dense still has a colour
+  const y = (cf) => bottom - (Math.log(cf) / Math.log(scale.top)) * (bottom - MARKS - 4);
+  let above = Infinity;
+  for (const cf of [1, 10, 100, 1e3, 1e4, 1e5, 1e6, scale.top]) {
+    if (cf > scale.top || above - y(cf) < 12) continue;
+    above = y(cf);
+    sideLabel(context, cfName(cf), scale.left, above, width);
+  }
+  clip(context, scale.left, width, height);
+  const corners = [];
+  pieces(x, band[scale.axis], band.end[scale.axis], band.cf, (left, right, cf) => {
+    context.fillStyle = colour(cf);
+    context.fillRect(left, y(cf), right - left, height - y(cf));
+    corners.push([left, y(cf)], [right, y(cf)]);
+  });
+  context.strokeStyle = context.fillStyle = cssColour('--ink');
+  context.lineWidth = corners.length > width ? 0.5 : 1.5;
+  path(context, corners);
   switches[scale.axis].forEach((at, i) => {
-    mark(context, x(at), switches.before[i] !== switches.cf[i], bottom);
+    mark(context, x(at), switches.before[i] !== switches.cf[i]);
   });
 }
 
-// A full triangle for a switch, with a line to the bottom; an empty one for a judgement.
-function mark(context, x, moves, bottom) {
+export function path(context, points) {
+  context.beginPath();
+  for (const [x, y] of points) context.lineTo(x, y);
+  context.stroke();
+}
+
+// A full triangle for a switch, an empty one for a judgement.
+function mark(context, x, moves) {
+  context.lineWidth = 1;
   context.beginPath();
   context.moveTo(x - 4, 1);
   context.lineTo(x + 4, 1);
   context.lineTo(x, MARKS - 2);
   context.closePath();
-  if (!moves) {
-    context.stroke();
-    return;
-  }
-  context.fill();
-  context.fillRect(x - 0.5, MARKS - 2, 1, bottom - MARKS + 2);
+  if (moves) context.fill();
+  else context.stroke();
 }
 
 export function drawLayers(canvas, layers, scale) {
-  const {context, height, x} = pen(canvas, scale);
-  const each = height / layers.names.length;
-  const gap = each > 6 ? 1 : 0;
-  layers.cf.forEach((cfs, row) => {
-    pieces(context, x, layers[scale.axis], layers.end[scale.axis], cfs, row * each, each - gap,
-      scale.most);
-  });
-  if (each < 10) return;
-  context.font = `${Math.min(11, each - 3)}px sans-serif`;
-  context.textBaseline = 'middle';
-  layers.names.forEach((name, row) => label(context, name, 4, (row + 0.5) * each));
-}
-
-// Text that can be read on any colour.
-function label(context, text, x, y) {
-  context.lineWidth = 3;
-  context.lineJoin = 'round';
-  context.strokeStyle = cssColour('--page');
-  context.strokeText(text, x, y);
-  context.fillStyle = cssColour('--ink');
-  context.fillText(text, x, y);
-}
-
-export function drawQuality(canvas, quality, scale) {
   const {context, width, height, x} = pen(canvas, scale);
-  const values = quality.values.filter((value) => value !== null);
-  const low = Math.min(...values);
-  const high = Math.max(...values);
-  const y = (value) => 4 + (1 - (value - low) / (high - low || 1)) * (height - 8);
+  const each = height / layers.names.length;
+  const every = Math.ceil(11 / each); // names that have room
+  layers.names.forEach((name, row) => {
+    if (row % every) return;
+    sideLabel(context, fitting(context, name, scale.left - 8), scale.left, (row + 0.5) * each);
+  });
+  clip(context, scale.left, width, height);
+  layers.cf.forEach((cfs, row) => {
+    pieces(x, layers[scale.axis], layers.end[scale.axis], cfs, (left, right, cf) => {
+      context.fillStyle = colour(cf);
+      context.fillRect(left, row * each, right - left, each - (each > 6 ? 1 : 0));
+    });
+  });
+}
+
+// The end of a name tells more than its beginning: "...layers.0.weight".
+function fitting(context, name, room) {
+  let shown = name;
+  while (shown.length > 4 && context.measureText(shown).width > room) {
+    shown = `…${shown.slice(shown[0] === '…' ? 2 : 1)}`;
+  }
+  return shown;
+}
+
+// range: least and largest value of the axis.
+export function drawQuality(canvas, quality, scale, [low, high]) {
+  const {context, width, height, x} = pen(canvas, scale);
+  const y = (value) => 9 + (1 - (value - low) / (high - low || 1)) * (height - 16);
+  for (const value of high > low ? [low, high] : [low]) {
+    sideLabel(context, short(value), scale.left, y(value), width);
+  }
+  sideLabel(context, fitting(context, quality.tag, scale.left - 8), scale.left, height / 2);
+  clip(context, scale.left, width, height);
   context.strokeStyle = context.fillStyle = cssColour('--line');
   context.lineWidth = 1.5;
-  context.beginPath();
-  quality.values.forEach((value, i) => {
-    if (value !== null) context.lineTo(x(quality[scale.axis][i]), y(value));
-  });
-  context.stroke();
-  if (values.length < 30) {
-    quality.values.forEach((value, i) => {
-      if (value !== null) context.fillRect(x(quality[scale.axis][i]) - 2, y(value) - 2, 4, 4);
-    });
-  }
-  context.font = '11px sans-serif';
-  context.textAlign = 'right';
-  context.textBaseline = 'top';
-  label(context, short(high), width - 4, 2);
-  context.textBaseline = 'bottom';
-  label(context, short(low), width - 4, height - 2);
-  context.textAlign = 'left';
-  context.textBaseline = 'top';
-  label(context, quality.tag, 4, 2);
+  const points = quality.values
+    .map((value, i) => [x(quality[scale.axis][i]), value])
+    .filter(([, value]) => value !== null)
+    .map(([at, value]) => [at, y(value)]);
+  path(context, points);
+  if (points.length < 60) points.forEach(([at, height]) => dot(context, at, height));
 }
 
-export function drawAxis(canvas, scale) {
+export function dot(context, x, y, radius = 2.5) {
+  context.beginPath();
+  context.arc(x, y, radius, 0, 2 * Math.PI);
+  context.fill();
+}
+
+// Round numbers from low to high, about `room` of them.
+export function ticks(low, high, room) {
+  const raw = (high - low) / Math.max(1, room) || 1;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const every = power * [1, 2, 5, 10].find((factor) => factor * power >= 0.999 * raw);
+  const first = Math.ceil(low / every - 1e-6);
+  const count = Math.floor(high / every + 1e-6) - first + 1;
+  return Array.from({length: Math.max(0, count)}, (_, i) => (first + i) * every);
+}
+
+export function drawAxis(canvas, scale, at = null) {
   const {context, width, x} = pen(canvas, scale);
   const [low, high] = scale.domain;
-  const room = Math.max(2, Math.floor(width / 90));
-  const raw = (high - low) / room;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const every = power * [1, 2, 5, 10].find((factor) => factor * power >= raw);
-  context.font = '11px sans-serif';
   context.textBaseline = 'top';
   context.fillStyle = cssColour('--faint');
-  for (let i = Math.ceil(low / every); i * every <= high; i += 1) {
-    const at = x(i * every);
-    context.fillRect(at, 0, 1, 4);
-    context.textAlign = at < 12 ? 'left' : at > width - 12 ? 'right' : 'center';
-    context.fillText(short(i * every) + (scale.axis === 'second' ? ' s' : ''), at, 5);
+  context.textAlign = 'right';
+  context.fillText(scale.title ?? (scale.axis === 'second' ? 'seconds' : 'step'), scale.left - 6, 5);
+  for (const value of at ?? ticks(low, high, Math.max(2, Math.floor((width - scale.left) / 90)))) {
+    const place = x(value);
+    context.fillRect(place, 0, 1, 4);
+    context.textAlign = place < scale.left + 12 ? 'left' : place > width - 12 ? 'right' : 'center';
+    context.fillText(scale.text ? scale.text(value) : short(value), place, 5);
   }
 }

@@ -1,8 +1,10 @@
 // The "CF Timeline" page: TensorBoard calls render() inside the tab's frame.
 
 import {Row} from './row.js';
-import {element, ask, followTheme} from './page.js';
+import {element, followTheme} from './page.js';
 import {legend} from './colours.js';
+import {ask} from './server.js';
+import {drawRows} from './rows.js';
 import {Tip} from './tip.js';
 import {Toolbar} from './toolbar.js';
 
@@ -72,6 +74,7 @@ class Dashboard {
 
   newRow(name) {
     const row = new Row(name, this.view, {
+      ask: (parameters) => ask('timeline', parameters),
       loaded: () => this.draw(),
       pointed: (x) => this.point(x),
       zoomed: (from, to) => this.reload({span: [from, to]}),
@@ -105,21 +108,16 @@ class Dashboard {
     this.draw();
   }
 
-  // All rows share one scale of x and of colour.
   draw() {
     cancelAnimationFrame(this.frame);
     this.frame = requestAnimationFrame(() => {
-      const rows = [...this.rows.values()].filter((row) => row.element.isConnected);
-      const ends = rows.map((row) => row.end(this.view.axis));
-      const domain = this.view.span ?? [0, Math.max(1, ...ends)];
-      const most = Math.max(100, ...rows.map((row) => row.largestCF()));
-      legend(this.legend, most);
-      for (const row of rows) row.draw(domain, most);
+      legend(this.legend);
+      drawRows([...this.rows.values()], this.view);
     });
   }
 
   // The same x in every row, to compare runs.
   point(x) {
-    for (const row of this.rows.values()) row.cross(x);
+    for (const row of this.rows.values()) row.pointer.cross(x);
   }
 }

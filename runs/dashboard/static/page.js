@@ -1,4 +1,4 @@
-// Elements, questions to the server, light and dark.
+// Elements, light and dark, numbers for people.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -8,25 +8,6 @@ export function element(tag, properties = {}, ...children) {
   }
   made.append(...children);
   return made;
-}
-
-const AT_ONCE = 4;
-let running = 0;
-const waiting = [];
-
-// The server's answer to a question, as JSON; a few at a time. Throws with what went wrong.
-export async function ask(question, parameters = {}) {
-  if (running >= AT_ONCE) await new Promise((go) => waiting.push(go));
-  running += 1;
-  try {
-    const query = new URLSearchParams(Object.entries(parameters).filter(([, v]) => v !== null));
-    const answer = await fetch(`./${question}?${query}`);
-    if (!answer.ok) throw new Error(`${answer.status} ${await answer.text()}`.slice(0, 300));
-    return await answer.json();
-  } finally {
-    running -= 1;
-    waiting.shift()?.();
-  }
 }
 
 // TensorBoard marks its own page as dark; on its own this page follows the system.
@@ -67,6 +48,18 @@ export function short(value) {
     if (size >= unit) return trim(value / (name === ' k' ? 1e3 : unit)) + name;
   }
   return trim(value);
+}
+
+// Index of the last of ascending values that is at most x; -1 if there is none.
+export function last(values, x) {
+  let low = 0;
+  let high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= x) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
 }
 
 export function cfName(cf) {

@@ -1,10 +1,12 @@
-// One run: its band of CFs, heat map of layers, curve of quality, and what the pointer is on.
+// One run: its CFs, heat map of layers, curve of quality, and what the pointer is on.
 
-import {ask, cfName, element} from './page.js';
+import {cfName, element, last, short} from './page.js';
 import {drawAxis, drawBand, drawLayers, drawQuality, LAYER_HEIGHT} from './draw.js';
-import {Tip, last} from './tip.js';
+import {Pointer} from './pointer.js';
+import {Tip, tellStep} from './tip.js';
 
 export class Row {
+  // on: ask(parameters) for the data; loaded(), pointed(x), zoomed(from, to), whole().
   constructor(name, view, on) {
     this.name = name;
     this.view = view;
@@ -13,22 +15,27 @@ export class Row {
     this.whole = null; // what an unzoomed answer said of steps and seconds
     this.stale = true;
     this.visible = false;
-    this.domain = [0, 1];
     this.facts = element('span', {className: 'facts'}, 'loading ...');
     this.verdict = element('p', {className: 'verdict'});
     this.band = element('canvas', {className: 'band', role: 'img', 'aria-label': `CFs of ${name}`});
     this.layers = element('canvas', {className: 'layers', hidden: true});
     this.quality = element('canvas', {className: 'quality', hidden: true});
     this.axis = element('canvas', {className: 'axis'});
-    this.line = element('div', {className: 'cross', hidden: true});
-    this.brush = element('div', {className: 'brush', hidden: true});
     this.plot = element('div', {className: 'plot'},
-      this.band, this.layers, this.quality, this.axis, this.line, this.brush);
+      this.band, this.layers, this.quality, this.axis);
     this.element = element('section', {className: 'run'},
       element('h2', {}, element('span', {className: 'name'}, name), this.facts),
       this.verdict, this.plot);
     this.element.dataset.run = name;
-    this.listen();
+    this.pointer = new Pointer(this.plot, {
+      pointed: (x, event) => {
+        on.pointed(x);
+        if (x === null || !this.data) Tip.hide();
+        else Tip.show(tellStep(this.data, view.axis, x, this.layerAt(event), name), event);
+      },
+      zoomed: on.zoomed,
+      whole: on.whole,
+    });
   }
 
   // -- data --------------------------------------------------------------------------------------
@@ -51,7 +58,7 @@ export class Row {
     const [from, to] = span ? [this.stepAt(span[0], 0), this.stepAt(span[1], 1)] : [null, null];
     let data;
     try {
-      data = await ask('timeline', {run: this.name, quality: this.view.quality, from, to});
+      data = await this.on.ask({run: this.name, quality: this.view.quality, from, to});
     } catch (error) {
       this.facts.textContent = `could not be read: ${error.message}`;
       return;
@@ -59,9 +66,6 @@ export class Row {
     if (this.asked !== asked) return; // a newer question is under way
     this.data = data;
     if (from === null) this.whole = data.numbers;
-    const cf = data.band.cf.at(-1);
-    const moves = `${data.moves} switch${data.moves === 1 ? '' : 'es'}`;
-    this.facts.textContent = `${cfName(cf)} at step ${data.to}, ${moves}`;
     this.verdict.textContent = data.headline;
     this.element.dataset.loaded = 'yes';
     this.on.loaded();
@@ -80,70 +84,34 @@ export class Row {
     return axis === 'step' ? this.data.last + 1 : this.data.seconds;
   }
 
-  largestCF() {
-    if (!this.data) return 1;
-    const layers = this.data.layers ? this.data.layers.cf.flat() : [];
-    return [...this.data.band.cf, ...layers].reduce((a, b) => Math.max(a, b ?? 1), 1);
+  // Values of the quality in the domain.
+  qualities([low, high]) {
+    const {quality} = this.data ?? {};
+    const known = (quality?.values ?? []).map((value, i) => [quality[this.view.axis][i], value])
+      .filter(([, value]) => value !== null);
+    const inside = known.filter(([x]) => x >= low && x <= high);
+    return (inside.length ? inside : known).map(([, value]) => value);
   }
 
   // -- drawing -----------------------------------------------------------------------------------
 
-  draw(domain, most) {
-    this.domain = domain;
-    this.most = most;
+  // range: of the quality's axis.
+  draw(scale, range) {
     const {data} = this;
+    Object.assign(this.pointer, {domain: scale.domain, left: scale.left});
+    this.plot.dataset.left = scale.left;
     if (!data) return;
     this.layers.hidden = !data.layers;
     this.quality.hidden = !data.quality;
-    const scale = {axis: this.view.axis, domain, most};
+    this.facts.textContent = facts(data, scale).join(' · ');
     drawBand(this.band, data, scale);
     if (data.layers) {
       const height = Math.max(3, Math.min(LAYER_HEIGHT, 240 / data.layers.names.length));
       this.layers.style.height = `${height * data.layers.names.length}px`;
       drawLayers(this.layers, data.layers, scale);
     }
-    if (data.quality) drawQuality(this.quality, data.quality, scale);
+    if (data.quality) drawQuality(this.quality, data.quality, scale, range);
     drawAxis(this.axis, scale);
-  }
-
-  // -- the pointer -------------------------------------------------------------------------------
-
-  listen() {
-    let from = null;
-    this.plot.addEventListener('pointermove', (event) => {
-      const {x, width} = this.at(event);
-      this.on.pointed(this.value(x, width));
-      this.showBrush(from, x);
-      Tip.show(this, this.value(x, width), this.layerAt(event), event);
-    });
-    this.plot.addEventListener('pointerleave', () => {
-      this.on.pointed(null);
-      Tip.hide();
-    });
-    this.plot.addEventListener('pointerdown', (event) => {
-      from = this.at(event).x;
-      this.plot.setPointerCapture(event.pointerId);
-    });
-    this.plot.addEventListener('pointerup', (event) => {
-      const {x, width} = this.at(event);
-      if (from !== null && Math.abs(x - from) > 5) {
-        const ends = [from, x].sort((a, b) => a - b).map((end) => this.value(end, width));
-        this.on.zoomed(...ends);
-      }
-      from = null;
-      this.showBrush(null, 0);
-    });
-    this.plot.addEventListener('dblclick', () => this.on.whole());
-  }
-
-  at(event) {
-    const box = this.plot.getBoundingClientRect();
-    return {x: Math.min(Math.max(event.clientX - box.left, 0), box.width), width: box.width};
-  }
-
-  value(x, width) {
-    const [low, high] = this.domain;
-    return low + (x / width) * (high - low);
   }
 
   layerAt(event) {
@@ -153,17 +121,36 @@ export class Row {
     const row = Math.floor(((event.clientY - box.top) / box.height) * rows);
     return row >= 0 && row < rows ? row : null;
   }
+}
 
-  cross(x) {
-    const [low, high] = this.domain;
-    this.line.hidden = x === null;
-    if (x !== null) this.line.style.left = `${(100 * (x - low)) / (high - low)}%`;
+// What is to be known at a glance, of the part of the run that is shown.
+function facts(data, {axis, domain}) {
+  const {numbers, quality, totals, band} = data;
+  const piece = Math.max(0, last(band[axis], domain[1]));
+  const end = last(numbers[axis], domain[1]);
+  const before = last(numbers[axis], domain[0]);
+  const told = [`${cfName(band.cf[piece])} at step ${numbers.step[end] ?? data.to}`];
+  if (end > Math.max(0, before)) {
+    // From the run's first step on the totals are those of its end.
+    const part = (values) => values[end] - (before < 0 || numbers.step[before] <= data.first
+      ? 0 : values[before]);
+    const moves = totals.moves[end] - totals.moves[Math.max(0, before)];
+    told.push(`${moves} switch${moves === 1 ? '' : 'es'}`);
+    const [sent, dense] = [part(totals.sent), part(totals.dense)];
+    if (dense > 0) told.push(`${saved(sent / dense)} (${short(sent / 1e6)} MB sent)`);
+    const first = Math.max(0, before);
+    const seconds = numbers.second[end] - numbers.second[first];
+    const steps = numbers.step[end] - numbers.step[first];
+    if (seconds > 0) told.push(`${Number((steps / seconds).toPrecision(3))} steps/s`);
   }
+  const shown = quality ? last(quality[axis], domain[1]) : -1;
+  if (shown >= 0) told.push(`${quality.tag} ${short(quality.values[shown])}`);
+  return told;
+}
 
-  showBrush(from, x) {
-    this.brush.hidden = from === null;
-    if (from === null) return;
-    this.brush.style.left = `${Math.min(from, x)}px`;
-    this.brush.style.width = `${Math.abs(x - from)}px`;
-  }
+function saved(share) {
+  const percent = 100 * (1 - share);
+  if (Math.abs(percent) < 0.5) return 'as many bytes as dense';
+  const text = Math.abs(percent) >= 99 ? Math.abs(percent).toFixed(1) : Math.abs(percent).toFixed(0);
+  return `${text}% ${percent > 0 ? 'fewer' : 'more'} bytes than dense`;
 }

@@ -1,44 +1,27 @@
-// What a run did at the step under the pointer, and why.
+// The box beside the pointer, and what it says of a run: what it did at this step, and why.
 
-import {cfName, element, short} from './page.js';
+import {cfName, element, last, short} from './page.js';
 
 const NAMES = {
-  'throughput/t_sys': 'T_sys',
-  'throughput/t_comp': 'T_comp',
+  'throughput/t_sys': 'throughput, T_sys',
+  'throughput/t_comp': 'throughput x gain, T_comp',
   'bytes/sent': 'bytes sent',
   'bytes/wire_factor': 'wire factor',
   'time/step': 'step time, s',
-  'cf/candidate': 'candidate',
-  'cf/floor': 'floor',
+  'cf/candidate': 'candidate CF',
+  'cf/floor': 'floor CF',
   'gain/sent': 'gain',
 };
-
-// Index of the last of ascending values that is at most x; -1 if there is none.
-export function last(values, x) {
-  let low = 0;
-  let high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] <= x) low = middle + 1;
-    else high = middle;
-  }
-  return low - 1;
-}
 
 export const Tip = {
   box: element('div', {className: 'tip', role: 'tooltip', hidden: true}),
 
-  show(row, x, layer, event) {
-    const {data, view: {axis}} = row;
-    const at = data ? last(data.numbers[axis], x) : -1;
-    const piece = data ? last(data.band[axis], x) : -1;
-    if (at < 0 || piece < 0 || x > data.band.end[axis]) {
-      this.hide();
-      return;
-    }
+  // lines: elements; none hide the box.
+  show(lines, event) {
+    this.box.hidden = !lines.length;
+    if (this.box.hidden) return;
     if (!this.box.isConnected) document.body.append(this.box);
-    this.box.replaceChildren(...lines(data, axis, x, at, piece, layer, row.name));
-    this.box.hidden = false;
+    this.box.replaceChildren(...lines);
     const {offsetWidth: width, offsetHeight: height} = this.box;
     const beside = event.clientX + 14 + width > innerWidth;
     this.box.style.left = `${Math.max(4, event.clientX + (beside ? -14 - width : 14))}px`;
@@ -50,8 +33,12 @@ export const Tip = {
   },
 };
 
-function lines(data, axis, x, at, piece, layer, name) {
+// What a row says at x; layer: the number of the one pointed at, or null.
+export function tellStep(data, axis, x, layer, name) {
   const {numbers, switches, quality, layers} = data;
+  const at = last(numbers[axis], x);
+  const piece = last(data.band[axis], x);
+  if (at < 0 || piece < 0 || x > data.band.end[axis]) return [];
   const step = axis === 'step' ? Math.floor(x) : numbers.step[at];
   const second = axis === 'second' ? x : numbers.second[at];
   const made = [
@@ -62,7 +49,7 @@ function lines(data, axis, x, at, piece, layer, name) {
   let move = newest; // the last one that changed the CF; what came after it were judgements
   while (move >= 0 && switches.before[move] === switches.cf[move]) move -= 1;
   if (move >= 0) made.push(reason(switches, move, 'since'));
-  if (newest > move) made.push(reason(switches, newest, 'judged at'));
+  if (newest > move) made.push(reason(switches, newest, 'kept at'));
   if (layer !== null && layers) {
     const column = last(layers[axis], x);
     if (column >= 0) made.push(fact(layers.names[layer], cfName(layers.cf[layer][column] ?? 1)));
@@ -86,13 +73,13 @@ function reason(switches, i, word) {
 }
 
 function order(tag) {
-  return ['gain', 'throughput', 'bytes', 'time', 'cf'].indexOf(tag.split('/')[0]);
+  return ['time', 'bytes', 'gain', 'throughput', 'cf'].indexOf(tag.split('/')[0]);
 }
 
 function title(tag) {
   return NAMES[tag] ?? tag.replace('gain/', 'gain, ').replace('_', ' ');
 }
 
-function fact(name, value) {
+export function fact(name, value) {
   return element('div', {className: 'fact'}, element('span', {}, name), element('b', {}, value));
 }

@@ -40,7 +40,7 @@ export class Toolbar {
     this.count.textContent = `Runs (${runs.length})`;
     this.runs.replaceChildren(...this.names.map((name) => this.box(name)));
     const tags = [...new Set(runs.flatMap((run) => run.qualities))];
-    this.qualities.fill({'': tags.length ? 'likeliest' : 'none', ...pairs(tags)});
+    this.qualities.fill({'': tags.length ? 'of each run its evaluation, or loss' : 'none', ...pairs(tags)});
   }
 
   box(name) {

@@ -63,8 +63,22 @@ class Page:
         return ActionChains(self.driver, duration=50)
 
     def offset(self, canvas: Any, share: float) -> int:
-        """From the middle of a canvas to this share of its width, in pixels."""
-        return round((share - 0.5) * canvas.size["width"])
+        """From the middle of a canvas to this share of what is right of its names, in pixels."""
+        left = int(canvas.find_element("xpath", "..").get_attribute("data-left"))
+        width = canvas.size["width"]
+        return round(left + share * (width - left) - width / 2)
+
+    def drag(self, canvas: Any, begin: float, end: float) -> None:
+        """Drag out these shares of a canvas."""
+        x = self.offset(canvas, begin)
+        pointer = self.pointer().move_to_element_with_offset(canvas, x, 0).click_and_hold()
+        pointer.move_by_offset(self.offset(canvas, end) - x, 0).release().perform()
+
+    def column(self, canvas: Any, share: float) -> list[list[int]]:
+        """Colours of the pixels there, from the bottom up: red, green, blue, alpha."""
+        x = self.offset(canvas, share) + canvas.size["width"] / 2
+        data = self.driver.execute_script(_COLUMN, canvas, x)
+        return [data[i : i + 4] for i in range(0, len(data), 4)][::-1]
 
     def hover(self, run: str, share: float, kind: str = "band") -> str:
         """The text that the pointer brings up there."""
@@ -82,6 +96,13 @@ class Page:
         """What the console calls severe."""
         log = self.driver.get_log("browser")
         return [entry["message"] for entry in log if entry["level"] == "SEVERE"]
+
+
+_COLUMN = """
+const [canvas, x] = arguments;
+const dots = canvas.width / canvas.clientWidth;
+return [...canvas.getContext('2d').getImageData(Math.round(x * dots), 0, 1, canvas.height).data];
+"""
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from adaptive import TensorBoardTimeline
+from adaptive import Event, TensorBoardTimeline
 from runs.dashboard.timeline import MARKS, PIECES, POINTS
 from tests.integration.browser.conftest import STEPS, Page
 from tests.integration.browser.synthetic import many_runs
@@ -42,7 +42,10 @@ def test_rows_are_the_runs_and_a_hover_tells_the_reason(
         assert f"\nCF {switch['cf']:g}\n" in tip or (switch["cf"] == 1 and "\ndense\n" in tip)
     tip = page.hover("gravac", (switches[1]["step"] - 0.5) / STEPS)  # the end of a stretch
     for word in ("T_sys", "T_comp", "gain", "bytes sent", "wire factor", "eval/quality"):
-        assert re.search(rf"^{word}\n[\d.]+", tip, re.M), tip
+        assert re.search(rf"^.*{word}\n[\d.]+", tip, re.M), tip
+    facts = page.all(".run[data-run='gravac'] .facts")[0].text
+    assert re.search(r"\d% (fewer|more) bytes than dense \([\d.]+ MB sent\)", facts), facts
+    assert re.search(r"[\d.]+ steps/s.*eval/quality [\d.]+", facts), facts
     if path := request.config.getoption("screenshot"):
         page.hover("gravac", (switches[1]["step"] + 0.5) / STEPS)
         page.driver.save_screenshot(str(path))
@@ -109,12 +112,65 @@ def test_a_drag_zooms_and_a_button_goes_back(page: Page, axis: str) -> None:
 
     first, last = step(0.02), step(0.98)
     left, right = step(0.2 + 0.3 * 0.02), step(0.2 + 0.3 * 0.98)
-    pointer = page.pointer().move_to_element_with_offset(band, page.offset(band, 0.2), 0)
-    pointer.click_and_hold().move_by_offset(round(0.3 * band.size["width"]), 0).release().perform()
+    page.drag(band, 0.2, 0.5)
     page.wait(whole.is_displayed)
     page.wait(lambda: abs(step(0.02) - left) <= 1 and abs(step(0.98) - right) <= 1)
     whole.click()
     page.wait(lambda: (step(0.02), step(0.98)) == (first, last))
+    assert page.errors() == []
+
+
+STRANGE = "<b>&lt;'x'"
+
+
+def _stretches(folder: Path, cfs: list[float], steps: int = 20) -> None:
+    """A run that has each of the CFs for so many steps."""
+    with SummaryWriter(str(folder)) as writer:
+        timeline = TensorBoardTimeline(writer, interval=1)
+        for i, cf in enumerate(cfs):
+            if i:
+                timeline.event(Event(i * steps, cfs[i - 1], cf, f"<i>up</i> to {cf:g}"))
+            for step in range(i * steps, (i + 1) * steps):
+                timeline.step(_record(step, cf))
+                writer.add_scalar("eval/quality", 100 / (step + 1), step)
+        timeline.close()
+
+
+def test_the_axis_is_logarithmic_and_colours_stay_whatever_is_shown(
+    serve: Callable[[Path], Page], tmp_path: Path
+) -> None:
+    _stretches(tmp_path / STRANGE, [1.0, 10.0, 100.0, 1000.0])
+    _stretches(tmp_path / "other", [20.0])
+    page = serve(tmp_path)
+    page.open()
+    page.enter()
+    page.wait(lambda: len(page.all(".run[data-loaded]")) == 2)
+    assert set(page.rows()) == {STRANGE, "other"}
+    assert {name.text for name in page.all(".name")} == {STRANGE, "other"}
+    band = page.all(".run .band")[page.rows().index(STRANGE)]
+
+    def filled(share: float) -> tuple[int, tuple[int, ...]]:
+        """Height of what is filled, and its colour."""
+        column = page.column(band, share)
+        colour = column[1]
+        return next(i for i, c in enumerate(column) if c != colour and i > 1), tuple(colour)
+
+    dense, ten, hundred, thousand = (filled((i + 0.5) / 4) for i in range(4))
+    assert dense[0] < ten[0] < hundred[0] < thousand[0]
+    assert ten[0] - dense[0] == pytest.approx(hundred[0] - ten[0], abs=2)
+    assert thousand[0] - hundred[0] == pytest.approx(hundred[0] - ten[0], abs=2)
+    assert len({colour for _, colour in (dense, ten, hundred, thousand)}) == 4
+    page.drag(band, 0.3, 0.7)  # 10 and 100 are left
+    whole = page.all("#whole")[0]
+    page.wait(whole.is_displayed)
+    page.wait(lambda: filled(0.2)[1] == ten[1] and filled(0.8) == hundred)
+    facts = lambda: page.all(".facts")[page.rows().index(STRANGE)].text  # noqa: E731
+    page.wait(lambda: "· 1 switch ·" in facts())  # of those that are shown
+    page.all("#filter")[0].send_keys("<b>")
+    page.wait(lambda: page.rows() == [STRANGE])
+    assert filled(0.2)[1] == ten[1]
+    tip = page.hover(STRANGE.replace("'", "\\'"), 0.9)
+    assert "<i>up</i> to 100" in tip
     assert page.errors() == []
 
 
@@ -151,8 +207,9 @@ def test_twenty_runs_of_a_hundred_thousand_steps(
             body = answer.read()
         sizes.append(len(body))
         row = json.loads(body)
-        assert row["moves"] == len(row["switches"]["step"]) + sum(row["switches"]["others"])
-        assert row["moves"] > 1900
+        moves = row["totals"]["moves"][-1]
+        assert moves == len(row["switches"]["step"]) + sum(row["switches"]["others"])
+        assert moves > 1900
         assert len(row["switches"]["step"]) <= MARKS
         assert len(row["band"]["step"]) <= PIECES
         assert len(row["numbers"]["step"]) <= POINTS
@@ -167,7 +224,7 @@ def test_twenty_runs_of_a_hundred_thousand_steps(
 def test_the_other_pages_are_useful(page: Page) -> None:
     page.open("custom_scalars")
     body = lambda: page.driver.execute_script(_ALL_TEXT)  # noqa: E731
-    page.wait(lambda: "CF timeline" in body() and "throughput: T_sys, T_comp" in body())
+    page.wait(lambda: "CF timeline" in body() and "step time (seconds)" in body())
     page.open("hparams")
     page.wait(lambda: all(word in body() for word in ("policy", "accordion", "final/wire_factor")))
     assert page.errors() == []

@@ -1,0 +1,335 @@
+"""The pictures of a report: what the scripts in `static/` draw, as JSON-like values.
+
+The lines of a chart may have several horizontal axes, of which the reader chooses; the rows are
+those of the dashboard. Values that are not known are None.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaptive import LinkSpec
+from adaptive.timeline.tensorboard import scalars
+from policies import DENSE
+from runs import dashboard
+from runs.dashboard.series import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series
+from runs.dashboard.thin import Switch
+from runs.dashboard.timeline import timeline
+from runs.densities import edges
+from runs.progress import cf_name
+from runs.report.run import Run
+from runs.report.table import Row
+from runs.report.target import Target
+
+DETAIL = 4
+"""Times as many points as a screen of the dashboard, which would ask for more at a zoom."""
+
+BUCKETS = 240
+"""Of a gain's curve: each is the mean of the steps in it."""
+
+LOG_FROM = 2.5
+"""Qualities whose largest is so many times the least are drawn on a logarithmic axis."""
+
+SHARED = ("page", "colours", "draw", "pointer", "tip", "row", "rows")
+OWN = ("chart", "report")
+"""Scripts of the dashboard that a report has, too, and its own."""
+
+_Place = Callable[[Row, int], float]
+"""Where an evaluation after so many steps goes on the horizontal axis; nan: nowhere."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Everything that a page draws. quality: names of charts and what can be said of them in words,
+    in the order of the page. gains, densities: the name of a run's chart, by its name."""
+
+    charts: dict[str, Any]
+    rows: list[dict[str, Any]]
+    quality: list[tuple[str, str]]
+    gains: dict[str, str]
+    densities: dict[str, str]
+
+    def as_json(self) -> str:
+        """For a script element: no text of a user's can end it."""
+        text = json.dumps({"charts": self.charts, "rows": self.rows}, allow_nan=False)
+        return text.replace("<", "\\u003c")
+
+
+def make_pictures(
+    rows: Sequence[Row], targets: Mapping[str, Target], networks: Sequence[LinkSpec]
+) -> tuple[Pictures, list[str]]:
+    """All that the runs have the data for, and notes on those that they have not."""
+    runs = [row.run for row in rows]
+    look = looks(runs)
+    charts: dict[str, Any] = {}
+    quality, gains, notes = [], {}, []
+    for task in dict.fromkeys(run.task for run in runs if run.has_quality):
+        some = [row for row in rows if row.run.task == task and row.run.has_quality]
+        some.sort(key=lambda row: not row.run.is_dense)  # first, and so behind the others
+        charts[f"quality {task}"] = _quality(some, targets.get(task), networks, look)
+        quality.append((f"quality {task}", _told(some)))
+    for run in runs:
+        if lines := _gains(run):
+            gains[run.name] = f"gains {run.name}"
+            charts[gains[run.name]] = {
+                "xs": [{"title": "step", "log": False}],
+                "lines": lines,
+                "y": {"title": "gain", "log": False, "low": 0, "high": 1},
+            }
+    densities = {run.name: f"densities {run.name}" for run in runs if run.densities}
+    charts |= {densities[run.name]: _densities(run) for run in runs if run.densities}
+    drawn = [row for run in runs if (row := _timeline(run)) is not None]
+    if not quality:
+        notes.append("no run was evaluated: no quality to draw")
+    if not drawn:
+        notes.append("no run has a timeline: no CFs to draw")
+    return Pictures(charts, drawn, quality, gains, densities), notes
+
+
+def scripts() -> str:
+    """All scripts as one: a page alone has no place from which one module could import another."""
+    folders = [Path(dashboard.__file__).parent] * len(SHARED) + [Path(__file__).parent] * len(OWN)
+    parts = [
+        (folder / "static" / f"{name}.js").read_text("utf-8")
+        for folder, name in zip(folders, (*SHARED, *OWN), strict=True)
+    ]
+    return re.sub(r"^import [^;]*;\n|^export ", "", "\n".join(parts), flags=re.M)
+
+
+def styles() -> str:
+    """Those of the dashboard, with the report's own."""
+    files = Path(dashboard.__file__).parent / "static/style.css", Path(__file__).parent
+    return files[0].read_text("utf-8") + (files[1] / "static/report.css").read_text("utf-8")
+
+
+# -- quality -----------------------------------------------------------------------------------
+
+
+def looks(runs: Sequence[Run]) -> dict[str, tuple[int | None, int]]:
+    """Colour (None: that of dense) and dash of each run by its name: one colour for all runs of the
+    same settings, a dash for each."""
+    kinds: dict[object, list[Run]] = {}
+    for run in runs:
+        kind: object = run.name
+        if run.config is not None:
+            kind = replace(run.config, seed=0, log_dir="", json=False)
+        kinds.setdefault(kind, []).append(run)
+    found: dict[str, tuple[int | None, int]] = {}
+    coloured = 0
+    grey = 0
+    for alike in kinds.values():
+        dense = alike[0].is_dense
+        for i, run in enumerate(alike):
+            found[run.name] = (None, grey + i) if dense else (coloured, i)
+        grey += len(alike) if dense else 0
+        coloured += not dense
+    return found
+
+
+def _quality(
+    rows: Sequence[Row],
+    target: Target | None,
+    networks: Sequence[LinkSpec],
+    look: Mapping[str, tuple[int | None, int]],
+) -> dict[str, Any]:
+    measured: tuple[str, _Place] = (
+        _measured(rows),
+        lambda row, done: row.run.seconds_by(done),
+    )
+    modelled = [(f"seconds on {net}, modelled", _modelled(i)) for i, net in enumerate(networks)]
+    if not any(row.run.records for row in rows):
+        modelled = []
+    others: list[tuple[str, _Place]] = [
+        ("MB sent by a worker", lambda row, done: row.run.sent_by(done) / 1e6),
+        ("steps", lambda row, done: done),
+    ]
+    linked = any(row.run.link for row in rows)
+    places = [*modelled[:1], measured, *modelled[1:]] if linked else [measured, *modelled]
+    places += others
+    qualities = [q for row in rows for _, q in row.run.evaluations if isfinite(q)]
+    return {
+        "xs": [{"title": name, "log": _spreads(rows, name, place)} for name, place in places],
+        "lines": [_line(row, places, look) for row in rows],
+        "y": {
+            "title": rows[0].run.quality_name,
+            "log": 0 < LOG_FROM * min(qualities) < max(qualities),
+        },
+        "limit": {"value": target.quality, "title": f"target {target.quality:.4g}"}
+        if target is not None and isfinite(target.quality)
+        else None,
+    }
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    """The name of the axis of measured seconds."""
+    links = {row.run.link or "no link emulated" for row in rows}
+    clocks = any(row.run.config and row.run.config.fixed_clock is not None for row in rows)
+    where = links.pop() if len(links) == 1 else "of different links: do not compare"
+    return f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})"
+
+
+def _modelled(network: int) -> _Place:
+    return lambda row, done: row.run.at(row.modelled[network], done)
+
+
+def _spreads(rows: Sequence[Row], name: str, place: _Place) -> bool:
+    """Bytes of dense and compressed runs differ by orders of magnitude."""
+    ends = [place(row, row.run.evaluations[-1][0]) for row in rows]
+    ends = [end for end in ends if isfinite(end)]
+    return name.startswith("MB") and bool(ends) and 0 < min(ends) < max(ends) / 30
+
+
+def _line(
+    row: Row,
+    places: Sequence[tuple[str, _Place]],
+    look: Mapping[str, tuple[int | None, int]],
+) -> dict[str, Any]:
+    run = row.run
+    colour, dash = look[run.name]
+    return {
+        "name": f"{run.name}: {run.quality:.4g} at the end",
+        "run": colour,
+        "dash": dash % 4,
+        "x": [_known(place(row, done) for done, _ in run.evaluations) for _, place in places],
+        "y": _known(quality for _, quality in run.evaluations),
+    }
+
+
+def _told(rows: Sequence[Row]) -> str:
+    run = rows[0].run
+    better = "higher" if run.higher_is_better else "lower"
+    ends = "; ".join(f"{row.run.name} ends at {row.run.quality:.4g}" for row in rows)
+    return f"Held-out {run.quality_name} ({better} is better): {ends}"
+
+
+# -- gains -------------------------------------------------------------------------------------
+
+
+def _gains(run: Run) -> list[dict[str, Any]]:
+    """What each CF that was sent or probed would have kept of the gradient; dashed: in steady
+    state, from the shadow ladder."""
+    found: dict[tuple[float, int], tuple[list[int], list[float]]] = {}
+    for record in run.records:
+        report = record.report
+        measured = {cf: report.gain(cf, run.gain_kind) for cf in report.measurements}
+        if isfinite(record.gain):
+            measured[report.cf] = record.gain  # what decides, as the policy averages it
+        for dash, gains in enumerate((measured, report.steady)):
+            for cf, gain in gains.items():
+                if isfinite(gain) and cf != DENSE:
+                    steps, values = found.setdefault((cf, dash), ([], []))
+                    steps.append(report.step)
+                    values.append(gain)
+    return [
+        {
+            "name": f"CF {cf_name(cf)}{', in steady state' if dash else ''}",
+            "cf": cf,
+            "dash": dash,
+            "x": [_rounded(means(steps, steps))],
+            "y": _rounded(means(steps, values)),
+        }
+        for (cf, dash), (steps, values) in sorted(found.items())
+    ]
+
+
+def means(steps: Sequence[int], values: Sequence[float], most: int = BUCKETS) -> list[float]:
+    """Means over at most `most` stretches of as many steps each, without those that are empty."""
+    at = np.asarray(steps)
+    bucket = (at - at[0]) // -(-(at[-1] - at[0] + 1) // most)
+    _, index, counts = np.unique(bucket, return_inverse=True, return_counts=True)
+    found: list[float] = (np.bincount(index, weights=values) / counts).tolist()
+    return found
+
+
+# -- densities ---------------------------------------------------------------------------------
+
+
+def _densities(run: Run) -> dict[str, Any]:
+    """Histograms of the magnitudes of gradient values in the last step that has some (Harris 2020),
+    negative and positive ones together."""
+    found, at = run.densities[-1], edges()
+    lines = []
+    for name, run_colour, one in (("before", None, found.before), ("after", 0, found.after)):
+        counts = [a + b for a, b in zip(one.negative, one.positive, strict=True)]
+        lines.append(
+            {
+                "name": f"{name} compression, {one.zeros / max(1, one.values):.1%} of them 0",
+                "run": run_colour,
+                "dash": 0,
+                "x": [_rounded((a * b) ** 0.5 for a, b in pairwise(at))],
+                "y": [count / one.values if count else None for count in counts],
+            }
+        )
+    return {
+        "xs": [{"title": "magnitude", "log": True}],
+        "lines": lines,
+        "y": {"title": f"share of gradient values, step {found.step}", "log": True},
+    }
+
+
+# -- the dashboard's rows ----------------------------------------------------------------------
+
+
+class Records:
+    """A `Source` of the dashboard: one run's records, by the tags that the sink would write."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._points: dict[str, list[tuple[float, float, float]]] = {}
+        layers: dict[str, float] = {}
+        for record in run.records:
+            step, cf = record.report.step, record.report.cf
+            layers = {**dict.fromkeys(layers, cf), **record.layer_cfs}
+            own = {f"{LAYER}{name}": value for name, value in layers.items()}
+            for tag, value in (scalars(record) | own).items():
+                if tag in _KEPT or tag in own or NUMBERS.fullmatch(tag):
+                    self._add(tag, step, record.elapsed, value)
+        if not run.records and run.history:  # plain DDP
+            self._add(SENT, 0, 0.0, DENSE)
+            self._add(SENT, run.trained - 1, run.seconds_by(run.trained), DENSE)
+        for done, quality in run.evaluations:
+            self._add(run.quality_name, done - 1, 0.0, quality)
+
+    def _add(self, tag: str, step: int, elapsed: float, value: float) -> None:
+        if isfinite(value):
+            self._points.setdefault(tag, []).append((step, elapsed, min(value, MOST)))
+
+    def tags(self, run: str) -> list[str]:
+        return list(self._points) if SENT in self._points else []
+
+    def scalars(self, run: str, tags: Sequence[str]) -> dict[str, Series]:
+        return {
+            tag: Series(*np.asarray(self._points[tag], dtype=np.float64).T)
+            for tag in tags
+            if tag in self._points
+        }
+
+    def headline(self, run: str) -> str:
+        return ""  # the page's first card has it
+
+    def switches(self, run: str) -> list[Switch]:
+        return [Switch(e.step, e.cf_before, e.cf, e.reason) for e in self._run.recorded.events]
+
+
+_KEPT = (SENT, ACTIVE, *TOTALS.values())
+
+
+def _timeline(run: Run) -> dict[str, Any] | None:
+    return timeline(Records(run), run.name, run.quality_name, None, DETAIL)
+
+
+def _known(values: Any) -> list[float | None]:
+    return [value if isfinite(value) else None for value in values]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
