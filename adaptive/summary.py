@@ -28,7 +28,8 @@ class Summary(Stateful):
     are more. element_bytes: of an element of the dense gradients, on average: 4 in fp32, 2 in bf16.
     seconds: of steps (their medians, so that pauses do not count). timed_steps: how many of them.
     dense_step: what a dense step takes on the network as it is now. network: an emulated link, in
-    words.
+    words. gossip: the algorithm and the topology, with its spectral gap; empty where the ranks
+    exchange with all.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -47,6 +48,7 @@ class Summary(Stateful):
     timed_steps: int = field(default=0, metadata=_SAVED)
     dense_step: DenseStep = NOT_TIMED
     network: str = ""
+    gossip: str = ""
 
     @property
     def mean_gain(self) -> dict[float, float]:
@@ -128,7 +130,7 @@ class Summary(Stateful):
             f"wire factor {self.wire_factor:.1f}{against}"
         )
         rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:.3g}")
-        return "\n".join([*rows, self.verdict] if self.verdict else rows)
+        return "\n".join([*rows, *filter(None, (self.gossip, self.verdict))])
 
 
 def _bytes(number: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -88,6 +89,12 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+
+    def measured(self) -> AbstractContextManager[None]:
+        """A context in which the model is the one whose quality counts."""
+        if self.compressor is None or self._config.exchange != "gossip":
+            return nullcontext()
+        return self.compressor.averaged()
 
     def summary(self) -> Summary:
         """What was sent so far."""
@@ -320,10 +327,12 @@ class _Keeper:
 
 
 def _evaluate(trainer: Trainer, logbook: Logbook | None) -> float | None:
-    """Rank 0 measures, the others do not wait before they have to."""
-    if trainer.rank != 0:
-        return None
-    quality = trainer.task.evaluate(trainer.model)
+    """Rank 0 measures, the others do not wait before they have to. With gossip no rank has the
+    model that is trained, the mean of all: on all ranks."""
+    with trainer.measured():
+        if trainer.rank != 0:
+            return None
+        quality = trainer.task.evaluate(trainer.model)
     if logbook is not None:
         logbook.evaluated(trainer.step, trainer.task.quality_name, quality)
     return quality
@@ -340,7 +349,8 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     except Exception as error:  # whatever does not fit, the other ranks must hear of it
         problem = f"--resume {folder}: the checkpoint does not fit this program: {error!r}"
     raise_on_all(problem)
-    if checkpoint.config.local_steps in (None, 1):
+    alike = checkpoint.config.local_steps in (None, 1) and checkpoint.config.exchange != "gossip"
+    if alike:
         check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False
