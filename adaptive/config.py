@@ -213,10 +213,10 @@ class Settings:
             raise ValueError(
                 f"overlap={self.overlap}: must be less than local_steps={self.local_steps}"
             )
-        if self.local_steps != 1:
-            self._check_local_steps()
         if self.gossip is not None:
             self._check_gossip()
+        if self.local_steps != 1:
+            self._check_local_steps()
         if self.residual_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"residual_dtype must be torch.float32 or torch.bfloat16, got "
