@@ -82,7 +82,7 @@ class AdaptiveCompressor:
         "deepsqueeze" (feeds errors back), "choco-sgd" (differences from a replica) or "naive" (does
         not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or "choco-sgd".
     consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
-        moves, in (0, 1]. None: 1. The more is lost in compression, the smaller it must be.
+        moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays

@@ -54,7 +54,7 @@ from adaptive.bucket import (
 )
 from adaptive.exchange.collectives import Arriving, Exchange
 from adaptive.exchange.strategies import Outgoing, pack, unpack
-from adaptive.exchange.topology import Topology
+from adaptive.exchange.topology import GossipChoice, Topology
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
@@ -124,24 +124,23 @@ class _Chunk:
 class Gossip:
     """Gossip of one model, whose parameters are alike on all ranks when it begins.
 
-    algorithm: one of the five. step_size: eta. granularity: of what is compressed. open: a
+    algorithm: one of the five. granularity: of what is compressed. open: a
     backward has ended, whose step has not been made yet: each has its exchange, so that no rank
     waits for one that has left a step out."""
 
     def __init__(
         self,
         parameters: Iterable[ModelParameter],
-        algorithm: str,
-        step_size: float,
+        choice: GossipChoice,
         topology: Topology,
         granularity: Granularity,
         exchange: Exchange,
     ) -> None:
-        self.algorithm = algorithm
+        self.algorithm = choice.algorithm
         self.topology = topology
-        self.open = False
+        self.open = self._mixed = False
         self.parameters = list(parameters)
-        self._step_size = step_size
+        self._step_at = choice.step_at
         self._granularity = granularity
         self._exchange = exchange
         self._chunks = [self._chunk(each) for each in _chunks(self.parameters)]
@@ -158,8 +157,9 @@ class Gossip:
     def before_step(self) -> None:
         """The optimizer has its gradients: let in what neighbours have sent, if that is not done
         yet. Its step then goes on from there."""
-        if self.algorithm in AT_ONCE:
+        if self.algorithm in AT_ONCE or self._mixed:
             return
+        self._mixed = True
         for chunk in self._chunks:
             self._receive(chunk)
             if self.algorithm == "dcd-psgd":
@@ -169,12 +169,13 @@ class Gossip:
     def after_step(self, step: int, cfs: StepCFs, tally: Tally) -> None:
         """Send what the step has come to, at the CFs of the step; DeepSqueeze and CHOCO-SGD also
         receive. On every rank, as often and in the same order."""
+        self._mixed = False
         for index, chunk in enumerate(self._chunks):
             self._send(index, chunk, step, cfs, tally)
         if self.algorithm in AT_ONCE:
             for chunk in self._chunks:
                 self._receive(chunk)
-                chunk.move(chunk.offset, self._step_size)
+                chunk.move(chunk.offset, self._step_at(cfs.send))
 
     def _send(self, index: int, chunk: _Chunk, step: int, cfs: StepCFs, tally: Tally) -> None:
         """Compress what there is to tell of a chunk, and hand it to the neighbours."""
@@ -280,7 +281,7 @@ class Gossip:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
-        self.open = False
+        self.open = self._mixed = False
         for chunk in self._chunks:
             chunk.before = None
             for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):

@@ -272,8 +272,7 @@ class Session:
         """From here on each rank steps by itself, and exchanges with its neighbours."""
         self._gossip = Gossip(
             self._parameters.values(),
-            choice.algorithm,
-            choice.step_size,
+            choice,
             choice.make(self.exchange.world_size),
             self._granularity,
             self.exchange,

@@ -307,7 +307,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         type=positive,
         metavar="ETA",
         help="of deepsqueeze and choco-sgd: the share of its neighbours' weighted difference that "
-        "a worker moves by, in (0, 1]; the larger the CF, the smaller (1)",
+        "a worker moves by, in (0, 1] (2 / CF and 5 / CF, at most 1)",
     )
     add_link_argument(how, link)
 

@@ -24,8 +24,9 @@ from policies import checks
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
 ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
 
-WITH_STEP = ("deepsqueeze", "choco-sgd")
-"""Algorithms that have a consensus step size."""
+STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
+"""Algorithms that have a consensus step size, and what it is if nobody says: so much / CF, and not
+above 1. With more ranks may drift apart for good (docs/gossip.md)."""
 
 TOLERANCE = 1e-6
 """Of the sums of rows and columns of a user's matrix, which may be of float32."""
@@ -79,11 +80,11 @@ class Topology:
 @dataclass(frozen=True, eq=False)
 class GossipChoice:
     """What the user has chosen of gossip: one of TOPOLOGIES or a matrix, one of ALGORITHMS but
-    "auto", and the consensus step size."""
+    "auto", and the consensus step size, None: by the CF."""
 
     topology: str | Tensor
     algorithm: str
-    step_size: float
+    step_size: float | None
 
     def make(self, ranks: int) -> Topology:
         """ValueError if that cannot be with so many ranks."""
@@ -110,7 +111,13 @@ class GossipChoice:
 
     def __str__(self) -> str:
         of = self.topology if isinstance(self.topology, str) else self.topology.tolist()
-        return f"{self.algorithm} on {of}, consensus step {self.step_size:g}"
+        return f"{self.algorithm} on {of}, consensus step {self.step_size}"
+
+    def step_at(self, cf: float) -> float:
+        """The consensus step size at this CF; 1 where an algorithm has none."""
+        if self.step_size is not None:
+            return self.step_size
+        return min(1.0, STEP_SIZES.get(self.algorithm, cf) / cf)
 
 
 def choose_gossip(
@@ -145,12 +152,14 @@ def choose_gossip(
             f"gossip='dcd-psgd' needs an unbiased base (qsgd, natural, terngrad, 'none'), or the "
             f"errors of differences add up; got {base.name!r}: use 'choco-sgd' or 'deepsqueeze'"
         )
-    if consensus_step is not None and algorithm not in WITH_STEP:
+    if consensus_step is not None and algorithm not in STEP_SIZES:
         raise ValueError(
             f"consensus_step must be None with gossip={algorithm!r}, got {consensus_step!r}; it is "
-            f"for {' and '.join(WITH_STEP)}"
+            f"for {' and '.join(STEP_SIZES)}"
         )
-    step = checks.fraction("consensus_step", 1.0 if consensus_step is None else consensus_step)
+    step = consensus_step
+    if step is not None:
+        step = checks.fraction("consensus_step", step)
     of = "ring" if topology is None else topology
     of = checks.one_of("topology", of, TOPOLOGIES) if isinstance(of, str) else _matrix(of)
     return GossipChoice(of, algorithm, step)

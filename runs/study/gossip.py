@@ -54,9 +54,10 @@ CONTENDERS = (
     "topk@100:exchange=voted_indices",
     "none:exchange=gossip",
     "none:exchange=gossip,topology=exponential",
-    "topk@100:exchange=gossip,topology=exponential,consensus_step=0.2",
+    "topk@10:exchange=gossip",
+    "topk@100:exchange=gossip,topology=exponential",
     "qsgd@4:exchange=gossip",
-    "qsgd@8:exchange=gossip,gossip=deepsqueeze,consensus_step=0.5",
+    "qsgd@8:exchange=gossip,gossip=deepsqueeze",
     "qsgd@8:exchange=gossip,gossip=naive",
 )
 LINKS = ("1gbit,0.1ms", "1gbit,10ms", "100mbit,1ms", "10mbit,1ms", "10mbit,50ms")

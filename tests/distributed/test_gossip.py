@@ -134,7 +134,7 @@ def _reference(ranks: int, optimizer: str, gossip: str, topology: str) -> list[T
         ("d-psgd", "ring", "sgd", 4),
         pytest.param("d-psgd", "one_peer", "adamw", 2, marks=pytest.mark.long),
         pytest.param("dcd-psgd", "exponential", "adamw", 4, marks=pytest.mark.long),
-        ("dcd-psgd", "ring", "sgd", 2),
+        pytest.param("dcd-psgd", "ring", "sgd", 2, marks=pytest.mark.long),
         ("deepsqueeze", "one_peer", "adamw", 4),
         pytest.param("choco-sgd", "torus", "sgd", 4, marks=pytest.mark.long),
     ],
@@ -191,7 +191,7 @@ def _check_invariants(
     ("gossip", "topology", "ranks", "on_device"),
     [
         ("dcd-psgd", "ring", 4, False),
-        ("deepsqueeze", "exponential", 4, False),
+        pytest.param("deepsqueeze", "exponential", 4, False, marks=pytest.mark.long),
         ("choco-sgd", "ring", 2, True),
         pytest.param("deepsqueeze", "ring", 2, True, marks=pytest.mark.long),
         pytest.param("dcd-psgd", "torus", 4, True, marks=pytest.mark.long),
@@ -211,7 +211,11 @@ def test_compressed_the_mean_moves_by_the_mean_step_and_bytes_are_those_of_isend
 
 @pytest.mark.parametrize(
     ("gossip", "base", "ranks"),
-    [("d-psgd", "none", 2), ("dcd-psgd", "qsgd", 4), ("choco-sgd", "topk", 2)],
+    [
+        ("dcd-psgd", "qsgd", 4),
+        pytest.param("d-psgd", "none", 2, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "topk", 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_leaves_a_step_out_does_not_keep_others_waiting(
     gossip: str, base: str, ranks: int
@@ -236,7 +240,10 @@ def test_with_all_as_neighbours_deepsqueeze_at_cf_1_is_all_reduce() -> None:
         torch.testing.assert_close(mine["own"], theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("gossip", "base"), [("dcd-psgd", "qsgd"), ("deepsqueeze", "topk")])
+@pytest.mark.parametrize(
+    ("gossip", "base"),
+    [("deepsqueeze", "topk"), pytest.param("dcd-psgd", "qsgd", marks=pytest.mark.long)],
+)
 def test_simulated_ranks_do_what_processes_do(gossip: str, base: str) -> None:
     options = {"gossip": gossip, "topology": "exponential"}
     real = run_ranks(4, _train, "adamw", base, options)
@@ -311,7 +318,7 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
     ("gossip", "base", "form"),
     [
         ("dcd-psgd", "qsgd", "gathered"),
-        ("choco-sgd", "topk", "rank"),
+        pytest.param("choco-sgd", "topk", "rank", marks=pytest.mark.long),
         pytest.param("deepsqueeze", "topk", "gathered", marks=pytest.mark.long),
         pytest.param("d-psgd", "none", "opaque", marks=pytest.mark.long),
     ],

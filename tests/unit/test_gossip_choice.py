@@ -61,6 +61,14 @@ def test_what_nobody_has_chosen_follows_from_the_base() -> None:
     AdaptiveCompressor(exchange="gossip", policy=Schedule({0: 10, 5: 100}))
 
 
+def test_the_consensus_step_falls_with_the_cf_unless_it_is_given() -> None:
+    choco, squeeze = _gossip(), _gossip(gossip="deepsqueeze")
+    assert [choco.step_at(cf) for cf in (1.0, 5.0, 100.0)] == [1, 1, 0.05]
+    assert [squeeze.step_at(cf) for cf in (1.0, 2.0, 100.0)] == [1, 1, 0.02]
+    assert _gossip(consensus_step=0.3).step_at(100.0) == 0.3
+    assert _gossip(base="qsgd").step_at(8.0) == 1
+
+
 HALF = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
 
 
