@@ -258,6 +258,11 @@ class Session:
                 f"exchange must not be 'gossip' for a model with sparse gradients or complex "
                 f"parameters ({names}), which the ranks exchange as they are"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "exchange='gossip' does not go with LBFGS, of whose backwards one rank may need "
+                "more than another in a step"
+            )
         groups = [] if optimizer is None else optimizer.param_groups
         moved = {p for group in groups for p in group["params"]}
         left = [p.name for tensor, p in self._parameters.items() if tensor not in moved]

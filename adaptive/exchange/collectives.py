@@ -54,15 +54,17 @@ def signed(payload: Tensor) -> Tensor:
     return torch.cat((payload, checksum(payload)))
 
 
-def check(rows: Tensor, what: str, sources: Sequence[int]) -> tuple[Tensor, Flag]:
+def check(rows: Tensor, what: str, sources: Sequence[int] | None = None) -> tuple[Tensor, Flag]:
     """The payloads (ranks, bytes) without their checksums, and whether one has not its own. On the
-    host that is a CorruptPayload, which names `what` and those of the ranks `sources`."""
+    host that is a CorruptPayload, which names `what` and the ranks. sources: whose the rows are;
+    None: of ranks 0, 1, ..."""
     payloads = rows[:, :-NBYTES]
     own = torch.stack([checksum(payload) for payload in payloads])
     same = (own == rows[:, -NBYTES:]).all(dim=1)
     if not is_host(rows.device):
         return payloads, same.all() ^ True
-    wrong = [str(source) for source, fits in zip(sources, same, strict=True) if not fits]
+    ranks = range(len(rows)) if sources is None else sources
+    wrong = [str(rank) for rank, fits in zip(ranks, same, strict=True) if not fits]
     if wrong:
         raise CorruptPayload(
             f"{what}: the payload from rank {', '.join(wrong)} has not its checksum: its bytes "
