@@ -620,7 +620,11 @@ class Session:
 
     def explain(self, detail: bool) -> str:
         """The present state in words."""
-        return "\n".join(filter(None, (self.controller.explain(detail), self._told_of_gossip())))
+        told = self.controller.explain(detail)
+        if self._gossip is None:
+            return told
+        _, *rest = told.splitlines()
+        return "\n".join([self.summary().headline, *rest, self._told_of_gossip()])
 
     def _told_of_gossip(self) -> str:
         """Which it is, and how fast it brings ranks together."""

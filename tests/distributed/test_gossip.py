@@ -152,6 +152,9 @@ def test_uncompressed_it_is_what_replicas_do_that_mix(
         assert torch.equal(mine["united"], mine["mean"])
         assert f"spectral gap {named(topology, ranks).spectral_gap:.4g}" in mine["explained"]
         assert mine["summary"].gossip in str(mine["summary"])
+        for told in (str(mine["summary"]), mine["explained"]):
+            assert told.startswith("gossip: ")
+            assert "than a dense all-reduce" in told
 
 
 BASES = {"dcd-psgd": "qsgd", "deepsqueeze": "topk", "choco-sgd": "topk", "naive": "qsgd"}
