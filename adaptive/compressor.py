@@ -25,11 +25,13 @@ from adaptive.config import (
     default_policy,
     make_base,
     make_rungs,
+    no_memory,
     positive,
     require,
 )
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
+from adaptive.exchange.topology import choose_gossip
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks, registered_group
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from adaptive.memory.model_memory import MemoryChoice
@@ -68,9 +70,19 @@ class AdaptiveCompressor:
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
         "shared_indices" (sparsifiers with fp32 values: the ranks take turns in choosing the indices
         for all), "shared_indices_by_energy" (the rank with the largest error-fed gradient chooses).
-        "auto": the fastest by a cost model of the network, measured when there is a choice.
+        "gossip": there is no mean, each rank steps by itself and exchanges parameters with its
+        neighbours (docs/gossip.md); with policy "fixed" (the default then), "schedule" or "warmup",
+        and an optimizer of all parameters handed over. "auto": the fastest by a cost model of the
+        network, measured when there is a choice.
     down_cf: with exchange="sharded", the CF at which means travel back to all ranks, where that is
         not the CF at which gradients come: 1 compresses on the way up only.
+    topology: of gossip, who the neighbours are: "ring" (None), "torus", "exponential" (1, 2, 4, ...
+        ranks away), "one_peer" (one of these by turns), "complete", or a doubly stochastic matrix.
+    gossip: how: "d-psgd" (base "none"), "dcd-psgd" (compresses differences; unbiased bases),
+        "deepsqueeze" (feeds errors back), "choco-sgd" (differences from a replica) or "naive" (does
+        not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or "choco-sgd".
+    consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
+        moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
@@ -133,6 +145,9 @@ class AdaptiveCompressor:
         dense_below: int = 0,
         exchange: str = "auto",
         down_cf: float | None = None,
+        topology: str | Tensor | Sequence[Sequence[float]] | None = None,
+        gossip: str | None = None,
+        consensus_step: float | None = None,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
@@ -156,7 +171,13 @@ class AdaptiveCompressor:
         checkpoint: str = "auto",
     ) -> None:
         compressor, foreign = make_base(base, memory, exchange), check_hooks(hooks)
-        policy = make_policy(default_policy(compressor, foreign) if policy is None else policy)
+        exchange = check_exchange(exchange, compressor)
+        neighbours = choose_gossip(compressor, exchange, topology, gossip, consensus_step)
+        if neighbours is not None:
+            memory = no_memory(memory)
+        if policy is None:
+            policy = default_policy(compressor, foreign) if neighbours is None else "fixed"
+        policy = make_policy(policy)
         cf_range = checks.cf_range(cf_range)
         below = make_rungs(rungs, compressor, policy, exchange, memory, cf_range[0])
         spec = LinkSpec.parse(link) if isinstance(link, str) else link
@@ -167,7 +188,7 @@ class AdaptiveCompressor:
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
             dense_below=checks.whole("dense_below", dense_below, least=0),
-            exchange=check_exchange(exchange, compressor),
+            exchange=exchange,
             down_cf=None if down_cf is None else checks.real("down_cf", down_cf, least=1),
             hooks=foreign,
             rungs=below,
@@ -187,6 +208,7 @@ class AdaptiveCompressor:
             clock=clock,
             debug=debug_interval(debug),
             checksum=checks.flag("checksum", checksum),
+            gossip=neighbours,
         )
         self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         self._group = process_group
@@ -321,7 +343,7 @@ class AdaptiveCompressor:
 
         The exchange is dense until something is attached again. What the residual holds is sent
         with the next step, or with updates is taken off the parameters now; velocities and moments
-        go back into the optimizer. With local steps all ranks go on from their mean."""
+        go back into the optimizer. With local steps or gossip all ranks go on from their mean."""
         if self._model is None or self._session is None:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()
@@ -360,12 +382,12 @@ class AdaptiveCompressor:
 
     def summary(self) -> Summary:
         """What was sent so far; prints as a headline and a table."""
-        return self._running().controller.summary()
+        return self._running().summary()
 
     def explain(self, detail: bool = False) -> str:
         """The present state in words: whether compression is worth it here, the CF and why, and
         what would make it move. detail: and the numbers of the policy's rule."""
-        return self._running().controller.explain(detail)
+        return self._running().explain(detail)
 
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On
@@ -374,8 +396,8 @@ class AdaptiveCompressor:
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters, for evaluation and
-        for saving. With local steps they differ, and it is a collective, as large as a dense step;
-        else the model holds it anyway."""
+        for saving. With local steps and gossip they differ, and it is a collective, as large as a
+        dense step; else the model holds it anyway."""
         return self._running().averaged()
 
     def discard(self) -> None:
@@ -413,12 +435,13 @@ class AdaptiveCompressor:
         steps. With "gathered" it is a collective, and holds something on rank 0 only.
 
         With updates the optimizer's moments are each rank's own while gradients are compressed, and
-        with local steps the parameters, too. The forms "gathered" and "opaque" hold these as well,
-        so that one rank's model and optimizer are enough to go on to the bit. With "rank" each rank
-        has to save its own (those of rank 0 for all will do, but not to the bit); and since DDP
-        orders its buckets anew after the first backward (with `static_graph` after the second),
-        which changes the order of summation, and what is compressed as one, as many throwaway
-        backwards have to come before `load_state_dict` (as `runs train --resume` does)."""
+        with local steps and gossip the parameters, too. The forms "gathered" and "opaque" hold
+        these as well, so that one rank's model and optimizer are enough to go on to the bit. With
+        "rank" each rank has to save its own (those of rank 0 for all will do, but not to the bit,
+        and with gossip not at all); and since DDP orders its buckets anew after the first backward
+        (with `static_graph` after the second), which changes the order of summation, and what is
+        compressed as one, as many throwaway backwards have to come before `load_state_dict` (as
+        `runs train --resume` does)."""
         form = self._form if checkpoint is None else checkpoint
         form = checks.one_of("checkpoint", form, forms.FORMS)
         return forms.save(

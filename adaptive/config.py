@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adaptive.exchange.link import LinkSpec
+from adaptive.exchange.topology import GossipChoice
 from adaptive.hook import HookRung
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
-from policies import Goodput, Policy, checks
+from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
+from policies.base import DeclaredPolicy
 
 if TYPE_CHECKING:
     from adaptive.memory.model_memory import MemoryChoice
@@ -127,6 +129,16 @@ def check_local_steps(value: Any) -> int | str:
     return value if value == "auto" else checks.whole("local_steps", value, least=1)
 
 
+def no_memory(memory: Any) -> str:
+    """The memory with gossip. ValueError unless "auto" or "none" was asked for."""
+    if checks.one_of("memory", memory, MEMORIES) not in ("auto", "none"):
+        raise ValueError(
+            f"memory must be 'auto' or 'none' with exchange='gossip', whose algorithms say what "
+            f"becomes of what is not sent (gossip=...); got {memory!r}"
+        )
+    return "none"
+
+
 def positive(argument: str, value: float | None) -> float | None:
     """`value`, a finite number > 0, or None."""
     return None if value is None else checks.real(argument, value, above=0)
@@ -142,8 +154,8 @@ def require(condition: bool, argument: str, value: object, accepted: str) -> Non
 class Settings:
     """The checked arguments of an `AdaptiveCompressor`, which says what they mean.
 
-    debug: steps between two comparisons of the ranks' parameters, 0 for none. claimed,
-    in_use: see `claim`.
+    debug: steps between two comparisons of the ranks' parameters, 0 for none. gossip: None unless
+    exchange is "gossip". claimed, in_use: see `claim`.
     ValueError if they do not go together."""
 
     base: Compressor
@@ -169,6 +181,7 @@ class Settings:
     clock: Callable[[], float]
     debug: int
     checksum: bool
+    gossip: GossipChoice | None = None
     claimed: Sequence[Policy | Compressor] = ()
     in_use: bool = False
 
@@ -200,6 +213,8 @@ class Settings:
             raise ValueError(
                 f"overlap={self.overlap}: must be less than local_steps={self.local_steps}"
             )
+        if self.gossip is not None:
+            self._check_gossip()
         if self.local_steps != 1:
             self._check_local_steps()
         if self.residual_dtype not in (torch.float32, torch.bfloat16):
@@ -263,6 +278,31 @@ class Settings:
                 told = f"{name} must be {accepted} with local_steps={self.local_steps!r}"
                 raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
 
+    def _check_gossip(self) -> None:
+        """ValueError for whatever needs a mean, or gains that are of gradients."""
+        wrong = {
+            "hooks": (self.hooks, "empty"),
+            "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
+            "residual_dtype": (self.residual_dtype != torch.float32, "torch.float32"),
+            "local_steps": (self.local_steps != 1, "1"),
+        }
+        for name, (given, accepted) in wrong.items():
+            if given:
+                raise ValueError(
+                    f"{name} must be {accepted} with exchange='gossip', which sends parameters to "
+                    f"neighbours and no gradients; got {getattr(self, name)!r}"
+                )
+        compresses = self.base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
+        for policy in _policies_in(self.policy):
+            own = not isinstance(policy, DeclaredPolicy)  # of the user
+            follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
+            if policy.layerwise or (compresses and not follows):
+                raise ValueError(
+                    f"policy must be 'fixed', 'schedule' or 'warmup', with a gain other than "
+                    f"'signal', with exchange='gossip': gains of parameters tell nothing of the "
+                    f"quality of training; got {policy.name!r} with gain {policy.gain!r}"
+                )
+
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         plain = (bool, int, float, str, type(None))
@@ -280,6 +320,7 @@ class Settings:
             f"hooks={hooks}, rungs={rungs}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
+            f"gossip={self.gossip}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),
         )
 

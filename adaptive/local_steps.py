@@ -27,22 +27,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.moments import flat, part_of_mean, scale_second_moments, shaped
-from adaptive.memory.updates import UpdateMemory, steps_for
+from adaptive.memory.moments import flat, shaped
+from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameter
+from adaptive.uniting import averaged, unite, unite_moments
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
 
@@ -285,77 +285,22 @@ class LocalSteps:
             moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 
-    @contextmanager
-    def averaged(self, exchange: Exchange) -> Iterator[None]:
+    def averaged(self, exchange: Exchange) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters (a collective, dense). What is under
         way moves them now."""
         self.conclude()
-        own = [p.tensor.detach().clone() for p in self._parameters]
-        self._unite(exchange)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for p, before in zip(self._parameters, own, strict=True):
-                    p.tensor.copy_(before)
+        return averaged(self._parameters, exchange)
 
     def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
         """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
         collective, dense), and without local steps."""
         self.conclude()
-        self._unite(exchange)
+        unite(self._parameters, exchange)
         if optimizer is not None:  # it may not have stepped since a state was loaded
             self._optimizers.add(optimizer)
-        self._unite_moments(exchange)
+        unite_moments(self._parameters, self._optimizers, exchange)
         for p in self._parameters:
             p.filled = False
-
-    @torch.no_grad()
-    def _unite(self, exchange: Exchange) -> None:
-        for p in self._parameters:
-            own = _flat(p.tensor).to(p.dtype, copy=True)
-            if p.filled and p.residual is not None:
-                own -= p.residual
-            own /= exchange.world_size
-            p.tensor.copy_(exchange.all_reduce(own).wait().view_as(p.tensor))
-        exchange.take_traffic()  # no step's
-
-    @torch.no_grad()
-    def _unite_moments(self, exchange: Exchange) -> None:
-        """Or ranks whose parameters are the same would go apart with the next step. A rank that has
-        not used a parameter yet gets what the others keep of it."""
-        states: dict[str, dict[str, Any]] = {p.name: {} for p in self._parameters}
-        names = {p.tensor: p.name for p in self._parameters}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for tensor in names.keys() & set(group["params"]):
-                    state = states[names[tensor]] = optimizer.state[tensor]
-                    if steps_for(optimizer) and "exp_avg" in state:
-                        # A rank's own second moment has noise that the mean gradient's has not.
-                        part = part_of_mean(group, 1.0, state, exchange.world_size)
-                        scale_second_moments(state, part)
-        own = {
-            (name, key): (kept.shape, kept.dtype)
-            for name, state in states.items()
-            for key, kept in state.items()
-            if isinstance(kept, Tensor) and kept.is_floating_point()
-        }
-        everyone = [own] * exchange.world_size
-        dist.all_gather_object(everyone, own, group=exchange.group)
-        for p in self._parameters:
-            state = states[p.name]
-            for key in sorted(
-                {key for theirs in everyone for name, key in theirs if name == p.name}
-            ):
-                found = [theirs[p.name, key] for theirs in everyone if (p.name, key) in theirs]
-                shape, dtype = found[0]
-                mine = state.setdefault(
-                    key, torch.zeros(shape, dtype=dtype, device=p.tensor.device)
-                )
-                # Sums are made where gradients are, whatever may lie elsewhere.
-                wide = mine.to(p.tensor.device, p.dtype, copy=True).flatten() / len(found)
-                mine.copy_(exchange.all_reduce(wide).wait().view(shape))
-        exchange.take_traffic()  # no step's
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name. Between steps; what is due is taken in first, and what is under way is

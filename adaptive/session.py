@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
-from math import sqrt
+from math import nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline, done_with
+from adaptive.exchange.topology import GossipChoice
+from adaptive.gossip import Gossip
 from adaptive.headline import DenseTimer
 from adaptive.hook import send_through
 from adaptive.kept_apart import KeptApart
@@ -42,7 +45,9 @@ from adaptive.state import check_state, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import CHANGED, FALLEN_BACK, THROWN_AWAY, UNSCALED, UNSTEPPED, StepWatch
+from adaptive.summary import Summary
 from adaptive.timeline.records import Recorder
+from adaptive.uniting import averaged, unite, unite_moments
 from compressors.base import CorruptPayload
 from policies import DENSE
 from policies import state as saved
@@ -98,7 +103,7 @@ class Session:
         self._parameters = ModelParameters(model, settings.residual_dtype)
         of_ddp = model if isinstance(model, DistributedDataParallel) else None
         self.order = BucketOrder(of_ddp, self._parameters)
-        self._watch = StepWatch(self._parameters, self._before_step)
+        self._watch = StepWatch(self._parameters, self._before_step, self._after_step)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
@@ -114,6 +119,7 @@ class Session:
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._local: LocalSteps | None = None
         self._left: LocalSteps | None = None  # the ranks meet with the next step
+        self._gossip: Gossip | None = None
         self._loading: RemovableHandle | None = None
         self._agree(self._prepare, optimizer, scaler)
         if self._choice.measures:
@@ -160,13 +166,15 @@ class Session:
             raise
         self._reduce_with(self.settings.clip_norm)
         every, warnings = self.settings.local_steps, []
-        if every in (1, "auto"):
+        if self.settings.gossip is not None:
+            self._gossip_from_here(self.settings.gossip)
+        elif every in (1, "auto"):
             warnings.append(self._memory.warning(optimizer))
         else:
             self._step_apart(int(every))
         if every == "auto" and self._numbers == (1,):
             warnings.append(AUTO_IS_ONE)
-        model = self.model if every != 1 else None
+        model = self.model if every != 1 or self._gossip is not None else None
         if model and model.broadcast_buffers and any(b.numel() for b in model.module.buffers()):
             warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
@@ -183,6 +191,10 @@ class Session:
             self._numbers = (int(settings.local_steps),)
         elif self._memory.now.may_part:
             self._numbers = CHOICES
+        neighbours = ""
+        if settings.gossip is not None:
+            topology = settings.gossip.make(self.exchange.world_size)
+            self._choice.messages, neighbours = topology.messages, f"gossip on {topology}"
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
@@ -205,6 +217,7 @@ class Session:
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
             f"exchanged as they are: {[*parameters.as_they_are.values()]}",
+            *filter(None, [neighbours]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.payload_nbytes(size, cf) for size in sizes]}"
                 for cf in sorted(candidates | ends)
@@ -223,14 +236,52 @@ class Session:
                 f"local_steps must be 1 for a model with sparse gradients or complex parameters "
                 f"({names}), which the ranks exchange as they are; got {every!r}"
             )
+        if self.settings.gossip is not None:
+            self._check_gossip(optimizer)
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
-        self._memory.choose(optimizer if every in (1, "auto") else None)
+        own = every not in (1, "auto") or self.settings.gossip is not None
+        self._memory.choose(None if own else optimizer)
         wanted = self.settings.residual_dtype
         if wanted != torch.float32 and "velocity" in self._memory.now.keeps:
             raise ValueError(
                 f"residual_dtype must be torch.float32 with momentum correction, which memory="
                 f"'residual' does without; got {wanted}"
             )
+
+    def _check_gossip(self, optimizer: Optimizer | None) -> None:
+        """ValueError unless each rank's own step of this optimizer moves all of the model."""
+        if self.model is None:
+            raise ValueError("exchange='gossip' needs the model: attach(model, optimizer=...)")
+        if self._parameters.as_they_are:
+            names = ", ".join(self._parameters.as_they_are.values())
+            raise ValueError(
+                f"exchange must not be 'gossip' for a model with sparse gradients or complex "
+                f"parameters ({names}), which the ranks exchange as they are"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "exchange='gossip' does not go with LBFGS, of whose backwards one rank may need "
+                "more than another in a step"
+            )
+        groups = [] if optimizer is None else optimizer.param_groups
+        moved = {p for group in groups for p in group["params"]}
+        left = [p.name for tensor, p in self._parameters.items() if tensor not in moved]
+        if left:
+            raise ValueError(
+                f"exchange='gossip' needs an optimizer of all parameters, after whose step they "
+                f"are sent: attach(model, optimizer=...); got {describe(optimizer)}, without "
+                f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}"
+            )
+
+    def _gossip_from_here(self, choice: GossipChoice) -> None:
+        """From here on each rank steps by itself, and exchanges with its neighbours."""
+        self._gossip = Gossip(
+            self._parameters.values(),
+            choice,
+            choice.make(self.exchange.world_size),
+            self._granularity,
+            self.exchange,
+        )
 
     def _step_apart(self, every: int) -> LocalSteps:
         """From here on each rank steps by itself, and `every` so many steps they exchange."""
@@ -269,12 +320,51 @@ class Session:
 
     def _before_step(self, optimizer: Optimizer, under_way: bool) -> None:
         """See `StepWatch`."""
+        if self._gossip is not None and self._gossip.open and optimizer is self._optimizer:
+            self._check_whole()
+            stopwatch = self.controller.stopwatch
+            entered = stopwatch.timestamps()
+            with self._noting_failure(self.controller.step):
+                self._gossip.before_step()
+            stopwatch.hook_left(entered, [(entered, stopwatch.timestamps())])
         local = self._local or self._left
         if local is not None:
             local.before_step(optimizer)
         if self._left is not None and under_way:
             self._memory.now.join(optimizer)
         self._left = None  # the ranks have met
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """See `StepWatch`."""
+        if optimizer is self._optimizer:
+            self._tell_neighbours()
+
+    def _tell_neighbours(self) -> None:
+        """With gossip, after the step that belongs to the last backward, or where that was left
+        out, once: other ranks may have made theirs."""
+        gossip, controller = self._gossip, self.controller
+        if gossip is None or not gossip.open:
+            return
+        stopwatch = controller.stopwatch
+        entered = stopwatch.timestamps()
+        with self._noting_failure(controller.step):
+            gossip.after_step(controller.step, controller.cfs, controller.tally)
+            controller.tally.at("grad").fill_(nan)  # nobody looks at gradients
+            controller.end_step(self._watch.take_found())
+        gossip.open = False
+        stopwatch.hook_left(entered, ())
+
+    def _gossip_backward(self, bucket: dist.GradBucket, gossip: Gossip) -> Future[Tensor]:
+        """The hook's work with gossip: gradients stay what they are."""
+        if bucket.index() == 0:
+            if gossip.open:  # its step was left out: no rank may wait for this one
+                gossip.before_step()
+                self._tell_neighbours()
+            self._begin_step()
+        if bucket.is_last():
+            gossip.open = True
+            self._reducer.end_backward()
+        return done_with(bucket.buffer())
 
     def _use_memory(self) -> None:
         """From here on the memory is another one."""
@@ -307,6 +397,9 @@ class Session:
             return
         theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
         updates = self._memory.now.scales is not None  # the residual is one of gradients
+        if self._gossip is not None:
+            log.warning("what the compressor before holds is forgotten: gossip has no residual")
+            return
         self.controller.residual_first = theirs and (not ours or updates)
         self.controller.carrying = theirs
         self._memory.adopt(other._memory)
@@ -324,6 +417,12 @@ class Session:
         if self._local is not None:
             self._local.end(self.exchange, self._optimizer)
             self._local = None
+        if self._gossip is not None and self._optimizer is not None:
+            self._gossip.settle()
+            parameters = self._gossip.parameters
+            unite(parameters, self.exchange)
+            unite_moments(parameters, [self._optimizer], self.exchange)
+            self._gossip = None
         self.controller.take_steps(1)
         self._memory.release(self.exchange)
         self._watch.end()
@@ -387,6 +486,8 @@ class Session:
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         controller = self.controller
+        if self._gossip is not None:
+            return self._gossip_backward(bucket, self._gossip)
         if bucket.index() == 0:
             self._part_or_meet()
         local = self._local
@@ -484,6 +585,8 @@ class Session:
 
     def _alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks, by parameter name."""
+        if self._gossip is not None:
+            return ()
         local = self._local or self._left
         values = local.anchors if local is not None else {}
         return ((p.name, values.get(p, p.local)) for p in self._parameters.values())
@@ -504,14 +607,37 @@ class Session:
         watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The model holds the mean of the ranks' parameters, which with local steps differ."""
+        """The model holds the mean of the ranks' parameters, which with local steps and with gossip
+        differ."""
+        if self._gossip is not None:
+            self._gossip.settle()
+            return averaged(self._gossip.parameters, self.exchange)
         return nullcontext() if self._local is None else self._local.averaged(self.exchange)
+
+    def summary(self) -> Summary:
+        """Totals so far."""
+        return replace(self.controller.summary(), gossip=self._told_of_gossip())
+
+    def explain(self, detail: bool) -> str:
+        """The present state in words."""
+        told = self.controller.explain(detail)
+        if self._gossip is None:
+            return told
+        _, *rest = told.splitlines()
+        return "\n".join([self.summary().headline, *rest, self._told_of_gossip()])
+
+    def _told_of_gossip(self) -> str:
+        """Which it is, and how fast it brings ranks together."""
+        gossip = self._gossip
+        return "" if gossip is None else f"{gossip.algorithm} on a topology: {gossip.topology}"
 
     def close(self) -> None:
         """Take in the last step, wait for what is under way, and close the timeline."""
         try:
             if self._local is not None and self._failed is None:
                 self._local.wait()
+            if self._gossip is not None and self._failed is None:
+                self._gossip.settle()
         finally:
             self.controller.close()
 
@@ -537,6 +663,8 @@ class Session:
         local: dict[str, Any] = {}
         if self._local is not None:  # before what an exchange that is under way changes
             local = self._local.state_dict()
+        elif self._gossip is not None:
+            local = self._gossip.state_dict()
         elif self.settings.local_steps == "auto":
             local = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
         return {
@@ -559,6 +687,9 @@ class Session:
         checking: entered while that can still be so; what it raises at its end undoes all, too."""
         if self._local is not None:
             self._local.settle()  # or it would change what is loaded
+        if self._gossip is not None:
+            with suppress(Exception):  # of neighbours that have failed
+                self._gossip.settle()
         by_name, base = self._parameters.by_name(), self.settings.base
         controller, requested, expected = self.controller, self._requested, self._identity()
         loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
@@ -612,6 +743,8 @@ class Session:
         if self._local is not None:
             self._local.load_state_dict(state["local"])
             self._local.every = controller.local_steps
+        if self._gossip is not None:
+            self._gossip.load_state_dict(state["local"])
         self._left = self._failed = None
 
     @property
@@ -648,7 +781,7 @@ class Session:
     def kept_apart(self) -> KeptApart:
         """What else is this rank's own now, though frameworks save it as if all ranks had it."""
         scales = self._memory.now.scales
-        apart = self._local is not None
+        apart = self._local is not None or self._gossip is not None
         differs = apart or (isinstance(scales, UpdateScales) and scales.differ)
         optimizer = self._optimizer if differs else None
         return KeptApart(self._parameters, optimizer, apart)
@@ -664,6 +797,7 @@ class Session:
             "local_steps": self.settings.local_steps,
             "parameters": {p.name: list(p.local.shape) for p in self._parameters.values()},
             **self._shard(),
+            **({} if self.settings.gossip is None else {"gossip": str(self.settings.gossip)}),
         }
 
     def _shard(self) -> dict[str, Any]:

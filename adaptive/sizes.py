@@ -107,6 +107,8 @@ class Sizes:
         if cf in self.hooks:
             return reduce_wire_bytes(FP32 * self.numel() / cf, self.world_size)
         compressor, n = self.granularity.by(cf), self.world_size
+        if self.choice.messages is not None:
+            return self.choice.messages * self.payload_nbytes(cf)
         strategy = self.choice.pick(self.bucket_nbytes(StepCFs(cf)), compressor)
         if strategy.votes:
             assert isinstance(compressor, Sparsifier)

@@ -93,7 +93,12 @@ def check_state(
         check_like("scales", state["scales"], {})
     steps, local = expected["local_steps"], read(state, "local", Mapping)
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
-    check_like("local", local, like if steps != 1 else {}, complete=True)
+    if "gossip" in expected:
+        check_like("local", local, {"offset": flat, "kept": flat}, complete=True)
+        whole = local["offset"].keys() == flat.keys()
+        together(whole and local["kept"].keys() in (set(), flat.keys()), "'local' has lost some")
+    else:
+        check_like("local", local, like if steps != 1 else {}, complete=True)
     for of_bucket in local["arrived"].values() if steps != 1 else ():
         arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
         check_like("local: arrived", of_bucket, arrival, finite=False, complete=True)
@@ -177,6 +182,11 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     by_rank = _by_rank(states)
     if world_size == len(by_rank):
         return [dict(state) for state in by_rank]
+    if "gossip" in by_rank[0]:
+        raise ValueError(
+            f"states: gossip of {len(by_rank)} ranks cannot go on with {world_size}, whose "
+            f"neighbours are others: save the mean, with compressor.averaged(), and begin from it"
+        )
     try:
         return [_state(by_rank, rank, world_size) for rank in range(world_size)]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:

@@ -67,14 +67,18 @@ class StepWatch:
     were cleared. clipped: by which factor the script has clipped the norm of the gradients between
     the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
     before_step: called when an optimizer of these parameters has its gradients, with whether its
-    step is under way already: then a closure has run backward.
+    step is under way already: then a closure has run backward. after_step: called after its step.
     """
 
     def __init__(
-        self, parameters: Collection[Tensor], before_step: Callable[[Optimizer, bool], None]
+        self,
+        parameters: Collection[Tensor],
+        before_step: Callable[[Optimizer, bool], None],
+        after_step: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
         self._parameters = parameters
         self._call_before_step = before_step
+        self._call_after_step = after_step
         self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._said: set[str] = set()
 
@@ -182,6 +186,7 @@ class StepWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._is_ours(optimizer):
             self.unstepped = False
+            self._call_after_step(optimizer)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = self._parameters

@@ -9,7 +9,7 @@ from adaptive.exchange.collectives import Traffic
 from adaptive.headline import NOT_TIMED, DenseStep, headline
 from policies import DENSE
 from policies.state import Stateful
-from policies.words import named
+from policies.words import bytes_in_words, named, seconds_in_words
 
 _SAVED = {"saved": True}
 """Of fields that are part of the state, and arguments as well (`policies.state.saved`)."""
@@ -28,7 +28,8 @@ class Summary(Stateful):
     are more. element_bytes: of an element of the dense gradients, on average: 4 in fp32, 2 in bf16.
     seconds: of steps (their medians, so that pauses do not count). timed_steps: how many of them.
     dense_step: what a dense step takes on the network as it is now. network: an emulated link, in
-    words.
+    words. gossip: the algorithm and the topology, with its spectral gap; empty where the ranks
+    exchange with all.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -47,6 +48,7 @@ class Summary(Stateful):
     timed_steps: int = field(default=0, metadata=_SAVED)
     dense_step: DenseStep = NOT_TIMED
     network: str = ""
+    gossip: str = ""
 
     @property
     def mean_gain(self) -> dict[float, float]:
@@ -67,10 +69,15 @@ class Summary(Stateful):
             return "no step yet"
         if not self.bytes_sent:
             return "nothing was sent: there is nobody to send gradients to"
+        saved = 1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0
+        if self.gossip:  # what it does to quality is not known from steps
+            took = self.step_seconds
+            each = f", {seconds_in_words(took)} a step" if isfinite(took) else ""
+            return f"gossip: {bytes_in_words(saved)} than a dense all-reduce{each}"
         return headline(
             self.step_seconds,
             self.dense_step,
-            1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0,
+            saved,
             dense_share=self.steps_at_cf.get(DENSE, 0) / max(1, self.steps),
             network=self.network,
         )
@@ -128,7 +135,7 @@ class Summary(Stateful):
             f"wire factor {self.wire_factor:.1f}{against}"
         )
         rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:.3g}")
-        return "\n".join([*rows, self.verdict] if self.verdict else rows)
+        return "\n".join([*rows, *filter(None, (self.gossip, self.verdict))])
 
 
 def _bytes(number: float) -> str:

@@ -98,6 +98,9 @@ class TrainConfig:
     outer_momentum: float | None = None
     overlap: int | None = None
     checksum: bool | None = None
+    topology: str | None = None
+    gossip: str | None = None
+    consensus_step: float | None = None
     link: str | None = None
     eval_every: int = 0
     checkpoint_every: int = 0

@@ -32,6 +32,9 @@ HOOK_OPTIONS = (
     "link",
     "fixed_clock",
     "model_mb",
+    "topology",
+    "gossip",
+    "consensus_step",
 )
 
 
@@ -67,6 +70,9 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
     for name in ("outer_lr", "outer_momentum", "overlap"):
         if name in given and given.get("local_steps", 1) == 1:
             raise UsageError(f"{option(name)} {shown(given[name])} needs --local-steps 2 or more")
+    for name in ("topology", "gossip", "consensus_step"):
+        if name in given and given.get("exchange") != "gossip":
+            raise UsageError(f"{option(name)} {shown(given[name])} needs --exchange gossip")
     check_one_worker(given)
     for name in ("momentum_lag", "masking"):
         if name in given and given.get("memory", "auto") not in ("auto", "momentum"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.exchange.choice import EXCHANGES
+from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from compressors import compressor_names
 from runs.config import TrainConfig
@@ -305,6 +306,24 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         type=switch,
         metavar="on|off",
         help="a checksum behind each payload, so that bytes changed on the way end the run (off)",
+    )
+    how.add_argument(
+        "--topology",
+        choices=TOPOLOGIES,
+        help="with --exchange gossip: who a worker's neighbours are (ring)",
+    )
+    how.add_argument(
+        "--gossip",
+        choices=ALGORITHMS,
+        help="with --exchange gossip: how (d-psgd with --base none, dcd-psgd where the base is "
+        "unbiased, else choco-sgd)",
+    )
+    how.add_argument(
+        "--consensus-step",
+        type=positive,
+        metavar="ETA",
+        help="of deepsqueeze and choco-sgd: the share of its neighbours' weighted difference that "
+        "a worker moves by, in (0, 1] (2 / CF and 5 / CF, at most 1)",
     )
     add_link_argument(how, link)
 

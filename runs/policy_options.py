@@ -105,7 +105,7 @@ def policy_for(given: dict[str, Any]) -> str:
     """The first policy that takes all settings that were given, the library's choice before the
     others; a base that sends everything leaves no choice. UsageError if none takes them all."""
     base = given.get("base") or "topk"
-    if base == "none":
+    if base == "none" or given.get("exchange") == "gossip":
         return "fixed"
     try:
         chosen = default_policy(make_compressor(base))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
@@ -112,6 +113,12 @@ class Trainer:
         if not watched:
             return None
         return Densities(self.step, density(own), density(p.grad for p in parameters))
+
+    def measured(self) -> AbstractContextManager[None]:
+        """A context in which the model is the one whose quality counts."""
+        if self.compressor is None or self._config.exchange != "gossip":
+            return nullcontext()
+        return self.compressor.averaged()
 
     def summary(self) -> Summary:
         """What was sent so far."""
@@ -369,7 +376,8 @@ class _Keeper:
 
 class _Examiner:
     """Rank 0 measures the model, and the others do not wait before they have to: on them nothing is
-    ever known.
+    ever known. With gossip no rank has the model that is trained, the mean of all, which is then
+    put together on all ranks.
 
     quality: the last one that was measured, or that of the best model once there is a conclusion.
     beside, test: see `Outcome`."""
@@ -382,17 +390,22 @@ class _Examiner:
         self._at = -1  # steps done when it was measured last
 
     def evaluate(self) -> None:
-        """Measure the model as it is, and note it for early stopping."""
-        if self._trainer.rank == 0:
-            self._measure()
-            self._trainer.early.note(self._trainer.step, self._known, self._trainer.model.module)
+        """Measure the model as it is, and note it for early stopping. On all ranks."""
+        trainer = self._trainer
+        with trainer.measured():
+            if trainer.rank == 0:
+                self._measure()
+                trainer.early.note(trainer.step, self._known, trainer.model.module)
 
     def conclude(self, finished: bool, test: bool) -> None:
         """Training ends, for good if it is finished: then with the best model, if there is early
-        stopping, and with a look at the test data."""
+        stopping, and with a look at the test data. On all ranks."""
+        with self._trainer.measured():
+            if self._trainer.rank == 0:
+                self._conclude(finished, test)
+
+    def _conclude(self, finished: bool, test: bool) -> None:
         trainer = self._trainer
-        if trainer.rank != 0:
-            return
         if self._at != trainer.step:
             self._measure()
             if finished:
@@ -434,7 +447,8 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     raise_on_all(problem)
     if trainer.world_size != checkpoint.world_size:
         trainer.task.restart(trainer.model)  # each rank would go on with what rank 0 carried
-    if checkpoint.config.local_steps in (None, 1):
+    alike = checkpoint.config.local_steps in (None, 1) and checkpoint.config.exchange != "gossip"
+    if alike:
         check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False

@@ -53,6 +53,9 @@ SHARED_INDICES = Strategy("shared_indices", shared_indices, 2, takes_sums=True)
 BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True)
 """The one with the largest error-fed gradient does."""
 
+GOSSIP = "gossip"
+"""No way to the mean: parameters go to neighbours only (adaptive/gossip.py)."""
+
 EXCHANGES = (
     "auto",
     "all_reduce",
@@ -61,6 +64,7 @@ EXCHANGES = (
     "voted_indices",
     "shared_indices",
     "shared_indices_by_energy",
+    GOSSIP,
 )
 
 
@@ -82,8 +86,10 @@ def strategies(base: Compressor) -> list[Strategy]:
 
 
 def check_exchange(exchange: str, base: Compressor) -> str:
-    """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
+    """`exchange` if it is "auto" or one that `base` allows; ValueError otherwise."""
     accepted = ["auto", *(strategy.name for strategy in strategies(base))]
+    if not isinstance(base, RoundsCompressor):
+        accepted.append(GOSSIP)
     if exchange not in accepted:
         told = f"exchange must be one of {', '.join(accepted)} for base {base.name!r}"
         raise ValueError(f"{told}; got {exchange!r}")
@@ -96,13 +102,17 @@ class ExchangeChoice:
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    down_cf: of the sharded exchange's second compression; None: that of the first."""
+    down_cf: of the sharded exchange's second compression; None: that of the first. messages: that a
+    rank sends in a step, to neighbours; None where the payloads of all become the mean."""
 
     def __init__(
         self, base: Compressor, exchange: str, world_size: int, down_cf: float | None = None
     ) -> None:
         allowed = strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
+        self.messages: float | None = None
+        if exchange == GOSSIP:
+            self._fixed = GATHERED
         self.down_cf = down_cf
         if down_cf is not None:
             self._fixed = replace(SHARDED, start=partial(sharded, down_cf=down_cf))

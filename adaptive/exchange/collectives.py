@@ -54,15 +54,17 @@ def signed(payload: Tensor) -> Tensor:
     return torch.cat((payload, checksum(payload)))
 
 
-def check(rows: Tensor, what: str, source: int = 0) -> tuple[Tensor, Flag]:
+def check(rows: Tensor, what: str, sources: Sequence[int] | None = None) -> tuple[Tensor, Flag]:
     """The payloads (ranks, bytes) without their checksums, and whether one has not its own. On the
-    host that is a CorruptPayload, which names `what` and the ranks from `source` on."""
+    host that is a CorruptPayload, which names `what` and the ranks. sources: whose the rows are;
+    None: of ranks 0, 1, ..."""
     payloads = rows[:, :-NBYTES]
     own = torch.stack([checksum(payload) for payload in payloads])
     same = (own == rows[:, -NBYTES:]).all(dim=1)
     if not is_host(rows.device):
         return payloads, same.all() ^ True
-    wrong = [str(source + row) for row, fits in enumerate(same) if not fits]
+    ranks = range(len(rows)) if sources is None else sources
+    wrong = [str(rank) for rank, fits in zip(ranks, same, strict=True) if not fits]
     if wrong:
         raise CorruptPayload(
             f"{what}: the payload from rank {', '.join(wrong)} has not its checksum: its bytes "
@@ -239,6 +241,35 @@ class Exchange:
         wire = payload.nbytes * (self.world_size - 1) / self.world_size
         return self._receive(work, payload.nbytes, wire, payload[None], what, source)
 
+    def to_neighbours(
+        self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int], what: str
+    ) -> Arriving:
+        """Send `payload` (uint8, n elements) to each of the `receivers`, and receive as much from
+        each of the `sources` (ranks of the group). Every rank must be in as many of the lists of
+        others as it says, in the same order of calls."""
+        if self._check_bytes:
+            payload = signed(payload)
+        rows = fresh(len(sources) * payload.numel(), payload.dtype, payload.device)
+        rows = rows.view(len(sources), payload.numel())
+        calls: list[tuple[Any, Tensor, int]] = [
+            *((dist.irecv, row, rank) for row, rank in zip(rows.unbind(), sources, strict=True)),
+            *((dist.isend, payload, rank) for rank in receivers),
+        ]
+        # By the ranks of the default group, in all versions of torch.
+        each = [(*call, dist.get_global_rank(self.group, rank)) for *call, rank in calls]
+        if is_host(payload.device) or not each:
+            works = [call(tensor, rank, self.group) for call, tensor, rank in each]
+        else:  # NCCL's would wait for one another
+            batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
+            works = dist.batch_isend_irecv(batch)
+        nbytes = payload.numel() * len(receivers)
+        self._traffic.payload += nbytes
+        self._traffic.wire += nbytes
+        arriving = Arriving(self, works, payload, rows, what, sources)
+        if self._link is not None:
+            arriving.held = self._link.hold(arriving, nbytes, rows.device)
+        return arriving
+
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
         it back as the link would."""
@@ -265,6 +296,14 @@ class Exchange:
         """In how many parts each replica of the model is; 1 if it is not sharded."""
         return self.ranks // self.world_size
 
+    def checked(self, rows: Tensor, what: str, sources: Sequence[int]) -> Tensor:
+        """What the ranks `sources` have sent, without checksums. CorruptPayload as by `check`."""
+        if not (self._check_bytes and len(rows)):
+            return rows
+        payloads, corrupt = check(rows, what, sources)
+        self.count_corrupt(corrupt)
+        return payloads
+
     def take_traffic(self) -> Traffic:
         """What was counted so far; counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
@@ -286,13 +325,35 @@ class Exchange:
 
         def finish(future: Future[Tensor]) -> Tensor:
             _after(future, rows)
-            if not self._check_bytes:
-                return rows
-            payloads, corrupt = check(rows, what, source)
-            self.count_corrupt(corrupt)
-            return payloads
+            return self.checked(rows, what, range(source, source + len(rows)))
 
         return self._hold(work.get_future(), nbytes, wire, rows.device).then(finish)
+
+
+@dataclass(eq=False)
+class Arriving:
+    """What neighbours have sent, there or under way (a point-to-point exchange has no future with
+    gloo). payload: this rank's own, to be left alone until then. held: when an emulated link lets
+    it through."""
+
+    exchange: Exchange
+    works: Sequence[dist.Work]
+    payload: Tensor
+    rows: Tensor
+    what: str
+    sources: Sequence[int]
+    held: Future[Tensor] | None = None
+
+    def wait(self) -> Tensor:
+        """Called once: as the emulated link does, or nobody."""
+        for work in self.works:
+            work.wait()
+        return self.rows
+
+    def payloads(self) -> Tensor:
+        """(sources, bytes), once all are there. CorruptPayload as by `check`."""
+        rows = self.wait() if self.held is None else self.held.wait()
+        return self.exchange.checked(rows, self.what, self.sources)
 
 
 def _after(future: Future[Any], tensor: Tensor) -> Tensor:

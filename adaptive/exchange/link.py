@@ -20,7 +20,7 @@ from torch.futures import Future
 from policies.step_time import overlapped
 
 if TYPE_CHECKING:
-    from adaptive.exchange.collectives import Exchange
+    from adaptive.exchange.collectives import Arriving, Exchange
 
 PROBE_BYTES = 1 << 18
 PROBES = 5
@@ -174,7 +174,9 @@ class EmulatedLink:
         self.spec = spec
         self._free_at = 0.0
 
-    def hold(self, done: Future[Tensor], wire_bytes: float, device: torch.device) -> Future[Tensor]:
+    def hold(
+        self, done: Future[Tensor] | Arriving, wire_bytes: float, device: torch.device
+    ) -> Future[Tensor]:
         """A future that completes with `done`'s value, which is on `device`, but no sooner than the
         link allows."""
         start = max(time.monotonic(), self._free_at)

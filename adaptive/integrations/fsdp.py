@@ -348,6 +348,7 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
     wrong = {
         "local_steps": (settings.local_steps != 1, "1"),
         "hooks": (settings.hooks, "empty"),
+        "exchange": (settings.gossip is not None, "another"),
     }
     for name, (given, accepted) in wrong.items():
         if given:

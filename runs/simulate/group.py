@@ -108,6 +108,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self.turns.meet(f"an all-to-all of {_described(input)}", mine, copy)
         return _Done([output])
 
+    def send(self, tensors: list[Tensor], receiver: int, tag: int) -> dist.Work:
+        self.turns.send(receiver, tag, [tensor.clone() for tensor in tensors])
+        return _Done(tensors)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int) -> dist.Work:
+        return _Receiving(self.turns, tensors, sender, tag)
+
     def barrier(self, opts: Any = None) -> dist.Work:
         self.turns.meet("a barrier", None, lambda _: None)
         return _Done([])
@@ -130,6 +137,21 @@ class _Done(dist.Work):
 
     def get_future(self) -> Future[list[Tensor]]:
         return self._future
+
+
+class _Receiving(dist.Work):
+    """A message that is received once somebody waits for it."""
+
+    def __init__(self, turns: Turns, tensors: list[Tensor], sender: int, tag: int) -> None:
+        super().__init__()
+        self._tensors: list[Tensor] | None = tensors
+        self._receive = lambda: turns.receive(sender, tag)
+
+    def wait(self, timeout: Any = None) -> bool:
+        tensors, self._tensors = self._tensors, None
+        for tensor, sent in zip(tensors, self._receive(), strict=True) if tensors else ():
+            tensor.copy_(sent)
+        return True
 
 
 @contextmanager

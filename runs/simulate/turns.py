@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +19,9 @@ class Turns:
     """So many `ranks`, each in a thread of its own, of which one runs at a time.
 
     A collective is a meeting: whoever comes lets the next in line go on, and when the last is
-    there all may, in order of their ranks. So ranks wait nowhere else, runs go the same way every
-    time, and each rank has a state of its own of torch's global random numbers.
+    there all may, in order of their ranks. Whoever waits for a message lets the others in line go
+    on before. So ranks wait nowhere else, runs go the same way every time, and each rank has a
+    state of its own of torch's global random numbers.
 
     failure: the first rank that failed, and its error.
     """
@@ -35,6 +36,8 @@ class Turns:
         self._line: deque[int] = deque()
         self._met: dict[int, tuple[str, Any]] = {}
         self._gone: set[int] = set()
+        self._mail: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self._in_vain = 0  # looks for messages in a row since the last was sent
         self._random: list[Tensor] = [torch.get_rng_state()] * ranks
 
     @property
@@ -80,8 +83,31 @@ class Turns:
             met = [self._met[each] for each in range(self.ranks)]
             self._met.clear()
             _check_alike([why for why, _ in met])
+            self._in_vain = 0
             together([brought for _, brought in met])
             self._line.extend(each for each in range(self.ranks) if each != rank)
+
+    def send(self, receiver: int, tag: int, message: Any) -> None:
+        """Leave a message for a rank; nobody waits."""
+        with self._lock:
+            self._mail[self.rank, receiver, tag].append(message)
+            self._in_vain = 0
+
+    def receive(self, sender: int, tag: int) -> Any:
+        """The next message of a rank with this tag, once it is there. RuntimeError if nobody is
+        left who could send it; EndedError if a rank has failed."""
+        rank = self.rank
+        box = self._mail[sender, rank, tag]
+        with self._lock:
+            while not box:
+                self._in_vain += 1
+                if not self._line or self._in_vain > 2 * self.ranks:
+                    raise RuntimeError(f"waits for a message from worker {sender}, who sends none")
+                self._random[rank] = torch.get_rng_state()
+                self._line.append(rank)
+                self._call_next()
+                self._wait(rank)
+            return box.popleft()
 
     def _wait(self, rank: int) -> None:
         while self._running != rank and self.failure is None:

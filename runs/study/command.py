@@ -9,6 +9,7 @@ import sys
 from runs.claim import claim
 from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.parser import UsageError, fail, typed
+from runs.study import gossip
 from runs.study.contest import compare
 from runs.study.options import HELP, Study, add_arguments, make_study, of_experiment
 
@@ -20,6 +21,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         if args.experiment == "peers":
             return compare(of_experiment(vars(args)))
+        if args.experiment == "gossip":
+            return gossip.study(of_experiment(vars(args)))
         study = make_study(vars(args))
         _check(study)
         with claim(study.folder, f"--log-dir {study.folder}", typed()):

@@ -9,9 +9,17 @@ from typing import Any, get_args
 
 from policies.base import GainKind
 from runs.config import TrainConfig
-from runs.options import add_clock_argument, add_link_argument, add_task_arguments, make_config
+from runs.options import (
+    add_clock_argument,
+    add_eval_argument,
+    add_link_argument,
+    add_size_argument,
+    add_task_arguments,
+    make_config,
+)
 from runs.parser import UsageError, number, option, whole
 from runs.study.contest import contender
+from runs.study.gossip import LINKS, SIZES
 from runs.study.peers import PEERS
 
 DROP = 0.6
@@ -25,9 +33,10 @@ EPSILONS = (0.3,)
 CFS = (10.0, 100.0, 1000.0)
 
 HELP = f"""\
-Experiments behind the notes in docs/. There are two. signal: which part of the true gradient gets
+Experiments behind the notes in docs/. There are three. signal: which part of the true gradient gets
 through at each CF (docs/signal-gain.md). peers: what other people's rules for training with little
-communication reach on the same task (docs/defaults.md).
+communication reach on the same task (docs/defaults.md). gossip: the time to a quality on many
+networks, for all-reduce and for exchanges with neighbours only (docs/gossip.md).
 
 examples:
   python -m runs study signal
@@ -35,6 +44,7 @@ examples:
   python -m runs study signal --task cifar10 --model resnet8 --data DIR --steps 400 --seeds 0 1
   python -m runs study peers --model gpt --warmup 30 --lr-schedule cosine --clip-grad 1 --lr 6e-3
       dense, bf16, 1-bit Adam, DeMo, DiLoCo and SparseLoCo with AdamW, on the text task
+  python -m runs study gossip --sizes 8 16 --steps 200 --links 100mbit,1ms 10mbit,50ms
   python -m runs study peers --peers demo:k=32,lr=3e-3 diloco:steps=100 sparseloco --lr 6e-3
 
 signal: it trains, with each seed, (a) dense and at each of --cfs all along, with plain error
@@ -49,12 +59,18 @@ batches, with the same learning rates and held-out data as `simulate`. Each rule
 settings (runs/study/peers.py) where --peers does not say otherwise; bytes are those of the messages
 that a rank sends. The optimizer is adamw, or adam.
 
+gossip: it trains each of --contenders (as of `compare`) with each of --sizes of simulated workers.
+Steps to the quality and bytes a step do not depend on the network; what a step takes on each of
+--links is reckoned from these, as the lecture of Liu and Zhang does (N alpha + N B beta with a
+server, alpha + B beta with neighbours), and as rings take it. With --model-mb bytes count as if the
+gradients were so large.
+
 Ctrl-C saves what was done (exit code 130), of peers the runs that are finished; the same command
 with the same --log-dir goes on from there and repeats no run that is finished. peers keeps what
 earlier commands on the same task have left there, so contenders can come one by one.
 
-files in the log folder: study.json, table.txt, and of signal: signal.png, and each run's own in
-runs/."""
+files in the log folder: study.json, table.txt, and of signal: signal.png, of gossip gossip.png, and
+of both each run's own in runs/."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,9 @@ class Study:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All options; what is not given is not in the namespace."""
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("experiment", choices=["signal", "peers"], help="which experiment")
+    parser.add_argument(
+        "experiment", choices=["signal", "peers", "gossip"], help="which experiment"
+    )
     parser.add_argument("--seeds", type=whole(0), nargs="+", metavar="N", help="seeds (0)")
     parser.add_argument(
         "--cfs", type=number, nargs="+", metavar="CF", help="at least two, > 1 (10 100 1000)"
@@ -103,6 +121,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the experiment of that name: {', '.join(PEERS)}, each with settings of its own, "
         "as in demo:k=32,lr=3e-3 (all)",
     )
+    parser.add_argument(
+        "--sizes",
+        type=whole(2),
+        nargs="+",
+        metavar="N",
+        help=f"of gossip: numbers of workers ({' '.join(map(str, SIZES))})",
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        metavar="NAME[@CF][:KEY=VALUE,...]",
+        help="of gossip: what is trained, as compare's --contender (dense, compressed, gossip)",
+    )
+    parser.add_argument(
+        "--links",
+        nargs="+",
+        metavar="RATE,LATENCY",
+        help=f"of gossip: networks of the table ({' '.join(LINKS)})",
+    )
+    parser.add_argument(
+        "--target",
+        type=number,
+        metavar="Q",
+        help="of gossip: the quality (the worst that is reached in the end uncompressed)",
+    )
     add_task_arguments(parser, seed=False)
     add_link_argument(parser.add_argument_group("the network of the GraVAC runs"))
     output = parser.add_argument_group("what is kept")
@@ -114,12 +157,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
     )
+    add_eval_argument(output, "of gossip: an eighth of the steps")
     add_clock_argument(output)
+    add_size_argument(output, "of gossip: bytes")
 
 
 OWN_OPTIONS = {
-    "signal": ("cfs", "epsilons", "window", "link", "fixed_clock"),
+    "signal": ("cfs", "epsilons", "window", "link"),
     "peers": ("peers",),
+    "gossip": ("sizes", "contenders", "links", "target", "model_mb", "eval_every"),
 }
 
 
@@ -131,6 +177,10 @@ def of_experiment(given: dict[str, Any]) -> dict[str, Any]:
         for name in names:
             if owner != experiment and name in rest:
                 raise UsageError(f"{option(name)} is for study {owner}, got study {experiment}")
+    if experiment == "peers" and "fixed_clock" in rest:
+        raise UsageError("--fixed-clock is for study signal and gossip, got study peers")
+    if experiment == "gossip" and "seeds" in rest:
+        raise UsageError("--seeds is for study signal and peers, got study gossip")
     return rest
 
 

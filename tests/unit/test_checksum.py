@@ -42,7 +42,7 @@ def test_rows_are_checked_one_by_one() -> None:
     with pytest.raises(CorruptPayload, match="bucket 0: the payload from rank 1, 2 has not"):
         checksum.check(rows, "bucket 0")
     with pytest.raises(CorruptPayload, match="from rank 5 has not"):
-        checksum.check(rows[1:2], "bucket 0", source=5)
+        checksum.check(rows[1:2], "bucket 0", sources=[5])
     nothing = checksum.signed(torch.empty(0, dtype=torch.uint8))[None]
     assert checksum.check(nothing, "an empty shard")[0].shape == (1, 0)
 

@@ -1,0 +1,225 @@
+"""Who exchanges with whom, and with which weights, where no rank exchanges with all: gossip.
+
+A topology is a doubly stochastic matrix W, or several that take turns: rank i goes on from the sum
+over j of W[i][j] times what rank j has. Its spectral gap says how fast ranks come together: each
+round leaves at most 1 - gap of their distance from the mean (Lian and others 2017, assumption 1.3;
+for one that is not symmetric the largest singular value takes the eigenvalue's place).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressors import Compressor
+from compressors.rounds import RoundsCompressor
+from policies import checks
+
+TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
+ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
+
+STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
+"""Algorithms that have a consensus step size, and what it is if nobody says: so much / CF, and not
+above 1. With more ranks may drift apart for good (docs/gossip.md)."""
+
+TOLERANCE = 1e-6
+"""Of the sums of rows and columns of a user's matrix, which may be of float32."""
+
+NO_GAP = 1e-9
+
+
+class Topology:
+    """A topology for so many ranks.
+
+    name: for messages. rounds: the matrices that take turns, float64, (ranks, ranks)."""
+
+    def __init__(self, name: str, rounds: Sequence[Tensor]) -> None:
+        self.name, self.rounds = name, list(rounds)
+        self.ranks = len(self.rounds[0])
+
+    def sources(self, step: int, rank: int) -> dict[int, float]:
+        """The weights of what arrives in a step, by the rank that it comes from, the own one
+        included."""
+        row = self.rounds[step % len(self.rounds)][rank].tolist()
+        return {j: weight for j, weight in enumerate(row) if weight or j == rank}
+
+    def receivers(self, step: int, rank: int) -> list[int]:
+        """The ranks that a rank sends to in a step."""
+        column = self.rounds[step % len(self.rounds)][:, rank].tolist()
+        return [i for i, weight in enumerate(column) if weight and i != rank]
+
+    @cached_property
+    def messages(self) -> float:
+        """That a rank sends in a step, on average over the ranks and the rounds."""
+        off = [(each != 0).sum() - (each.diagonal() != 0).sum() for each in self.rounds]
+        return float(sum(off)) / (self.ranks * len(self.rounds))
+
+    @cached_property
+    def spectral_gap(self) -> float:
+        """Of a round, in [0, 1]; where several take turns, on (geometric) average."""
+        product = torch.eye(self.ranks, dtype=torch.float64)
+        for each in self.rounds:
+            product = each @ product
+        apart = product - 1 / self.ranks
+        left = float(torch.linalg.matrix_norm(apart, 2)) ** (1 / len(self.rounds))
+        return min(1.0, max(0.0, 1 - left))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} of {self.ranks} ranks, {self.messages:.3g} messages a rank, "
+            f"spectral gap {self.spectral_gap:.4g}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GossipChoice:
+    """What the user has chosen of gossip: one of TOPOLOGIES or a matrix, one of ALGORITHMS but
+    "auto", and the consensus step size, None: by the CF."""
+
+    topology: str | Tensor
+    algorithm: str
+    step_size: float | None
+
+    def make(self, ranks: int) -> Topology:
+        """ValueError if that cannot be with so many ranks."""
+        made = named(self.topology, ranks) if isinstance(self.topology, str) else None
+        if made is None:
+            assert isinstance(self.topology, Tensor)
+            made = Topology("matrix", [self.topology])
+        if made.ranks != ranks:
+            raise ValueError(
+                f"topology must be a matrix of ({ranks}, {ranks}), a row for each rank; got one of "
+                f"({made.ranks}, {made.ranks})"
+            )
+        if ranks > 1 and made.spectral_gap < NO_GAP:
+            raise ValueError(
+                "topology must bring all ranks together: this matrix has a spectral gap of 0 (some "
+                "ranks are never reached, or only by turns)"
+            )
+        if self.algorithm in ("dcd-psgd", "choco-sgd") and len(made.rounds) > 1:
+            raise ValueError(
+                f"topology must be the same in every step with gossip={self.algorithm!r}, which "
+                f"keeps the weighted sum of its neighbours' replicas; got {made.name!r}"
+            )
+        return made
+
+    def __str__(self) -> str:
+        of = self.topology if isinstance(self.topology, str) else self.topology.tolist()
+        return f"{self.algorithm} on {of}, consensus step {self.step_size}"
+
+    def step_at(self, cf: float) -> float:
+        """The consensus step size at this CF; 1 where an algorithm has none."""
+        if self.step_size is not None:
+            return self.step_size
+        return min(1.0, STEP_SIZES.get(self.algorithm, cf) / cf)
+
+
+def choose_gossip(
+    base: Compressor, exchange: str, topology: Any, gossip: Any, consensus_step: Any
+) -> GossipChoice | None:
+    """What `AdaptiveCompressor` was given; None without exchange="gossip". ValueError or TypeError
+    for arguments that are wrong or do not go together."""
+    if exchange != "gossip":
+        given = {"topology": topology, "gossip": gossip, "consensus_step": consensus_step}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None unless exchange is 'gossip', got {value!r:.80} with "
+                    f"exchange={exchange!r}"
+                )
+        return None
+    if isinstance(base, RoundsCompressor):
+        raise ValueError(
+            f"base must make payloads of one rank's own with exchange='gossip'; {base.name!r} sums "
+            f"over all ranks in rounds"
+        )
+    algorithm = checks.one_of("gossip", "auto" if gossip is None else gossip, ALGORITHMS)
+    exact, biased = base.name == "none", base.error_feedback
+    if algorithm == "auto":
+        algorithm = "d-psgd" if exact else "choco-sgd" if biased else "dcd-psgd"
+    if algorithm == "d-psgd" and not exact:
+        raise ValueError(
+            f"gossip='d-psgd' sends parameters as they are: base must be 'none', got {base.name!r}"
+        )
+    if algorithm == "dcd-psgd" and biased and not exact:
+        raise ValueError(
+            f"gossip='dcd-psgd' needs an unbiased base (qsgd, natural, terngrad, 'none'), or the "
+            f"errors of differences add up; got {base.name!r}: use 'choco-sgd' or 'deepsqueeze'"
+        )
+    if consensus_step is not None and algorithm not in STEP_SIZES:
+        raise ValueError(
+            f"consensus_step must be None with gossip={algorithm!r}, got {consensus_step!r}; it is "
+            f"for {' and '.join(STEP_SIZES)}"
+        )
+    step = consensus_step
+    if step is not None:
+        step = checks.fraction("consensus_step", step)
+    of = "ring" if topology is None else topology
+    of = checks.one_of("topology", of, TOPOLOGIES) if isinstance(of, str) else _matrix(of)
+    return GossipChoice(of, algorithm, step)
+
+
+def _matrix(given: Any) -> Tensor:
+    """A user's own, in float64. ValueError unless it is doubly stochastic, TypeError if it is no
+    matrix of numbers."""
+    try:
+        w = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"topology must be one of {', '.join(TOPOLOGIES)} or a square matrix of numbers, got "
+            f"{given!r:.80}"
+        ) from error
+    if w.dim() != 2 or w.shape[0] != w.shape[1] or not len(w):
+        raise ValueError(f"topology must be a square matrix, got shape {tuple(w.shape)}")
+    sums = torch.cat([w.sum(0), w.sum(1)])
+    off = float((sums - 1).abs().max()) if bool(w.isfinite().all()) else float("nan")
+    if not (off <= TOLERANCE and bool((w >= 0).all())):
+        raise ValueError(
+            f"topology must be doubly stochastic: no weight below 0, and rows and columns that add "
+            f"up to 1; smallest weight {float(w.min()):g}, sums from {float(sums.min()):g} to "
+            f"{float(sums.max()):g}"
+        )
+    return w
+
+
+def named(name: str, ranks: int) -> Topology:
+    """One of TOPOLOGIES. Each rank gives itself and each of its neighbours the same weight."""
+    everyone = range(ranks)
+    powers = [1 << k for k in range((ranks - 1).bit_length())]
+    rounds: list[list[set[int]]]
+    if name == "ring":
+        rounds = [[{i - 1, i + 1} for i in everyone]]
+    elif name == "torus":
+        rounds = [[_on_torus(i, ranks) for i in everyone]]
+    elif name == "exponential":
+        rounds = [[{i - power for power in powers} for i in everyone]]
+    elif name == "one_peer":
+        rounds = [[{i - power} for i in everyone] for power in powers] or [[set()]]
+    else:
+        rounds = [[set(everyone) for _ in everyone]]
+    return Topology(name, [_even(sources, ranks) for sources in rounds])
+
+
+def _on_torus(i: int, ranks: int) -> set[int]:
+    """The neighbours on the squarest torus of so many ranks; with a prime number it is a ring."""
+    height = next(each for each in range(isqrt(ranks), 0, -1) if ranks % each == 0)
+    width = ranks // height
+    row, column = divmod(i, width)
+    return {
+        *(row * width + (column + side) % width for side in (-1, 1)),
+        *((row + side) % height * width + column for side in (-1, 1)),
+    }
+
+
+def _even(sources: Sequence[set[int]], ranks: int) -> Tensor:
+    w = torch.zeros(ranks, ranks, dtype=torch.float64)
+    for i, of_one in enumerate(sources):
+        all_of = {i, *(j % ranks for j in of_one)}
+        w[i, sorted(all_of)] = 1 / len(all_of)
+    return w

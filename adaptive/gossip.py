@@ -1,0 +1,324 @@
+"""Gossip: each rank steps by itself, and exchanges parameters with its neighbours only.
+
+No rank ever has the mean of all. What a rank sends goes to the few neighbours that a topology
+gives it (adaptive/exchange/topology.py), whatever the number of ranks, so a step costs one latency
+and not one a rank. W are the weights, g a rank's own step (the optimizer's, with its momentum and
+all), C the compressor, x_i the parameters of rank i, eta the consensus step size:
+
+- D-PSGD (Lian and others 2017, algorithm 1):  x_i <- sum_j W_ij x_j - g_i, uncompressed.
+- "naive" sends C(x) in its place: x_i <- sum_j W_ij C(x_j) - g_i. What compression loses of the
+  parameters themselves is lost anew in every step, and does not become less as training converges:
+  the example that shows what the others are for (Tang and others 2018, section 4).
+- DCD-PSGD (Tang and others 2018, algorithm 1) compresses differences of a rank's own parameters,
+  x_i <- x_i + C(sum_j W_ij x_j - g_i - x_i), so that neighbours can follow x_j by what is sent.
+  Needs an unbiased C with little noise.
+- DeepSqueeze (Tang and others 2019, algorithm 1) steps first, y_i = x_i - g_i, adds its error to
+  what it sends, c_i = C(y_i + e_i), e_i <- y_i + e_i - c_i, and mixes:
+  x_i <- y_i + eta sum_j W_ij (c_j - c_i).
+- CHOCO-SGD (Koloskova and others 2019, algorithm 2) steps first, sends how far a replica that all
+  neighbours have of it lags behind, c_i = C(y_i - h_i), h_i <- h_i + c_i, and mixes:
+  x_i <- y_i + eta sum_j W_ij (h_j - h_i).
+
+Of neighbours' replicas nobody needs more than their weighted sum, which the sums of what arrives
+make up. So all five keep one tensor, the *offset* (what the neighbours' parameters differ from this
+rank's, weighted), and at most one more: DeepSqueeze its error, CHOCO-SGD its replica.
+
+Since rows and columns of W add up to 1, offsets add up to 0 over the ranks: the mean of the ranks'
+parameters moves by the mean of their own steps, exactly, with D-PSGD, DeepSqueeze and CHOCO-SGD
+whatever C does, with DCD-PSGD less what C has just lost of the differences.
+
+D-PSGD, DCD-PSGD and "naive" mix before the next step, of the gradient of where the rank stood: what
+was sent arrives during forward and backward. DeepSqueeze and CHOCO-SGD, which have the order of
+their papers, wait for it in `optimizer.step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaptive.bucket import (
+    Bucket,
+    Granularity,
+    Part,
+    StepCFs,
+    Unit,
+    compress_levels,
+    record_levels,
+    strided_sample,
+)
+from adaptive.exchange.collectives import Arriving, Exchange
+from adaptive.exchange.strategies import Outgoing, pack, unpack
+from adaptive.exchange.topology import GossipChoice, Topology
+from adaptive.parameters import ModelParameter
+from adaptive.statistics.vector import Tally
+from compressors.base import Key, Payload
+from compressors.kernels import all_finite
+from compressors.kernels.blocks import fill_if, is_host
+
+CHUNK = 25 * 2**20
+"""Bytes of parameters that are sent as one message, but for a parameter that is larger."""
+
+AT_ONCE = ("deepsqueeze", "choco-sgd")
+"""Algorithms that mix in the step itself."""
+
+ADDING = ("dcd-psgd", "choco-sgd")
+"""Algorithms whose offset is the sum of all that has arrived."""
+
+
+@dataclass(eq=False)
+class _Round:
+    """What neighbours send of a chunk, under way: how to read it, and the weights of the sources in
+    the order of its rows."""
+
+    units: Sequence[Unit]
+    weights: Sequence[float]
+    arriving: Arriving
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Parameters that travel as one message, of one precision; all tensors are flat.
+
+    offset, kept: see above; kept is the error or the replica, if the algorithm has one. before:
+    where the rank stood before a step that is being made."""
+
+    parameters: Sequence[ModelParameter]
+    offset: Tensor
+    kept: Tensor | None
+    before: Tensor | None = None
+    round: _Round | None = None
+    rooms: dict[str, Tensor] = field(default_factory=dict)
+
+    def here(self, use: str) -> Tensor:
+        """The parameters as they are, in a buffer for this use."""
+        own = [p.tensor.detach().reshape(-1).to(self.offset.dtype) for p in self.parameters]
+        if not is_host(self.offset.device):
+            return torch.cat(own)
+        if use not in self.rooms:
+            self.rooms[use] = torch.empty_like(self.offset)
+        return torch.cat(own, out=self.rooms[use])
+
+    @torch.no_grad()
+    def go_to(self, x: Tensor) -> None:
+        """The parameters become `x`."""
+        for p, there in zip(self.parameters, self.split(x), strict=True):
+            p.tensor.copy_(there.view_as(p.tensor))
+
+    @torch.no_grad()
+    def move(self, by: Tensor, alpha: float) -> None:
+        """Add alpha times `by` to the parameters."""
+        for p, each in zip(self.parameters, self.split(by), strict=True):
+            p.tensor.add_(each.view_as(p.tensor), alpha=alpha)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """By parameter."""
+        return list(flat.split([p.tensor.numel() for p in self.parameters]))
+
+
+class Gossip:
+    """Gossip of one model, whose parameters are alike on all ranks when it begins.
+
+    algorithm: one of the five. granularity: of what is compressed. open: a
+    backward has ended, whose step has not been made yet: each has its exchange, so that no rank
+    waits for one that has left a step out."""
+
+    def __init__(
+        self,
+        parameters: Iterable[ModelParameter],
+        choice: GossipChoice,
+        topology: Topology,
+        granularity: Granularity,
+        exchange: Exchange,
+    ) -> None:
+        self.algorithm = choice.algorithm
+        self.topology = topology
+        self.open = self._mixed = False
+        self.parameters = list(parameters)
+        self._step_at = choice.step_at
+        self._granularity = granularity
+        self._exchange = exchange
+        self._chunks = [self._chunk(each) for each in _chunks(self.parameters)]
+
+    def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
+        offset = torch.cat([p.zeros() for p in parameters])
+        chunk = _Chunk(parameters, offset, None)
+        if self.algorithm == "deepsqueeze":
+            chunk.kept = torch.zeros_like(offset)
+        elif self.algorithm == "choco-sgd":  # of where all stand
+            chunk.kept = chunk.here("replica").clone()
+        return chunk
+
+    def before_step(self) -> None:
+        """The optimizer has its gradients: let in what neighbours have sent, if that is not done
+        yet. Its step then goes on from there."""
+        if self.algorithm in AT_ONCE or self._mixed:
+            return
+        self._mixed = True
+        for chunk in self._chunks:
+            self._receive(chunk)
+            if self.algorithm == "dcd-psgd":
+                chunk.before = chunk.here("before")
+            chunk.move(chunk.offset, 1.0)
+
+    def after_step(self, step: int, cfs: StepCFs, tally: Tally) -> None:
+        """Send what the step has come to, at the CFs of the step; DeepSqueeze and CHOCO-SGD also
+        receive. On every rank, as often and in the same order."""
+        self._mixed = False
+        for index, chunk in enumerate(self._chunks):
+            self._send(index, chunk, step, cfs, tally)
+        if self.algorithm in AT_ONCE:
+            for chunk in self._chunks:
+                self._receive(chunk)
+                chunk.move(chunk.offset, self._step_at(cfs.send))
+
+    def _send(self, index: int, chunk: _Chunk, step: int, cfs: StepCFs, tally: Tally) -> None:
+        """Compress what there is to tell of a chunk, and hand it to the neighbours."""
+        rank = self._exchange.rank
+        x = self._to_tell(chunk)
+        bucket = self._bucket(chunk, x, step)
+        units = self._granularity.cut(bucket, cfs)
+        payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
+        tally.at("spoiled").add_(torch.as_tensor(bucket.poisoned))
+        self._exchange.count_floats(sum(unit.floats for unit in units))
+        out = Outgoing(index, bucket, units, payloads, 0, lambda _: None)
+        weights = self.topology.sources(step, rank)
+        own_weight = weights.pop(rank)
+        arriving = self._exchange.to_neighbours(
+            pack(out, units, payloads),
+            self.topology.receivers(step, rank),
+            list(weights),
+            f"parameters {index}",
+        )
+        chunk.round = _Round(units, list(weights.values()), arriving)
+        self._take_in(chunk, x, units, payloads, own_weight)
+
+    def _to_tell(self, chunk: _Chunk) -> Tensor:
+        """What is to be compressed, in a buffer of its own."""
+        x = chunk.here("sent")
+        if self.algorithm == "dcd-psgd":
+            if chunk.before is None:  # the step was left out
+                chunk.before = chunk.here("before")
+            x.sub_(chunk.before)
+        elif self.algorithm == "deepsqueeze" and chunk.kept is not None:
+            x.add_(chunk.kept)
+        elif self.algorithm == "choco-sgd" and chunk.kept is not None:
+            x.sub_(chunk.kept)
+        return x
+
+    def _take_in(
+        self,
+        chunk: _Chunk,
+        x: Tensor,
+        units: Sequence[Unit],
+        payloads: Sequence[Payload],
+        weight: float,
+    ) -> None:
+        """What this rank itself has sent of `x`, and its part in its own weighted sum."""
+        if self.algorithm not in ADDING:
+            chunk.offset.zero_()
+        if self.algorithm in ("d-psgd", "naive"):  # from where the rank stands to the weighted sum
+            _add(chunk.offset, units, payloads, weight)
+            chunk.offset.sub_(x)
+        else:
+            _add(chunk.offset, units, payloads, weight - 1)
+        if self.algorithm == "dcd-psgd" and chunk.before is not None:
+            _add(chunk.before, units, payloads, 1.0)
+            chunk.go_to(chunk.before)
+            chunk.before = None
+        elif self.algorithm == "deepsqueeze" and chunk.kept is not None:
+            chunk.kept.copy_(x)
+            _add(chunk.kept, units, payloads, -1.0)
+        elif self.algorithm == "choco-sgd" and chunk.kept is not None:
+            _add(chunk.kept, units, payloads, 1.0)
+
+    def _bucket(self, chunk: _Chunk, x: Tensor, step: int) -> Bucket:
+        """What is sent of a chunk, as what DDP would hand over. What is not finite is poisoned: it
+        makes neighbours' parameters not finite, as a gradient in dense DDP would."""
+        key = Key("", step, rank=self._exchange.rank)
+        bucket = Bucket(x, key, self._granularity.whole_buckets, {})
+        bucket.poisoned = all_finite(x) ^ True
+        fill_if(bucket.poisoned, x, 0.0)
+        start = 0
+        for p, piece in zip(chunk.parameters, chunk.split(x), strict=True):
+            bucket.parts.append(Part(p, start, start + piece.numel(), piece, False))
+            start += piece.numel()
+        return bucket
+
+    def _receive(self, chunk: _Chunk) -> None:
+        """Take what neighbours have sent into the offset, if something is under way."""
+        under_way, chunk.round = chunk.round, None
+        if under_way is None:
+            return
+        units = under_way.units
+        rows = under_way.arriving.payloads()
+        for weight, row in zip(under_way.weights, rows, strict=True):
+            payloads = unpack(units, row, chunk.offset.dtype)
+            _add(chunk.offset, units, payloads, weight)
+            for payload in payloads:
+                self._exchange.count_corrupt(payload.corrupt)
+
+    def settle(self) -> None:
+        """Wait for what is under way. The parameters stay as they are."""
+        for chunk in self._chunks:
+            self._receive(chunk)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name, between steps; what is under way is waited for."""
+        self.settle()
+        state: dict[str, dict[str, Tensor]] = {"offset": {}, "kept": {}}
+        for chunk in self._chunks:
+            for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
+                if flat is not None:
+                    pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
+                    state[what] |= {p.name: piece.clone() for p, piece in pieces}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The parameters themselves, which are this rank's own, are not part of it."""
+        self.open = self._mixed = False
+        for chunk in self._chunks:
+            chunk.before = None
+            for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
+                if flat is not None:
+                    for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
+                        piece.copy_(state[what][p.name])
+
+
+def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
+    """What is sent of a unit; the CFs that the step measures are measured on it."""
+    target = bucket.of(unit)
+    levels = compress_levels(unit, target) if unit.levels else []
+    if levels:
+        record_levels(unit, levels, strided_sample(target), tally)
+    if cfs.send in cfs.measured:
+        sent = replace(levels[cfs.measured.index(cfs.send)], cf=unit.cf)
+    else:
+        sent = unit.compressor.compress(target, unit.cf, unit.key)
+    return unit.compressor.poison(sent, bucket.poisoned)
+
+
+def _add(out: Tensor, units: Sequence[Unit], payloads: Sequence[Payload], weight: float) -> None:
+    """out += weight * what the payloads stand for."""
+    for unit, payload in zip(units, payloads, strict=True):
+        unit.compressor.add_to(out[unit.start : unit.stop], payload, weight)
+
+
+def _chunks(parameters: Sequence[ModelParameter]) -> Iterable[list[ModelParameter]]:
+    """In the model's order, of one precision and device, and of CHUNK bytes at most."""
+    for _, alike in groupby(parameters, key=lambda p: (p.dtype, p.tensor.device)):
+        chunk: list[ModelParameter] = []
+        nbytes = 0
+        for p in alike:
+            own = p.tensor.numel() * p.dtype.itemsize
+            if chunk and nbytes + own > CHUNK:
+                yield chunk
+                chunk, nbytes = [], 0
+            chunk.append(p)
+            nbytes += own
+        yield chunk

@@ -1,0 +1,336 @@
+"""Gossip: each rank steps by itself, and exchanges parameters with its neighbours only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from adaptive import AdaptiveCompressor
+from adaptive.exchange.topology import named
+from compressors.kernels import blocks
+from runs.simulate.ranks import run_ranks as simulate
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import batch, flat_parameters, same, small_net
+
+STEPS = 12
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+}
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank)
+    return ((model(x) - y) ** 2).mean()
+
+
+def _step(model: nn.Module, optimizer: Optimizer, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, step, rank).backward()
+    optimizer.step()
+
+
+def _flat(of: Any, model: DDP) -> Tensor:
+    """What a state has of each parameter."""
+    return torch.cat([of[name] for name, _ in model.module.named_parameters()])
+
+
+def _train(
+    rank: int, optimizer: str, base: str, options: dict[str, Any], on_device: bool = False
+) -> dict[str, Any]:
+    """Some steps of gossip, of which rank 1 leaves one out if it is told to."""
+    blocks.force_device_path = on_device
+    leaves_out = options.get("leaves_out") if rank == 1 else None
+    options = {name: value for name, value in options.items() if name != "leaves_out"}
+    model = DDP(small_net())
+    steps = OPTIMIZERS[optimizer](model)
+    start = flat_parameters(model)
+    compressor = AdaptiveCompressor(base, (8, 8), exchange="gossip", debug=5, **options).attach(
+        model, optimizer=steps
+    )
+    sent, moved, before, plain = 0, torch.zeros_like(start), start, dist.ProcessGroup.send
+
+    def counting(group: Any, tensors: list[Tensor], *args: Any) -> Any:
+        nonlocal sent
+        sent += sum(tensor.nbytes for tensor in tensors)
+        return plain(group, tensors, *args)
+
+    def about_to_step(*_: Any) -> None:  # after the library's own hook
+        nonlocal before
+        before = flat_parameters(model)
+
+    def stepped(*_: Any) -> None:  # before it
+        nonlocal moved
+        moved = moved + flat_parameters(model) - before
+
+    dist.ProcessGroup.send = counting  # of isend
+    steps.register_step_pre_hook(about_to_step)
+    steps.register_step_post_hook(stepped)
+    try:
+        for step in range(STEPS):
+            steps.zero_grad()
+            _loss(model, step, rank).backward()
+            if step != leaves_out:
+                steps.step()
+        own = flat_parameters(model)
+        with compressor.averaged():
+            mean = flat_parameters(model)
+        assert torch.equal(own, flat_parameters(model))
+    finally:
+        dist.ProcessGroup.send = plain
+    summary, explained = compressor.summary(), compressor.explain()
+    local = compressor.state_dict()["local"]
+    compressor.detach()
+    return {
+        "start": start,
+        "moved": moved,
+        "own": own,
+        "mean": mean,
+        "united": flat_parameters(model),
+        "offset": _flat(local["offset"], model),
+        "kept": _flat(local["kept"], model) if local["kept"] else None,
+        "sent": sent,
+        "summary": summary,
+        "explained": explained,
+    }
+
+
+def _reference(ranks: int, optimizer: str, gossip: str, topology: str) -> list[Tensor]:
+    """Each rank's parameters, without compression: replicas in one process, mixed as the papers
+    write it."""
+    models = [small_net() for _ in range(ranks)]
+    steps = [OPTIMIZERS[optimizer](model) for model in models]
+    rounds = named(topology, ranks).rounds
+
+    def mix(step: int) -> None:
+        x = rounds[step % len(rounds)] @ torch.stack([flat_parameters(m) for m in models])
+        for model, there in zip(models, x, strict=True):
+            nn.utils.vector_to_parameters(there, model.parameters())
+
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            steps[rank].zero_grad()
+            _loss(model, step, rank).backward()
+        if gossip in ("d-psgd", "dcd-psgd") and step:
+            mix(step - 1)  # of the gradients of where they stood
+        for each in steps:
+            each.step()
+        if gossip in ("deepsqueeze", "choco-sgd"):
+            mix(step)
+    return [flat_parameters(model) for model in models]
+
+
+@pytest.mark.parametrize(
+    ("gossip", "topology", "optimizer", "ranks"),
+    [
+        ("d-psgd", "ring", "sgd", 4),
+        pytest.param("d-psgd", "one_peer", "adamw", 2, marks=pytest.mark.long),
+        pytest.param("dcd-psgd", "exponential", "adamw", 4, marks=pytest.mark.long),
+        pytest.param("dcd-psgd", "ring", "sgd", 2, marks=pytest.mark.long),
+        ("deepsqueeze", "one_peer", "adamw", 4),
+        pytest.param("choco-sgd", "torus", "sgd", 4, marks=pytest.mark.long),
+    ],
+)
+def test_uncompressed_it_is_what_replicas_do_that_mix(
+    gossip: str, topology: str, optimizer: str, ranks: int
+) -> None:
+    options = {"gossip": gossip, "topology": topology, "link": "10gbit"}
+    found = run_ranks(ranks, _train, optimizer, "none", options)
+    own = _reference(ranks, optimizer, gossip, topology)
+    mean = torch.stack(own).mean(0)
+    for rank, mine in enumerate(found):
+        torch.testing.assert_close(mine["own"], own[rank], rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine["mean"], mean, rtol=0, atol=1e-12)
+        assert torch.equal(mine["united"], mine["mean"])
+        assert f"spectral gap {named(topology, ranks).spectral_gap:.4g}" in mine["explained"]
+        assert mine["summary"].gossip in str(mine["summary"])
+        for told in (str(mine["summary"]), mine["explained"]):
+            assert told.startswith("gossip: ")
+            assert "than a dense all-reduce" in told
+
+
+BASES = {"dcd-psgd": "qsgd", "deepsqueeze": "topk", "choco-sgd": "topk", "naive": "qsgd"}
+
+
+def _check_invariants(
+    gossip: str, topology: str, found: list[dict[str, Any]], compressed: bool = True
+) -> None:
+    """What holds of all ranks together, whatever is lost in compression."""
+    own, kept, offset = (
+        torch.stack([each[what] if each[what] is not None else each["own"] for each in found])
+        for what in ("own", "kept", "offset")
+    )
+    w = named(topology, len(found)).rounds[0]
+    if gossip in ("d-psgd", "dcd-psgd"):  # neighbours follow what the rank really has
+        torch.testing.assert_close(offset, w @ own - own, rtol=0, atol=1e-12)
+    if gossip == "choco-sgd":
+        torch.testing.assert_close(offset, w @ kept - kept, rtol=0, atol=1e-12)
+        assert not compressed or not torch.allclose(kept, own)
+    if gossip in ("d-psgd", "deepsqueeze", "choco-sgd"):
+        moved = torch.stack([each["start"] + each["moved"] for each in found]).mean(0)
+        torch.testing.assert_close(own.mean(0), moved, rtol=0, atol=1e-12)
+    if gossip != "naive":
+        assert offset.sum(0).abs().max() < 1e-12
+    for each in found:
+        torch.testing.assert_close(each["mean"], own.mean(0), rtol=0, atol=1e-12)
+        torch.testing.assert_close(each["united"], own.mean(0), rtol=0, atol=1e-12)
+        # Statistics are all else: all-reduced, where neighbours get a copy each.
+        summary, ranks = each["summary"], len(found)
+        statistics = summary.payload_bytes - each["sent"]
+        on_wire = summary.bytes_sent - each["sent"]
+        assert statistics > 0
+        assert on_wire == pytest.approx(statistics * 2 * (ranks - 1) / ranks)
+
+
+@pytest.mark.parametrize(
+    ("gossip", "topology", "ranks", "on_device"),
+    [
+        ("dcd-psgd", "ring", 4, False),
+        pytest.param("deepsqueeze", "exponential", 4, False, marks=pytest.mark.long),
+        ("choco-sgd", "ring", 2, True),
+        pytest.param("deepsqueeze", "ring", 2, True, marks=pytest.mark.long),
+        pytest.param("dcd-psgd", "torus", 4, True, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "exponential", 4, False, marks=pytest.mark.long),
+        pytest.param("naive", "ring", 4, False, marks=pytest.mark.long),
+    ],
+)
+def test_compressed_the_mean_moves_by_the_mean_step_and_bytes_are_those_of_isend(
+    gossip: str, topology: str, ranks: int, on_device: bool
+) -> None:
+    options: dict[str, Any] = {"gossip": gossip, "topology": topology, "checksum": True}
+    if gossip in ("deepsqueeze", "choco-sgd"):
+        options["consensus_step"] = 0.4
+    found = run_ranks(ranks, _train, "adamw", BASES[gossip], options, on_device)
+    _check_invariants(gossip, topology, found)
+
+
+@pytest.mark.parametrize(
+    ("gossip", "base", "ranks"),
+    [
+        ("dcd-psgd", "qsgd", 4),
+        pytest.param("d-psgd", "none", 2, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "topk", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_leaves_a_step_out_does_not_keep_others_waiting(
+    gossip: str, base: str, ranks: int
+) -> None:
+    options = {"gossip": gossip, "leaves_out": STEPS // 2}
+    found = run_ranks(ranks, _train, "sgd", base, options)
+    _check_invariants(gossip, "ring", found)
+
+
+def _plain(rank: int) -> Tensor:
+    model = DDP(small_net())
+    optimizer = OPTIMIZERS["sgd"](model)
+    for step in range(STEPS):
+        _step(model, optimizer, step, rank)
+    return flat_parameters(model)
+
+
+def test_with_all_as_neighbours_deepsqueeze_at_cf_1_is_all_reduce() -> None:
+    options = {"gossip": "deepsqueeze", "topology": "complete"}
+    dense = run_ranks(4, _plain)
+    for mine, theirs in zip(run_ranks(4, _train, "sgd", "none", options), dense, strict=True):
+        torch.testing.assert_close(mine["own"], theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gossip", "base"),
+    [("deepsqueeze", "topk"), pytest.param("dcd-psgd", "qsgd", marks=pytest.mark.long)],
+)
+def test_simulated_ranks_do_what_processes_do(gossip: str, base: str) -> None:
+    options = {"gossip": gossip, "topology": "exponential"}
+    real = run_ranks(4, _train, "adamw", base, options)
+    simulated = simulate(4, lambda rank, _: _train_simulated(rank, base, options))
+    for mine, theirs in zip(simulated, real, strict=True):
+        assert torch.equal(mine, theirs["own"])
+
+
+def _train_simulated(rank: int, base: str, options: dict[str, Any]) -> Tensor:
+    model = DDP(small_net())
+    optimizer = OPTIMIZERS["adamw"](model)
+    AdaptiveCompressor(base, (8, 8), exchange="gossip", **options).attach(
+        model, optimizer=optimizer
+    )
+    for step in range(STEPS):
+        _step(model, optimizer, step, rank)
+    return flat_parameters(model)
+
+
+def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
+    """Parameters after a run that goes on, and after one that goes on from what was saved on the
+    way: with "gathered", from what rank 0 has alone."""
+
+    def new() -> tuple[DDP, Optimizer, AdaptiveCompressor]:
+        model = DDP(small_net())
+        optimizer = OPTIMIZERS["adamw"](model)
+        compressor = AdaptiveCompressor(
+            base, (8, 8), exchange="gossip", gossip=gossip, checkpoint=form
+        )
+        return model, optimizer, compressor.attach(model, optimizer=optimizer)
+
+    model, optimizer, compressor = new()
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            saved: list[Any] = [
+                {n: v.clone() for n, v in model.module.state_dict().items()},
+                optimizer.state_dict(),
+                compressor.state_dict(),
+            ]
+            if form == "gathered":
+                dist.broadcast_object_list(saved, src=0)
+            saved = torch.utils._pytree.tree_map(
+                lambda v: v.clone() if isinstance(v, Tensor) else v, saved
+            )
+        _step(model, optimizer, step, rank)
+    straight, end = flat_parameters(model), compressor.state_dict("rank")["local"]
+    compressor.close()
+    model, optimizer, compressor = new()
+    for step in range(2):  # is thrown away, and something is under way
+        _step(model, optimizer, step, rank)
+    model.module.load_state_dict(saved[0])
+    compressor.load_state_dict(saved[2])
+    optimizer.load_state_dict(saved[1])
+    for step in range(STEPS // 2, STEPS):
+        _step(model, optimizer, step, rank)
+    found = compressor.state_dict("rank")["local"]
+    problem = ""
+    try:
+        AdaptiveCompressor(base, (8, 8), exchange="gossip", gossip=gossip).attach(
+            DDP(small_net()), optimizer=OPTIMIZERS["sgd"](small_net())
+        )
+    except (ValueError, RuntimeError) as error:
+        problem = str(error)
+    return {
+        "alike": torch.equal(flat_parameters(model), straight) and same(found, end),
+        "own": straight,
+        "problem": problem,
+    }
+
+
+@pytest.mark.parametrize(
+    ("gossip", "base", "form"),
+    [
+        ("dcd-psgd", "qsgd", "gathered"),
+        pytest.param("choco-sgd", "topk", "rank", marks=pytest.mark.long),
+        pytest.param("deepsqueeze", "topk", "gathered", marks=pytest.mark.long),
+        pytest.param("d-psgd", "none", "opaque", marks=pytest.mark.long),
+    ],
+)
+def test_resumed_it_goes_on_to_the_bit_and_needs_the_optimizer(
+    gossip: str, base: str, form: str
+) -> None:
+    found = run_ranks(2, _resumed, gossip, base, form)
+    assert all(each["alike"] for each in found)
+    assert not torch.equal(found[0]["own"], found[1]["own"])
+    for each in found:
+        assert "exchange='gossip' needs an optimizer of all parameters" in each["problem"]

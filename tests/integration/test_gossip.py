@@ -1,0 +1,89 @@
+"""Gossip by the commands of `python -m runs`: trained, resumed, and studied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runs.__main__ import main
+from tests.distributed.setting import same
+
+SHORT = ("--batch-size", "1", "--exchange", "gossip", "--cf", "20", "--consensus-step", "0.5")
+
+
+@pytest.mark.long
+def test_a_simulated_run_is_evaluated_at_the_mean_and_resumed_to_the_bit(
+    text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def run(*words: str) -> dict[str, Any]:
+        assert main(["simulate", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def states(name: str) -> list[dict[str, Any]]:
+        files = sorted((tmp_path / name).glob("checkpoint/step-*/rank*.pt"))
+        return [torch.load(path, weights_only=True) for path in files]
+
+    given = ("--data", str(text), *SHORT, "--workers", "3", "--checkpoint-every", "4")
+    whole = run(*given, "--steps", "8", "--log-dir", str(tmp_path / "whole"))
+    run(*given, "--steps", "4", "--log-dir", str(tmp_path / "half"))
+    rest = run("--resume", str(tmp_path / "half"), "--steps", "8")
+    assert rest["quality"] == whole["quality"]
+    assert "spectral gap 1" in whole["summary"]["gossip"]  # three are all neighbours
+    ours, theirs = states("half"), states("whole")
+    assert len(theirs) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        for what in ("model", "optimizer"):
+            assert same(mine[what], other[what])
+        assert same(mine["compressor"]["local"], other["compressor"]["local"])
+    assert not same(theirs[0]["model"], theirs[1]["model"])
+
+
+@pytest.mark.long
+def test_the_study_reckons_seconds_and_repeats_no_run(
+    text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    contenders = ("dense", "topk@20:exchange=all_gather", "none:exchange=gossip")
+    words = ["study", "gossip", "--data", str(text), "--batch-size", "1", "--steps", "2"]
+    words += ["--sizes", "2", "4", "--log-dir", str(tmp_path), "--json"]
+    words += ["--contenders", *contenders, "--links", "8mbit,10ms", "--target", "1e9"]
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {(row["label"], row["workers"]): row for row in result["rows"]}
+    assert len(rows) == 6
+    first = {row["to_target"] for row in rows.values()}
+    assert first == {1}  # any quality will do
+    for (label, n), row in rows.items():
+        ((lecture, rings),) = row["seconds"].values()
+        beta, alpha = 1e-6, 0.01  # of a byte, of a message
+        senders = 1 if "gossip" in label else n
+        assert lecture == pytest.approx(0.1 + senders * (alpha + row["message"] * beta))
+        hops = {"dense": 2 * (n - 1), "topk@20:exchange=all_gather": n - 1}.get(label, 1)
+        assert rings == pytest.approx(0.1 + hops * alpha + row["sent"] * beta)
+    for n, copies in ((2, 1), (4, 2)):
+        dense, gossip = rows["dense", n], rows["none:exchange=gossip", n]
+        assert dense["sent"] == pytest.approx(2 * (n - 1) / n * dense["message"])
+        assert gossip["sent"] == pytest.approx(copies * gossip["message"])
+        assert gossip["message"] == pytest.approx(dense["message"])
+    assert main(words) == 0
+    again = capsys.readouterr()
+    assert json.loads(again.out) == result
+    assert "run 1 of" not in again.err
+    assert (tmp_path / "table.txt").exists()
+
+
+def test_options_of_gossip_without_it_are_one_line(tmp_path: Path, capsys: Any) -> None:
+    def refused(*words: str) -> str:
+        assert main([*words, "--log-dir", str(tmp_path)]) == 2
+        error = str(capsys.readouterr().err)
+        assert error.count("\n") == 1
+        return error
+
+    assert "--topology ring needs --exchange gossip" in refused("train", "--topology", "ring")
+    told = refused("train", "--exchange", "gossip", "--policy", "gravac")
+    assert "--policy must be 'fixed', 'schedule' or 'warmup'" in told
+    assert "--links fast" in refused("study", "gossip", "--links", "fast")
+    assert "--sizes is for study gossip" in refused("study", "signal", "--sizes", "4")

@@ -1,0 +1,132 @@
+"""Topologies, and which arguments go with gossip."""
+
+from __future__ import annotations
+
+from math import cos, pi
+from typing import Any
+
+import pytest
+import torch
+
+from adaptive import AdaptiveCompressor, Fixed, Schedule
+from adaptive.exchange.topology import TOPOLOGIES, GossipChoice, named
+from adaptive.state import reshard_states
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 13, 16, 64])
+def test_named_topologies_are_doubly_stochastic_and_whoever_is_waited_for_sends(
+    name: str, ranks: int
+) -> None:
+    topology = named(name, ranks)
+    ones = torch.ones(ranks, dtype=torch.float64)
+    for step, w in enumerate(topology.rounds):
+        torch.testing.assert_close(w.sum(0), ones)
+        torch.testing.assert_close(w.sum(1), ones)
+        assert bool((w >= 0).all())
+        for rank in range(ranks):
+            others = {j for j in topology.sources(step, rank) if j != rank}
+            assert others == {j for j in range(ranks) if rank in topology.receivers(step, j)}
+    assert 0 < topology.spectral_gap <= 1
+
+
+def test_spectral_gaps_are_those_of_the_literature() -> None:
+    for ranks in (4, 8, 64):
+        ring = 1 - (1 + 2 * cos(2 * pi / ranks)) / 3
+        assert named("ring", ranks).spectral_gap == pytest.approx(ring)
+    # Neighbours in two directions, each a ring of 8.
+    torus = 1 - (3 + 2 * cos(2 * pi / 8)) / 5
+    assert named("torus", 64).spectral_gap == pytest.approx(torus)
+    # Ying and others 2021, proposition 1: 2 / (1 + log2 N) with an even log2 N + 1... and above.
+    assert named("exponential", 64).spectral_gap == pytest.approx(2 / 7)
+    assert named("one_peer", 64).spectral_gap == pytest.approx(1)  # the mean, after six steps
+    assert named("complete", 5).spectral_gap == pytest.approx(1)
+    assert named("one_peer", 64).messages == 1
+    assert named("exponential", 64).messages == 6
+    assert named("torus", 64).messages == 4
+    assert named("ring", 2).messages == 1
+
+
+def _gossip(**given: Any) -> GossipChoice:
+    choice = AdaptiveCompressor(exchange="gossip", **given)._settings.gossip
+    assert choice is not None
+    return choice
+
+
+def test_what_nobody_has_chosen_follows_from_the_base() -> None:
+    algorithms = {"none": "d-psgd", "qsgd": "dcd-psgd", "topk": "choco-sgd", "int8": "choco-sgd"}
+    for base, algorithm in algorithms.items():
+        assert (_gossip(base=base).algorithm, _gossip(base=base).topology) == (algorithm, "ring")
+    assert isinstance(AdaptiveCompressor(exchange="gossip").policy, Fixed)
+    AdaptiveCompressor(exchange="gossip", policy=Schedule({0: 10, 5: 100}))
+
+
+def test_the_consensus_step_falls_with_the_cf_unless_it_is_given() -> None:
+    choco, squeeze = _gossip(), _gossip(gossip="deepsqueeze")
+    assert [choco.step_at(cf) for cf in (1.0, 5.0, 100.0)] == [1, 1, 0.05]
+    assert [squeeze.step_at(cf) for cf in (1.0, 2.0, 100.0)] == [1, 1, 0.02]
+    assert _gossip(consensus_step=0.3).step_at(100.0) == 0.3
+    assert _gossip(base="qsgd").step_at(8.0) == 1
+
+
+HALF = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
+
+
+def test_a_matrix_of_ones_own() -> None:
+    topology = _gossip(base="none", topology=HALF).make(3)
+    assert topology.sources(0, 0) == {0: 0.5, 1: 0.5}
+    assert topology.receivers(0, 1) == [0, 2]
+    assert topology.messages == pytest.approx(4 / 3)
+    eigenvalues = torch.linalg.eigvalsh(torch.tensor(HALF, dtype=torch.float64))
+    assert topology.spectral_gap == pytest.approx(1 - eigenvalues[:-1].abs().max().item())
+    with pytest.raises(ValueError, match=r"topology must be a matrix of \(4, 4\)"):
+        _gossip(base="none", topology=torch.tensor(HALF)).make(4)
+    with pytest.raises(ValueError, match="spectral gap of 0"):
+        _gossip(base="none", topology=torch.eye(2)).make(2)
+    with pytest.raises(ValueError, match="same in every step with gossip='choco-sgd'"):
+        _gossip(topology="one_peer").make(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"topology": "star"}, "topology"),
+        ({"topology": [[1.0, 0.0], [0.5, 0.5]]}, "topology must be doubly stochastic"),
+        ({"topology": [[1.5, -0.5], [-0.5, 1.5]]}, "topology must be doubly stochastic"),
+        ({"topology": [[float("nan")] * 2] * 2}, "topology must be doubly stochastic"),
+        ({"topology": [1.0]}, "topology must be a square matrix"),
+        ({"gossip": "d-psgd"}, "base must be 'none', got 'topk"),
+        ({"gossip": "dcd-psgd"}, "needs an unbiased base"),
+        ({"gossip": "push-sum"}, "gossip"),
+        ({"base": "qsgd", "consensus_step": 0.5}, "consensus_step must be None"),
+        ({"consensus_step": 1.5}, "consensus_step"),
+        ({"base": "powersgd"}, "exchange must be one of"),
+        ({"memory": "residual"}, "memory must be 'auto' or 'none' with exchange='gossip'"),
+        ({"clip_norm": 1.0}, "clip_norm must be None"),
+        ({"local_steps": 4}, "local_steps must be 1 with exchange='gossip'"),
+        ({"local_steps": "auto", "policy": "goodput"}, "local_steps must be 1"),
+        ({"policy": "goodput"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
+        ({"policy": "gravac"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
+        ({"policy": "accordion"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
+        ({"policy": Fixed(gain="signal")}, "policy must be 'fixed', 'schedule' or 'warmup'"),
+        ({"exchange": "auto", "topology": "ring"}, "topology must be None unless exchange is"),
+        ({"exchange": "sharded", "gossip": "naive"}, "gossip must be None unless exchange is"),
+        ({"down_cf": 10.0}, "down_cf must be None"),
+    ],
+)
+def test_what_does_not_go_with_gossip_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        AdaptiveCompressor(**{"exchange": "gossip", **given})
+
+
+def test_a_topology_must_be_numbers() -> None:
+    with pytest.raises(TypeError, match="topology must be one of ring"):
+        AdaptiveCompressor(exchange="gossip", topology=object())  # type: ignore[arg-type]
+
+
+def test_states_of_gossip_are_not_made_into_those_of_other_ranks() -> None:
+    alike = {"version": 1, "world_size": 2, "base": "topk", "policy": "fixed"}
+    alike |= {"memory_kind": "none", "local_steps": 1, "parameters": {}, "gossip": "ring"}
+    states = [{**alike, "rank": rank, "controller": {"step": 3}} for rank in range(2)]
+    with pytest.raises(ValueError, match="gossip of 2 ranks cannot go on with 3"):
+        reshard_states(states, 3)
