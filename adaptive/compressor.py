@@ -105,6 +105,10 @@ class AdaptiveCompressor:
     overlap: with local steps, how many of them may pass while an exchange is under way, fewer than
         H: the link is busy while the ranks compute (Streaming DiLoCo), for one more copy of the
         parameters. None: half of H. 0: backward waits for the exchange that it begins.
+    delay: D > 0 lets each rank take its own step t at once, with any optimizer of torch's; the mean
+        of what the ranks have done in it takes the place of that before step t + D. Up to D
+        exchanges are under way while the ranks compute, which hides latency (docs/delay.md), for
+        2 D + 1 copies of the parameters.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`. None: it is
@@ -147,6 +151,7 @@ class AdaptiveCompressor:
         outer_lr: float = OUTER_LR,
         outer_momentum: float = OUTER_MOMENTUM,
         overlap: int | None = None,
+        delay: int = 0,
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -182,6 +187,7 @@ class AdaptiveCompressor:
             outer_lr=checks.real("outer_lr", outer_lr, above=0),
             outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
             overlap=None if overlap is None else checks.whole("overlap", overlap, least=0),
+            delay=checks.whole("delay", delay, least=0),
             timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adaptive.exchange.choice import in_one_collective
 from adaptive.exchange.link import LinkSpec
 from adaptive.hook import HookRung
 from adaptive.timeline.records import SafeTimeline
@@ -164,6 +165,7 @@ class Settings:
     outer_lr: float
     outer_momentum: float
     overlap: int | None
+    delay: int
     timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
@@ -200,8 +202,10 @@ class Settings:
             raise ValueError(
                 f"overlap={self.overlap}: must be less than local_steps={self.local_steps}"
             )
-        if self.local_steps != 1:
+        if self.local_steps != 1 or self.delay:
             self._check_local_steps()
+        if self.delay:
+            self.exchange = in_one_collective(self.exchange, base)
         if self.residual_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"residual_dtype must be torch.float32 or torch.bfloat16, got "
@@ -257,10 +261,15 @@ class Settings:
                     f"local_steps must be a whole number with policy {self.policy.name!r}, which "
                     f"does not choose it as 'goodput' does; got 'auto'"
                 )
+        if self.delay:
+            for name, only in {"local_steps": 1, "outer_lr": 1, "outer_momentum": 0}.items():
+                wrong[name] = (getattr(self, name) != only, str(only))
+            wrong["overlap"] = (self.overlap is not None, "None")
+        of = f"delay={self.delay}" if self.delay else f"local_steps={self.local_steps!r}"
         for name, (given, accepted) in wrong.items():
             if given:
                 got = self.memory.kind if name == "memory" else getattr(self, name)
-                told = f"{name} must be {accepted} with local_steps={self.local_steps!r}"
+                told = f"{name} must be {accepted} with {of}"
                 raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
 
     def describe(self, memory: str) -> tuple[str, ...]:
@@ -274,7 +283,8 @@ class Settings:
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange down_cf cf_range shadow_sample clip_norm"
-        as_they_are += " local_steps outer_lr outer_momentum overlap debug checksum residual_dtype"
+        as_they_are += " local_steps outer_lr outer_momentum overlap delay debug checksum"
+        as_they_are += " residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

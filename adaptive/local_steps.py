@@ -101,8 +101,11 @@ class LocalSteps:
     every: local steps between two exchanges, H, which may change. settings: of the outer step, SGD
     with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
     with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
-    doubles).
+    doubles). at_rest: which means move the parameters when the mean of these is wanted: see
+    `conclude`.
     """
+
+    at_rest: int | None = None
 
     def __init__(
         self, parameters: Sequence[ModelParameter], every: int, settings: Settings
@@ -288,8 +291,8 @@ class LocalSteps:
     @contextmanager
     def averaged(self, exchange: Exchange) -> Iterator[None]:
         """The model holds the mean of the ranks' parameters (a collective, dense). What is under
-        way moves them now."""
-        self.conclude()
+        way moves them now, if that changes their mean."""
+        self.conclude(self.at_rest)
         own = [p.tensor.detach().clone() for p in self._parameters]
         self._unite(exchange)
         try:

@@ -92,15 +92,16 @@ def check_state(
     if expected["memory_kind"] != UpdateMemory.name:  # which checks its own
         check_like("scales", state["scales"], {})
     steps, local = expected["local_steps"], read(state, "local", Mapping)
+    apart = steps != 1 or "delay" in expected
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
-    check_like("local", local, like if steps != 1 else {}, complete=True)
-    for of_bucket in local["arrived"].values() if steps != 1 else ():
+    check_like("local", local, like if apart else {}, complete=True)
+    for of_bucket in local["arrived"].values() if apart else ():
         arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
         check_like("local: arrived", of_bucket, arrival, finite=False, complete=True)
         whole = bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
         whole = whole and of_bucket["due"] >= 1 and bool(local["anchors"])
         together(whole, "what has arrived has lost something")
-    if steps != 1:
+    if apart:
         anchors: list[Any] = [flat.keys(), *([set()] if steps == "auto" else [])]
         whole = local["anchors"].keys() in anchors
         whole = whole and local["moving"].keys() in (set(), flat.keys())

@@ -116,7 +116,8 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
         return None
     link = None if config.link is None else LinkSpec.parse(config.link)
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
-    return ModelledClock(config.fixed_clock, link, scale, config.overlap)
+    delay = config.delay or 0
+    return ModelledClock(config.fixed_clock, link, scale, config.overlap, delay)
 
 
 def compressor_settings(config: TrainConfig) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class TrainConfig:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     overlap: int | None = None
+    delay: int | None = None
     checksum: bool | None = None
     link: str | None = None
     eval_every: int = 0

@@ -28,6 +28,7 @@ HOOK_OPTIONS = (
     "outer_lr",
     "outer_momentum",
     "overlap",
+    "delay",
     "checksum",
     "link",
     "fixed_clock",

@@ -261,6 +261,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         help="of local steps: so many may pass while an exchange is under way (half of them)",
     )
     how.add_argument(
+        "--delay",
+        type=whole(0),
+        metavar="D",
+        help="each worker takes its own step at once, and the mean of all takes the place of that "
+        "D steps later: up to D exchanges are under way while they compute (0)",
+    )
+    how.add_argument(
         "--dense-below",
         type=whole(0),
         metavar="N",

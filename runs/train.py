@@ -434,7 +434,7 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     raise_on_all(problem)
     if trainer.world_size != checkpoint.world_size:
         trainer.task.restart(trainer.model)  # each rank would go on with what rank 0 carried
-    if checkpoint.config.local_steps in (None, 1):
+    if checkpoint.config.local_steps in (None, 1) and not checkpoint.config.delay:
         check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False

@@ -90,6 +90,30 @@ def check_exchange(exchange: str, base: Compressor) -> str:
     return exchange
 
 
+def in_one_collective(exchange: str, base: Compressor) -> str:
+    """`exchange`, or for "auto" the first that `base` allows, where that is of a single collective:
+    before a second one is begun, backward waits for the first. ValueError for others."""
+    if isinstance(base, GraceCompressor):
+        raise ValueError(
+            f"base must be one of the library's with a delay: {base.name!r} decodes by what it has "
+            f"kept of the last tensor of that name, and several are under way"
+        )
+    allowed = strategies(base)
+    wanted = next((each for each in allowed if each.name == exchange), allowed[0])
+    if wanted.collectives == 1:
+        return wanted.name
+    single = [each.name for each in allowed if each.collectives == 1]
+    if not single:
+        raise ValueError(
+            f"base must be sent in one collective with a delay, got {base.name!r}, which takes "
+            f"{wanted.collectives}"
+        )
+    raise ValueError(
+        f"exchange must be of one collective with a delay, {' or '.join(single)}, since backward "
+        f"waits for the others; got {exchange!r}"
+    )
+
+
 class ExchangeChoice:
     """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
 

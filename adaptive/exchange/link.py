@@ -131,6 +131,7 @@ class ModelledClock:
     scale: bytes of gradients count so many times, those of statistics once, so that a small model
     can stand for a large one; > 0.
     overlap: the compressor's: so many local steps hide the network's time.
+    delay: the compressor's: a round may be under way while all but one of so many steps compute.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class ModelledClock:
         link: LinkSpec | None = None,
         scale: float = 1.0,
         overlap: int | None = None,
+        delay: int = 0,
     ) -> None:
         if not (isfinite(compute) and compute > 0):
             raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
@@ -148,6 +150,7 @@ class ModelledClock:
         self.link = link
         self.scale = scale
         self.overlap = overlap
+        self.delay = delay
         self.now = 0.0
 
     def __call__(self) -> float:
@@ -160,8 +163,20 @@ class ModelledClock:
         counted = imagined_bytes(wire_bytes, statistics, self.scale)
         return self.link.latency + counted * 8 / self.link.bits_per_second
 
+    def exposed(self, wire_bytes: float, statistics: float = 0.0) -> float:
+        """What of that policies are told: with a delay what is not hidden, else all of it."""
+        if self.delay:
+            return self.step(wire_bytes, statistics) - self.compute
+        return self.exchange(wire_bytes, statistics)
+
     def step(self, wire_bytes: float, statistics: float = 0.0, steps: int = 1) -> float:
-        """Seconds of so many steps, one of which has sent something."""
+        """Seconds of so many steps, one of which has sent something. With a delay D those of one of
+        many: the link carries one round after the other, and a round that leaves when a step ends
+        must be there when the step D - 1 later does."""
+        if self.delay:
+            exchange = self.exchange(wire_bytes, statistics)
+            busy = exchange - self.link.latency if self.link is not None and exchange else 0.0
+            return max(self.compute, busy, (self.compute + exchange) / self.delay)
         hidden = self.compute * overlapped(self.overlap, steps)
         return self.compute * steps + max(0.0, self.exchange(wire_bytes, statistics) - hidden)
 

@@ -214,7 +214,7 @@ class Stopwatch:
         seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, ModelledClock):
             seconds["compute_seconds"] = self.clock.compute * timed.steps
-            seconds["exchange_seconds"] = self.clock.exchange(timed.wire, timed.statistics)
+            seconds["exchange_seconds"] = self.clock.exposed(timed.wire, timed.statistics)
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(seconds["seconds"]):
             times.append(seconds["seconds"])
