@@ -244,6 +244,7 @@ class Controller(saved.Stateful):
             timed_steps=timed_steps,
             wire_bytes=traffic.wire,
             statistics_bytes=traffic.statistics,
+            down_bytes=traffic.down,
             dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )

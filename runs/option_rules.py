@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from adaptive.exchange.link import ServerSpec
 from runs.config import TrainConfig
 from runs.optimizers import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.parser import UsageError, option, shown
@@ -33,6 +34,7 @@ HOOK_OPTIONS = (
     "link",
     "fixed_clock",
     "model_mb",
+    "server",
 )
 
 
@@ -65,6 +67,8 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
         )
     if "model_mb" in given:
         _check_size(given)
+    if "server" in given:
+        _check_server(given)
     for name in ("outer_lr", "outer_momentum", "overlap"):
         if name in given and given.get("local_steps", 1) == 1:
             raise UsageError(f"{option(name)} {shown(given[name])} needs --local-steps 2 or more")
@@ -134,6 +138,22 @@ def check_sends(given: dict[str, Any]) -> None:
         raise UsageError(
             f"--model-mb {given['model_mb']:g}: needs --workers 2 or more, one sends nothing"
         )
+
+
+def _check_server(given: dict[str, Any]) -> None:
+    """UsageError if no server can be modelled. An --exchange is given."""
+    told, workers = f"--server {given['server']}", given.get("workers", TrainConfig.workers)
+    if "fixed_clock" not in given:
+        raise UsageError(f"{told} is modelled; it needs --fixed-clock, or simulate")
+    if given["exchange"] not in ("sharded", "all_reduce"):
+        raise UsageError(
+            f"{told} makes the means: --exchange must be sharded or all_reduce, got "
+            f"{given['exchange']}"
+        )
+    try:
+        ServerSpec.parse(given["server"], workers)
+    except ValueError as error:
+        raise UsageError(f"{told}: {error}") from error
 
 
 def _check_size(given: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = add_output_arguments(parser)
     add_clock_argument(output)
     add_size_argument(output, "with --fixed-clock, step times")
+    add_server_argument(output, "with --fixed-clock,")
     add_one_worker_argument(output)
 
 
@@ -325,6 +326,17 @@ def add_link_argument(group: argparse._ArgumentGroup, what: str = EMULATED) -> N
     )
 
 
+def add_server_argument(group: argparse._ArgumentGroup, what: str) -> None:
+    """A parameter server, which nobody has here: it is modelled."""
+    group.add_argument(
+        "--server",
+        metavar="RATE[/RATE]",
+        help=f"{what} a server makes the means, and its link, e.g. 1gbit or 1gbit/500mbit (up and "
+        "down), carries what all workers send and are sent; --exchange is sharded, or all_reduce "
+        "(the workers themselves make them)",
+    )
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What is kept; the group of these options."""
     output = parser.add_argument_group("what is kept")
@@ -413,6 +425,8 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     """The configuration of a new run. UsageError for options that do not go together."""
     given = dict(given)
     policy = given.setdefault("policy", policy_for(given))
+    if "server" in given and given.get("exchange", "auto") == "auto":
+        given["exchange"] = "all_reduce" if given.get("base") == "none" else "sharded"
     check_together(policy, given)
     if policy == "off":
         given["base"] = None

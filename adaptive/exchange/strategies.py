@@ -144,7 +144,7 @@ def sharded(exchange: Exchange, out: Outgoing, down_cf: float | None = None) -> 
     for (unit, _), (_, mean), payload in zip(pairs, means, second, strict=True):
         unit.compressor.subtract_from(mean, payload)
     out.report(second)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means")
+    rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means", means=True)
 
     everyones: list[Payload] = []
     for units, row, size in zip(down, rows, down_sizes, strict=True):
@@ -237,7 +237,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     sent.sub_(exact.sub_(mean), alpha=n)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means")
+    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means", means=True)
 
     for rank, row in enumerate(rows):
         for piece, decoded in zip(
