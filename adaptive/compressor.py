@@ -71,6 +71,9 @@ class AdaptiveCompressor:
         "auto": the fastest by a cost model of the network, measured when there is a choice.
     down_cf: with exchange="sharded", the CF at which means travel back to all ranks, where that is
         not the CF at which gradients come: 1 compresses on the way up only.
+    server_memory: with exchange="sharded", what compressing a mean loses waits by itself, for the
+        next mean, as in DoubleSqueeze's server (docs/delay.md), until the compressor is detached.
+        False: in the residual of the rank that has compressed it.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
@@ -137,6 +140,7 @@ class AdaptiveCompressor:
         dense_below: int = 0,
         exchange: str = "auto",
         down_cf: float | None = None,
+        server_memory: bool = False,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
@@ -174,6 +178,7 @@ class AdaptiveCompressor:
             dense_below=checks.whole("dense_below", dense_below, least=0),
             exchange=check_exchange(exchange, compressor),
             down_cf=None if down_cf is None else checks.real("down_cf", down_cf, least=1),
+            server_memory=checks.flag("server_memory", server_memory),
             hooks=foreign,
             rungs=below,
             cf_range=cf_range,

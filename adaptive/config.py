@@ -152,6 +152,7 @@ class Settings:
     dense_below: int
     exchange: str
     down_cf: float | None
+    server_memory: bool
     hooks: dict[float, HookRung]
     rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
@@ -194,6 +195,11 @@ class Settings:
             raise ValueError(
                 f"down_cf must be None unless exchange is 'sharded', whose means it compresses; "
                 f"got {self.down_cf:g} with exchange={self.exchange!r}"
+            )
+        if self.server_memory and self.exchange != "sharded":
+            raise ValueError(
+                f"server_memory must be False unless exchange is 'sharded', which compresses "
+                f"means; got True with exchange={self.exchange!r}"
             )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
@@ -282,9 +288,9 @@ class Settings:
         }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
-        as_they_are = "granularity dense_below exchange down_cf cf_range shadow_sample clip_norm"
-        as_they_are += " local_steps outer_lr outer_momentum overlap delay debug checksum"
-        as_they_are += " residual_dtype"
+        as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
+        as_they_are += " shadow_sample clip_norm local_steps outer_lr outer_momentum overlap delay"
+        as_they_are += " debug checksum residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

@@ -107,7 +107,11 @@ class Session:
         timestamps = Timestamps.of(settings.clock, device)
         self._pipeline = Pipeline(timestamps, HookStream(device))
         self._choice = ExchangeChoice(
-            settings.base, settings.exchange, world_size, settings.down_cf
+            settings.base,
+            settings.exchange,
+            world_size,
+            settings.down_cf,
+            settings.server_memory,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
@@ -567,6 +571,7 @@ class Session:
             "resharded_from": None,
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._choice.link).values()),
+            "server": {name: kept.clone() for name, kept in (self._choice.server or {}).items()},
             "memory": self._memory.state_dict(),
             "scales": scales.state_dict() if (scales := self._memory.now.scales) else {},
             "local": local,
@@ -631,6 +636,11 @@ class Session:
         requested.load_state_dict(state, by_name)  # again: with another memory it has begun anew
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
+        if self._choice.server is not None:
+            self._choice.server.clear()
+            self._choice.server.update(
+                {name: kept.to(self.device) for name, kept in state["server"].items()}
+            )
         self._memory.load_state_dict(state["memory"])
         if self._local is not None:
             self._local.load_state_dict(state["local"])

@@ -21,8 +21,8 @@ from policies.state import read, together
 State = Mapping[str, Any]
 
 CONTENTS = (
-    *("compressor", "link", "memory", "scales", "local", "shadow", "sum", "layers", "peers"),
-    *("controller", "resharded_from"),
+    *("compressor", "link", "server", "memory", "scales", "local", "shadow", "sum", "layers"),
+    *("peers", "controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
 
@@ -106,6 +106,9 @@ def check_state(
         whole = local["anchors"].keys() in anchors
         whole = whole and local["moving"].keys() in (set(), flat.keys())
         together(whole, "'local' has lost something")
+    for name, kept in read(state, "server", Mapping).items():
+        fits = isinstance(kept, Tensor) and kept.is_floating_point() and kept.dim() == 1
+        together(fits and bool(kept.isfinite().all()), f"server: {name!r} is damaged, {kept!r:.80}")
     check_like("sum", state["sum"], flat, finite=False)
     check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
     for name, kept in state["shadow"].items():
@@ -225,6 +228,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "rank": rank,
         "resharded_from": old,
         "link": None,
+        "server": {},
         "memory": _memory(states, weights),
         "local": states[0]["local"],
         "sum": {},

@@ -85,6 +85,7 @@ class TrainConfig:
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None
     down_cf: float | None = None
+    server_memory: bool | None = None
     granularity: str | None = None
     rungs: bool | None = None
     dense_below: int | None = None

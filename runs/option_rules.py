@@ -16,6 +16,7 @@ HOOK_OPTIONS = (
     "cf_range",
     "exchange",
     "down_cf",
+    "server_memory",
     "granularity",
     "rungs",
     "dense_below",

@@ -225,6 +225,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "only (that of the gradients)",
     )
     how.add_argument(
+        "--server-memory",
+        type=switch,
+        metavar="on|off",
+        help="with --exchange sharded: what compressing a mean loses waits by itself for the next "
+        "mean, not in the residual of the worker that has compressed it (off)",
+    )
+    how.add_argument(
         "--granularity",
         help="compress tensor by tensor (layer), or a whole bucket as one (bucket); auto: bucket "
         "where the base keeps the largest elements of all (auto)",

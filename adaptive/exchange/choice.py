@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
+from torch import Tensor
+
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import (
@@ -120,16 +122,24 @@ class ExchangeChoice:
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    down_cf: of the sharded exchange's second compression; None: that of the first."""
+    down_cf: of the sharded exchange's second compression; None: that of the first. server: the
+    error memory of that, if it has one of its own."""
 
     def __init__(
-        self, base: Compressor, exchange: str, world_size: int, down_cf: float | None = None
+        self,
+        base: Compressor,
+        exchange: str,
+        world_size: int,
+        down_cf: float | None = None,
+        server_memory: bool = False,
     ) -> None:
         allowed = strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.down_cf = down_cf
-        if down_cf is not None:
-            self._fixed = replace(SHARDED, start=partial(sharded, down_cf=down_cf))
+        self.server: dict[str, Tensor] | None = {} if server_memory else None
+        if down_cf is not None or server_memory:
+            start = partial(sharded, down_cf=down_cf, server=self.server)
+            self._fixed = replace(SHARDED, start=start)
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]
