@@ -29,7 +29,7 @@ log = logging.getLogger("adaptive")
 FORMS = ("auto", "rank", "gathered", "opaque")
 """What `AdaptiveCompressor(checkpoint=...)` takes."""
 
-VERSION = 13
+VERSION = 14
 
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""

@@ -83,6 +83,9 @@ class AdaptiveCompressor:
         not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or "choco-sgd".
     consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
         moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
+    server_memory: with exchange="sharded", what compressing a mean loses waits by itself, for the
+        next mean, as in DoubleSqueeze's server (docs/delay.md), until the compressor is detached.
+        False: in the residual of the rank that has compressed it.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
@@ -117,6 +120,10 @@ class AdaptiveCompressor:
     overlap: with local steps, how many of them may pass while an exchange is under way, fewer than
         H: the link is busy while the ranks compute (Streaming DiLoCo), for one more copy of the
         parameters. None: half of H. 0: backward waits for the exchange that it begins.
+    delay: D > 0 lets each rank take its own step t at once, with any optimizer of torch's; the mean
+        of what the ranks have done in it takes the place of that before step t + D. Up to D
+        exchanges are under way while the ranks compute, which hides latency (docs/delay.md), for
+        2 D + 1 copies of the parameters.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`. None: it is
@@ -148,6 +155,7 @@ class AdaptiveCompressor:
         topology: str | Tensor | Sequence[Sequence[float]] | None = None,
         gossip: str | None = None,
         consensus_step: float | None = None,
+        server_memory: bool = False,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
@@ -162,6 +170,7 @@ class AdaptiveCompressor:
         outer_lr: float = OUTER_LR,
         outer_momentum: float = OUTER_MOMENTUM,
         overlap: int | None = None,
+        delay: int = 0,
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -190,6 +199,7 @@ class AdaptiveCompressor:
             dense_below=checks.whole("dense_below", dense_below, least=0),
             exchange=exchange,
             down_cf=None if down_cf is None else checks.real("down_cf", down_cf, least=1),
+            server_memory=checks.flag("server_memory", server_memory),
             hooks=foreign,
             rungs=below,
             cf_range=cf_range,
@@ -203,6 +213,7 @@ class AdaptiveCompressor:
             outer_lr=checks.real("outer_lr", outer_lr, above=0),
             outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
             overlap=None if overlap is None else checks.whole("overlap", overlap, least=0),
+            delay=checks.whole("delay", delay, least=0),
             timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adaptive.exchange.choice import in_one_collective
 from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.topology import GossipChoice
 from adaptive.hook import HookRung
@@ -163,6 +164,7 @@ class Settings:
     dense_below: int
     exchange: str
     down_cf: float | None
+    server_memory: bool
     hooks: dict[float, HookRung]
     rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
@@ -176,6 +178,7 @@ class Settings:
     outer_lr: float
     outer_momentum: float
     overlap: int | None
+    delay: int
     timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
@@ -206,6 +209,11 @@ class Settings:
                 f"down_cf must be None unless exchange is 'sharded', whose means it compresses; "
                 f"got {self.down_cf:g} with exchange={self.exchange!r}"
             )
+        if self.server_memory and self.exchange != "sharded":
+            raise ValueError(
+                f"server_memory must be False unless exchange is 'sharded', which compresses "
+                f"means; got True with exchange={self.exchange!r}"
+            )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
         most = inf if self.local_steps == "auto" else self.local_steps
@@ -215,8 +223,10 @@ class Settings:
             )
         if self.gossip is not None:
             self._check_gossip()
-        if self.local_steps != 1:
+        if self.local_steps != 1 or self.delay:
             self._check_local_steps()
+        if self.delay:
+            self.exchange = in_one_collective(self.exchange, base)
         if self.residual_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"residual_dtype must be torch.float32 or torch.bfloat16, got "
@@ -272,10 +282,15 @@ class Settings:
                     f"local_steps must be a whole number with policy {self.policy.name!r}, which "
                     f"does not choose it as 'goodput' does; got 'auto'"
                 )
+        if self.delay:
+            for name, only in {"local_steps": 1, "outer_lr": 1, "outer_momentum": 0}.items():
+                wrong[name] = (getattr(self, name) != only, str(only))
+            wrong["overlap"] = (self.overlap is not None, "None")
+        of = f"delay={self.delay}" if self.delay else f"local_steps={self.local_steps!r}"
         for name, (given, accepted) in wrong.items():
             if given:
                 got = self.memory.kind if name == "memory" else getattr(self, name)
-                told = f"{name} must be {accepted} with local_steps={self.local_steps!r}"
+                told = f"{name} must be {accepted} with {of}"
                 raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
 
     def _check_gossip(self) -> None:
@@ -285,6 +300,7 @@ class Settings:
             "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
             "residual_dtype": (self.residual_dtype != torch.float32, "torch.float32"),
             "local_steps": (self.local_steps != 1, "1"),
+            "delay": (self.delay, "0"),
         }
         for name, (given, accepted) in wrong.items():
             if given:
@@ -313,8 +329,9 @@ class Settings:
         }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
-        as_they_are = "granularity dense_below exchange down_cf cf_range shadow_sample clip_norm"
-        as_they_are += " local_steps outer_lr outer_momentum overlap debug checksum residual_dtype"
+        as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
+        as_they_are += " shadow_sample clip_norm local_steps outer_lr outer_momentum overlap delay"
+        as_they_are += " debug checksum residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

@@ -57,7 +57,8 @@ class Controller(saved.Stateful):
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
     may hold something. residual_first: that must be sent, by a dense step, before anything is
     compressed. local_steps: that each rank takes until the next exchange, one of `numbers`. apart:
-    whether each rank steps by itself now. skipped: backwards since the last step, which have
+    whether each rank steps by itself now. lag: in steps, of decisions, beside the one that these
+    always have. skipped: backwards since the last step, which have
     exchanged nothing. agreed: the statistics of the last step that the ranks have agreed
     on. corrupt: something has arrived that no rank can have sent.
     """
@@ -76,6 +77,7 @@ class Controller(saved.Stateful):
     numbers: tuple[int, ...]
     apart: Callable[[], bool]
     dense_timer: DenseTimer
+    lag: int = 0
     step: int = saved.saved(0)
     cf: float = saved.saved(DENSE)
     plan: Plan = field(default_factory=lambda: Plan(send=DENSE))
@@ -99,7 +101,7 @@ class Controller(saved.Stateful):
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
         now = self.stopwatch.stop(counts=self.step > 1)
-        self._observe(now, keep=0 if is_host(self.device) else 1)
+        self._observe(now, keep=max(self.lag, 0 if is_host(self.device) else 1))
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
@@ -242,6 +244,7 @@ class Controller(saved.Stateful):
             timed_steps=timed_steps,
             wire_bytes=traffic.wire,
             statistics_bytes=traffic.statistics,
+            down_bytes=traffic.down,
             dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )

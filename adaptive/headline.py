@@ -76,7 +76,8 @@ class DenseTimer(Stateful):
     def step(self, cf: float) -> DenseStep:
         """A dense step, beside steps at the CF in use."""
         if isinstance(self.clock, ModelledClock):
-            return DenseStep(self.clock.step(self.nbytes(DENSE), self._statistics))
+            nbytes = self.nbytes(DENSE)  # half of them bring means back
+            return DenseStep(self.clock.step(nbytes, self._statistics, 1, nbytes / 2))
         if DENSE in self.time.timed():
             return DenseStep(self.time.seconds(DENSE, 1) or nan, measured=True)
         earlier = self.time.measured(DENSE)

@@ -67,7 +67,7 @@ CHOICES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(eq=False)
-class _Arrival:
+class Arrival:
     """The mean outer gradient of a bucket, there or under way, and how many steps after the last
     exchange its parameters move. then: where they stood when the rank sent its own; None if it has
     not moved since."""
@@ -87,7 +87,9 @@ class _Arrival:
         """Of one that is not due yet."""
         assert self.then is not None
         names = [p.name for p in self.parameters]
-        mean, then = (_split(flat.clone(), self.parameters) for flat in (self.wait(), self.then))
+        mean, then = (
+            by_parameter(flat.clone(), self.parameters) for flat in (self.wait(), self.then)
+        )
         return {
             "due": self.due,
             "mean": dict(zip(names, mean, strict=True)),
@@ -101,8 +103,11 @@ class LocalSteps:
     every: local steps between two exchanges, H, which may change. settings: of the outer step, SGD
     with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
     with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
-    doubles).
+    doubles). at_rest: which means move the parameters when the mean of these is wanted: see
+    `conclude`.
     """
+
+    at_rest: int | None = None
 
     def __init__(
         self, parameters: Sequence[ModelParameter], every: int, settings: Settings
@@ -110,11 +115,11 @@ class LocalSteps:
         self.every = every
         self._lr, self._momentum = settings.outer_lr, settings.outer_momentum
         self._parameters = parameters
-        self.anchors = {p: _flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
+        self.anchors = {p: as_flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
         self._moving = {p: p.zeros() for p in parameters} if self._momentum else {}
         self._to_anchor = False  # before the next step, which ends all this
         self._rooms: dict[tuple[int, str], Tensor] = {}
-        self._arrived: list[_Arrival] = []
+        self._arrived: list[Arrival] = []
         self._sent = 0  # elements, of the exchange that has begun last
         self._stepped = True  # an optimizer has, since then
         self._updates: list[ModelParameter] = []  # whose residuals go with the next step
@@ -141,7 +146,7 @@ class LocalSteps:
     def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
         room = self._joined(index, "sent", [self.anchors[p] for p in parameters])
-        torch._foreach_sub_(_split(room, parameters), [_flat(p.tensor) for p in parameters])
+        torch._foreach_sub_(by_parameter(room, parameters), [as_flat(p.tensor) for p in parameters])
         return room
 
     def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
@@ -157,7 +162,7 @@ class LocalSteps:
     def arrived(self, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
         """The mean outer gradient of a bucket is there; not finite if some rank's was not, and then
         its parameters go back to the anchor."""
-        self._arrived.append(_Arrival(parameters, mean))
+        self._arrived.append(Arrival(parameters, mean))
 
     def under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
@@ -166,8 +171,8 @@ class LocalSteps:
         share the steps of the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
         later = -(-overlap * self._sent // sum(p.tensor.numel() for p in self._parameters))
-        then = self._joined(index, "then", [_flat(p.tensor).to(p.dtype) for p in parameters])
-        self._arrived.append(_Arrival(parameters, mean, 1 + later, then))
+        then = self._joined(index, "then", [as_flat(p.tensor).to(p.dtype) for p in parameters])
+        self._arrived.append(Arrival(parameters, mean, 1 + later, then))
 
     def wait(self) -> None:
         """Until all that is under way is there. It moves nothing yet."""
@@ -198,7 +203,7 @@ class LocalSteps:
         memory.meet()
         self.conclude()
         for p in self._parameters:
-            residual = p.open_residual().add_(self.anchors[p]).sub_(_flat(p.tensor))
+            residual = p.open_residual().add_(self.anchors[p]).sub_(as_flat(p.tensor))
             # Residuals of updates lie as the parameter does in memory.
             like = torch.empty_like(p.tensor, dtype=residual.dtype)
             residual.copy_(flat(like.copy_(residual.view_as(p.tensor))))
@@ -241,8 +246,8 @@ class LocalSteps:
             poisoned = all_finite(mean) ^ True
             spoilt = either(spoilt, poisoned)
             fill_if(poisoned, mean, 0.0)
-            exchanged = _split(mean != 0, parameters)
-            steps = _split(mean, parameters)
+            exchanged = by_parameter(mean != 0, parameters)
+            steps = by_parameter(mean, parameters)
             if self._moving:
                 moving = [self._moving[p] for p in parameters]
                 good = torch.as_tensor(poisoned ^ True, device=mean.device)
@@ -273,22 +278,22 @@ class LocalSteps:
             if p.tensor.grad is not None:
                 fill_if(spoilt, p.tensor.grad, 0.0)
 
-    def _moved_since(self, arrival: _Arrival, poisoned: Flag) -> Sequence[Tensor | None]:
+    def _moved_since(self, arrival: Arrival, poisoned: Flag) -> Sequence[Tensor | None]:
         """By how much the rank has moved each parameter since it sent what has arrived, unless all
         of that is thrown away, or leads nowhere."""
         if arrival.then is None:
             return [None] * len(arrival.parameters)
-        then = _split(arrival.then, arrival.parameters)
+        then = by_parameter(arrival.then, arrival.parameters)
         for p, moved in zip(arrival.parameters, then, strict=True):
-            torch.sub(_flat(p.tensor).to(p.dtype), moved, out=moved)
+            torch.sub(as_flat(p.tensor).to(p.dtype), moved, out=moved)
             fill_if(poisoned, moved, 0.0)
             moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 
     def averaged(self, exchange: Exchange) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters (a collective, dense). What is under
-        way moves them now."""
-        self.conclude()
+        way moves them now, if that changes their mean."""
+        self.conclude(self.at_rest)
         return averaged(self._parameters, exchange)
 
     def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
@@ -319,7 +324,7 @@ class LocalSteps:
         self._backwards, self._updates = state["backwards"], []
         by_name = {p.name: p for p in self._parameters}
         self._arrived = [
-            _Arrival(
+            Arrival(
                 [by_name[name] for name in of_bucket["mean"]],
                 _on_device(by_name, of_bucket["mean"]),
                 of_bucket["due"],
@@ -339,9 +344,9 @@ def _on_device(by_name: Mapping[str, ModelParameter], flat: Mapping[str, Tensor]
     return torch.cat([each.to(by_name[name].tensor.device) for name, each in flat.items()])
 
 
-def _flat(parameter: Tensor) -> Tensor:
+def as_flat(parameter: Tensor) -> Tensor:
     return parameter.detach().reshape(-1)
 
 
-def _split(flat: Tensor, parameters: Sequence[ModelParameter]) -> list[Tensor]:
+def by_parameter(flat: Tensor, parameters: Sequence[ModelParameter]) -> list[Tensor]:
     return list(flat.split([p.tensor.numel() for p in parameters]))

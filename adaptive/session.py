@@ -24,6 +24,7 @@ from adaptive.bucket import Granularity
 from adaptive.bucket_order import BucketOrder
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import Controller
+from adaptive.delay import DelayedAveraging, KeptByParameters
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
@@ -111,7 +112,11 @@ class Session:
         timestamps = Timestamps.of(settings.clock, device)
         self._pipeline = Pipeline(timestamps, HookStream(device))
         self._choice = ExchangeChoice(
-            settings.base, settings.exchange, world_size, settings.down_cf
+            settings.base,
+            settings.exchange,
+            world_size,
+            settings.down_cf,
+            settings.server_memory,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
@@ -146,6 +151,8 @@ class Session:
                 settings.link,
                 lambda: self._choice.link,
             ),
+            # What waits for a mean that is under way must not wait for statistics behind it.
+            max(0, settings.delay - 1),
         )
         self.controller.take_steps(self._numbers[0])
         self._start_watching()
@@ -168,13 +175,13 @@ class Session:
         every, warnings = self.settings.local_steps, []
         if self.settings.gossip is not None:
             self._gossip_from_here(self.settings.gossip)
-        elif every in (1, "auto"):
-            warnings.append(self._memory.warning(optimizer))
-        else:
+        elif self._apart_always:
             self._step_apart(int(every))
+        else:
+            warnings.append(self._memory.warning(optimizer))
         if every == "auto" and self._numbers == (1,):
             warnings.append(AUTO_IS_ONE)
-        model = self.model if every != 1 or self._gossip is not None else None
+        model = self.model if every != 1 or self.settings.delay or self._gossip else None
         if model and model.broadcast_buffers and any(b.numel() for b in model.module.buffers()):
             warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
@@ -227,20 +234,24 @@ class Session:
 
     def _choose_memory(self, optimizer: Optimizer | None) -> None:
         """ValueError if it does not go with what was asked for."""
-        every = self.settings.local_steps
-        if every != 1 and self.model is None:
-            raise ValueError(f"local_steps={every!r} needs the model: attach(model) or bind(model)")
-        if every != 1 and self._parameters.as_they_are:
+        every, delay = self.settings.local_steps, self.settings.delay
+        name, value, none = ("delay", delay, 0) if delay else ("local_steps", every, 1)
+        if value != none and self.model is None:
+            raise ValueError(f"{name}={value!r} needs the model: attach(model) or bind(model)")
+        if value != none and self._parameters.as_they_are:
             names = ", ".join(self._parameters.as_they_are.values())
             raise ValueError(
-                f"local_steps must be 1 for a model with sparse gradients or complex parameters "
-                f"({names}), which the ranks exchange as they are; got {every!r}"
+                f"{name} must be {none} for a model with sparse gradients or complex parameters "
+                f"({names}), which the ranks exchange as they are; got {value!r}"
             )
         if self.settings.gossip is not None:
             self._check_gossip(optimizer)
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
-        own = every not in (1, "auto") or self.settings.gossip is not None
+        own = self._apart_always or self.settings.gossip is not None
         self._memory.choose(None if own else optimizer)
+        self._feeds_back = bool(self._memory.now.keeps)
+        if delay and self._feeds_back:
+            self._memory.now = KeptByParameters(self._parameters.maybe_unused)
         wanted = self.settings.residual_dtype
         if wanted != torch.float32 and "velocity" in self._memory.now.keeps:
             raise ValueError(
@@ -283,9 +294,18 @@ class Session:
             self.exchange,
         )
 
+    @property
+    def _apart_always(self) -> bool:
+        """Each rank steps by itself, whatever a policy says."""
+        return self.settings.local_steps not in (1, "auto") or self.settings.delay > 0
+
     def _step_apart(self, every: int) -> LocalSteps:
         """From here on each rank steps by itself, and `every` so many steps they exchange."""
-        self._local = LocalSteps(list(self._parameters.values()), every, self.settings)
+        parameters = list(self._parameters.values())
+        if self.settings.delay:
+            self._local = DelayedAveraging(parameters, self.settings, self._feeds_back)
+        else:
+            self._local = LocalSteps(parameters, every, self.settings)
         return self._local
 
     def _part_or_meet(self) -> None:
@@ -330,6 +350,8 @@ class Session:
         local = self._local or self._left
         if local is not None:
             local.before_step(optimizer)
+            if isinstance(local, DelayedAveraging):  # so long the step has waited
+                self.controller.stopwatch.bucket_done(drain(self._pipeline.decoded))
         if self._left is not None and under_way:
             self._memory.now.join(optimizer)
         self._left = None  # the ranks have met
@@ -491,6 +513,7 @@ class Session:
         if bucket.index() == 0:
             self._part_or_meet()
         local = self._local
+        delayed = local if isinstance(local, DelayedAveraging) else None
         if local is not None and not local.due:
             if bucket.is_last():
                 local.backward_ends()
@@ -512,6 +535,8 @@ class Session:
         plan, cfs = controller.plan, controller.cfs
         add = self._requested.sums.add if plan.accumulate else None
         on_mean, on_local = (None, add) if plan.local_sum else (add, None)
+        if delayed is not None:
+            delayed.on_mean, on_mean = on_mean, None
         step = Step(controller.step, cfs, controller.tally, on_mean, on_local)
         hook = self.settings.hooks.get(plan.send)
         if as_it_is:
@@ -526,6 +551,7 @@ class Session:
         else:
             nbytes, leader = self._sizes.bucket_nbytes(cfs), controller.leader
             strategy = self._choice.pick(nbytes, self._granularity.by(plan.send))
+            strategy = strategy if delayed is None else delayed.remembering(strategy)
             done = self._reducer.compressed(
                 step, work, parameters, strategy, leader, bucket.index(), bucket.is_last()
             )
@@ -533,7 +559,7 @@ class Session:
             self._end_step(scale)
         stopwatch.hook_left(entered, drain(self._pipeline.waits))
         steps = 1 if local is None else controller.local_steps
-        overlap = overlapped(self.settings.overlap, steps)
+        overlap = self.settings.delay or overlapped(self.settings.overlap, steps)
 
         def finish(future: Future[Tensor]) -> Tensor:
             with self._noting_failure(step.number):
@@ -543,7 +569,8 @@ class Session:
                     mean = buffer
                 elif scale is not None and not as_it_is:
                     mean = buffer.copy_(mean.mul_(scale))
-                stopwatch.bucket_done(drain(self._pipeline.decoded))
+                if delayed is None:
+                    stopwatch.bucket_done(drain(self._pipeline.decoded))
                 self._pipeline.stream.keep(work, scale)
                 return mean
 
@@ -672,6 +699,7 @@ class Session:
             "resharded_from": None,
             "compressor": self.settings.base.state_dict(),
             "link": list(vars(self._choice.link).values()),
+            "server": {name: kept.clone() for name, kept in (self._choice.server or {}).items()},
             "memory": self._memory.state_dict(),
             "scales": scales.state_dict() if (scales := self._memory.now.scales) else {},
             "local": local,
@@ -739,6 +767,11 @@ class Session:
         requested.load_state_dict(state, by_name)  # again: with another memory it has begun anew
         if state["link"] is not None:
             self._choice.link = LinkCost(*state["link"])
+        if self._choice.server is not None:
+            self._choice.server.clear()
+            self._choice.server.update(
+                {name: kept.to(self.device) for name, kept in state["server"].items()}
+            )
         self._memory.load_state_dict(state["memory"])
         if self._local is not None:
             self._local.load_state_dict(state["local"])
@@ -798,6 +831,7 @@ class Session:
             "parameters": {p.name: list(p.local.shape) for p in self._parameters.values()},
             **self._shard(),
             **({} if self.settings.gossip is None else {"gossip": str(self.settings.gossip)}),
+            **({"delay": self.settings.delay} if self.settings.delay else {}),
         }
 
     def _shard(self) -> dict[str, Any]:

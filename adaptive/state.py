@@ -21,8 +21,8 @@ from policies.state import read, together
 State = Mapping[str, Any]
 
 CONTENTS = (
-    *("compressor", "link", "memory", "scales", "local", "shadow", "sum", "layers", "peers"),
-    *("controller", "resharded_from"),
+    *("compressor", "link", "server", "memory", "scales", "local", "shadow", "sum", "layers"),
+    *("peers", "controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
 
@@ -92,24 +92,28 @@ def check_state(
     if expected["memory_kind"] != UpdateMemory.name:  # which checks its own
         check_like("scales", state["scales"], {})
     steps, local = expected["local_steps"], read(state, "local", Mapping)
+    apart = steps != 1 or "delay" in expected
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
     if "gossip" in expected:
         check_like("local", local, {"offset": flat, "kept": flat}, complete=True)
         whole = local["offset"].keys() == flat.keys()
         together(whole and local["kept"].keys() in (set(), flat.keys()), "'local' has lost some")
     else:
-        check_like("local", local, like if steps != 1 else {}, complete=True)
-    for of_bucket in local["arrived"].values() if steps != 1 else ():
+        check_like("local", local, like if apart else {}, complete=True)
+    for of_bucket in local["arrived"].values() if apart else ():
         arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
         check_like("local: arrived", of_bucket, arrival, finite=False, complete=True)
         whole = bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
         whole = whole and of_bucket["due"] >= 1 and bool(local["anchors"])
         together(whole, "what has arrived has lost something")
-    if steps != 1:
+    if apart:
         anchors: list[Any] = [flat.keys(), *([set()] if steps == "auto" else [])]
         whole = local["anchors"].keys() in anchors
         whole = whole and local["moving"].keys() in (set(), flat.keys())
         together(whole, "'local' has lost something")
+    for name, kept in read(state, "server", Mapping).items():
+        fits = isinstance(kept, Tensor) and kept.is_floating_point() and kept.dim() == 1
+        together(fits and bool(kept.isfinite().all()), f"server: {name!r} is damaged, {kept!r:.80}")
     check_like("sum", state["sum"], flat, finite=False)
     check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
     for name, kept in state["shadow"].items():
@@ -234,6 +238,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "rank": rank,
         "resharded_from": old,
         "link": None,
+        "server": {},
         "memory": _memory(states, weights),
         "local": states[0]["local"],
         "sum": {},

@@ -27,6 +27,7 @@ from adaptive import (
     Timeline,
     Warmup,
 )
+from adaptive.exchange.link import ServerSpec
 from runs.config import TrainConfig
 from runs.initial import initial_model
 from runs.optimizers import learning_rate
@@ -49,7 +50,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }
 _ARGUMENTS = {"warmup_steps": "steps"}
-_ELSEWHERE = ("layerwise", "base", "cf_range", "rungs", "fixed_clock", "model_mb")
+_ELSEWHERE = ("layerwise", "base", "cf_range", "rungs", "fixed_clock", "model_mb", "server")
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
 
@@ -116,7 +117,9 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
         return None
     link = None if config.link is None else LinkSpec.parse(config.link)
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
-    return ModelledClock(config.fixed_clock, link, scale, config.overlap)
+    delay = config.delay or 0
+    server = None if config.server is None else ServerSpec.parse(config.server, config.workers)
+    return ModelledClock(config.fixed_clock, link, scale, config.overlap, delay, server)
 
 
 def compressor_settings(config: TrainConfig) -> dict[str, Any]:

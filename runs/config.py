@@ -33,7 +33,8 @@ class TrainConfig:
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
     fixed_clock: nothing waits; a step is taken to last so many seconds, and what its bytes take
-    over the link. model_mb: and as if the gradients were so large. one_worker_seconds: of a step of
+    over the link. model_mb: and as if the gradients were so large. server: and as if one made the
+    means, with a link of this rate, or of two, up and down. one_worker_seconds: of a step of
     one worker alone, for scaling efficiency. json: result on stdout.
     simulated: by `simulate`, all workers in one process.
     patience: evaluations in a row without a better quality after which to stop, 0 for never.
@@ -84,6 +85,7 @@ class TrainConfig:
     cf_range: tuple[float, float] | None = None
     exchange: str | None = None
     down_cf: float | None = None
+    server_memory: bool | None = None
     granularity: str | None = None
     rungs: bool | None = None
     dense_below: int | None = None
@@ -97,6 +99,7 @@ class TrainConfig:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     overlap: int | None = None
+    delay: int | None = None
     checksum: bool | None = None
     topology: str | None = None
     gossip: str | None = None
@@ -107,6 +110,7 @@ class TrainConfig:
     threads: int = 1
     fixed_clock: float | None = None
     model_mb: float | None = None
+    server: str | None = None
     one_worker_seconds: float | None = None
     json: bool = False
     simulated: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from adaptive.exchange.link import ServerSpec
 from runs.config import TrainConfig
 from runs.optimizers import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.parser import UsageError, option, shown
@@ -15,6 +16,7 @@ HOOK_OPTIONS = (
     "cf_range",
     "exchange",
     "down_cf",
+    "server_memory",
     "granularity",
     "rungs",
     "dense_below",
@@ -28,6 +30,7 @@ HOOK_OPTIONS = (
     "outer_lr",
     "outer_momentum",
     "overlap",
+    "delay",
     "checksum",
     "link",
     "fixed_clock",
@@ -35,6 +38,7 @@ HOOK_OPTIONS = (
     "topology",
     "gossip",
     "consensus_step",
+    "server",
 )
 
 
@@ -67,6 +71,8 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
         )
     if "model_mb" in given:
         _check_size(given)
+    if "server" in given:
+        _check_server(given)
     for name in ("outer_lr", "outer_momentum", "overlap"):
         if name in given and given.get("local_steps", 1) == 1:
             raise UsageError(f"{option(name)} {shown(given[name])} needs --local-steps 2 or more")
@@ -139,6 +145,22 @@ def check_sends(given: dict[str, Any]) -> None:
         raise UsageError(
             f"--model-mb {given['model_mb']:g}: needs --workers 2 or more, one sends nothing"
         )
+
+
+def _check_server(given: dict[str, Any]) -> None:
+    """UsageError if no server can be modelled. An --exchange is given."""
+    told, workers = f"--server {given['server']}", given.get("workers", TrainConfig.workers)
+    if "fixed_clock" not in given:
+        raise UsageError(f"{told} is modelled; it needs --fixed-clock, or simulate")
+    if given["exchange"] not in ("sharded", "all_reduce"):
+        raise UsageError(
+            f"{told} makes the means: --exchange must be sharded or all_reduce, got "
+            f"{given['exchange']}"
+        )
+    try:
+        ServerSpec.parse(given["server"], workers)
+    except ValueError as error:
+        raise UsageError(f"{told}: {error}") from error
 
 
 def _check_size(given: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = add_output_arguments(parser)
     add_clock_argument(output)
     add_size_argument(output, "with --fixed-clock, step times")
+    add_server_argument(output, "with --fixed-clock,")
     add_one_worker_argument(output)
 
 
@@ -225,6 +226,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "only (that of the gradients)",
     )
     how.add_argument(
+        "--server-memory",
+        type=switch,
+        metavar="on|off",
+        help="with --exchange sharded: what compressing a mean loses waits by itself for the next "
+        "mean, not in the residual of the worker that has compressed it (off)",
+    )
+    how.add_argument(
         "--granularity",
         help="compress tensor by tensor (layer), or a whole bucket as one (bucket); auto: bucket "
         "where the base keeps the largest elements of all (auto)",
@@ -260,6 +268,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         type=whole(0),
         metavar="N",
         help="of local steps: so many may pass while an exchange is under way (half of them)",
+    )
+    how.add_argument(
+        "--delay",
+        type=whole(0),
+        metavar="D",
+        help="each worker takes its own step at once, and the mean of all takes the place of that "
+        "D steps later: up to D exchanges are under way while they compute (0)",
     )
     how.add_argument(
         "--dense-below",
@@ -334,6 +349,17 @@ def add_link_argument(group: argparse._ArgumentGroup, what: str = EMULATED) -> N
         "--link",
         metavar="RATE[,LATENCY]",
         help=f"{what} between the workers, e.g. 100mbit or 1gbit,5ms",
+    )
+
+
+def add_server_argument(group: argparse._ArgumentGroup, what: str) -> None:
+    """A parameter server, which nobody has here: it is modelled."""
+    group.add_argument(
+        "--server",
+        metavar="RATE[/RATE]",
+        help=f"{what} a server makes the means, and its link, e.g. 1gbit or 1gbit/500mbit (up and "
+        "down), carries what all workers send and are sent; --exchange is sharded, or all_reduce "
+        "(the workers themselves make them)",
     )
 
 
@@ -425,6 +451,8 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     """The configuration of a new run. UsageError for options that do not go together."""
     given = dict(given)
     policy = given.setdefault("policy", policy_for(given))
+    if "server" in given and given.get("exchange", "auto") == "auto":
+        given["exchange"] = "all_reduce" if given.get("base") == "none" else "sharded"
     check_together(policy, given)
     if policy == "off":
         given["base"] = None

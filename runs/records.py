@@ -458,6 +458,7 @@ _BY_NAME: dict[tuple[str, Any], Callable[[str, Any], Any]] = {
             *("seconds", "median_seconds", "grad_norm", "sum_norm", "energy"),
             *("kept", "total", "grad", "sample_total", "kept_norms", "grad_norms"),
             *("wire_bytes", "dense_wire_bytes", "timed_bytes", "statistics_bytes", "dense_bytes"),
+            "down_bytes",
         )
     },
 }

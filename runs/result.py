@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from adaptive import LinkSpec, Summary
+from adaptive.exchange.link import ServerSpec
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.plot import PLOT_FILE, draw_timeline
@@ -22,7 +23,7 @@ from runs.progress import cf_name
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
-from runs.times import seconds_by_clock, where_time_went
+from runs.times import seconds_by_clock, server_bytes, where_time_went
 from runs.train import Outcome
 
 RESULT_FILE = "result.json"
@@ -61,7 +62,10 @@ def _modelled(config: TrainConfig) -> str:
     """What step times are made of, where they are not measured."""
     link = f" and what {LinkSpec.parse(config.link)} take for its bytes" if config.link else ""
     size = f", as if the gradients were {config.model_mb:g} MB" if config.model_mb else ""
-    return f"{config.fixed_clock:g} s a step{link}{size}"
+    server = ""
+    if config.server is not None:
+        server = f", and a server at {ServerSpec.parse(config.server, config.workers)}"
+    return f"{config.fixed_clock:g} s a step{link}{size}{server}"
 
 
 def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> bool:
@@ -171,6 +175,7 @@ def make_result(
         "seconds": outcome.seconds,
         "steps_per_second": rate,
         "modelled_seconds": modelled,
+        "server_bytes": server_bytes(config, recorded),
         "scaling_efficiency": scaling_efficiency(one_worker_seconds(config), by_clock),
         "emulated_link": emulated(config) or None,
         "summary": _summary(outcome.summary),
@@ -225,6 +230,9 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     in_rounds = config.local_steps not in (None, 1)
     unit = "round" if in_rounds else "step"
     rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
+    if result["server_bytes"]:
+        up, down = (_bytes(nbytes) for nbytes in result["server_bytes"])
+        rows.append(("  on the server's link", f"{up} up, {down} down"))
     spent = result["step_milliseconds"]
     if spent:
         rows.append((f"  ms of a {unit}, medians", _parts(spent)))

@@ -46,7 +46,9 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
         return None
     for record, steps in zip(recorded.steps, local_steps(recorded.steps), strict=True):
         report = record.report
-        clock.now += clock.step(report.wire_bytes, report.statistics_bytes, steps)
+        clock.now += clock.step(
+            report.wire_bytes, report.statistics_bytes, steps, report.down_bytes
+        )
     return clock.now
 
 
@@ -84,3 +86,16 @@ def step_seconds(records: Sequence[StepRecord], pauses: Collection[int]) -> list
         seconds if isfinite(seconds) else typical.get(record.report.cf, everywhere)
         for record, seconds in zip(records, times, strict=True)
     ]
+
+
+def server_bytes(config: TrainConfig, recorded: Recorded) -> tuple[float, float] | None:
+    """Bytes of the recorded steps that a modelled server takes in from all workers, and that it
+    sends to them; None if there is none."""
+    numel = recorded.header.numel if recorded.header is not None else 0
+    clock = modelled_clock(config, numel) if numel else None
+    if clock is None or clock.server is None:
+        return None
+    reports = [record.report for record in recorded.steps]
+    down = sum(report.down_bytes for report in reports)
+    up = sum(report.wire_bytes for report in reports) - down
+    return up * clock.server.nbytes, down * clock.server.nbytes

@@ -447,8 +447,8 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     raise_on_all(problem)
     if trainer.world_size != checkpoint.world_size:
         trainer.task.restart(trainer.model)  # each rank would go on with what rank 0 carried
-    alike = checkpoint.config.local_steps in (None, 1) and checkpoint.config.exchange != "gossip"
-    if alike:
+    of = checkpoint.config
+    if of.local_steps in (None, 1) and not of.delay and of.exchange != "gossip":
         check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
+from torch import Tensor
+
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import (
@@ -96,17 +98,47 @@ def check_exchange(exchange: str, base: Compressor) -> str:
     return exchange
 
 
+def in_one_collective(exchange: str, base: Compressor) -> str:
+    """`exchange`, or for "auto" the first that `base` allows, where that is of a single collective:
+    before a second one is begun, backward waits for the first. ValueError for others."""
+    if isinstance(base, GraceCompressor):
+        raise ValueError(
+            f"base must be one of the library's with a delay: {base.name!r} decodes by what it has "
+            f"kept of the last tensor of that name, and several are under way"
+        )
+    allowed = strategies(base)
+    wanted = next((each for each in allowed if each.name == exchange), allowed[0])
+    if wanted.collectives == 1:
+        return wanted.name
+    single = [each.name for each in allowed if each.collectives == 1]
+    if not single:
+        raise ValueError(
+            f"base must be sent in one collective with a delay, got {base.name!r}, which takes "
+            f"{wanted.collectives}"
+        )
+    raise ValueError(
+        f"exchange must be of one collective with a delay, {' or '.join(single)}, since backward "
+        f"waits for the others; got {exchange!r}"
+    )
+
+
 class ExchangeChoice:
     """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
 
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    down_cf: of the sharded exchange's second compression; None: that of the first. messages: that a
-    rank sends in a step, to neighbours; None where the payloads of all become the mean."""
+    down_cf: of the sharded exchange's second compression; None: that of the first. server: the
+    error memory of that, if it has one of its own. messages: that a rank sends in a step, to
+    neighbours; None where the payloads of all become the mean."""
 
     def __init__(
-        self, base: Compressor, exchange: str, world_size: int, down_cf: float | None = None
+        self,
+        base: Compressor,
+        exchange: str,
+        world_size: int,
+        down_cf: float | None = None,
+        server_memory: bool = False,
     ) -> None:
         allowed = strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
@@ -114,8 +146,10 @@ class ExchangeChoice:
         if exchange == GOSSIP:
             self._fixed = GATHERED
         self.down_cf = down_cf
-        if down_cf is not None:
-            self._fixed = replace(SHARDED, start=partial(sharded, down_cf=down_cf))
+        self.server: dict[str, Tensor] | None = {} if server_memory else None
+        if down_cf is not None or server_memory:
+            start = partial(sharded, down_cf=down_cf, server=self.server)
+            self._fixed = replace(SHARDED, start=start)
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]

@@ -84,14 +84,16 @@ def _let_threads_finish() -> None:
 class Traffic:
     """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
     algorithms), how many of these are statistics, which do not grow with the model, and elements
-    of gradients sent, indices not counted. sparse: bytes on the wire beside these, of sparse
-    gradients: how many depends on the data, and so on the rank."""
+    of gradients sent, indices not counted. down: of the bytes on the wire those that bring means
+    back, which a server would send in the ranks' stead. sparse: bytes on the wire beside these, of
+    sparse gradients: how many depends on the data, and so on the rank."""
 
     payload: int = 0
     wire: float = 0.0
     sparse: float = 0.0
     statistics: float = 0.0
     floats: float = 0.0
+    down: float = 0.0
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
@@ -179,6 +181,7 @@ class Exchange:
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
         done = work.get_future().then(lambda future: _after(future, tensor))
+        self._traffic.down += wire / 2
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
@@ -205,10 +208,12 @@ class Exchange:
         self._traffic.payload += tensor.nbytes
         self._traffic.wire += wire
         self._traffic.statistics += wire
+        self._traffic.down += wire / 2
         return PendingSum(tensor, self.everyone)
 
-    def all_gather(self, payload: Tensor, what: str) -> Future[Tensor]:
-        """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n)."""
+    def all_gather(self, payload: Tensor, what: str, means: bool = False) -> Future[Tensor]:
+        """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
+        rank's payload is of the mean, not of its own gradients."""
         if self._check_bytes:
             payload = signed(payload)
         n, size = self.world_size, payload.numel()
@@ -216,7 +221,9 @@ class Exchange:
         # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(out, payload, group=self.group, async_op=True)
-        return self._receive(work, size, gather_wire_bytes(size, n), out.view(n, size), what)
+        wire = gather_wire_bytes(size, n)
+        self._traffic.down += wire * means
+        return self._receive(work, size, wire, out.view(n, size), what)
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
@@ -275,7 +282,9 @@ class Exchange:
         it back as the link would."""
         self.count_floats(tensor.numel() / cf)
         nbytes = round(4 * tensor.numel() / cf)
-        return self._hold(done, nbytes, reduce_wire_bytes(nbytes, self.world_size), tensor.device)
+        wire = reduce_wire_bytes(nbytes, self.world_size)
+        self._traffic.down += wire / 2
+        return self._hold(done, nbytes, wire, tensor.device)
 
     def count_floats(self, floats: float) -> None:
         """So many elements of gradients are sent."""

@@ -103,12 +103,19 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     return Received([[each] for each in sums], poisoned, 1 / exchange.world_size, out.payloads)
 
 
-def sharded(exchange: Exchange, out: Outgoing, down_cf: float | None = None) -> Rounds:
+def sharded(
+    exchange: Exchange,
+    out: Outgoing,
+    down_cf: float | None = None,
+    server: dict[str, Tensor] | None = None,
+) -> Rounds:
     """Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what
     that loses, and sends it to all (all-gather): Tang and others, "DoubleSqueeze" (ICML 2019), with
     the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
 
-    down_cf: the CF of the means, 1 is "single compression"; None: that of the payloads."""
+    down_cf: the CF of the means, 1 is "single compression"; None: that of the payloads. server: the
+    error memory of the owner as a server, by the names of its units, as in the paper's algorithm 1:
+    added to the mean, and what is then lost. None: that goes to the owner's residual as a rank."""
     work = out.bucket.work
     shards = [
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
@@ -128,7 +135,12 @@ def sharded(exchange: Exchange, out: Outgoing, down_cf: float | None = None) -> 
     second: list[Payload] = []
     poisoned: Flag = False
     both = zip(means, down[exchange.rank], zip(*received, strict=True), strict=True)
+    before: list[Tensor | None] = []
     for (unit, mean), below, payloads in both:
+        kept = None if server is None else server.get(unit.key.name)
+        before.append(kept)
+        if kept is not None and kept.numel() == mean.numel():
+            mean.copy_(kept)
         for payload in payloads:
             flag = unit.compressor.is_poisoned(payload)
             unit.compressor.add_to(mean, unit.compressor.void(payload, flag), 1 / len(payloads))
@@ -143,8 +155,14 @@ def sharded(exchange: Exchange, out: Outgoing, down_cf: float | None = None) -> 
     wire[: down_sizes[exchange.rank]] = pack(out, down[exchange.rank], second)
     for (unit, _), (_, mean), payload in zip(pairs, means, second, strict=True):
         unit.compressor.subtract_from(mean, payload)
+    if server is not None:
+        for (unit, mean), kept in zip(means, before, strict=True):
+            unspoilt = torch.zeros_like(mean) if kept is None else kept
+            flag = torch.as_tensor(poisoned, device=mean.device)
+            server[unit.key.name] = torch.where(flag, unspoilt, mean)
+        means = []
     out.report(second)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means")
+    rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means", means=True)
 
     everyones: list[Payload] = []
     for units, row, size in zip(down, rows, down_sizes, strict=True):
@@ -237,7 +255,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     sent.sub_(exact.sub_(mean), alpha=n)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means")
+    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means", means=True)
 
     for rank, row in enumerate(rows):
         for piece, decoded in zip(

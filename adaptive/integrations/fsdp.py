@@ -347,6 +347,7 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
         raise ValueError(f"mesh must have its ranks in ascending order, got {mesh}")
     wrong = {
         "local_steps": (settings.local_steps != 1, "1"),
+        "delay": (settings.delay > 0, "0"),
         "hooks": (settings.hooks, "empty"),
         "exchange": (settings.gossip is not None, "another"),
     }

@@ -74,15 +74,15 @@ class StepTiming(saved.Stateful):
     """The timestamps of one step; on the host, where they are numbers, those of a step that has
     not ended are saved.
 
-    began: the first hook call. cf, wire, statistics: what was sent. steps: that the rank takes
-    until the next exchange, more than one with local steps. calls: of the hook. waits: for the
-    network, within these. exchanged: when the last mean was there. decoded: when a thread of the
-    process group was decoding. ended: the next step's first hook call. forward: when its forward
-    began, if known.
+    began: the first hook call. cf, wire, statistics, down: what was sent. steps: that the rank
+    takes until the next exchange, more than one with local steps. calls: of the hook. waits: for
+    the network, within these. exchanged: when the last mean was there. decoded: when a thread of
+    the process group was decoding. ended: the next step's first hook call. forward: when its
+    forward began, if known.
     """
 
     _fields = saved.declare(
-        **dict.fromkeys(("began", "cf", "wire", "statistics"), float),
+        **dict.fromkeys(("began", "cf", "wire", "statistics", "down"), float),
         **dict.fromkeys(("calls", "waits", "decoded"), list[tuple[float, float]]),
         exchanged=float | None,
         steps=int,
@@ -93,6 +93,7 @@ class StepTiming(saved.Stateful):
     steps: int = 1
     wire: float = 0.0
     statistics: float = 0.0
+    down: float = 0.0
     calls: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
     exchanged: Timestamp = None
@@ -198,7 +199,7 @@ class Stopwatch:
         clock, running = self.clock, self._running
         if not isinstance(clock, ModelledClock) or running is None:
             return clock()
-        return clock() + clock.step(running.wire, running.statistics, running.steps)
+        return clock() + clock.step(running.wire, running.statistics, running.steps, running.down)
 
     def start(self, cf: float, steps: int = 1) -> dict[str, float]:
         """A step at `cf` begins where the last one stopped, and the next exchange comes after so
@@ -214,7 +215,9 @@ class Stopwatch:
         seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, ModelledClock):
             seconds["compute_seconds"] = self.clock.compute * timed.steps
-            seconds["exchange_seconds"] = self.clock.exchange(timed.wire, timed.statistics)
+            seconds["exchange_seconds"] = self.clock.exposed(
+                timed.wire, timed.statistics, timed.down
+            )
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(seconds["seconds"]):
             times.append(seconds["seconds"])
@@ -237,6 +240,7 @@ class Stopwatch:
         """What the running step has put on the wire."""
         assert self._running is not None
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
+        self._running.down = traffic.down
 
     def state_dict(self) -> dict[str, Any]:
         running = None if self._on_device else self._running

@@ -8,6 +8,7 @@ from typing import Any
 from runs.options import (
     add_hook_arguments,
     add_output_arguments,
+    add_server_argument,
     add_size_argument,
     add_task_arguments,
 )
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({STEP_SECONDS:g})",
     )
     add_size_argument(clock, "--link's seconds")
+    add_server_argument(clock, "as if")
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:

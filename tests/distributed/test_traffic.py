@@ -66,6 +66,7 @@ def _count(
         "numel": sum(p.numel() for p in model.parameters()),
         "forecast": dict(timeline.header.wire_bytes) if timeline.header else {},
         "reports": [(s.report.cf, s.report.wire_bytes) for s in timeline.steps],
+        "down": sum(s.report.down_bytes for s in timeline.steps),
         "recorded": sum(s.report.wire_bytes for s in timeline.steps),
         "sizes": [p.numel() for p in model.parameters()],
     }
@@ -104,6 +105,11 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(
         assert result["counted"] == results[0]["counted"]
         if rank == 0:
             assert result["recorded"] == pytest.approx(wire)
+            back = counted["all_reduce"] * (n - 1) / n
+            if exchange == "sharded":
+                back += counted["all_gather_single"] * (n - 1)
+            if exchange != "voted_indices":  # which gathers indices, too
+                assert result["down"] == pytest.approx(back)
         if base == "topk":
             whole = granularity == "bucket"
             sizes = [result["numel"]] if whole else result["sizes"]
