@@ -29,7 +29,7 @@ from adaptive.config import Settings
 from adaptive.exchange.choice import Strategy
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.strategies import Outgoing, Rounds
-from adaptive.local_steps import Arrival, LocalSteps, as_flat, by_parameter
+from adaptive.local_steps import Arrival, LocalSteps, as_flat, split
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.parameters import ModelParameter
 from adaptive.reducer import OnGradient
@@ -77,12 +77,10 @@ class DelayedAveraging(LocalSteps):
         """What this rank has not sent yet, of the parameters of bucket `index`: flat, in a buffer
         of its own."""
         unsent = super().outer_gradients(index, parameters)
-        places = dict(zip(parameters, by_parameter(unsent, parameters), strict=True))
+        places = dict(zip(parameters, split(unsent, parameters), strict=True))
         for arrival in self._arrived:
             assert arrival.then is not None
-            sent = zip(
-                arrival.parameters, by_parameter(arrival.then, arrival.parameters), strict=True
-            )
+            sent = zip(arrival.parameters, split(arrival.then, arrival.parameters), strict=True)
             for p, own in sent:
                 if p in places:  # buckets may have been others then
                     places[p].sub_(own)
@@ -123,7 +121,7 @@ class DelayedAveraging(LocalSteps):
             spoilt = either(spoilt, poisoned)
             for each in (mean, own):
                 fill_if(poisoned, each, 0.0)
-            means, moves = by_parameter(mean, parameters), by_parameter(own.sub_(mean), parameters)
+            means, moves = split(mean, parameters), split(own.sub_(mean), parameters)
             torch._foreach_sub_([self.anchors[p] for p in parameters], means)
             for p, each, move in zip(parameters, means, moves, strict=True):
                 p.tensor.data.copy_(move.add_(as_flat(p.tensor)).view_as(p.tensor))

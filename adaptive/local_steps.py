@@ -87,9 +87,7 @@ class Arrival:
         """Of one that is not due yet."""
         assert self.then is not None
         names = [p.name for p in self.parameters]
-        mean, then = (
-            by_parameter(flat.clone(), self.parameters) for flat in (self.wait(), self.then)
-        )
+        mean, then = (split(flat.clone(), self.parameters) for flat in (self.wait(), self.then))
         return {
             "due": self.due,
             "mean": dict(zip(names, mean, strict=True)),
@@ -146,7 +144,7 @@ class LocalSteps:
     def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
         room = self._joined(index, "sent", [self.anchors[p] for p in parameters])
-        torch._foreach_sub_(by_parameter(room, parameters), [as_flat(p.tensor) for p in parameters])
+        torch._foreach_sub_(split(room, parameters), [as_flat(p.tensor) for p in parameters])
         return room
 
     def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
@@ -246,8 +244,8 @@ class LocalSteps:
             poisoned = all_finite(mean) ^ True
             spoilt = either(spoilt, poisoned)
             fill_if(poisoned, mean, 0.0)
-            exchanged = by_parameter(mean != 0, parameters)
-            steps = by_parameter(mean, parameters)
+            exchanged = split(mean != 0, parameters)
+            steps = split(mean, parameters)
             if self._moving:
                 moving = [self._moving[p] for p in parameters]
                 good = torch.as_tensor(poisoned ^ True, device=mean.device)
@@ -283,7 +281,7 @@ class LocalSteps:
         of that is thrown away, or leads nowhere."""
         if arrival.then is None:
             return [None] * len(arrival.parameters)
-        then = by_parameter(arrival.then, arrival.parameters)
+        then = split(arrival.then, arrival.parameters)
         for p, moved in zip(arrival.parameters, then, strict=True):
             torch.sub(as_flat(p.tensor).to(p.dtype), moved, out=moved)
             fill_if(poisoned, moved, 0.0)
@@ -348,5 +346,5 @@ def as_flat(parameter: Tensor) -> Tensor:
     return parameter.detach().reshape(-1)
 
 
-def by_parameter(flat: Tensor, parameters: Sequence[ModelParameter]) -> list[Tensor]:
+def split(flat: Tensor, parameters: Sequence[ModelParameter]) -> list[Tensor]:
     return list(flat.split([p.tensor.numel() for p in parameters]))
