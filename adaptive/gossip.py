@@ -167,15 +167,19 @@ class Gossip:
             chunk.move(chunk.offset, 1.0)
 
     def after_step(self, step: int, cfs: StepCFs, tally: Tally) -> None:
-        """Send what the step has come to, at the CFs of the step; DeepSqueeze and CHOCO-SGD also
-        receive. On every rank, as often and in the same order."""
+        """Send what the step has come to, at the CFs of the step. On every rank, as often and in
+        the same order."""
         self._mixed = False
         for index, chunk in enumerate(self._chunks):
             self._send(index, chunk, step, cfs, tally)
+
+    def end_step(self, cf: float) -> None:
+        """DeepSqueeze and CHOCO-SGD go on from what neighbours have sent, too, at the CF of the
+        step."""
         if self.algorithm in AT_ONCE:
             for chunk in self._chunks:
                 self._receive(chunk)
-                chunk.move(chunk.offset, self._step_at(cfs.send))
+                chunk.move(chunk.offset, self._step_at(cf))
 
     def _send(self, index: int, chunk: _Chunk, step: int, cfs: StepCFs, tally: Tally) -> None:
         """Compress what there is to tell of a chunk, and hand it to the neighbours."""

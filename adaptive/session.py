@@ -371,10 +371,13 @@ class Session:
         entered = stopwatch.timestamps()
         with self._noting_failure(controller.step):
             gossip.after_step(controller.step, controller.cfs, controller.tally)
+            sent = stopwatch.timestamps()
+            gossip.end_step(controller.cfs.send)
+            arrived = stopwatch.timestamps()
             controller.tally.at("grad").fill_(nan)  # nobody looks at gradients
             controller.end_step(self._watch.take_found())
         gossip.open = False
-        stopwatch.hook_left(entered, ())
+        stopwatch.hook_left(entered, [(sent, arrived)])
 
     def _gossip_backward(self, bucket: dist.GradBucket, gossip: Gossip) -> Future[Tensor]:
         """The hook's work with gossip: gradients stay what they are."""
