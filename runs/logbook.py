@@ -90,7 +90,9 @@ class Logbook(Timeline):
                 path = config.folder / TIMELINE_FILE
                 self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
             if self._writer is not None:
-                self._board = TensorBoardTimeline(self._writer, hparams=_hparams(config))
+                self._board = TensorBoardTimeline(
+                    self._writer, hparams=_hparams(config), records=False
+                )
                 self._sinks.sinks.append(self._board)
         elif self._writer is not None:
             self._try(EVENTS, start_session, self._writer, _hparams(config))
