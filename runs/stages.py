@@ -4,10 +4,11 @@ line now and then. Quick work says nothing."""
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
+
+from adaptive.timeline.progress import make_bar
 
 QUIET = 2.0
 """Seconds of work before anything is said."""
@@ -37,20 +38,6 @@ def counted(
             said.begin()
             yield part
             said.end()
-
-
-def make_bar(stream: TextIO, **options: Any) -> Any:
-    """A bar of tqdm with its options; None without a terminal, or without tqdm."""
-    if not stream.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    # Its own lock is one between processes, of which workers that end at once would leave a
-    # semaphore behind.
-    tqdm.set_lock(threading.RLock())
-    return tqdm(file=stream, **options)
 
 
 class _Said:

@@ -85,7 +85,7 @@ def check_exchange(exchange: str, base: Compressor) -> str:
     """`exchange` if it is "auto" or a strategy that `base` allows; ValueError otherwise."""
     accepted = ["auto", *(strategy.name for strategy in strategies(base))]
     if exchange not in accepted:
-        told = f"exchange must be one of {', '.join(accepted)} for base {base.name!r}"
+        told = f"exchange must be one of {', '.join(accepted)} for base {base.shown!r}"
         raise ValueError(f"{told}; got {exchange!r}")
     return exchange
 
