@@ -224,7 +224,7 @@ class AdaptiveCompressor:
         another hook, or the ranks disagree.
         """
         inside = unwrap(model, optimizer)
-        ddp = check_model(inside.model)
+        ddp = check_model(inside.model, inside.model is not model)
         attachment: Attachment | None = None
 
         def check() -> None:
@@ -283,7 +283,7 @@ class AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
         calls `model.register_comm_hook(compressor, adaptive_hook)` afterwards."""
         inside = unwrap(model, optimizer)
-        model = check_model(inside.model)
+        model = check_model(inside.model, inside.model is not model)
         return self._bind(model, model.process_group, inside, scaler)
 
     def _bind(

@@ -52,7 +52,8 @@ def make_base(base: str | Compressor, memory: Any, exchange: Any) -> Compressor:
     may_round = memory != "none" and not str(exchange).startswith("shared_indices")
     if says_nothing and may_round and isinstance(compressor, Sparsifier):
         compressor = compressor.coded(VALUES)
-        compressor.shown = str(base)
+    if isinstance(base, str):
+        compressor.shown = base
     return compressor
 
 

@@ -198,7 +198,8 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--layerwise",
         type=switch,
         metavar="on|off",
-        help="share the bytes of the policy's CF out among the layers, so that least waits (off)",
+        help="share the bytes of the policy's CF out among the layers, so that least waits (off); "
+        "--policy layerwise: those of gravac's",
     )
     how.add_argument(
         "--base",

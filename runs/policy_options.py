@@ -20,6 +20,7 @@ POLICY_OPTIONS = {
     "warmup": ("warmup_steps",),
     "goodput": ("margin", "power", "gain"),
     "budget": ("share",),
+    "layerwise": (),
     "schedule": ("schedule", "gain"),
     "expression": ("expression",),
     "off": (),

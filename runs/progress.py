@@ -71,3 +71,12 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def number_text(value: float, digits: int) -> str:
+    """As many digits, never with an exponent; what is as good as nothing is 0."""
+    if abs(value) < 5e-5:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:#.{digits}g}"

@@ -168,7 +168,7 @@ class SafeTimeline(Timeline):
             self.sinks = list(timeline)
         if not all(isinstance(sink, Timeline) for sink in self.sinks):
             raise TypeError(
-                f"timeline must be a Timeline (JSONLTimeline, TensorBoardTimeline, ...),"
+                f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, ...),"
                 f" a list of them or None, got {timeline!r}"
             )
 

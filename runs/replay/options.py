@@ -153,7 +153,8 @@ def _check_layers(config: TrainConfig, source: Source, context: Context) -> None
     per_layer = config.per_layer
     if per_layer is None:
         per_layer = config.policy == "accordion-paper"
-    if context.layers or not (per_layer or config.layerwise):
+    layerwise = config.layerwise or config.policy == "layerwise"
+    if context.layers or not (per_layer or layerwise):
         return
     what = "--per-layer" if per_layer else "--layerwise"
     raise UsageError(

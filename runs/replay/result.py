@@ -189,7 +189,8 @@ def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
 def _unread_notes(config: TrainConfig, replayed: Replayed) -> list[str]:
     plans = replayed.plans
     sums = any(plan.accumulate for plan in plans) and not any(plan.read_sum for plan in plans)
-    layers = config.layerwise and not any(plan.read_layers for plan in plans)
+    layerwise = config.layerwise or config.policy == "layerwise"
+    layers = layerwise and not any(plan.read_layers for plan in plans)
     if not (sums or layers):
         return []
     what = "summed gradient" if sums else "report of its layers"

@@ -3,10 +3,12 @@ settings."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptive import Header
+from adaptive.config import make_base
 from runs.config import TrainConfig, load_config
 from runs.events import has_events
 from runs.parser import UsageError
@@ -61,7 +63,15 @@ def _config_of(header: Header, folder: Path) -> TrainConfig:
         log_dir=str(folder),
         policy="expression",
         expression=header.expression,
-        base=header.base,
+        base=_base_of(header),
         cf_range=header.cf_range,
         workers=header.world_size,
     )
+
+
+def _base_of(header: Header) -> str:
+    """As it is chosen: a sparsifier whose values travel as they are has to say so."""
+    with suppress(ValueError):  # one of the user's own
+        if make_base(header.base, None, None).name != header.base:
+            return f"{header.base}+fp32"
+    return header.base

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from adaptive import AdaptiveCompressor, Compressor, GraVAC, RandomK, TopK
@@ -97,6 +98,12 @@ def test_only_a_ddp_model_can_be_attached() -> None:
         AdaptiveCompressor().attach(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+def test_advice_for_a_compiled_model_is_what_has_to_be_done() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"got a compiled Linear; .*torch\.compile\(Distributed"):
+        AdaptiveCompressor().attach(torch.compile(net))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("call", ["summary", "flush", "detach", "state_dict"])
 def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
     with pytest.raises(RuntimeError, match="attach"):
@@ -119,7 +126,9 @@ def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
 def test_values_are_coded_where_nobody_says_and_errors_are_fed_back(
     base: str | Compressor, memory: str, exchange: str, name: str
 ) -> None:
-    assert make_base(base, memory, exchange).name == name
+    made = make_base(base, memory, exchange)
+    assert made.name == name
+    assert made.shown == (base if isinstance(base, str) else name)  # in messages
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, NAN])

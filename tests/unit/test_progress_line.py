@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Event, Header, LinkSpec, ModelledClock, Warmup
+from adaptive import AdaptiveCompressor, Event, LinkSpec, ModelledClock, StepRecord, Warmup
 from adaptive.timeline.progress import ProgressTimeline
 from runs.simulate.ranks import run_ranks
-from tests.unit.test_records import HEADER, _record
+from tests.unit.test_records import HEADER
+from tests.unit.test_records import _record as _without_gain
 
 
 class Terminal(io.StringIO):
@@ -22,9 +23,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def _play(stream: io.StringIO, header: Header = HEADER) -> str:
+def _record(step: int, cf: float = 10.0) -> StepRecord:
+    return replace(_without_gain(step, cf), gain=0.5)
+
+
+def _play(stream: io.StringIO) -> str:
     timeline = ProgressTimeline(stream, seconds=1.0)
-    timeline.start(header)
+    timeline.start(HEADER)
     for step in range(25):
         timeline.step(_record(step))  # a tenth of a second each
     timeline.event(Event(25, 10.0, 20.0, "scale up 10 -> 20: why"))
@@ -35,7 +40,7 @@ def _play(stream: io.StringIO, header: Header = HEADER) -> str:
 
 
 def test_plain_lines_come_now_and_then_with_each_switch_and_the_end() -> None:
-    lines = _play(io.StringIO(), replace(HEADER, gain="error_fed")).splitlines()
+    lines = _play(io.StringIO()).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         *("step 1", "step 11", "step 21", "step 25: scale up 10 -> 20: why", "step 26"),
     ]
