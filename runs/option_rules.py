@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runs.choices import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.config import TrainConfig
-from runs.optimizers import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.parser import UsageError, option, shown
 from runs.policy_options import POLICY_OPTIONS
 
@@ -78,7 +78,7 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
 
 def check_optimizer(config: TrainConfig) -> None:
     """UsageError if the optimizer is unknown, or does not take an option that was given."""
-    _check_known("optimizer", config.optimizer, tuple(OPTIMIZERS))
+    _check_known("optimizer", config.optimizer, OPTIMIZERS)
     _check_known("lr_schedule", config.lr_schedule, LR_SCHEDULES)
     _check_taken(config, ("momentum", "momentum_lag", "masking"), ("sgd",))
     _check_taken(config, ("betas",), WITH_BETAS)

@@ -7,11 +7,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adaptive.exchange.choice import EXCHANGES
-from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
-from compressors import compressor_names
+from runs.choices import (
+    ADAGRAD_LR,
+    ADAMW_DECAY,
+    BETAS,
+    COMPRESSORS,
+    EXCHANGES,
+    LR,
+    LR_SCHEDULES,
+    OPTIMIZERS,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+)
 from runs.config import TrainConfig
-from runs.optimizers import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, LR_SCHEDULES, OPTIMIZERS
 from runs.option_rules import check_optimizer, check_together
 from runs.parser import (
     below_one,
@@ -204,7 +212,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
     how.add_argument(
         "--base",
         metavar="NAME",
-        help=f"compressor (topk): {', '.join(compressor_names())}; a sparsifier's values "
+        help=f"compressor (topk): {', '.join(COMPRESSORS)}; a sparsifier's values "
         "travel in 4 bits, or as its name says: topk+fp32, topk+bf16, ...",
     )
     how.add_argument(

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
-from adaptive.timeline.progress import make_bar
-
 QUIET = 2.0
 """Seconds of work before anything is said."""
 EVERY = 5.0
@@ -45,6 +43,8 @@ class _Said:
 
     def __init__(self, name: str, total: int, unit: str, stream: TextIO) -> None:
         self._name, self._total, self._unit, self._stream = name, total, f" {unit}", stream
+        from adaptive.timeline.progress import make_bar  # torch is imported late
+
         self._bar = make_bar(
             stream, total=total, desc=name, unit=self._unit, delay=QUIET, leave=False
         )

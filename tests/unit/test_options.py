@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +12,11 @@ from torch import nn
 
 from adaptive import AdaptiveCompressor, Compressor, GraVAC, RandomK, TopK
 from adaptive.config import make_base
+from adaptive.exchange.choice import EXCHANGES
+from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
+from compressors import compressor_names
+from runs import choices
+from runs.optimizers import OPTIMIZERS
 
 NAN = float("nan")
 
@@ -139,3 +146,21 @@ def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> Non
 
     with pytest.raises(ValueError, match=r"compressor's momentum_lag\(2\)=.*\(0, 1\]"):
         AdaptiveCompressor(Late(), (10, 100))
+
+
+def test_what_help_says_is_what_the_library_has() -> None:
+    assert compressor_names() == choices.COMPRESSORS
+    assert choices.EXCHANGES == EXCHANGES
+    assert tuple(OPTIMIZERS) == choices.OPTIMIZERS
+    assert (choices.OUTER_LR, choices.OUTER_MOMENTUM) == (OUTER_LR, OUTER_MOMENTUM)
+
+
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_help_imports_no_torch(command: str) -> None:
+    code = (
+        "import sys; from runs.__main__ import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, b"--cf-range" in done.stdout) == (0, True)
