@@ -8,9 +8,8 @@ import json
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from adaptive import LinkSpec
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.compare.suites import SUITES, Plan
 from runs.config import TrainConfig
@@ -25,6 +24,9 @@ from runs.options import (
     add_task_arguments,
 )
 from runs.parser import UsageError, positive, switch, whole
+
+if TYPE_CHECKING:
+    from adaptive import LinkSpec
 
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
 BANDWIDTHS = ("100mbit", "1gbit")
@@ -240,6 +242,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
 
 def parse_network(text: str) -> LinkSpec:
     """A network of --bandwidths. UsageError if it is none."""
+    from adaptive import LinkSpec  # torch is imported late
+
     try:
         return LinkSpec.parse(text)
     except ValueError as error:
