@@ -78,18 +78,22 @@ def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
             raise ValueError(f"{what} rank {rank}: {theirs}")
 
 
-def check_model(model: object) -> DistributedDataParallel:
+def check_model(model: object, compiled: bool = False) -> DistributedDataParallel:
     """`model` if it is DDP; TypeError otherwise, RuntimeError if DDP would not hand a hook its
-    buckets."""
+    buckets. compiled: it was inside of what torch.compile has made."""
     if not isinstance(model, DistributedDataParallel):
         if hasattr(model, "set_requires_all_reduce"):
             raise TypeError(
                 f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) compresses "
                 f"what its replicas exchange"
             )
+        how = "model = DistributedDataParallel(model)"
+        if compiled:
+            how = "model = torch.compile(DistributedDataParallel(model))"
+        got = f"a compiled {type(model).__name__}" if compiled else type(model).__name__
         raise TypeError(
-            f"model must be a DistributedDataParallel module, got {type(model).__name__}; wrap "
-            f"it first: attach(DistributedDataParallel(model))"
+            f"model must be a DistributedDataParallel module, got {got}; wrap it first, and train "
+            f"what that makes: {how}"
         )
     if getattr(model, "_use_python_reducer", False):
         raise RuntimeError(PYTHON_REDUCER)

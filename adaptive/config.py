@@ -54,7 +54,9 @@ def make_base(base: str | Compressor, memory: Any, exchange: Any) -> Compressor:
     says_nothing = isinstance(base, str) and "+" not in base
     may_round = memory != "none" and not str(exchange).startswith("shared_indices")
     if says_nothing and may_round and isinstance(compressor, Sparsifier):
-        return compressor.coded(VALUES)
+        compressor = compressor.coded(VALUES)
+    if isinstance(base, str):
+        compressor.shown = base
     return compressor
 
 
@@ -84,7 +86,7 @@ def make_rungs(
         raise ValueError(
             f"rungs={dict(rungs)!r}: must be empty unless the base is a sparsifier, layers have "
             f"no CFs of their own, memory is not 'none', and exchange is 'auto', 'all_gather', "
-            f"'sharded' or 'voted_indices'; got base {base.name!r}, policy {policy.name!r}, "
+            f"'sharded' or 'voted_indices'; got base {base.shown!r}, policy {policy.name!r}, "
             f"memory {memory!r}, exchange {exchange!r}"
         )
     made = {}
@@ -194,7 +196,7 @@ class Settings:
         in_half_precision = base.linear and base.wire_dtype(torch.float32) != torch.float32
         if self.dense_below and in_half_precision:
             raise ValueError(
-                f"dense_below must be 0 for base {base.name!r}, whose payloads are summed in half "
+                f"dense_below must be 0 for base {base.shown!r}, whose payloads are summed in half "
                 f"precision; got {self.dense_below}"
             )
         compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
@@ -202,7 +204,7 @@ class Settings:
             raise ValueError(
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
-                f"base={base.name!r}"
+                f"base={base.shown!r}"
             )
         if self.down_cf is not None and self.exchange != "sharded":
             raise ValueError(
@@ -240,7 +242,7 @@ class Settings:
                 raise ValueError(f"hooks must be empty with {why}; got CF {min(self.hooks):g}")
             if in_half_precision:
                 raise ValueError(
-                    f"base must not be summed in half precision with {why}; got base={base.name!r}"
+                    f"base must not be summed in half precision with {why}; got base={base.shown!r}"
                 )
 
     def claim(self, again: bool = False) -> None:
@@ -254,8 +256,9 @@ class Settings:
             if _is_taken(each, self, again):
                 gc.collect()  # the other may be garbage that nobody has found yet
             if _is_taken(each, self, again):
+                called = each.shown if isinstance(each, Compressor) else each.name
                 raise RuntimeError(
-                    f"{type(each).__name__} {each.name!r} is in use by another AdaptiveCompressor, "
+                    f"{type(each).__name__} {called!r} is in use by another AdaptiveCompressor, "
                     f"and keeps what it has learnt of that one's model: make a new one for each "
                     f"(or detach() the other first, for good)"
                 )
@@ -325,7 +328,8 @@ class Settings:
         of_base = {
             name: value if isinstance(value, plain) else value.name
             for name, value in sorted(vars(self.base).items())
-            if isinstance(value, plain) or isinstance(getattr(value, "name", None), str)
+            if name != "_shown"
+            and (isinstance(value, plain) or isinstance(getattr(value, "name", None), str))
         }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}

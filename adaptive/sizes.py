@@ -216,6 +216,8 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
     policy = settings.policy
     cfs = sorted({DENSE, *context.cf_range, *settings.cf_range, *policy.candidates()})
     supported = {cf: sizes.supported(cf) for cf in cfs}
+    module = type(policy).__module__
+    ours = module.partition(".")[0] == "policies"
     return Header(
         policy=policy.name,
         settings=policy.state_dict().get("settings", {}),
@@ -232,4 +234,6 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         local_steps=context.local_steps,
         overlap=context.overlap,
         network=network_in_words(settings.clock, settings.link),
+        expression=f"{'' if ours else f'{module}.'}{policy!r}",
+        gain=policy.gain,
     )

@@ -125,7 +125,7 @@ class Summary(Stateful):
         for cf, steps in self.steps_at_cf.items():
             name = "dense" if cf == DENSE else f"{cf:.4g}"
             share = steps / max(1, self.steps)
-            rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {gains.get(cf, nan):>10.4f}")
+            rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {_gain(gains.get(cf, nan)):>10}")
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / self.steps:.3g} steps" if rounds else "steps"
         rows.append(f"{self.steps} {unit}, {self.switches} switches, {named(self.cf)} in use")
@@ -134,7 +134,7 @@ class Summary(Stateful):
             f"bytes sent {_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} dense: "
             f"wire factor {self.wire_factor:.1f}{against}"
         )
-        rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:.3g}")
+        rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:,.0f}")
         return "\n".join([*rows, *filter(None, (self.gossip, self.verdict))])
 
 
@@ -144,3 +144,7 @@ def _bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.4g} TB"
+
+
+def _gain(gain: float) -> str:
+    return f"{gain:.4f}" if isfinite(gain) else "-"

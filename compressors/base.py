@@ -141,7 +141,8 @@ class Compressor(ABC):
     It carries nothing from call to call unless `state_dict` says otherwise. Tensors are flat (1-d),
     contiguous, float32 or float64; half-precision gradients are widened before.
 
-    name: the registered name, used in messages.
+    name: the registered name, with what was added to it. shown: what messages call it: the name
+        that the user gave.
     linear: payloads of several ranks may be summed element by element (all-reduce); otherwise they
         are gathered. All parts of a linear payload are of one dtype.
     error_feedback: C is a contraction, so feeding its error back converges. False for unbiased
@@ -166,6 +167,16 @@ class Compressor(ABC):
         """The share of the momentum's lag, in (0, 1], that momentum correction should keep while
         this compressor runs at `cf` > 1."""
         return 1.0
+
+    _shown: str | None = None
+
+    @property
+    def shown(self) -> str:
+        return self._shown or self.name
+
+    @shown.setter
+    def shown(self, name: str) -> None:
+        self._shown = name
 
     @abstractmethod
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:

@@ -70,7 +70,8 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
         accepted.bind(**settings)
     except TypeError as error:
         raise TypeError(
-            f"policy={policy!r}, settings {settings}: {error}; a Policy object, or the name with "
-            f"settings of {', '.join(accepted.parameters)}, is accepted"
+            f"policy={policy!r}, settings {settings}: {error}; accepted: a Policy object, as made "
+            f"by {getattr(factory, '__name__', policy)}({', '.join(accepted.parameters)}), or the "
+            f"name with these settings"
         ) from None
     return factory(**settings)

@@ -46,6 +46,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "warmup": Warmup,
     "goodput": Goodput,
     "budget": Budget,
+    "layerwise": Layerwise,
     "expression": policy_from,
     "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
 }

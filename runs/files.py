@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -76,12 +76,16 @@ def parse_json(content: bytes | str) -> Any:
 
 @dataclass
 class Damage:
-    """What was wrong in a file of lines: how many were left out, and why the first of them was."""
+    """What was wrong in a file of lines: how many were left out, and why the first of them was.
+
+    cut: the last line has no end, and was left out. others: what else there is to say."""
 
     path: Path
     count: int = 0
     first: str = ""
     unordered: bool = False
+    cut: bool = False
+    others: list[str] = field(default_factory=list)
 
     def add(self, line: int, why: str) -> None:
         """That line is left out."""
@@ -98,6 +102,9 @@ class Damage:
             said.append(f"{lines} left out ({'first ' if self.count > 1 else ''}{self.first})")
         if self.unordered:
             said.append("its steps are not in order, and were sorted")
+        if self.cut:
+            said.append("it ends in the middle of a line, which was left out")
+        said += self.others
         return f"{self.path}: {'; '.join(said)}" if said else ""
 
     def warn(self) -> None:
@@ -129,8 +136,8 @@ def json_lines(
     """Line numbers and JSON objects of a file of such lines. told: say how far it is, in a long
     file.
 
-    A last line cut short by a crash is left out, and so is, with a warning, every line that is no
-    JSON object. damage: takes these in; whoever gives it warns. OSError for a file that cannot be
+    A last line cut short by a crash is left out, and so is every line that is no JSON object, with
+    a warning. damage: takes these in; whoever gives it warns. OSError for a file that cannot be
     read.
     """
     found = Damage(path) if damage is None else damage
@@ -140,6 +147,8 @@ def json_lines(
         except ValueError as error:
             if line.endswith(b"\n"):
                 found.add(number, str(error))
+            else:
+                found.cut = True
             continue
         yield number, value
     if damage is None:

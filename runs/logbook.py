@@ -44,14 +44,19 @@ class Logbook(Timeline):
     there, by `open`: before, nothing is written.
 
     first_step: steps done already; the records of later ones are dropped from the files. progress:
-    what it says while it runs; None: as train does.
+    what it says while it runs; None: as train does. opened: called when it is open.
     """
 
     def __init__(
-        self, config: TrainConfig, first_step: int, progress: Progress | None = None
+        self,
+        config: TrainConfig,
+        first_step: int,
+        progress: Progress | None = None,
+        opened: Callable[[], object] = lambda: None,
     ) -> None:
         self.config = config
         self.muted = False
+        self._opened = opened
         self.last: StepRecord | None = None
         self.notes: list[str] = []
         self.evaluations: list[tuple[int, float]] = []
@@ -90,10 +95,13 @@ class Logbook(Timeline):
                 path = config.folder / TIMELINE_FILE
                 self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
             if self._writer is not None:
-                self._board = TensorBoardTimeline(self._writer, hparams=_hparams(config))
+                self._board = TensorBoardTimeline(
+                    self._writer, hparams=_hparams(config), records=False
+                )
                 self._sinks.sinks.append(self._board)
         elif self._writer is not None:
             self._try(EVENTS, start_session, self._writer, _hparams(config))
+        self._opened()
 
     # -- the compressor's timeline -------------------------------------------------------------
 

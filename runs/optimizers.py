@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn, optim
 
+from runs.choices import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, WITH_BETAS
 from runs.config import TrainConfig
 from runs.tasks import Task, trainable
 
@@ -20,15 +21,6 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "rmsprop": optim.RMSprop,
     "adagrad": optim.Adagrad,
 }
-WITH_BETAS = ("adamw", "adam", "nadam", "radam")
-BETAS = (0.9, 0.95)
-"""As people train transformers; torch's own second one is 0.999."""
-
-ADAMW_DECAY = 0.1
-LR, ADAGRAD_LR = 1e-3, 1e-2
-"""Of every optimizer but SGD, for which each task has its own."""
-
-LR_SCHEDULES = ("constant", "cosine", "linear")
 
 
 def learning_rate(config: TrainConfig) -> float | None:

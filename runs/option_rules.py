@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptive.exchange.link import ServerSpec
+from runs.choices import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.config import TrainConfig
-from runs.optimizers import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS
 from runs.parser import UsageError, option, shown
 from runs.policy_options import POLICY_OPTIONS
 
@@ -90,7 +89,7 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
 
 def check_optimizer(config: TrainConfig) -> None:
     """UsageError if the optimizer is unknown, or does not take an option that was given."""
-    _check_known("optimizer", config.optimizer, tuple(OPTIMIZERS))
+    _check_known("optimizer", config.optimizer, OPTIMIZERS)
     _check_known("lr_schedule", config.lr_schedule, LR_SCHEDULES)
     _check_taken(config, ("momentum", "momentum_lag", "masking"), ("sgd",))
     _check_taken(config, ("betas",), WITH_BETAS)
@@ -157,6 +156,8 @@ def _check_server(given: dict[str, Any]) -> None:
             f"{told} makes the means: --exchange must be sharded or all_reduce, got "
             f"{given['exchange']}"
         )
+    from adaptive.exchange.link import ServerSpec  # which imports torch
+
     try:
         ServerSpec.parse(given["server"], workers)
     except ValueError as error:

@@ -7,12 +7,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adaptive.exchange.choice import EXCHANGES
-from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
-from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
-from compressors import compressor_names
+from runs.choices import (
+    ADAGRAD_LR,
+    ADAMW_DECAY,
+    BETAS,
+    COMPRESSORS,
+    EXCHANGES,
+    GOSSIP_ALGORITHMS,
+    LR,
+    LR_SCHEDULES,
+    OPTIMIZERS,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    TOPOLOGIES,
+)
 from runs.config import TrainConfig
-from runs.optimizers import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, LR_SCHEDULES, OPTIMIZERS
 from runs.option_rules import check_optimizer, check_together
 from runs.parser import (
     below_one,
@@ -200,12 +209,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--layerwise",
         type=switch,
         metavar="on|off",
-        help="share the bytes of the policy's CF out among the layers, so that least waits (off)",
+        help="share the bytes of the policy's CF out among the layers, so that least waits (off); "
+        "--policy layerwise: those of gravac's",
     )
     how.add_argument(
         "--base",
         metavar="NAME",
-        help=f"compressor (topk): {', '.join(compressor_names())}; a sparsifier's values "
+        help=f"compressor (topk): {', '.join(COMPRESSORS)}; a sparsifier's values "
         "travel in 4 bits, or as its name says: topk+fp32, topk+bf16, ...",
     )
     how.add_argument(
@@ -329,7 +339,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
     )
     how.add_argument(
         "--gossip",
-        choices=ALGORITHMS,
+        choices=GOSSIP_ALGORITHMS,
         help="with --exchange gossip: how (d-psgd with --base none, dcd-psgd where the base is "
         "unbiased, else choco-sgd)",
     )

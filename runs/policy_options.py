@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from adaptive.config import default_policy
-from compressors import make_compressor
 from runs.parser import UsageError, number, option, piece, shown, switch, whole
 from runs.policy_expression import EXAMPLE, Typed
 
@@ -20,6 +18,7 @@ POLICY_OPTIONS = {
     "warmup": ("warmup_steps",),
     "goodput": ("margin", "power", "gain"),
     "budget": ("share",),
+    "layerwise": (),
     "schedule": ("schedule", "gain"),
     "expression": ("expression",),
     "off": (),
@@ -104,6 +103,9 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 def policy_for(given: dict[str, Any]) -> str:
     """The first policy that takes all settings that were given, the library's choice before the
     others; a base that sends everything leaves no choice. UsageError if none takes them all."""
+    from adaptive.config import default_policy
+    from compressors import make_compressor
+
     base = given.get("base") or "topk"
     if base == "none" or given.get("exchange") == "gossip":
         return "fixed"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from math import isfinite
 from typing import TextIO
 
 from adaptive import StepRecord
-from policies import DENSE
-from runs.stages import make_bar
-
-SECONDS = 5.0
-"""Between two plain lines."""
+from adaptive.timeline.progress import SECONDS, make_bar, numbers_of
+from adaptive.timeline.progress import cf_name as cf_name
 
 
 class Progress:
@@ -46,9 +42,7 @@ class Progress:
         """`step` steps are done; `record` is the newest one there is."""
         numbers = {"loss": f"{loss:.3f}"}
         if record is not None:
-            numbers["CF"] = cf_name(record.report.cf)
-            numbers["gain"] = f"{record.gain:.3f}"
-            numbers["wire factor"] = f"{record.wire_factor:.1f}"
+            numbers |= numbers_of(record)
         if self._bar is not None:
             if step == self._first + 1:
                 self._bar.unpause()  # what came before was not training
@@ -79,8 +73,10 @@ class Progress:
             self._bar.close()
 
 
-def cf_name(cf: float) -> str:
-    """ "dense" for CF 1, else the number."""
-    if cf == DENSE:
-        return "dense"
-    return f"{cf:.4g}" if isfinite(cf) else "?"
+def number_text(value: float, digits: int) -> str:
+    """As many digits, never with an exponent; what is as good as nothing is 0."""
+    if abs(value) < 5e-5:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:#.{digits}g}"

@@ -1,4 +1,4 @@
-"""Reading timeline.jsonl back, as the objects that `JSONLTimeline` wrote.
+"""Reading a run's records back, as the objects that `JSONLTimeline` or `TensorBoardTimeline` wrote.
 
 The file may have been cut short, damaged, or written by somebody else. Every line is checked: one
 that is no record, or has a number that no run can have, is left out with a warning, and the others
@@ -16,12 +16,14 @@ from functools import cache
 from itertools import accumulate
 from math import nan, prod
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from adaptive import Event, Header, StepRecord, StepReport
 from adaptive.headline import DenseStep
-from policies import LayerReport, Measurement
+from adaptive.timeline.records import VERSION
+from policies import GainKind, LayerReport, Measurement
 from runs.config import write_text
+from runs.events import event_values, has_events
 from runs.files import Damage, json_lines, not_a_link, parse_object, raw_lines
 
 __all__ = [
@@ -49,6 +51,9 @@ LAST_STEP = 2**53
 
 LARGE = 1e100
 """Beyond what a squared norm in single precision can reach, summed over any number of elements."""
+
+DELAY = 2
+"""A switch is on record up to so many steps before the record of its step."""
 
 _T = TypeVar("_T")
 
@@ -121,45 +126,95 @@ class Stretch:
 
 
 def read_records(path: Path) -> Recorded:
-    """All records of a timeline file, in order of their steps; of two of one step the later counts.
-    A last line cut short by a crash is left out, and so is, with a warning, every damaged line.
+    """All records of a timeline file, or of TensorBoard's event files (one, or a folder of them),
+    in order of their steps. What is damaged or cut short is left out, with a warning.
 
     OSError for a file that cannot be read; ValueError, naming the file and its first line, if
     there are lines and none of them is a record.
     """
     damage = Damage(path)
-    steps: dict[int, tuple[int, StepRecord]] = {}
-    events: list[Event] = []
-    header = None
+    found = _Found(damage)
+    values = event_values(path, damage) if has_events(path) else json_lines(path, True, damage)
     with _no_collection():
-        for line, value in json_lines(path, told=True, damage=damage):
+        for line, value in values:
             try:
-                kind = value.get("kind")
-                if kind == "step":
-                    record = _make(StepRecord, value)
-                    step = record.report.step
-                    if step in steps:
-                        damage.add(steps[step][0], f"step {step} comes again in line {line}")
-                    elif steps and step < next(reversed(steps)):
-                        damage.unordered = True
-                    steps[step] = (line, record)
-                elif kind == "event":
-                    events.append(_make(Event, value))
-                elif kind == "header":
-                    header = _make(Header, value)
-                else:
-                    raise ValueError(f"kind must be step, event or header, got {_shown(kind)}")
+                found.take(line, value)
             except ValueError as error:
                 damage.add(line, f"not a timeline record: {error}")
-    if damage.count and not (steps or events or header):
+    if damage.count and not (found.steps or found.events or found.header):
         raise ValueError(f"{path}, {damage.first}")
+    steps = [found.steps[step] for step in sorted(found.steps)]
+    damage.others += found.told(steps)
     damage.warn()
-    return Recorded(
-        [steps[step][1] for step in sorted(steps)],
-        sorted(events, key=lambda event: event.step),
-        header,
-        damage.text,
-    )
+    events = sorted(found.events, key=lambda event: event.step)
+    return Recorded(steps, events, found.header, damage.text)
+
+
+class _Found:
+    """The records of a file so far. Where a step comes again, the run was resumed from there: of
+    what was recorded before, only earlier steps still count."""
+
+    def __init__(self, damage: Damage) -> None:
+        self.steps: dict[int, StepRecord] = {}
+        self.events: list[Event] = []
+        self.header: Header | None = None
+        self._damage = damage
+        self._newest = -1
+        self._events_before = 0  # the last step
+        self._again: list[str] = []  # where the run was resumed
+
+    def take(self, line: int, value: dict[str, Any]) -> None:
+        """ValueError if the value is no record."""
+        kind = value.get("kind")
+        if kind == "step":
+            record = _make(StepRecord, value)
+            step = record.report.step
+            if step in self.steps:
+                self._again.append(f"step {step} in line {line}")
+                self._go_back_to(step)
+            elif step < self._newest:
+                self._damage.unordered = True
+            self.steps[step] = record
+            self._newest, self._events_before = step, len(self.events)
+        elif kind == "event":
+            self.events.append(_make(Event, value))
+        elif kind == "header":
+            version = whole_number("version", value.get("version", VERSION))
+            if version != VERSION:
+                self._damage.others.append(
+                    f"its records are of version {version}, and are read as those of version "
+                    f"{VERSION}: what they have besides is passed over"
+                )
+            self.header = _make(Header, value)
+        else:
+            raise ValueError(f"kind must be step, event or header, got {_shown(kind)}")
+
+    def _go_back_to(self, step: int) -> None:
+        """Forget the step, and what came after it (files are in order, or next to it). Switches
+        are on record before their steps, and so may be the first of the part that begins here."""
+        first = range(step, min(step + DELAY, self._newest) + 1)
+        since = [e for e in self.events[self._events_before :] if e.step in first]
+        del self.events[self._events_before :]
+        while self.events and self.events[-1].step >= step:
+            self.events.pop()
+        self.events += since
+        while self.steps and next(reversed(self.steps)) >= step:
+            self.steps.popitem()
+        self.steps.pop(step, None)
+
+    def told(self, steps: Sequence[StepRecord]) -> list[str]:
+        """What else there is to say of the file."""
+        said = []
+        if self._again:
+            more = f", and {len(self._again) - 1} more" if len(self._again) > 1 else ""
+            said.append(
+                f"steps come again ({self._again[0]}{more}), as in a run that was resumed: the "
+                f"later ones count"
+            )
+        missing = steps[-1].report.step - steps[0].report.step + 1 - len(steps) if steps else 0
+        if missing and not self._damage.count:
+            said.append(f"{missing} of its steps are missing")
+        return said
 
 
 def keep_before(path: Path, step: int) -> None:
@@ -335,6 +390,11 @@ def _text(name: str, value: Any) -> str:
     return value if isinstance(value, str) else _refuse(name, value, "must be a text")
 
 
+def _gain(name: str, value: Any) -> Any:
+    kinds = get_args(GainKind)
+    return value if value in kinds else _refuse(name, value, f"must be one of {', '.join(kinds)}")
+
+
 def _flag(name: str, value: Any) -> bool:
     return value if isinstance(value, bool) else _refuse(name, value, "must be true or false")
 
@@ -424,6 +484,7 @@ _READERS: dict[Any, Callable[[str, Any], Any]] = {
     int: whole_number,
     int | None: lambda name, value: None if value is None else whole_number(name, value),
     str: _text,
+    GainKind: _gain,
     bool: _flag,
     Mapping[float, float]: _by_cf,
     Mapping[str, float]: _by_name,

@@ -19,7 +19,7 @@ from adaptive.exchange.link import ServerSpec
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.plot import PLOT_FILE, draw_timeline
-from runs.progress import cf_name
+from runs.progress import cf_name, number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
@@ -217,12 +217,12 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
         ("  steps", f"{outcome.steps_done} of {config.steps}{_early(outcome)}"),
         (
             "  steps/s of this process" if config.simulated else "  steps/s",
-            f"{rate:.3g}" if rate else "not known",
+            number_text(rate, 3) if rate else "not known",
         ),
     ]
     if result["modelled_seconds"]:
         modelled = result["steps"] / result["modelled_seconds"]
-        rows.append(("  steps/s, modelled", f"{modelled:.3g} ({_modelled(config)})"))
+        rows.append(("  steps/s, modelled", f"{number_text(modelled, 3)} ({_modelled(config)})"))
     if result["scaling_efficiency"] is not None:
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
         rows.append(("  scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
@@ -274,7 +274,7 @@ def _early(outcome: Outcome) -> str:
 
 def _parts(spent: Mapping[str, float]) -> str:
     """Milliseconds by name; the network's are a part of the exchange's."""
-    told = {name: f"{name} {value:.3g}" for name, value in spent.items()}
+    told = {name: f"{name} {number_text(value, 3)}" for name, value in spent.items()}
     network = told.pop("network", "")
     if network and "exchange" in told:
         told["exchange"] += f" ({network})"

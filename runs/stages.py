@@ -4,10 +4,9 @@ line now and then. Quick work says nothing."""
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 QUIET = 2.0
 """Seconds of work before anything is said."""
@@ -39,25 +38,13 @@ def counted(
             said.end()
 
 
-def make_bar(stream: TextIO, **options: Any) -> Any:
-    """A bar of tqdm with its options; None without a terminal, or without tqdm."""
-    if not stream.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    # Its own lock is one between processes, of which workers that end at once would leave a
-    # semaphore behind.
-    tqdm.set_lock(threading.RLock())
-    return tqdm(file=stream, **options)
-
-
 class _Said:
     """What has been said of the parts so far."""
 
     def __init__(self, name: str, total: int, unit: str, stream: TextIO) -> None:
         self._name, self._total, self._unit, self._stream = name, total, f" {unit}", stream
+        from adaptive.timeline.progress import make_bar  # torch is imported late
+
         self._bar = make_bar(
             stream, total=total, desc=name, unit=self._unit, delay=QUIET, leave=False
         )

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import parent_process
 from typing import Any, TextIO
 
@@ -83,8 +84,9 @@ def run_rank(
     logbook = None
     if rank == 0:
         first = checkpoint.step if checkpoint is not None else 0
-        print(header(config, first), file=output(config), flush=True)
-        logbook = Logbook(config, first)
+        # Not before a checkpoint was found to be good: what is said has happened.
+        heading = partial(print, header(config, first), file=output(config), flush=True)
+        logbook = Logbook(config, first, opened=heading)
     try:
         outcome = train(
             config,

@@ -93,7 +93,7 @@ def check_exchange(exchange: str, base: Compressor) -> str:
     if not isinstance(base, RoundsCompressor):
         accepted.append(GOSSIP)
     if exchange not in accepted:
-        told = f"exchange must be one of {', '.join(accepted)} for base {base.name!r}"
+        told = f"exchange must be one of {', '.join(accepted)} for base {base.shown!r}"
         raise ValueError(f"{told}; got {exchange!r}")
     return exchange
 

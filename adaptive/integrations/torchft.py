@@ -74,7 +74,7 @@ class CompressedProcessGroup:
         self._pg = pg
         self._compressor = make_base(base, "auto", "all_gather")
         if isinstance(self._compressor, RoundsCompressor):
-            raise ValueError(f"base {self._compressor.name!r} takes several rounds")
+            raise ValueError(f"base {self._compressor.shown!r} takes several rounds")
         self._cf = check_cf(cf)
         self._dense_below = dense_below
         self._manager: Any = None

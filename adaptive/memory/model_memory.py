@@ -54,7 +54,7 @@ class MemoryChoice:
             )
         if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
-                f"memory must be 'none' or 'auto' for base {base.name!r} as configured: it is "
+                f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
         if self._momentum is not None and self.kind != "momentum":

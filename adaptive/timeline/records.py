@@ -11,24 +11,28 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
 from adaptive.headline import NOT_TIMED, DenseStep, headline
-from policies import DENSE, Policy, StepReport
+from policies import DENSE, GainKind, Policy, StepReport
 from policies.state import Stateful, declare
 
 log = logging.getLogger("adaptive")
+
+VERSION = 1
+"""Of the records: a larger one may say of a field what a reader of this one does not know."""
 
 
 @dataclass(frozen=True)
 class Header:
     """The facts of a run that a policy needs to be replayed from the run's records.
 
-    policy, settings: its name, and what it was made with. cf_range, world_size: of the run.
-    assumed: gains that the policy was told of, by CF.
+    policy, settings: its name, and what it was made with. expression: the call that makes it, as
+    Python writes it; "" in older records. gain: by which it decides. cf_range, world_size: of the
+    run. assumed: gains that the policy was told of, by CF.
     base, memory: names of the compressor, and of the memory of what is not sent. numel: elements of
     all gradients. dense_bytes: bytes a rank puts on the wire in a dense step, in the precision of
     the parameters.
@@ -55,7 +59,9 @@ class Header:
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
     network: str = ""
-    version: int = 1
+    expression: str = ""
+    gain: GainKind = "gradient"
+    version: int = VERSION
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class SafeTimeline(Timeline):
             self.sinks = list(timeline)
         if not all(isinstance(sink, Timeline) for sink in self.sinks):
             raise TypeError(
-                f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, TensorBoardTimeline),"
+                f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, ...),"
                 f" a list of them or None, got {timeline!r}"
             )
 
@@ -228,13 +234,13 @@ class JSONLTimeline(Timeline):
         self._file: TextIO | None = None
 
     def start(self, header: Header) -> None:
-        self._write({"kind": "header", **asdict(header)})
+        self._write(header)
 
     def step(self, record: StepRecord) -> None:
-        self._write({"kind": "step", **asdict(record), "wire_factor": record.wire_factor})
+        self._write(record)
 
     def event(self, event: Event) -> None:
-        self._write({"kind": "event", **asdict(event)})
+        self._write(event)
         self.flush()
 
     def flush(self) -> None:
@@ -247,24 +253,34 @@ class JSONLTimeline(Timeline):
             file, self._file, self._append = self._file, None, True
             file.close()
 
-    def _write(self, value: dict[str, Any]) -> None:
+    def _write(self, recorded: Header | StepRecord | Event) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             atexit.register(self.close)
             self._file = self.path.open("a" if self._append else "w", encoding="utf-8")
-        json.dump(_finite(value), self._file, separators=(",", ":"), allow_nan=False)
-        self._file.write("\n")
+        self._file.write(as_line(recorded))
+
+
+def as_line(recorded: Header | StepRecord | Event) -> str:
+    """A line of JSON with all of a record, at full precision; null stands for what is not known."""
+    value: dict[str, Any] = {"kind": _KINDS[type(recorded)], **vars(recorded)}
+    if isinstance(recorded, StepRecord):
+        value["wire_factor"] = recorded.wire_factor
+    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+_KINDS = {Header: "header", StepRecord: "step", Event: "event"}
 
 
 def _finite(value: Any) -> Any:
-    """With None for each nan or infinity, which JSON does not have."""
+    """With None for each nan or infinity, which JSON does not have, and dataclasses as mappings."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
-    return value
+    return _finite(vars(value)) if is_dataclass(value) else value
 
 
 class Recorder(Stateful):

@@ -1,8 +1,8 @@
 """The sink that writes TensorBoard's event files.
 
-Scalars are named cf/*, gain/*, throughput/*, bytes/*, time/*, policy/*, gradient/*, and cf_layer/*
-where layers have CFs of their own; at the end final/*. Those of a step are written as one record of
-the file: that costs a tenth of as many calls of `SummaryWriter.add_scalar`.
+Scalars are those of thinned.py. Those of a step are written as one record of the file: that costs a
+tenth of as many calls of `SummaryWriter.add_scalar`. Beside them go the whole records of all steps,
+which TensorBoard passes over, and from which reports are made and policies replayed.
 
 Importing this needs no tensorboard package; making a `TensorBoardTimeline` does.
 """
@@ -12,23 +12,27 @@ from __future__ import annotations
 import atexit
 import json
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from adaptive.timeline.records import Event, Header, StepRecord, Timeline, headline_of
-from policies import checks
-from policies.base import GainKind
+from adaptive.timeline.records import Event, Header, StepRecord, as_line, headline_of
+from adaptive.timeline.thinned import ThinnedTimeline, settings_of
 
 PLUGIN = "cf_timeline"
 """The name of the dashboard (`runs.dashboard`); tensors written for it are marked with it."""
 
 SWITCHES = f"{PLUGIN}/switches"
 HEADLINE = f"{PLUGIN}/headline"
+
+RECORDS = "cf_records"
+"""The tag of whole records: lines of JSON as `JSONLTimeline` writes them, compressed by zlib. Also
+the name of the plugin that they are for, which is none of TensorBoard's."""
 
 METRICS = (
     "eval/quality",
@@ -57,46 +61,15 @@ _FIRST = ("policy", "base")
 """Columns that the page would else put among the others by their names, and not show at once: it
 has those first that are said to differ between runs."""
 
-_MOVED = {
-    "candidate": "cf/candidate",
-    "floor": "cf/floor",
-    "gain_candidate": "gain/candidate",
-    "gain_floor": "gain/floor",
-}
-"""Numbers of a policy's status that belong on a chart with others; the rest is policy/*."""
-
 HEADLINE_SECONDS = 10.0
 """Between two headlines; one is written with every switch, and at the end, too."""
 
-SHORTEST = 0.1
-"""Seconds between two records by default: one takes 0.1 to 0.3 ms to make and write, so that steps
-of any length get well less than 1% longer (`python -m runs bench timeline`)."""
+_HELD = 1000
+"""Records that wait for scalars to be written with, at most."""
 
 _HISTOGRAM_STEPS = 200
 _DECADES = 0.04
 """Width of a bar of the histogram: a factor of 1.1."""
-
-
-def scalars(record: StepRecord) -> dict[str, float]:
-    """The values of a step by tag, in the units of `StepRecord`."""
-    report = record.report
-    parts = ("compress", "exchange", "network", "decode", "compute", "rest")
-    return {
-        "cf/sent": report.cf,
-        "throughput/t_sys": record.t_sys,
-        "throughput/t_comp": record.t_comp,
-        "bytes/sent": report.wire_bytes,
-        "bytes/wire_factor": record.wire_factor,
-        "bytes/sent_total": record.sent,
-        "bytes/dense_total": record.dense,
-        "time/step": report.seconds,
-        "time/total": record.active,
-        "gradient/norm": report.grad_norm,
-        **{f"time/{part}": getattr(report, f"{part}_seconds") for part in parts},
-        "gain/sent": record.gain,
-        **{f"gain_of_step/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
-        **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
-    }
 
 
 def start_session(
@@ -147,14 +120,16 @@ def end_session(
     _write_hparams(writer, metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
 
-class TensorBoardTimeline(Timeline):
+class TensorBoardTimeline(ThinnedTimeline):
     """A sink that writes event files, which `tensorboard --logdir` shows.
 
     log_dir: folder for the event files, or an existing `torch.utils.tensorboard.SummaryWriter`,
         which stays open.
-    interval: write every this many steps; None: every step, but no more than 10 a second. A step
-        with another CF than the one before is always written, and so is the one before it.
+    interval: write scalars every this many steps; None: every step, but no more than 10 a second. A
+        step with another CF than the one before is always written, and so is the one before it.
     hparams: settings of the run by name, for the HParams page, beside those of the compressor.
+    records: also write the whole record of every step, so that `python -m runs report` and `replay`
+        can read the folder. It takes some 0.5 kB a step, and as long as a JSONLTimeline.
     completed: what HParams says of the run when it is closed; set it to False before that if the
         run has not come to its end.
     ImportError, naming the extra to install, without the tensorboard package.
@@ -166,9 +141,9 @@ class TensorBoardTimeline(Timeline):
         interval: int | None = None,
         *,
         hparams: Mapping[str, Any] | None = None,
+        records: bool = True,
     ) -> None:
-        if interval is not None:
-            checks.whole("interval", interval, least=1)
+        super().__init__(interval)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -184,53 +159,29 @@ class TensorBoardTimeline(Timeline):
         )
         self.completed = True
         self._writer: Any = None
-        self._interval = interval
         self._hparams = dict(hparams or {})
         self._columns: list[str] | None = None
-        self._last: StepRecord | None = None
-        self._skipped: tuple[StepRecord, float] | None = None
-        self._due = 0.0
-        self._layer_cfs: dict[str, float] = {}
+        # Records that are not written yet.
+        self._whole: list[Header | StepRecord | Event] | None = [] if records else None
         self._recent_cfs: list[float] = []
         self._t_comp: dict[float, tuple[float, int]] = {}  # sum and number of steps, by CF
-        self._seconds, self._timed_steps = 0.0, 0
         self._network, self._headline_due = "", 0.0
 
     def start(self, header: Header) -> None:
         self._network = header.network
-        known = {
-            **header.settings,
-            **{name: getattr(header, name) for name in ("policy", "base", "memory")},
-            "cf_range": "{:g} to {:g}".format(*header.cf_range),
-            "world_size": header.world_size,
-            "numel": header.numel,
-        }
+        known = settings_of(header)
         given = {name: v for name, v in self._hparams.items() if v is not None or name not in known}
         columns = dict.fromkeys([*_COLUMNS, *self._hparams])
         self._hparams = {**known, **given}
         self._columns = [name for name in columns if name in self._hparams]
+        self._keep(header)
 
     def step(self, record: StepRecord) -> None:
-        now, report = time.time(), record.report
-        switched = self._last is None or report.cf != self._last.report.cf
-        if switched:
-            self._write_skipped()
-        # A layer that a record does not name has the CF of the whole model.
-        layer_cfs = {**dict.fromkeys(self._layer_cfs, report.cf), **record.layer_cfs}
-        changed = {
-            f"cf_layer/{name}": cf
-            for name, cf in layer_cfs.items()
-            if self._layer_cfs.get(name) != cf
-        }
-        self._layer_cfs = layer_cfs
-        due = now >= self._due if self._interval is None else report.step % self._interval == 0
-        if switched or changed or due:
-            self._write(record, now, changed)
-        else:
-            self._skipped = record, now
+        self._keep(record)
+        super().step(record)
         self._count(record)
-        if now >= self._headline_due:
-            self._headline_due = now + HEADLINE_SECONDS
+        if time.time() >= self._headline_due:
+            self._headline_due = time.time() + HEADLINE_SECONDS
             self._write_headline()
 
     def event(self, event: Event) -> None:
@@ -244,6 +195,13 @@ class TensorBoardTimeline(Timeline):
         ]
         self._opened()._get_file_writer().add_summary(Summary(value=values), event.step)
         self._write_headline()
+        self._keep(event)
+        self._write_whole(event.step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._write_whole()
+            self._writer.flush()
 
     def _write_headline(self) -> None:
         """Whether compression was worth it so far, for the text page and the dashboard."""
@@ -263,18 +221,14 @@ class TensorBoardTimeline(Timeline):
             return
         atexit.unregister(self.close)
         self._write_skipped()
-        step, metrics = 0, {}
+        self._write_whole()
+        step = 0
         if self._last is not None:
             step = self._last.report.step
             self._write_headline()
             self._write_histogram(step)
             self._write_figure(step)
-            metrics["final/bytes_sent"] = self._last.sent
-            if self._last.sent > 0:
-                metrics["final/wire_factor"] = self._last.dense / self._last.sent
-            if self._seconds > 0:
-                metrics["final/steps_per_second"] = self._timed_steps / self._seconds
-        end_session(self._writer, step, metrics, self.completed)
+        end_session(self._writer, step, self._final_numbers(), self.completed)
         self._writer.flush()
         if self._own:
             self._writer.close()
@@ -292,27 +246,36 @@ class TensorBoardTimeline(Timeline):
                 start_session(self._writer, self._hparams, self._columns)
         return self._writer
 
-    def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:
-        self._skipped, self._due = None, at + SHORTEST
-        values = {**scalars(record), **layers}
-        _write_scalars(self._opened(), values, record.report.step, at)
+    def _write_numbers(self, values: Mapping[str, float], step: int, at: float) -> None:
+        _write_scalars(self._opened(), values, step, at)
+        self._write_whole(step)
 
-    def _write_skipped(self) -> None:
-        if self._skipped is not None:
-            self._write(*self._skipped, {})
+    def _keep(self, recorded: Header | StepRecord | Event) -> None:
+        """To be written with the next scalars."""
+        if self._whole is not None:
+            self._whole.append(recorded)
+            if len(self._whole) == _HELD:
+                self._write_whole()
+
+    def _write_whole(self, step: int | None = None) -> None:
+        """Write the records since the last time; `step` is the newest step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._whole:
+            lines = zlib.compress("".join(map(as_line, self._whole)).encode())
+            self._whole = []
+            summary = Summary(value=[string_value(RECORDS, RECORDS, lines)])
+            self._opened()._get_file_writer().add_summary(summary, step)
 
     def _count(self, record: StepRecord) -> None:
-        """Take a step into the histogram, the figure and the final metrics."""
-        self._last, cf = record, record.report.cf
+        """Take a step into the histogram and the figure."""
+        cf = record.report.cf
         self._recent_cfs.append(cf)
         if len(self._recent_cfs) == _HISTOGRAM_STEPS:
             self._write_histogram(record.report.step)
         if isfinite(record.t_comp):
             total, steps = self._t_comp.get(cf, (0.0, 0))
             self._t_comp[cf] = (total + record.t_comp, steps + 1)
-        if isfinite(record.report.median_seconds):
-            self._seconds += record.report.median_seconds
-            self._timed_steps += 1
 
     def _write_histogram(self, step: int) -> None:
         """Which CFs the steps since the last histogram had, on a logarithmic axis."""

@@ -7,8 +7,8 @@ from argparse import SUPPRESS
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from compressors import compressor_names
 from policies.papers import PRESETS
+from runs.choices import COMPRESSORS
 from runs.config import TrainConfig
 from runs.option_rules import HOOK_OPTIONS
 from runs.options import add_hook_arguments, add_task_arguments, make_config
@@ -103,13 +103,13 @@ def _meaning(text: str, name: str) -> tuple[dict[str, Any], bool, tuple[str, ...
         return {"policy": "fixed"}, True, ("probe", *fixed)
     if name in POLICY_OPTIONS:
         return {"policy": name, **PRESETS.get(name, {})}, False, (*POLICY_OPTIONS[name], *hook)
-    if name.partition("+")[0] in compressor_names():
+    if name.partition("+")[0] in COMPRESSORS:
         fixed = tuple(key for key in hook if key not in ("base", "cf_range"))
         return {"policy": "fixed", "base": name}, True, ("probe", *fixed)
     policies = ", ".join(POLICY_OPTIONS)
     raise UsageError(
         f"--contender {text}: {name!r} is unknown; accepted: dense, a policy ({policies}) or a "
-        f"compressor ({', '.join(compressor_names())}; with coded values as in topk+bf16)"
+        f"compressor ({', '.join(COMPRESSORS)}; with coded values as in topk+bf16)"
     )
 
 

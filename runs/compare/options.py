@@ -8,9 +8,8 @@ import json
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from adaptive import LinkSpec
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.compare.suites import SUITES, Plan
 from runs.config import TrainConfig
@@ -25,6 +24,9 @@ from runs.options import (
     add_task_arguments,
 )
 from runs.parser import UsageError, positive, switch, whole
+
+if TYPE_CHECKING:
+    from adaptive import LinkSpec
 
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
 BANDWIDTHS = ("100mbit", "1gbit")
@@ -50,7 +52,8 @@ examples:
       small model; --task words: its LSTM. Other options, and further contenders, as ever
 
 Contenders take turns, a slice of steps each (--slice), and who begins goes round, so that a busy
-machine slows all alike. Ctrl-C saves what was done (exit code 130); the same command goes on from
+machine slows all alike; with --fixed-clock each run is made in one go.
+Ctrl-C saves what was done (exit code 130); the same command goes on from
 there and repeats no run that is finished. More contenders, seeds and bandwidths can be added to a
 comparison in the same way.
 
@@ -163,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slice",
         type=whole(0),
         metavar="N",
-        help=f"steps to a turn; 0: whole runs (a {SLICES}th of the steps)",
+        help=f"steps to a turn; 0: whole runs (a {SLICES}th of the steps; 0 with --fixed-clock)",
     )
     add_task_arguments(parser, seed=False)
     how = parser.add_argument_group("how, for all contenders")
@@ -223,7 +226,9 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     steps = given.setdefault("steps", TrainConfig.steps)
     given.setdefault("eval_every", max(1, steps // EVALUATIONS))
     longest = max(int(one.given.get("steps", steps)) for one in contenders)
-    turn = ceil(steps / SLICES) if turn_steps is None else turn_steps or longest
+    if turn_steps is None:  # where step times are modelled no run slows another
+        turn_steps = 0 if "fixed_clock" in given else ceil(steps / SLICES)
+    turn = turn_steps or longest
     goal = given.pop("goal_step", None)
     if goal is not None and not given["eval_every"] <= goal <= steps:
         raise UsageError(
@@ -237,6 +242,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
 
 def parse_network(text: str) -> LinkSpec:
     """A network of --bandwidths. UsageError if it is none."""
+    from adaptive import LinkSpec  # torch is imported late
+
     try:
         return LinkSpec.parse(text)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from runs.compare.digest import Digest
 from runs.compare.standing import Spread, Standing
 from runs.compare.suites import Column, Entry, Figure, Plan
-from runs.compare.table import number_text
+from runs.progress import number_text
 
 
 def suite_rows(

@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import mean, stdev
 
 from runs.compare.standing import Spread, Standing
-from runs.progress import cf_name
+from runs.progress import cf_name, number_text
 from runs.records import Stretch
 
 UNKNOWN = Spread.of(())
@@ -105,10 +105,3 @@ def _times(seconds: Sequence[float | None]) -> str:
     if len(reached) > 1 and stdev(reached) > 0:
         text += f" ± {stdev(reached):.2g}"
     return f"{text} ({never} of {len(seconds)} never)" if never else text
-
-
-def number_text(value: float, digits: int) -> str:
-    """As many digits, never with an exponent."""
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:.0f}"
-    return f"{value:#.{digits}g}"

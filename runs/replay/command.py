@@ -33,10 +33,13 @@ def _replay(timeline: str, given: dict[str, object]) -> int:
     config = make_config_for(source, given)
     policy = start_policy(config, source)
     replayed = replay(policy, source.recorded, told=True)
-    result = make_result(source, config, replayed)
+    result = make_result(source, config, policy, replayed)
     result["notes"] = [*departure_notes(config, source, policy, replayed), *result["notes"]]
-    path = source.path.parent / f"replay-{config.policy}.png" if plot is None else Path(str(plot))
-    title = f"{config.policy} replayed over {source.path.parent.name or source.path.name} (a model)"
+    name = result["policy"]
+    folder = source.path if source.path.is_dir() else source.path.parent
+    path = folder / f"replay-{name}.png" if plot is None else Path(str(plot))
+    how = "as recorded" if result["identical"] else "a model"
+    title = f"{name} replayed over {folder.name or source.path.name} ({how})"
     try:
         draw_replay(source.recorded, replayed, path, title)
         result["plot"] = str(path)

@@ -31,6 +31,9 @@ Run a policy over a recorded run: which CFs it would have chosen, and why. Nothi
 examples:
   python -m runs replay logs/demo
       the recorded policy on its own record: the decisions are the same, bit for bit
+  python -m runs replay mine.jsonl
+      the same of a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl")), or
+      a TensorBoardTimeline, whose folder is then named
   python -m runs replay logs/demo --policy gravac --epsilon 0.5 --window 100
   python -m runs replay logs/demo/timeline.jsonl --policy accordion --cf-range 10 200 --json
 
@@ -46,7 +49,8 @@ layer is needed to replay that (train --policy accordion --per-layer on)."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All options; what is not given is not in the namespace."""
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("timeline", metavar="TIMELINE", help="log folder or timeline.jsonl")
+    what = "log folder, timeline file, or folder of event files"
+    parser.add_argument("timeline", metavar="TIMELINE", help=what)
     which = parser.add_argument_group("which policy")
     which.add_argument(
         "--policy",
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     which.add_argument("--base", metavar="NAME", help="compressor (the recorded run's, else topk)")
     which.add_argument(
-        "--workers", type=whole(1), metavar="N", help="of the run, if no config.json tells (2)"
+        "--workers", type=whole(1), metavar="N", help="of the run, if nothing recorded tells (2)"
     )
     add_policy_arguments(parser)
     output = parser.add_argument_group("what is kept")
@@ -80,12 +84,14 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
     if "policy" not in given:
         if recorded is None or recorded.policy == "off":
             raise UsageError(
-                f"--policy must be given: no config.json beside {source.path} names one; accepted: "
+                f"--policy must be given: neither a config.json beside {source.path} nor the "
+                f"record says which it was; accepted: "
                 f"{', '.join(name for name in POLICY_OPTIONS if name != 'off')}"
             )
         extra = sorted(set(given) - {"log_dir"})
         if not extra:
-            check_compression(recorded)
+            if not source.by_header:
+                check_compression(recorded)
             return recorded
         raise UsageError(
             f"--{extra[0].replace('_', '-')} needs --policy; without, the recorded policy is "
@@ -93,9 +99,10 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
         )
     if recorded is not None:
         given.setdefault("workers", recorded.workers)
-        if given["policy"] not in ("fixed", "schedule") and recorded.cf_range is not None:
+        chosen = recorded.cf_range is not None and len({*recorded.cf_range}) == 2
+        if chosen and given["policy"] not in ("fixed", "schedule"):
             given.setdefault("cf_range", recorded.cf_range)
-        if recorded.base not in (None, "none"):
+        if recorded.base not in (None, "none") and _known_base(recorded) is not None:
             given.setdefault("base", recorded.base)
     elif source.recorded.header is not None:
         given.setdefault("workers", source.recorded.header.world_size)
@@ -118,7 +125,7 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
 
 def make_context(config: TrainConfig, source: Source) -> Context:
     """What the controller would have told the policy."""
-    supported, base = _supported(config, source), _base(config)
+    supported, base = _supported(config, source), _known_base(config)
     header = source.recorded.header
     layers, layer_bytes = recorded_layers(header, base)
     if config.policy == "fixed" and not config.layerwise:
@@ -146,7 +153,8 @@ def _check_layers(config: TrainConfig, source: Source, context: Context) -> None
     per_layer = config.per_layer
     if per_layer is None:
         per_layer = config.policy == "accordion-paper"
-    if context.layers or not (per_layer or config.layerwise):
+    layerwise = config.layerwise or config.policy == "layerwise"
+    if context.layers or not (per_layer or layerwise):
         return
     what = "--per-layer" if per_layer else "--layerwise"
     raise UsageError(
@@ -157,14 +165,20 @@ def _check_layers(config: TrainConfig, source: Source, context: Context) -> None
 
 
 def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
-    """The CF that the base can really do on the model's largest tensor, as in training.
+    """The CF that the base can really do on the model's largest tensor, as in training: of a base
+    of the user's own, what the header says of some CFs.
 
-    The model is built only for a base whose CFs depend on it.
+    The model is built only for a base whose CFs depend on it, where the header does not name its
+    layers.
     """
-    base = _base(config)
+    base, header = _known_base(config), source.recorded.header
+    if base is None:
+        told = {} if header is None else header.supported
+        return lambda cf: told.get(cf, cf)
     shape: tuple[int, ...] = (_numel(source),)
-    probes = (2.0, 10.0, 40.0, 1000.0)
-    if any(base.supported_for(cf, shape) != cf for cf in probes) and source.config is not None:
+    if header is not None and header.layers:
+        shape = max((tuple(sizes) for sizes in header.layers.values()), key=prod)
+    elif source.config is not None and not source.by_header and _asks_for_shape(base, shape):
         try:
             task = build_task(source.config)
             model = initial_model(source.config, task, read_weights=False)
@@ -176,8 +190,16 @@ def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
     return lambda cf: base.supported_for(cf, shape) if cf != 1 else 1.0
 
 
-def _base(config: TrainConfig) -> Compressor:
-    return make_base(config.base or "topk", config.memory, config.exchange)
+def _asks_for_shape(base: Compressor, shape: tuple[int, ...]) -> bool:
+    return any(base.supported_for(cf, shape) != cf for cf in (2.0, 10.0, 40.0, 1000.0))
+
+
+def _known_base(config: TrainConfig) -> Compressor | None:
+    """None for a compressor of the user's own."""
+    try:
+        return make_base(config.base or "topk", config.memory, config.exchange)
+    except ValueError:
+        return None
 
 
 def _numel(source: Source) -> int:

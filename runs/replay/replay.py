@@ -7,7 +7,6 @@ layers it sees where its own plans read them (sums.py, layer_reports.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from adaptive import Event, StepRecord
@@ -60,12 +59,16 @@ def replay(
     ladder = tuple(cf for cf in policy.candidates() if cf not in known) if policy.shadow else ()
     layers = LayerReadings(reports.layers, ladder)
     plans: list[Plan] = []
+    events: list[Event] = []
     followed = guessed = 0
     before = DENSE
     shown = counted(records, len(records), "replaying", "steps") if told else records
     for i, record in enumerate(shown):
         plan = policy.plan()
         plans.append(plan)
+        if (plan.send != before and i > 0) or plan.reason:
+            step, details = record.report.step, policy.details()
+            events.append(Event(step, before, plan.send, plan.reason, details))
         if followed == i and _same_plan(plan, record):
             followed += 1
         if followed > i:
@@ -79,7 +82,7 @@ def replay(
         before = plan.send
     return Replayed(
         tuple(plans),
-        tuple(_events(plans, records)),
+        tuple(events),
         followed,
         max(reports.gains.cfs, default=DENSE),
         sums.modelled,
@@ -100,12 +103,3 @@ def _same_plan(plan: Plan, record: StepRecord) -> bool:
         and measured == set(report.measurements)
         and (layers == record.layer_cfs)
     )
-
-
-def _events(plans: Sequence[Plan], records: Sequence[StepRecord]) -> list[Event]:
-    events, before = [], DENSE
-    for i, (plan, record) in enumerate(zip(plans, records, strict=True)):
-        if (plan.send != before and i > 0) or plan.reason:
-            events.append(Event(record.report.step, before, plan.send, plan.reason))
-        before = plan.send
-    return events

@@ -7,8 +7,11 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
+from policies import Policy
+from policies.base import counted_steps
 from runs.config import TrainConfig
 from runs.logbook import gain_kind
+from runs.parser import shown
 from runs.policy_options import POLICY_OPTIONS
 from runs.progress import cf_name
 from runs.records import Recorded
@@ -26,18 +29,24 @@ _LAYERS = (
 )
 
 
-def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict[str, Any]:
+def make_result(
+    source: Source, config: TrainConfig, policy: Policy, replayed: Replayed
+) -> dict[str, Any]:
     """null stands for numbers that are not known."""
     recorded, costs = source.recorded, replayed.costs
     ours = [plan.send for plan in replayed.plans]
     theirs = [record.report.cf for record in recorded.steps]
     return {
         "timeline": str(source.path),
-        "policy": config.policy,
+        "policy": policy.name if config.policy == "expression" else config.policy,
         "settings": _settings(config),
         "steps": len(ours),
         "identical": replayed.identical and _same_events(replayed, recorded),
         "followed": replayed.followed,
+        "beyond_measured": [
+            *_beyond(replayed, recorded),
+            *(["signal gains"] if _signal_notes(config, recorded) else []),
+        ],
         "same_cf_steps": sum(a == b for a, b in zip(ours, theirs, strict=True)),
         "switches": [asdict(event) for event in replayed.events],
         "verdict": replayed.verdict,
@@ -58,29 +67,25 @@ def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict
 def make_table(source: Source, result: dict[str, Any]) -> str:
     """The end of a replay, to be read."""
     steps = result["steps"]
-    recorded = source.config.policy if source.config is not None else "unknown policy"
-    settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
-    name = f"{result['policy']} ({settings})" if settings else result["policy"]
-    lines = [f"{name} replayed over {steps} steps of {source.path} ({recorded})"]
-    if result["identical"]:
-        lines.append("  identical to the record: every CF, probe and reason of every step")
-    else:
+    lines = [f"{result['policy']} replayed over {steps} steps of {source.path}: {_verdict(result)}"]
+    settings = [f"{name} {shown(value)}" for name, value in result["settings"].items()]
+    lines.append(f"  settings: {', '.join(settings) or 'the defaults'}; recorded: {_was(source)}")
+    if not result["identical"]:
         lines.append(f"  the CF of the record in {result['same_cf_steps']} of {steps} steps")
     lines.append("  switches and judgements")
-    shown = [f"    step {e['step']}: {e['reason'] or 'switch'}" for e in result["switches"]] or [
+    told = [f"    step {e['step']}: {e['reason'] or 'switch'}" for e in result["switches"]] or [
         "    none"
     ]
-    if len(shown) > SHOWN:
-        left_out = len(shown) - SHOWN + 1
-        shown[SHOWN // 2 : SHOWN // 2 + left_out] = [f"    ... {left_out} more, in --json ..."]
-    lines += shown
+    if len(told) > SHOWN:
+        left_out = len(told) - SHOWN + 1
+        told[SHOWN // 2 : SHOWN // 2 + left_out] = [f"    ... {left_out} more, in --json ..."]
+    lines += told
     if result["verdict"]:
         lines.append(f"  {result['verdict']}")
     lines.append(f"  {'share of steps':<24}{'replayed':>12}{'recorded':>12}")
     ours, theirs = dict(result["share_at_cf"]), dict(result["recorded_share_at_cf"])
     for cf in sorted({*ours, *theirs}):
-        name = cf_name(cf) if cf == 1 else f"CF {cf_name(cf)}"
-        lines.append(f"    {name:<22}{ours.get(cf, 0):>12.1%}{theirs.get(cf, 0):>12.1%}")
+        lines.append(f"    {_named(cf):<22}{ours.get(cf, 0):>12.1%}{theirs.get(cf, 0):>12.1%}")
     for name, key, other, unit in (
         ("modelled seconds", "modelled_seconds", "recorded_modelled_seconds", 1.0),
         ("MB sent by a worker", "modelled_bytes", "recorded_bytes", 1e6),
@@ -90,6 +95,47 @@ def make_table(source: Source, result: dict[str, Any]) -> str:
         lines.append(f"  {name:<24}{cells[0]:>12}{cells[1]:>12}")
     lines += [f"  note: {note}" for note in result["notes"]]
     return "\n".join(lines)
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    """What the rest is worth."""
+    if result["identical"]:
+        return "identical to the record, every CF, probe and reason of every step"
+    followed, beyond = result["followed"], result["beyond_measured"]
+    if followed == result["steps"]:
+        said = "the CFs and probes of the record, but other reasons"
+    else:
+        said = f"as recorded for {counted_steps(followed)}, then a model"
+    return said + (f", beyond what was measured ({'; '.join(beyond)})" if beyond else "")
+
+
+def _was(source: Source) -> str:
+    """The policy of the record."""
+    header = source.recorded.header
+    if source.config is not None and not source.by_header:
+        return source.config.policy
+    return header.policy if header is not None else "unknown policy"
+
+
+def _beyond(replayed: Replayed, recorded: Recorded) -> list[str]:
+    """What the policy was told though nothing in the record shows it."""
+    plans, largest = replayed.plans[replayed.followed :], replayed.largest
+    sent = {record.report.cf for record in recorded.steps}
+    never = sorted({plan.send for plan in plans} - sent)
+    measured = {cf for plan in plans for cf in (plan.send, *plan.probe)} - {1.0}
+    parts = {
+        "gains, of which it has none": largest == 1 and bool(measured),
+        f"gains above CF {cf_name(largest)}": 1 < largest < max(measured, default=1.0),
+        f"step times of {', '.join(map(_named, never))}, never sent": bool(never),
+        "norms of summed gradients": replayed.sums > 0,
+        "reports of layers": replayed.layers > 0,
+        "steady-state gains": replayed.guessed > 0,
+    }
+    return [what for what, so in parts.items() if so]
+
+
+def _named(cf: float) -> str:
+    return cf_name(cf) if cf == 1 else f"CF {cf_name(cf)}"
 
 
 def _notes(source: Source, replayed: Replayed) -> list[str]:
@@ -122,8 +168,11 @@ def _notes(source: Source, replayed: Replayed) -> list[str]:
             f"steady-state gains of {replayed.guessed} steps were not recorded: error-fed gains "
             f"stand in for them, too large for CFs that were not being sent"
         )
+    first = source.recorded.steps[0].report.step
+    if first > 0:
+        notes.append(f"the record begins with step {first}: the policy starts anew there")
     if source.config is None:
-        notes.append("no config.json beside the timeline: CF range, workers and base as given")
+        notes.append("neither config.json nor the record has CF range, workers, base: as given")
     return notes
 
 
@@ -140,7 +189,8 @@ def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
 def _unread_notes(config: TrainConfig, replayed: Replayed) -> list[str]:
     plans = replayed.plans
     sums = any(plan.accumulate for plan in plans) and not any(plan.read_sum for plan in plans)
-    layers = config.layerwise and not any(plan.read_layers for plan in plans)
+    layerwise = config.layerwise or config.policy == "layerwise"
+    layers = layerwise and not any(plan.read_layers for plan in plans)
     if not (sums or layers):
         return []
     what = "summed gradient" if sums else "report of its layers"

@@ -25,6 +25,9 @@ examples:
       three runs side by side; the time that each took to a perplexity of 5.8
   python -m runs report logs/compare-text-1a2b3c4d --title "LSTM, 100 Mbit/s"
       all runs of a comparison
+  python -m runs report mine.jsonl
+      a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl")), or a
+      TensorBoardTimeline, whose folder is then named
   python -m runs report logs/demo --bandwidths 50mbit 1gbit,1ms --json
 
 The target quality of "time to target" is, unless --target says otherwise, the final quality of the
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "logdir",
         nargs="+",
         metavar="LOGDIR",
-        help="log folder of a run or of a comparison, or a timeline file",
+        help="log folder of a run or of a comparison, timeline file, or folder of event files",
     )
     what = parser.add_argument_group("what is shown")
     what.add_argument(

@@ -9,8 +9,7 @@ from math import isfinite
 from statistics import median
 
 from adaptive import LinkSpec
-from runs.compare.table import number_text
-from runs.progress import cf_name
+from runs.progress import cf_name, number_text
 from runs.report.pictures import Pictures, scripts, styles
 from runs.report.result import headlines, run_notes
 from runs.report.run import Run

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from adaptive import LinkSpec
-from adaptive.timeline.tensorboard import scalars
+from adaptive.timeline.thinned import scalars
 from policies import DENSE
 from runs import dashboard
 from runs.dashboard.series import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series

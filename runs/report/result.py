@@ -99,7 +99,8 @@ def run_notes(run: Run) -> list[str]:
     """What a reader should know of one run's data."""
     notes = list(run.damage)
     if run.config is None:
-        notes.append("no config.json: settings, command and quality are not known")
+        unknown = "command and quality" if run.recorded.header else "settings, command and quality"
+        notes.append(f"no config.json: {unknown} are not known")
     elif not run.finished:
         notes.append(f"not finished: {run.trained} of {run.config.steps} steps")
     if run.unknown_policy:

@@ -12,7 +12,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from adaptive import StepRecord
+from adaptive import Header, StepRecord
 from adaptive.timeline.records import headline_of
 from policies import DENSE
 from policies.base import GainKind
@@ -81,7 +81,7 @@ class Run:
     def title(self) -> str:
         """The run in one line, with the settings that were given."""
         if self.config is None:
-            return "settings not known"
+            return _title_of(self.recorded.header)
         names = (*POLICY_OPTIONS[self.config.policy], *HOOK_OPTIONS)
         values = {name: getattr(self.config, name) for name in names if name not in _IN_TITLE}
         told = [f"{n} {_shown(v)}" for n, v in values.items() if v is not None]
@@ -108,10 +108,11 @@ class Run:
     @property
     def is_dense(self) -> bool:
         """It sent everything uncompressed, all along and on purpose."""
-        config = self.config
-        return config is not None and (
-            config.policy == "off"
-            or (config.policy == "fixed" and (config.base == "none" or config.cf == DENSE))
+        config, header = self.config, self.recorded.header
+        if config is None:
+            return header is not None and header.settings.get("send") == DENSE
+        return config.policy == "off" or (
+            config.policy == "fixed" and (config.base == "none" or config.cf == DENSE)
         )
 
     @property
@@ -144,6 +145,9 @@ class Run:
     @cached_property
     def gain_kind(self) -> GainKind:
         """The gain that the policy decides on, as far as that is known."""
+        header = self.recorded.header
+        if self.config is None and header is not None:
+            return header.gain
         if self.config is None or self.unknown_policy:
             return "gradient"
         return gain_kind(self.config)
@@ -277,6 +281,15 @@ class Run:
     def _pauses(self) -> set[int]:
         every = self.config.checkpoint_every if self.config is not None else 0
         return pauses(self._steps, [done for done, _ in self.evaluations], every, self.trained)
+
+
+def _title_of(header: Header | None) -> str:
+    """Of a run whose record is all there is."""
+    if header is None:
+        return "settings not known"
+    cfs = "CF {:g} to {:g}".format(*header.cf_range)
+    made = header.expression or header.policy
+    return f"{header.base}, {cfs}, {header.world_size} workers, {made}"
 
 
 def _shown(value: Any) -> str:

@@ -12,6 +12,7 @@ from runs.compare.digest import rate
 from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig, load_config
 from runs.densities import Densities
+from runs.events import has_events
 from runs.files import read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
@@ -30,7 +31,10 @@ from runs.report.run import Ending, Run
 from runs.result import RESULT_FILE, title
 
 RUNS = "runs"
-ACCEPTED = f"accepted: the log folder of a run or of a comparison, or a {TIMELINE_FILE}"
+ACCEPTED = (
+    f"accepted: the log folder of a run or of a comparison, a {TIMELINE_FILE} or another file of a "
+    f"JSONLTimeline, or the folder of a TensorBoardTimeline"
+)
 
 
 class NoStepError(UsageError):
@@ -60,7 +64,7 @@ def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str
             notes.append(f"{text} is the folder of a report, and was passed over")
         elif not paths:
             what = "holds no run" if Path(text).exists() else "does not exist"
-            below = [str(p) for p in sorted(Path(text).glob("*/")) if _runs_in(p)]
+            below = [str(p) for p in sorted(Path(text).glob("*")) if _runs_in(p)]
             hint = f" (but {below[0]} does)" if below else ""
             raise UsageError(f"LOGDIR {text}: {what}{hint}; {ACCEPTED}")
         for path in paths:
@@ -119,7 +123,7 @@ def _read_run(place: Place) -> Run:
 def _runs_in(path: Path) -> list[Path]:
     """The runs that a path stands for: itself, or what is in it."""
     if path.is_file():
-        return [path] if path.suffix == ".jsonl" else []
+        return [path] if path.suffix == ".jsonl" or has_events(path) else []
     if not path.is_dir():
         return []
     if _is_run(path):
@@ -129,11 +133,15 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (CONFIG_FILE, TIMELINE_FILE))
+    named = any((path / name).is_file() for name in (CONFIG_FILE, TIMELINE_FILE))
+    return named or has_events(path)
 
 
 def _inside(folder: Path) -> tuple[Path, Path]:
-    return folder, folder / TIMELINE_FILE
+    """A folder with its timeline, which may be in its event files."""
+    timeline = folder / TIMELINE_FILE
+    alone = not timeline.is_file() and not (folder / CONFIG_FILE).is_file()
+    return folder, folder if alone else timeline
 
 
 def _names(paths: list[Path]) -> dict[Path, str]:

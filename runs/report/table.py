@@ -9,7 +9,7 @@ from math import isfinite, nan
 from adaptive import LinkSpec
 from runs.compare.network import modelled_seconds
 from runs.compare.options import BANDWIDTHS
-from runs.compare.table import number_text
+from runs.progress import number_text
 from runs.report.run import Run
 from runs.report.target import Target
 

@@ -14,11 +14,12 @@ from runs.config import TrainConfig
 from runs.optimizers import learning_rate
 from runs.options import make_config
 from runs.parser import UsageError, option
+from runs.policy_options import POLICY_OPTIONS, policy_for
 from runs.tasks import TASKS
 from runs.tune.objective import ACCEPTED, Objective
 from runs.tune.options import EVALUATIONS, KEPT, REPLAYS, TRIALS, accepted
 from runs.tune.parameter import Parameter
-from runs.tune.space import BY_POLICY, HARRIS, search
+from runs.tune.space import BY_POLICY, HARRIS, ON_REQUEST, search, setting
 from runs.tune.storage import shown_url
 from runs.tune.tuning import Screen, Tuning, make_signature, study_url
 
@@ -35,8 +36,8 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
     harris = plan == "random"
     if harris and wanted is None:
         given.setdefault("policy", "fixed")
-    elif given.get("base") != "none":
-        given.setdefault("policy", "gravac")  # that has settings to search
+    elif "policy" not in given:
+        given["policy"] = _policy(given, [*(wanted or ()), *also])
     objective = _objective(given, quality_alone=harris)
     pruner = given.pop("pruner", None)
     if pruner not in (None, "none") and len(objective.names) > 1:
@@ -72,6 +73,18 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
         json=as_json,
         command=command,
     )
+
+
+def _policy(given: dict[str, Any], specs: Sequence[str]) -> str:
+    """The one that is trained by default, if it has the settings that were given and those that are
+    to be searched, else the first that has."""
+    chosen, named = policy_for(given), set(map(setting, specs))
+    own = {name for names in POLICY_OPTIONS.values() for name in names}.intersection(given)
+    for policy in (chosen, *BY_POLICY):
+        searched = {*BY_POLICY.get(policy, ()), *ON_REQUEST}
+        if own <= {*POLICY_OPTIONS[policy]} and named <= searched:
+            return policy
+    return chosen
 
 
 def _harris(given: dict[str, Any]) -> list[str]:

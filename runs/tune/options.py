@@ -33,7 +33,10 @@ Search for the settings that train best, with Optuna. Every trial is a real run 
 
 examples:
   python -m runs tune --link 100mbit --trials 20
-      GraVAC's settings: the Pareto front of final quality and bytes sent
+      the settings of goodput, as train takes it by default: the Pareto front of final quality and
+      bytes sent
+  python -m runs tune --link 100mbit --search epsilon omega
+      GraVAC's, whose settings these are; so does --epsilon 0.3, or --policy gravac
   python -m runs tune --objective quality seconds --bandwidth 1gbit --also base lr
   python -m runs tune --target 8.5 --objective seconds --link 100mbit --pruner hyperband
       the least time to perplexity 8.5; poor trials are stopped early

@@ -43,8 +43,7 @@ def parse(spec: str, policy: str, steps: int, lr: float) -> Parameter:
 
     steps, lr: of the task, from which default ranges come. UsageError says what is accepted.
     """
-    name, equals, text = spec.partition("=")
-    name = name.strip().replace("-", "_")
+    name, (_, equals, text) = setting(spec), spec.partition("=")
     accepted = (*BY_POLICY[policy], *ON_REQUEST)
     if name not in accepted:
         owner = next((o for o, names in POLICY_OPTIONS.items() if name in names), None)
@@ -56,6 +55,11 @@ def parse(spec: str, policy: str, steps: int, lr: float) -> Parameter:
     if ".." in text:
         return _range(spec, default, text)
     return _choice(spec, default, text)
+
+
+def setting(spec: str) -> str:
+    """The option that NAME, NAME=LOW..HIGH or NAME=A,B,C is about."""
+    return spec.partition("=")[0].strip().replace("-", "_")
 
 
 def search(

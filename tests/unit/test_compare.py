@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runs.compare.digest import smoothed
+from runs.compare.options import make_comparison
+from runs.compare.turns import turns
 
 
 def test_a_quality_is_the_mean_of_the_last_evaluations() -> None:
@@ -26,3 +28,11 @@ def test_smoothing_keeps_the_steps_and_ends_at_the_mean_of_what_there_is(
     smooth = smoothed(raw, count)
     assert [done for done, _ in smooth] == [done for done, _ in raw]
     assert smooth[-1][1] == pytest.approx(fmean(values[-count:]))
+
+
+def test_where_step_times_are_modelled_nobody_takes_turns() -> None:
+    given = {"contender": ["dense", "topk@10:steps=30"], "steps": 20, "log_dir": "x"}
+    taken = list(turns(make_comparison({**given, "fixed_clock": 0.1})))
+    assert [turn.until for turn in taken] == [20, 30]
+    asked = make_comparison({**given, "fixed_clock": 0.1, "slice": 10})
+    assert len(list(turns(asked))) == 5

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from adaptive import AdaptiveCompressor, Compressor, GraVAC, RandomK, TopK
 from adaptive.config import make_base
+from adaptive.exchange.choice import EXCHANGES
+from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
+from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
+from compressors import compressor_names
+from runs import choices
+from runs.optimizers import OPTIMIZERS
 
 NAN = float("nan")
 
@@ -97,6 +106,12 @@ def test_only_a_ddp_model_can_be_attached() -> None:
         AdaptiveCompressor().attach(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+def test_advice_for_a_compiled_model_is_what_has_to_be_done() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"got a compiled Linear; .*torch\.compile\(Distributed"):
+        AdaptiveCompressor().attach(torch.compile(net))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("call", ["summary", "flush", "detach", "state_dict"])
 def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
     with pytest.raises(RuntimeError, match="attach"):
@@ -119,7 +134,9 @@ def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
 def test_values_are_coded_where_nobody_says_and_errors_are_fed_back(
     base: str | Compressor, memory: str, exchange: str, name: str
 ) -> None:
-    assert make_base(base, memory, exchange).name == name
+    made = make_base(base, memory, exchange)
+    assert made.name == name
+    assert made.shown == (base if isinstance(base, str) else name)  # in messages
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, NAN])
@@ -130,3 +147,22 @@ def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> Non
 
     with pytest.raises(ValueError, match=r"compressor's momentum_lag\(2\)=.*\(0, 1\]"):
         AdaptiveCompressor(Late(), (10, 100))
+
+
+def test_what_help_says_is_what_the_library_has() -> None:
+    assert compressor_names() == choices.COMPRESSORS
+    assert choices.EXCHANGES == EXCHANGES
+    assert (choices.TOPOLOGIES, choices.GOSSIP_ALGORITHMS) == (TOPOLOGIES, ALGORITHMS)
+    assert tuple(OPTIMIZERS) == choices.OPTIMIZERS
+    assert (choices.OUTER_LR, choices.OUTER_MOMENTUM) == (OUTER_LR, OUTER_MOMENTUM)
+
+
+@pytest.mark.parametrize("command", ["train", "simulate", "compare"])
+def test_help_imports_no_torch(command: str) -> None:
+    code = (
+        "import sys; from runs.__main__ import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, b"--link" in done.stdout) == (0, True)

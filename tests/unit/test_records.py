@@ -228,10 +228,36 @@ def test_a_line_without_end_takes_no_memory(path: Path, monkeypatch: pytest.Monk
         read_records(path)
 
 
-def test_a_line_cut_short_by_a_crash_is_no_damage(path: Path) -> None:
+def test_a_line_cut_short_by_a_crash_is_left_out_and_told(path: Path) -> None:
     path.write_text(_text(LINES)[:-30])
     recorded = read_records(path)
-    assert (len(recorded.steps), len(recorded.events), recorded.damage) == (4, 3, "")
+    assert (len(recorded.steps), len(recorded.events)) == (4, 3)
+    assert recorded.damage == f"{path}: it ends in the middle of a line, which was left out"
+
+
+def test_records_of_another_version_and_missing_steps_are_told(path: Path) -> None:
+    later = _lines()
+    later[0] |= {"version": 2, "more": 1}
+    del later[3:7]
+    path.write_text(_text(later))
+    recorded = read_records(path)
+    assert recorded.header is not None
+    assert "records are of version 2" in recorded.damage
+    assert "2 of its steps are missing" in recorded.damage
+
+
+def test_a_run_that_was_resumed_counts_from_there(path: Path) -> None:
+    """Its first part had come as far as step 5, and died; the second, from step 2 on, died, too."""
+    first, second = _lines(6), _lines(4)
+    for line in second:
+        line.get("report", line)["cf"] = 40.0
+    path.write_text(_text([*first, *second[5:]]))
+    recorded = read_records(path)
+    assert [record.report.cf for record in recorded.steps] == [10, 10, 40, 40]
+    assert [(event.step, event.cf) for event in recorded.events] == [
+        *((0, 20), (1, 20), (2, 40), (3, 40)),
+    ]
+    assert "steps come again (step 2 in line 14), as in a run that was resumed" in recorded.damage
 
 
 def test_steps_are_put_in_order_and_come_once(path: Path) -> None:
@@ -245,7 +271,7 @@ def test_steps_are_put_in_order_and_come_once(path: Path) -> None:
     path.write_text(_text([*LINES, again[7]]))
     recorded = read_records(path)
     assert [record.report.cf for record in recorded.steps] == [10, 10, 10, 40]  # the later counts
-    assert "line 8: step 3 comes again in line 10" in recorded.damage
+    assert "step 3 in line 10" in recorded.damage
 
 
 def test_a_file_of_nothing_but_damage_is_an_error_and_an_empty_one_is_empty(path: Path) -> None:

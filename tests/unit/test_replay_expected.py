@@ -79,7 +79,7 @@ def _notes(source: Source, config: TrainConfig) -> list[str]:
     policy = start_policy(config, source)
     replayed = replay(policy, source.recorded)
     notes = departure_notes(config, source, policy, replayed)
-    assert not (notes and make_result(source, config, replayed)["identical"])
+    assert not (notes and make_result(source, config, policy, replayed)["identical"])
     return notes
 
 
@@ -169,7 +169,6 @@ def test_a_record_that_begins_later_need_not_be_repeated(tmp_path: Path) -> None
 def test_an_interval_longer_than_the_record_is_told(tmp_path: Path) -> None:
     source = _source(tmp_path)
     config = _config(tmp_path, interval=100)
-    replayed = replay(start_policy(config, source), source.recorded)
-    assert any(
-        "longer than the record" in n for n in make_result(source, config, replayed)["notes"]
-    )
+    policy = start_policy(config, source)
+    result = make_result(source, config, policy, replay(policy, source.recorded))
+    assert any("longer than the record" in note for note in result["notes"])

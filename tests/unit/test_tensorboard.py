@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch.utils.tensorboard import SummaryWriter
 
 from adaptive import Event, Header, StepRecord, StepReport, TensorBoardTimeline
-from adaptive.timeline import tensorboard as sink
+from adaptive.timeline import thinned
 from adaptive.timeline.tensorboard import end_session, start_session
 from policies import Measurement
 
@@ -115,16 +115,16 @@ def test_by_default_records_keep_their_distance_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(sink.time, "time", lambda: now[0])
+    monkeypatch.setattr(thinned.time, "time", lambda: now[0])
     timeline = TensorBoardTimeline(tmp_path)
     for step in range(41):
         timeline.step(_record(step))
-        now[0] += sink.SHORTEST / 10
+        now[0] += thinned.SHORTEST / 10
     timeline.close()
     events = _read(tmp_path).Scalars("cf/sent")
     assert len(events) <= 6
     assert [events[0].step, events[-1].step] == [0, 40]
-    assert events[-1].wall_time == pytest.approx(1000 + 4 * sink.SHORTEST)
+    assert events[-1].wall_time == pytest.approx(1000 + 4 * thinned.SHORTEST)
 
 
 def test_switches_are_texts_and_are_there_for_the_dashboard(tmp_path: Path) -> None:

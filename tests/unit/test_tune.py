@@ -203,6 +203,28 @@ def _trial(found: list[float], **attrs: Any) -> optuna.trial.FrozenTrial:
     return create_trial(values=found, user_attrs=attrs)
 
 
+@pytest.mark.parametrize(
+    ("given", "policy", "searched"),
+    [
+        ({}, "goodput", ["margin", "power"]),
+        ({"margin": 0.1}, "goodput", ["power"]),
+        ({"search": ["lr"]}, "goodput", ["lr"]),
+        ({"search": ["epsilon", "omega=0.1,0.2"]}, "gravac", ["epsilon", "omega"]),
+        ({"search": ["gain"]}, "gravac", ["gain"]),
+        ({"epsilon": 0.4, "search": ["omega"]}, "gravac", ["omega"]),
+        ({"omega": 0.1, "also": ["lr"]}, "gravac", ["epsilon", "window", "scaling", "gain", "lr"]),
+        ({"search": ["warmup-steps"]}, "warmup", ["warmup_steps"]),
+        ({"base": "powersgd", "search": ["epsilon"]}, "gravac", ["epsilon"]),
+    ],
+)
+def test_the_policy_is_the_default_one_or_the_one_whose_settings_are_named(
+    given: dict[str, Any], policy: str, searched: list[str], tmp_path: Path
+) -> None:
+    tuning = make_tuning({**given, "log_dir": str(tmp_path)})
+    assert tuning.config().policy == policy
+    assert [parameter.name for parameter in tuning.space] == searched
+
+
 # -- the study -----------------------------------------------------------------------------------
 
 
@@ -236,7 +258,7 @@ Begin = Callable[..., tuple[Tuning, optuna.Study]]
         ({"steps": 30}, "--steps: .* begun with 20, not 30"),
         ({"seeds": [1, 2]}, "--seeds: .* begun with 0, not 1 2"),
         ({"link": "1gbit"}, "--link: .* begun with None, not 1gbit"),
-        ({"also": ["memory"]}, "--search: .* begun with .*gain=.*, not .*memory=residual"),
+        ({"also": ["memory"]}, "--search: .* begun with .*power=.*, not .*memory=residual"),
         ({"objective": ["quality"]}, "--objective: .* begun with quality bytes, not quality;"),
     ],
 )
