@@ -29,6 +29,7 @@ class TrainConfig:
     which it rises from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is
     "constant".
     clip_grad: the norm to which the gradients that were exchanged are clipped, all as one vector.
+    ddp_hook: with policy "off", PyTorch's communication hook of that name.
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
@@ -36,6 +37,7 @@ class TrainConfig:
     over the link. model_mb: and as if the gradients were so large. one_worker_seconds: of a step of
     one worker alone, for scaling efficiency. json: result on stdout.
     simulated: by `simulate`, all workers in one process.
+    netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     """
 
     log_dir: str
@@ -58,6 +60,7 @@ class TrainConfig:
     clip_grad: float | None = None
     seed: int = 0
     policy: str = "goodput"
+    ddp_hook: str | None = None
     epsilon: float | None = None
     omega: float | None = None
     window: int | None = None
@@ -103,6 +106,7 @@ class TrainConfig:
     one_worker_seconds: float | None = None
     json: bool = False
     simulated: bool = False
+    netlab: tuple[str, ...] | None = None
 
     @property
     def folder(self) -> Path:
@@ -117,14 +121,17 @@ class TrainConfig:
     @property
     def command(self) -> str:
         """The command line that starts this run again (in another folder)."""
-        words = ["python", "-m", "runs", self.program]
+        words = ["python", "-m", "runs"]
+        if self.netlab is not None:
+            words += ["netlab", *self.netlab, "--workers", str(self.workers), "--"]
+        words.append(self.program)
         renamed = {"fixed_clock": "step_seconds"} if self.simulated else {}
         for option in fields(self):
             value = getattr(self, option.name)
             usual = value in (None, option.default) and not (
                 self.simulated and option.name == "workers"
             )
-            if usual or option.name in ("log_dir", "json", "simulated"):
+            if usual or option.name in ("log_dir", "json", "simulated", "netlab"):
                 continue
             name = renamed.get(option.name, option.name)
             words += [f"--{name.replace('_', '-')}", *_words(value)]

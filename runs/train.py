@@ -28,9 +28,11 @@ from runs.checkpoint import (
     withdraw_checkpoint,
 )
 from runs.config import TrainConfig
+from runs.ddp_hooks import OtherHook
 from runs.initial import initial_model
 from runs.interrupt import Stop
 from runs.logbook import Logbook
+from runs.netlab.place import the_place
 from runs.optimizers import lr_factor, make_optimizer
 from runs.tasks import Task, trainable
 from runs.vote import Vote
@@ -61,7 +63,10 @@ class Trainer:
         self.step = 0
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
-        self.model = DDP(initial_model(config, self.task, read_weights=not resumed))
+        model = initial_model(config, self.task, read_weights=not resumed)
+        self._other_hook = OtherHook(config.ddp_hook)
+        self.model = DDP(model, bucket_cap_mb=self._other_hook.bucket_cap_mb)
+        self._other_hook.register(self.model)
         self.optimizer = make_optimizer(config, self.task, self.model)
         self._config = config
         self.compressor = None
@@ -97,17 +102,17 @@ class Trainer:
         return self.compressor.summary()
 
     def _dense_summary(self) -> Summary:
-        """What plain DDP has sent."""
-        floats = self.step * sum(p.numel() for p in trainable(self.model))
-        wire = reduce_wire_bytes(4 * floats, self.world_size)
+        """What plain DDP has sent, perhaps with a hook of PyTorch's."""
+        dense = self.step * sum(p.numel() for p in trainable(self.model))
+        floats, payload = self._other_hook.payload(dense)
         return Summary(
             steps=self.step,
             cf=DENSE,
             steps_at_cf={DENSE: self.step},
-            bytes_sent=wire,
-            payload_bytes=4 * floats,
+            bytes_sent=reduce_wire_bytes(payload, self.world_size),
+            payload_bytes=payload,
             floats_sent=floats,
-            dense_bytes=wire,
+            dense_bytes=reduce_wire_bytes(4 * dense, self.world_size),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +153,8 @@ class Outcome:
     quality: on held-out data, on rank 0 (elsewhere, and at a pause, None). loss: the last, mean
     over workers. saved_at: the step of the last checkpoint, 0 if there is none. diverged: why
     training has failed and ended early, or ""; the checkpoint is from before. unsaved: why the last
-    checkpoint that was due could not be saved, or ""."""
+    checkpoint that was due could not be saved, or "". netlab: what this worker's interface has sent
+    in these steps (`Place.counted`); None where links are not real."""
 
     steps_done: int
     first_step: int
@@ -161,6 +167,7 @@ class Outcome:
     saved_at: int = 0
     diverged: str = ""
     unsaved: str = ""
+    netlab: dict[str, Any] | None = None
 
 
 def train(
@@ -187,6 +194,10 @@ def train(
     if logbook is not None:
         logbook.open()
     vote = Vote(voters)
+    place, sent_before = the_place(), 0.0
+    if place is not None:
+        sent_before = trainer.summary().bytes_sent
+        place.begin(trainer.step)
     first, loss, stop = trainer.step, float("nan"), False
     keeper = _Keeper(config, trainer, logbook)
     timer = _Timer()
@@ -232,6 +243,7 @@ def train(
         keeper.saved_at,
         diverged,
         keeper.unsaved,
+        None if place is None else place.counted(summary.bytes_sent - sent_before),
     )
 
 

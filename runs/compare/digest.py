@@ -37,7 +37,8 @@ class Digest:
     sent: bytes a worker has sent by the end of each step; ends: modelled seconds by then, by
     network (empty for a run without records); explored: what finding out has cost; diverged: why
     it ended early, if it did. modelled_step: seconds of a step by a modelled clock. clock:
-    when each step ended on the network that the run had, without evaluations."""
+    when each step ended on the network that the run had, without evaluations. interface_bytes: that
+    a worker's interface has sent, where links are real."""
 
     seed: int
     quality: float
@@ -52,6 +53,7 @@ class Digest:
     diverged: str = ""
     modelled_step: float = nan
     clock: tuple[float, ...] = ()
+    interface_bytes: float = nan
 
     def quality_after(self, steps: int | None) -> float:
         """Of the last evaluation by then; None: at the end."""
@@ -90,7 +92,8 @@ def _read(
     timeline = folder / TIMELINE_FILE
     recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     summary = result["summary"]
-    seconds = [(part.last - part.first - 1, part.seconds) for part in read_slices(folder)]
+    slices = read_slices(folder)
+    seconds = [(part.last - part.first - 1, part.seconds) for part in slices]
     evaluations, final = smoothed(_evaluations(config), smooth), _known(result["quality"])
     own = model_bytes(recorded.steps, config.workers)
     times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
@@ -111,6 +114,7 @@ def _read(
         diverged=str(result.get("diverged") or ""),
         clock=_clock(recorded.steps, evaluations, config),
         modelled_step=_known(result.get("modelled_seconds")) / max(1, result["steps"]),
+        interface_bytes=sum(part.interface_bytes for part in slices) if config.netlab else nan,
     )
 
 

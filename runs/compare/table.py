@@ -19,16 +19,18 @@ def make_table(
     quality_name: str,
     networks: Sequence[str],
     one_worker: float | None = None,
+    interface: bool = False,
 ) -> str:
     """A row for each contender, under two lines of head. one_worker: seconds of its step, alone;
-    None: without a column for scaling efficiency."""
+    None: without a column for scaling efficiency. interface: with one for its bytes."""
     head = ["contender", quality_name, "MB sent", "wire factor", "steps/s"]
+    head[3:3] = ["MB interf."] if interface else []
     head += ["explored", "MB so"] if one_worker is None else ["scaling eff.", "explored", "MB so"]
     above = [""] * len(head)
     for network in networks:
         above += [f"{network}:", "modelled s,", quality_name]
         head += ["all", "to dense", "when 1st"]
-    rows = [above, head] + [_row(standing, one_worker) for standing in standings]
+    rows = [above, head] + [_row(standing, one_worker, interface) for standing in standings]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     histories = ["", "CF history (CF x steps)"] + [_histories(standing) for standing in standings]
     lines = []
@@ -48,13 +50,14 @@ def compact(history: Sequence[Stretch]) -> str:
     return ", ".join(parts)
 
 
-def _row(standing: Standing, one_worker: float | None) -> list[str]:
-    sent = standing.bytes_sent
+def _row(standing: Standing, one_worker: float | None, interface: bool) -> list[str]:
+    sent, seen = standing.bytes_sent, standing.interface_bytes
     scaling = [] if one_worker is None else [_spread(standing.scaling_efficiency(one_worker), 3)]
     return [
         standing.label,
         _spread(standing.quality, 4),
         _spread(Spread.of(value / 1e6 for value in sent.values), 4),
+        *([_spread(Spread.of(value / 1e6 for value in seen.values), 4)] if interface else []),
         _spread(standing.wire_factor, 3),
         _spread(standing.steps_per_second, 3),
         *scaling,
