@@ -39,15 +39,23 @@ class Script:
         return cls(path, tuple(arguments), (host, number))
 
 
+def run_in_place(script: Script, rank: int, world_size: int, init_method: str) -> int:
+    """Work for `launch`: the script, and what the interface of its place in a lab has sent."""
+    code = run_script(script, rank, world_size, init_method)
+    place = the_place()
+    if place is not None and rank == 0 and place.steps:
+        counted = place.counted(place.reported())
+        print(f"netlab: {place.lab}; rank 0 has sent {told(counted)}", file=sys.stderr, flush=True)
+    return code
+
+
 def run_script(script: Script, rank: int, world_size: int, init_method: str) -> int:
-    """Work for `launch`: run it as that rank; its exit code."""
+    """Run it as that rank of those that `launch` has started; its exit code."""
     host, port = script.master
     told_all = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host}
     told_all |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in told_all.items()})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.argv = [script.path, *script.arguments]
-    sys.path[0] = str(Path(script.path).resolve().parent)
     asked = False
 
     def interrupted(number: int, frame: FrameType | None) -> None:
@@ -60,17 +68,22 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
     signal.signal(signal.SIGTERM, interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
-        runpy.run_path(script.path, run_name="__main__")
-    except SystemExit as ended:
-        return _code(ended.code)
+        code = run_words(script)
     except BaseException:
         if not asked:  # else a peer that has ended before is no failure of this one
             raise
         return INTERRUPTED
-    place = the_place()
-    if place is not None and rank == 0:
-        counted = place.counted(place.reported())
-        print(f"netlab: {place.lab}; rank 0 has sent {told(counted)}", file=sys.stderr, flush=True)
+    return code
+
+
+def run_words(script: Script) -> int:
+    """Run it in this process, whose environment is set; its exit code."""
+    sys.argv = [script.path, *script.arguments]
+    sys.path[0] = str(Path(script.path).resolve().parent)
+    try:
+        runpy.run_path(script.path, run_name="__main__")
+    except SystemExit as ended:
+        return _code(ended.code)
     return 0
 
 

@@ -88,7 +88,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
             how = (standings, path, heading, task.quality_name, task.higher_is_better)
             draw_quality(*how, dense=dense or "")
             modelled = first.fixed_clock is not None
-            network = emulated(first) or ("the network" if modelled else _network(first))
+            network = emulated(first) or ("the network" if modelled else "this machine's network")
+            network = real_links(first.netlab) if first.netlab else network
             seconds = f"seconds of training, {'modelled' if modelled else 'measured'}, {network}"
             timed = (standings, comparison.folder / TIME_FILE, *how[2:])
             draw_time(*timed, dense=dense or "", how=seconds)

@@ -144,16 +144,15 @@ def _with_workers(words: list[str], workers: int) -> list[str]:
 
 
 def _run(words: list[str], workers: int) -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of addresses without a name
     if words[0] in INSIDE:
         from runs.__main__ import main as run_command
 
         return run_command(words)
-    # It warns of addresses without a name.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from runs.launch import launch
-    from runs.script import Script, run_script
+    from runs.script import Script, run_in_place
 
-    return launch(run_script, Script.of(words), workers)
+    return launch(run_in_place, Script.of(words), workers)
 
 
 def run_again_inside(rate: str, workers: int) -> None:
