@@ -28,7 +28,7 @@ from adaptive.config import (
     positive,
     require,
 )
-from adaptive.doctor import LEAST, STEPS, Doctor, Verdict
+from adaptive.doctor import LEAST, STEPS, Doctor, Verdict, check_settings
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks, registered_group
@@ -382,6 +382,7 @@ class AdaptiveCompressor:
         if not isinstance(model, DistributedDataParallel) or not self._attached_with:
             raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
         checks.whole("steps", steps, least=LEAST)
+        check_settings(self._settings)
         self.detach()
         self._doctor = Doctor(self._settings, model, steps, tell)
         return self._doctor

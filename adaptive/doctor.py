@@ -155,11 +155,22 @@ class _Trial(Goodput):
         return self._time.seconds(cf)
 
 
+def check_settings(settings: Settings) -> None:
+    """ValueError for settings that the doctor cannot rehearse."""
+    if not isinstance(settings.base, Sparsifier):
+        raise ValueError(
+            f"base must be a sparsifier for the doctor, whose gains can be told at any CF; got "
+            f"{settings.base.name!r}"
+        )
+    if settings.local_steps != 1:
+        raise ValueError(f"local_steps must be 1 for the doctor, got {settings.local_steps!r}")
+
+
 class Doctor:
     """Looks at some steps of a model in training, in the place of its compressor.
 
-    settings: of the compressor. steps: how many. A collective. ValueError for settings that it
-    cannot rehearse. verdict: None until it has seen all.
+    settings: of the compressor, see `check_settings`. steps: how many. A collective. verdict: None
+    until it has seen all.
     """
 
     def __init__(
@@ -169,13 +180,6 @@ class Doctor:
         steps: int = STEPS,
         tell: Callable[[Verdict], None] | None = None,
     ) -> None:
-        if not isinstance(settings.base, Sparsifier):
-            raise ValueError(
-                f"base must be a sparsifier for the doctor, whose gains can be told at any CF; got "
-                f"{settings.base.name!r}"
-            )
-        if settings.local_steps != 1:
-            raise ValueError(f"local_steps must be 1 for the doctor, got {settings.local_steps!r}")
         self.verdict: Verdict | None = None
         self._steps, self._tell = steps, tell
         self._step = -1
