@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 DDP_HOOKS = ("bf16", "powersgd")
 
-RANK, START = 4, 10
-"""Of PowerSGD, and dense steps before it compresses (by default it sends 1,000 of them)."""
+RANK, START = 4, 2
+"""Of PowerSGD, and dense steps before it compresses (it needs 2; by default it sends 1,000)."""
 
 ONE_BUCKET = 10_000
 """MB: with several buckets PowerSGD's hook aborts on gloo, since it sends from callbacks."""

@@ -184,7 +184,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         "--ddp-hook",
         choices=DDP_HOOKS,
         help="with --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd "
-        "(powerSGD_hook of rank 4, dense in its first 10 steps, in one bucket)",
+        "(powerSGD_hook of rank 4, dense in its first 2 steps, in one bucket)",
     )
     how.add_argument(
         "--layerwise",
