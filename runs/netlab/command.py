@@ -12,10 +12,8 @@ from runs.interrupt import INTERRUPTED
 from runs.netlab.lab import Lab, Link
 from runs.parser import UsageError, fail, whole
 
-INSIDE = ("train", "compare", "doctor", "bench")
+INSIDE = ("train", "compare", "doctor")
 """The commands of `python -m runs` that start workers, which then have their places in the lab."""
-
-TAKES_WORKERS = ("train", "compare", "doctor")
 
 HELP = """\
 Run workers over real slow links on this machine: Linux, with iproute2, as root or a user who may
@@ -48,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="of each worker's link, each way, as 100mbit or 1gbit,5ms",
     )
-    parser.add_argument("--workers", type=whole(1), metavar="N", help="places in the lab (2)")
+    parser.add_argument(
+        "--workers", type=whole(1), metavar="N", help="places in the lab (the command's, or 2)"
+    )
     parser.add_argument(
         "--slow-rank",
         action="append",
@@ -74,7 +74,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         given = vars(args)
         words = [word for i, word in enumerate(given["command"]) if (i, word) != (0, "--")]
-        lab, words = make_lab(given), _with_workers(words, given.get("workers", 2))
+        words, given["workers"] = _agree_on_workers(_check_command(words), given.get("workers"))
+        lab = make_lab(given)
         lab.opened().tell()
         return _run(words, lab.workers)
     except UsageError as error:
@@ -125,22 +126,36 @@ def _link(option: str, text: str) -> Link:
         raise UsageError(f"{option} {error}") from error
 
 
-def _with_workers(words: list[str], workers: int) -> list[str]:
-    """The command's words, which say how many workers there are if it takes that option.
-    UsageError for a command that does not start any."""
+def _check_command(words: list[str]) -> list[str]:
+    """UsageError unless these words are a command that starts workers, or a script."""
     if not words:
         raise UsageError("-- COMMAND: none given; accepted: netlab --rate RATE -- train ...")
-    name = words[0]
+    if words[0] not in INSIDE and Path(words[0]).suffix != ".py":
+        raise UsageError(
+            f"-- {words[0]}: must be {', '.join(INSIDE)}, or a script whose name ends in .py"
+        )
+    return words
+
+
+def _agree_on_workers(words: list[str], given: int | None) -> tuple[list[str], int]:
+    """The command's words, and how many workers there are by these or as `given` (2)."""
+    name, *options = words
     if name not in INSIDE:
-        if Path(name).suffix != ".py":
-            raise UsageError(
-                f"-- {name}: must be {', '.join(INSIDE)}, or a script whose name ends in .py"
-            )
-        return words
-    own = words[: words.index("--")] if "--" in words else words
-    if name not in TAKES_WORKERS or any(w.partition("=")[0] == "--workers" for w in own):
-        return words
-    return [name, "--workers", str(workers), *words[1:]]
+        return words, given or 2
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--workers", type=whole(1))
+    before = options[: options.index("--")] if "--" in options else options
+    try:
+        asked: int | None = own.parse_known_args(before)[0].workers
+    except argparse.ArgumentError:
+        return words, given or 2  # the command says what is wrong with it
+    if asked is not None and given is not None and asked != given:
+        raise UsageError(
+            f"--workers {given}: {name} is told --workers {asked}; accepted: one of them"
+        )
+    if asked is not None:
+        return words, asked
+    return [name, "--workers", str(given or 2), *options], given or 2
 
 
 def _run(words: list[str], workers: int) -> int:

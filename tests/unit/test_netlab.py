@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runs.netlab import lab as labs
-from runs.netlab.command import make_lab
+from runs.netlab.command import _agree_on_workers, make_lab
 from runs.netlab.lab import Lab, Link, missing, real_links
 from runs.netlab.place import HEADERS, Sent, told
 from runs.parser import UsageError
@@ -42,6 +42,24 @@ def test_a_burst_is_small_and_never_less_than_two_frames() -> None:
     assert bursts == sorted(bursts)
     assert bursts[0] >= 2 * 1514
     assert bursts[-1] / (10e9 / 8) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        (["train", "--steps", "3"], None, (["train", "--workers", "2", "--steps", "3"], 2)),
+        (["train", "--workers=4"], None, (["train", "--workers=4"], 4)),
+        (["compare"], 3, (["compare", "--workers", "3"], 3)),
+        (["doctor", "--", "a.py", "--workers", "9"], 4, None),
+        (["a.py", "--workers", "9"], None, (["a.py", "--workers", "9"], 2)),
+    ],
+)
+def test_the_lab_has_a_place_for_each_worker(
+    words: list[str], given: int | None, expected: tuple[list[str], int] | None
+) -> None:
+    if expected is None:
+        expected = (["doctor", "--workers", "4", *words[1:]], 4)
+    assert _agree_on_workers(words, given) == expected
 
 
 def test_rates_change_where_links_are_not_slow() -> None:
@@ -93,6 +111,7 @@ def test_headers_are_told_from_data() -> None:
         (["--rate", "fast", "--", "train"], ["--rate must be a rate", "'fast'"]),
         (["--rate", "1gbit"], ["-- COMMAND: none given"]),
         (["--rate", "1gbit", "--", "tune"], ["-- tune: must be train, compare"]),
+        (["--rate", "1gbit", "--workers", "2", "--", "train", "--workers", "4"], ["--workers 4"]),
         (["--rate", "1gbit", "--slow-rank", "2:1mbit", "--", "train"], ["ranks 0 to 1"]),
         (["--rate", "1gbit", "--slow-rank", "1mbit", "--", "train"], ["must be RANK:RATE"]),
         (["--rate", "1gbit", "--rate-at", "5:1mbit,1ms", "--", "train"], ["a rate alone"]),
