@@ -788,6 +788,10 @@ class Session:
         """The name of the memory in use."""
         return self._memory.now.name
 
+    def supported(self, cf: float) -> float:
+        """The nearest CF that a step can be at."""
+        return self._sizes.supported(cf)
+
     @property
     def device(self) -> torch.device:
         """Where the model is."""

@@ -14,6 +14,8 @@ COMMANDS = {
     "compare": ("runs.compare", "train with several contenders in turn, and compare them"),
     "tune": ("runs.tune", "search for the best settings with Optuna, or on a recorded timeline"),
     "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
+    "netlab": ("runs.netlab", "run a command or a script over real slow links on this machine"),
+    "doctor": ("runs.doctor", "say what compression would bring a training script of your own"),
     "simulate": ("runs.simulate", "train on n simulated workers in one process, modelled network"),
     "report": ("runs.report", "make one page of runs that are done: table, pictures, reasons"),
     "study": ("runs.study", "repeat an experiment behind the notes in docs/"),

@@ -29,6 +29,7 @@ class TrainConfig:
     which it rises from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is
     "constant".
     clip_grad: the norm to which the gradients that were exchanged are clipped, all as one vector.
+    ddp_hook: with policy "off", PyTorch's communication hook of that name.
     base: None only with policy "off". masking: True, False or the CF from which on to mask.
     schedule: pieces "STEP:CF".
     eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
@@ -41,6 +42,7 @@ class TrainConfig:
     clip_local: the norm to which each worker's gradient, as one vector, is clipped before it is
     compressed, times the root of the workers. densities: steps from one histogram of the gradients
     to the next, 0 for none.
+    netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     """
 
     log_dir: str
@@ -63,6 +65,7 @@ class TrainConfig:
     clip_grad: float | None = None
     seed: int = 0
     policy: str = "goodput"
+    ddp_hook: str | None = None
     epsilon: float | None = None
     omega: float | None = None
     window: int | None = None
@@ -117,6 +120,7 @@ class TrainConfig:
     patience: int = 0
     clip_local: float | None = None
     densities: int = 0
+    netlab: tuple[str, ...] | None = None
 
     @property
     def folder(self) -> Path:
@@ -131,14 +135,17 @@ class TrainConfig:
     @property
     def command(self) -> str:
         """The command line that starts this run again (in another folder)."""
-        words = ["python", "-m", "runs", self.program]
+        words = ["python", "-m", "runs"]
+        if self.netlab is not None:
+            words += ["netlab", *self.netlab, "--workers", str(self.workers), "--"]
+        words.append(self.program)
         renamed = {"fixed_clock": "step_seconds"} if self.simulated else {}
         for option in fields(self):
             value = getattr(self, option.name)
             usual = value in (None, option.default) and not (
                 self.simulated and option.name == "workers"
             )
-            if usual or option.name in ("log_dir", "json", "simulated"):
+            if usual or option.name in ("log_dir", "json", "simulated", "netlab"):
                 continue
             name = renamed.get(option.name, option.name)
             words += [f"--{name.replace('_', '-')}", *_words(value)]

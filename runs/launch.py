@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from runs.interrupt import INTERRUPTED, STOPPING
+from runs.netlab.place import enter_lab
 from runs.parser import UsageError
 from runs.pipes import outlive_readers
 
@@ -157,6 +158,7 @@ def _run(
     outlive_readers()
     threading.Thread(target=_follow, name="follow-parent", daemon=True).start()
     try:
+        enter_lab(rank, workers)
         code = work(argument, rank, workers, init_method)
     except UsageError as error:
         pipe.send((time.monotonic(), error))

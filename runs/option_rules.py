@@ -51,6 +51,10 @@ def check_together(policy: str, given: dict[str, Any]) -> None:
                     f"{option(name)} {shown(given[name])} is for --policy {owner}, got --policy "
                     f"{policy}, which takes {own}"
                 )
+    if "ddp_hook" in given and policy != "off":
+        raise UsageError(
+            f"--ddp-hook {given['ddp_hook']} is for --policy off, got --policy {policy}"
+        )
     for name in HOOK_OPTIONS:
         if name in given and policy == "off":
             raise UsageError(

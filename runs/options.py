@@ -12,6 +12,7 @@ from runs.choices import (
     ADAMW_DECAY,
     BETAS,
     COMPRESSORS,
+    DDP_HOOKS,
     EXCHANGES,
     GOSSIP_ALGORITHMS,
     LR,
@@ -22,6 +23,7 @@ from runs.choices import (
     TOPOLOGIES,
 )
 from runs.config import TrainConfig
+from runs.netlab.lab import Lab
 from runs.option_rules import check_optimizer, check_together
 from runs.parser import (
     below_one,
@@ -204,6 +206,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser, link: str = EMULATED) ->
         help="what chooses the compression factor, CF (the policy whose settings are given, such "
         "as --cf; else goodput, or gravac for a base that does not keep the largest elements); "
         "off: plain DDP, no hook",
+    )
+    how.add_argument(
+        "--ddp-hook",
+        choices=DDP_HOOKS,
+        help="with --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd "
+        "(powerSGD_hook of rank 4, dense in its first 2 steps, in one bucket)",
     )
     how.add_argument(
         "--layerwise",
@@ -478,6 +486,9 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
         set_schedule(given)
     if policy == "expression":
         check_expression(given)
+    lab = Lab.of_environment()
+    if lab is not None:
+        given["netlab"] = lab.options
     given.setdefault("log_dir", _new_folder(f"{given.get('task', 'text')}-{policy}"))
     config = TrainConfig(**given)
     check_optimizer(config)

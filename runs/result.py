@@ -18,6 +18,8 @@ from adaptive import LinkSpec, Summary
 from adaptive.exchange.link import ServerSpec
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
+from runs.netlab.lab import real_links
+from runs.netlab.place import told
 from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import cf_name, number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
@@ -38,7 +40,9 @@ def title(config: TrainConfig) -> str:
     model += f", adapters of rank {config.lora}" if config.lora is not None else ""
     model += f", from {config.init}" if config.init is not None else ""
     how = "plain DDP, no hook" if config.policy == "off" else f"{config.policy} over {config.base}"
+    how = f"DDP with PyTorch's {config.ddp_hook} hook" if config.ddp_hook else how
     link = f", {emulated(config)}" if config.link else ""
+    link += f", {real_links(config.netlab)}" if config.netlab else ""
     kind = "simulated worker" if config.simulated else "worker"
     workers = f"{config.workers} {kind}{'s' if config.workers > 1 else ''}"
     return f"{config.task} ({model}), {workers}, {how}{link}"
@@ -178,6 +182,7 @@ def make_result(
         "server_bytes": server_bytes(config, recorded),
         "scaling_efficiency": scaling_efficiency(one_worker_seconds(config), by_clock),
         "emulated_link": emulated(config) or None,
+        "netlab": outcome.netlab,
         "summary": _summary(outcome.summary),
         "cf_history": [asdict(stretch) for stretch in stretches(recorded)],
         "step_milliseconds": where_time_went(recorded.steps),
@@ -233,6 +238,8 @@ def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: 
     if result["server_bytes"]:
         up, down = (_bytes(nbytes) for nbytes in result["server_bytes"])
         rows.append(("  on the server's link", f"{up} up, {down} down"))
+    if outcome.netlab is not None:
+        rows.append(("  the interface has sent", told(outcome.netlab)))
     spent = result["step_milliseconds"]
     if spent:
         rows.append((f"  ms of a {unit}, medians", _parts(spent)))

@@ -29,11 +29,13 @@ from runs.checkpoint import (
     withdraw_checkpoint,
 )
 from runs.config import TrainConfig
+from runs.ddp_hooks import OtherHook
 from runs.densities import Densities, density
 from runs.early import EarlyStopping
 from runs.initial import initial_model
 from runs.interrupt import Stop
 from runs.logbook import Logbook
+from runs.netlab.place import the_place
 from runs.optimizers import lr_factor, make_optimizer
 from runs.tasks import Task, trainable
 from runs.vote import Vote
@@ -64,7 +66,10 @@ class Trainer:
         self.step = 0
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
-        self.model = DDP(initial_model(config, self.task, read_weights=not resumed))
+        model = initial_model(config, self.task, read_weights=not resumed)
+        self._other_hook = OtherHook(config.ddp_hook)
+        self.model = DDP(model, bucket_cap_mb=self._other_hook.bucket_cap_mb)
+        self._other_hook.register(self.model)
         self.optimizer = make_optimizer(config, self.task, self.model)
         self.early = EarlyStopping(config.patience, self.task.higher_is_better)
         self._config = config
@@ -128,17 +133,17 @@ class Trainer:
         return self.compressor.summary()
 
     def _dense_summary(self) -> Summary:
-        """What plain DDP has sent."""
-        floats = self.step * sum(p.numel() for p in trainable(self.model))
-        wire = reduce_wire_bytes(4 * floats, self.world_size)
+        """What plain DDP has sent, perhaps with a hook of PyTorch's."""
+        dense = self.step * sum(p.numel() for p in trainable(self.model))
+        floats, payload = self._other_hook.payload(dense)
         return Summary(
             steps=self.step,
             cf=DENSE,
             steps_at_cf={DENSE: self.step},
-            bytes_sent=wire,
-            payload_bytes=4 * floats,
+            bytes_sent=reduce_wire_bytes(payload, self.world_size),
+            payload_bytes=payload,
             floats_sent=floats,
-            dense_bytes=wire,
+            dense_bytes=reduce_wire_bytes(4 * dense, self.world_size),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,7 +189,9 @@ class Outcome:
     on test data, once training is over, of a task that has some. loss: the last, mean over workers.
     saved_at: the step of the last checkpoint, 0 if there is none. diverged: why training has failed
     and ended early, or ""; the checkpoint is from before. stopped_early: why it has ended early as
-    it should, or "". unsaved: why the last checkpoint that was due could not be saved, or ""."""
+    it should, or "". unsaved: why the last checkpoint that was due could not be saved, or "".
+    netlab: what this worker's interface has sent in these steps (`Place.counted`); None where links
+    are not real."""
 
     steps_done: int
     first_step: int
@@ -201,6 +208,7 @@ class Outcome:
     test: float | None = None
     best_step: int | None = None
     stopped_early: str = ""
+    netlab: dict[str, Any] | None = None
 
 
 def train(
@@ -228,6 +236,10 @@ def train(
     if logbook is not None:
         logbook.open()
     vote = Vote(voters)
+    place, sent_before = the_place(), 0.0
+    if place is not None:
+        sent_before = trainer.summary().bytes_sent
+        place.begin(trainer.step)
     first, loss, stop = trainer.step, float("nan"), False
     keeper = _Keeper(config, trainer, logbook)
     timer = _Timer()
@@ -287,6 +299,7 @@ def train(
         examiner.test,
         early.step if early.best is not None and finished else None,
         early.why(),
+        None if place is None else place.counted(summary.bytes_sent - sent_before),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from runs.bench.compressors import bench_compressors, bench_levels
 from runs.bench.ddp import bench_hook, bench_memory
+from runs.bench.doctor import bench_doctor
 from runs.bench.gpu import bench_gpu
 from runs.bench.lowrank import bench_lowrank
 from runs.bench.shadow import bench_shadow
@@ -33,6 +34,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "timeline": lambda args: bench_timeline(2 * args.rounds),
     "hook": lambda args: bench_hook(args.workers, args.layers, 3 * args.rounds),
     "memory": lambda args: bench_memory(args.workers, args.layers),
+    "doctor": lambda args: bench_doctor(),
     "gpu": lambda args: bench_gpu(args.rounds, args.seed),
 }
 
@@ -43,7 +45,9 @@ benches: {", ".join(BENCHES)}
 
 examples:
   python -m runs bench
-      all of them, some minutes (gpu only where torch sees a CUDA device)
+      all of them, some minutes (gpu only where torch sees a CUDA device; but doctor)
+  python -m runs bench doctor
+      is what `runs doctor` expects what then happens? 10 runs over real links, 15 minutes (netlab)
   python -m runs bench compressors levels --numel 1000000 --rounds 21
   python -m runs bench shadow timeline --json
 
@@ -76,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the benches; 0, 1 if a row falls short of its goal, or 2 if a bench is unknown."""
-    here = set(BENCHES) - ({"gpu"} if not torch.cuda.is_available() else set())
+    here = set(BENCHES) - ({"gpu"} if not torch.cuda.is_available() else set()) - {"doctor"}
     wanted = args.benches or [name for name in BENCHES if name in here]
     unknown = [name for name in wanted if name not in BENCHES]
     if unknown:

@@ -8,7 +8,9 @@ import sys
 
 from runs.claim import claim
 from runs.compare.options import HELP, Comparison, add_arguments, make_comparison
+from runs.config import TrainConfig
 from runs.interrupt import INTERRUPTED, UNSAVED
+from runs.netlab.command import run_again_inside
 from runs.parser import UsageError, check_writable, fail, typed
 
 __all__ = ["HELP", "add_arguments", "main"]
@@ -19,6 +21,9 @@ GOES_ON = "interrupted; the same command goes on from here"
 def main(args: argparse.Namespace) -> int:
     """Run the comparison; returns the exit code."""
     try:
+        rate = vars(args).pop("netlab", None)
+        if rate is not None:
+            run_again_inside(rate, vars(args).get("workers", TrainConfig.workers))
         comparison = make_comparison(vars(args))
         _check(comparison)
         with claim(comparison.folder, f"--log-dir {comparison.folder}", typed()):

@@ -22,7 +22,10 @@ A contender is NAME[@CF][:key=value,...]. NAME is
   gravac-paper, accordion-paper    as in their papers, with these papers' compression: tensor by
                  tensor, values of 32 bits, plain error feedback, base dgc and topk
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
-  off            plain DDP without the hook (nothing of its steps is known but their number)
+  off            plain DDP without the hook (nothing of its steps is known but their number);
+                 off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
+  diloco         local steps that are exchanged dense, as DiLoCo: every 50, outer learning rate 0.7,
+                 outer momentum 0.9, nothing overlaps
 The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
 ... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
 from step 100 on; expression:expression=Warmup(then=GraVAC(window=20)) has one policy in another.
@@ -95,7 +98,10 @@ def _meaning(text: str, name: str) -> tuple[dict[str, Any], bool, tuple[str, ...
     """(options, whether a CF may follow, keys of the hook that may follow) of a name."""
     hook = tuple(key for key in HOOK_OPTIONS if key not in _ELSEWHERE)
     if name == "off":
-        return {"policy": "off"}, False, ()
+        return {"policy": "off"}, False, ("ddp_hook",)
+    if name == "diloco":
+        outer = {"local_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.9, "overlap": 0}
+        return {"policy": "fixed", "base": "none", **outer}, False, tuple(outer)
     if name == "dense":
         return {"policy": "fixed", "base": "none"}, False, ("probe", "exchange")
     if name == "fixed":

@@ -39,7 +39,8 @@ class Digest:
     it ended early, if it did. modelled_step: seconds of a step by a modelled clock. clock:
     when each step ended on the network that the run had, without evaluations. floats_sent: elements
     that a worker sent, indices not counted. beside: what was measured beside the quality in the
-    end. test: the quality on test data, nan for a task without."""
+    end. test: the quality on test data, nan for a task without. interface_bytes: that a worker's
+    interface has sent, where links are real."""
 
     seed: int
     quality: float
@@ -57,6 +58,7 @@ class Digest:
     floats_sent: float = nan
     beside: Mapping[str, float] = field(default_factory=dict)
     test: float = nan
+    interface_bytes: float = nan
 
     def quality_after(self, steps: int | None) -> float:
         """Of the last evaluation by then; None: at the end."""
@@ -95,7 +97,8 @@ def _read(
     timeline = folder / TIMELINE_FILE
     recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     summary = result["summary"]
-    seconds = [(part.last - part.first - 1, part.seconds) for part in read_slices(folder)]
+    slices = read_slices(folder)
+    seconds = [(part.last - part.first - 1, part.seconds) for part in slices]
     evaluations, final = smoothed(_evaluations(config), smooth), _known(result["quality"])
     best = result.get("best_step") is not None  # early stopping: the last one is not what counts
     own = model_bytes(recorded.steps, config.workers)
@@ -120,6 +123,7 @@ def _read(
         floats_sent=float(summary["floats_sent"]),
         beside={name: _known(value) for name, value in result.get("beside", {}).items()},
         test=_known(result.get("test")),
+        interface_bytes=sum(part.interface_bytes for part in slices) if config.netlab else nan,
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.compare.suites import SUITES, Plan
 from runs.config import TrainConfig
+from runs.netlab.lab import Lab
 from runs.option_rules import check_one_worker, check_sends
 from runs.options import (
     add_clock_argument,
@@ -171,6 +172,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(parser, seed=False)
     how = parser.add_argument_group("how, for all contenders")
     add_link_argument(how)
+    how.add_argument(
+        "--netlab",
+        metavar="RATE[,DELAY]",
+        help="run all workers over real links of that rate (Linux): python -m runs netlab --help",
+    )
     add_eval_argument(how, f"a {EVALUATIONS}th of the steps")
     add_clock_argument(how)
     how.add_argument(
@@ -229,12 +235,21 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     if turn_steps is None:  # where step times are modelled no run slows another
         turn_steps = 0 if "fixed_clock" in given else ceil(steps / SLICES)
     turn = turn_steps or longest
+    for one in contenders:
+        if one.given.get("ddp_hook") == "powersgd" and turn < longest:
+            raise UsageError(
+                f"--slice {turn}: the state of PyTorch's PowerSGD hook is not kept from turn to "
+                f"turn; accepted with {one.label}: --slice 0"
+            )
     goal = given.pop("goal_step", None)
     if goal is not None and not given["eval_every"] <= goal <= steps:
         raise UsageError(
             f"--goal-step {goal}: must be from --eval-every, {given['eval_every']}, to --steps, "
             f"{steps}"
         )
+    lab = Lab.of_environment()
+    if lab is not None:
+        given["netlab"] = lab.options
     path = Path(folder) if folder is not None else _folder(given, plan)
     sizes = networks, model_mb, goal, turn, steps
     return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone, plan)

@@ -19,6 +19,7 @@ from runs.compare.suites import Plan
 from runs.compare.table import make_table
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
+from runs.netlab.lab import real_links
 from runs.tasks import TASKS
 from runs.verdict import verdict
 
@@ -44,8 +45,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         f"± is the standard deviation over {len(comparison.seeds)} seeds"
         if len(comparison.seeds) > 1
         else "one seed: no spread",
-        f"steps/s: measured, {emulated(first) or 'no link emulated'}, without each turn's first "
-        f"step; {comparison.interleaving}",
+        f"steps/s: measured, {_network(first)}, without each turn's first step; "
+        f"{comparison.interleaving}",
         "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, no "
         "overlap; all: the whole run",
         f"to dense: until an evaluation (every {first.eval_every} steps) is at least as good as "
@@ -57,6 +58,10 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         "explored: steps sent while the policy was finding out, at another CF than the one that it "
         "then stayed at; MB so: what a worker sent in them",
     ]
+    if first.netlab:
+        notes.append(
+            "MB interf.: what the network interface of rank 0 has sent, TCP's headers included"
+        )
     if comparison.smooth > 1:
         notes.append(
             f"{task.quality_name}, everywhere: the mean of the last {comparison.smooth} evaluations"
@@ -86,13 +91,14 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
             draw_quality(*how, dense=dense or "")
             modelled = first.fixed_clock is not None
             network = emulated(first) or ("the network" if modelled else "this machine's network")
+            network = real_links(first.netlab) if first.netlab else network
             seconds = f"seconds of training, {'modelled' if modelled else 'measured'}, {network}"
             timed = (standings, comparison.folder / TIME_FILE, *how[2:])
             draw_time(*timed, dense=dense or "", how=seconds)
     except ImportError:
         notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
     alone = comparison.one_worker_seconds
-    rows = make_table(standings, task.quality_name, networks, alone)
+    rows = make_table(standings, task.quality_name, networks, alone, bool(first.netlab))
     told = _headlines(standings, dense, first)
     verdicts = [f"{label}: {headline}" for label, headline in told.items()]
     plan, paper, above = comparison.plan, [], []
@@ -201,9 +207,17 @@ def _goal(comparison: Comparison) -> str:
     return "at its end" if goal is None else f"after {goal} steps"
 
 
+def _network(config: TrainConfig) -> str:
+    """Where steps were timed."""
+    if config.netlab:
+        return real_links(config.netlab)
+    return emulated(config) or "no link emulated"
+
+
 def _title(comparison: Comparison, config: TrainConfig) -> str:
     model = config.model or TASKS[config.task].models[0]
     link = f", {emulated(config)}" if config.link else ""
+    link += f", {real_links(config.netlab)}" if config.netlab else ""
     seeds = " ".join(map(str, comparison.seeds))
     lengths = sorted({comparison.steps_of(contender) for contender in comparison.contenders})
     steps = " or ".join(map(str, lengths))

@@ -32,11 +32,13 @@ SLICES_FILE = "slices.jsonl"
 @dataclass(frozen=True)
 class Slice:
     """Steps first..last-1. seconds: of all but the first of them, in which a new process warms up;
-    evaluations and checkpoints are not in it."""
+    evaluations and checkpoints are not in it. interface_bytes: that a worker's interface has sent,
+    where links are real."""
 
     first: int
     last: int
     seconds: float
+    interface_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,9 @@ def _keep(config: TrainConfig, outcome: Outcome, logbook: Logbook) -> bool:
     if outcome.diverged:
         print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
     seconds = outcome.seconds - outcome.first_seconds
+    interface = 0 if outcome.netlab is None else outcome.netlab["interface_bytes"]
     try:
-        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds))
+        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds, interface))
     except OSError as error:
         unsaved.append(f"{config.folder / SLICES_FILE} could not be written: {error.strerror}")
     for problem in unsaved:

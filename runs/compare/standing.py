@@ -68,6 +68,10 @@ class Standing:
         return Spread.of(run.bytes_sent for run in self.runs)
 
     @property
+    def interface_bytes(self) -> Spread:
+        return Spread.of(run.interface_bytes for run in self.runs)
+
+    @property
     def wire_factor(self) -> Spread:
         return Spread.of(run.wire_factor for run in self.runs)
 
@@ -116,6 +120,7 @@ class Standing:
             "quality": self.quality.as_json(),
             "beside": {name: spread.as_json() for name, spread in self.beside.items()},
             "bytes_sent": self.bytes_sent.as_json(),
+            "interface_bytes": self.interface_bytes.as_json(),
             "wire_factor": self.wire_factor.as_json(),
             "steps_per_second": self.steps_per_second.as_json(),
             "explored_steps": self.explored_steps.as_json(),

@@ -21,17 +21,20 @@ def make_table(
     quality_name: str,
     networks: Sequence[str],
     one_worker: float | None = None,
+    interface: bool = False,
 ) -> str:
     """A row for each contender, under two lines of head. one_worker: seconds of its step, alone;
-    None: without a column for scaling efficiency."""
+    None: without a column for scaling efficiency. interface: with one for its bytes."""
     beside = tuple(dict.fromkeys(name for standing in standings for name in standing.beside))
-    head = ["contender", quality_name, *beside, "MB sent", "wire factor", "steps/s"]
+    head = ["contender", quality_name, *beside, "MB sent"]
+    head += ["MB interf."] if interface else []
+    head += ["wire factor", "steps/s"]
     head += ["explored", "MB so"] if one_worker is None else ["scaling eff.", "explored", "MB so"]
     above = [""] * len(head)
     for network in networks:
         above += [f"{network}:", "modelled s,", quality_name]
         head += ["all", "to dense", "when 1st"]
-    rows = [above, head] + [_row(standing, one_worker, beside) for standing in standings]
+    rows = [above, head] + [_row(one, one_worker, beside, interface) for one in standings]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     histories = ["", "CF history (CF x steps)"] + [_histories(standing) for standing in standings]
     lines = []
@@ -51,14 +54,17 @@ def compact(history: Sequence[Stretch]) -> str:
     return ", ".join(parts)
 
 
-def _row(standing: Standing, one_worker: float | None, beside: Sequence[str]) -> list[str]:
-    sent = standing.bytes_sent
+def _row(
+    standing: Standing, one_worker: float | None, beside: Sequence[str], interface: bool
+) -> list[str]:
+    sent, seen = standing.bytes_sent, standing.interface_bytes
     scaling = [] if one_worker is None else [_spread(standing.scaling_efficiency(one_worker), 3)]
     return [
         standing.label,
         _spread(standing.quality, 4),
         *(_spread(standing.beside.get(name, UNKNOWN), 4) for name in beside),
         _spread(Spread.of(value / 1e6 for value in sent.values), 4),
+        *([_spread(Spread.of(value / 1e6 for value in seen.values), 4)] if interface else []),
         _spread(standing.wire_factor, 3),
         _spread(standing.steps_per_second, 3),
         *scaling,

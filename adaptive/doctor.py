@@ -1,0 +1,399 @@
+"""What compression would bring a training script, found out in some thirty of its own steps.
+
+In each of them the script trains as plain DDP does, to the bit: what the optimizer gets is the
+dense mean. Some steps are dense and nothing else. In the others compression is rehearsed: as
+backward goes on, a copy of each bucket takes the whole way of a compressed step, with compressing,
+the network, what of it hides behind backward, and decoding, by a session of the doctor's own. When
+the last mean is there, the doctor stops its clock, lets the ranks exchange the gradients
+themselves, dense, and throws the rehearsed means away. So by that clock a rehearsed step lasts as
+long as a compressed one.
+
+What was timed goes to Goodput's own model of the step time (policies/step_time.py), with the gains
+that its shadow ladder finds: it proposes the CF that is rehearsed last, and longest, and which the
+verdict is about. Every number of the verdict is agreed by all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import exp, hypot, inf, sqrt
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptive.config import Settings, make_rungs
+from adaptive.exchange.link import LinkCost, measure_link, new_future
+from adaptive.memory.model_memory import MemoryChoice
+from adaptive.session import Session
+from adaptive.timeline.records import SafeTimeline
+from compressors.sparsifier import Sparsifier
+from policies import DENSE, Goodput, Plan, StepReport
+
+STEPS = 30
+LEAST = 25
+"""Steps, with which the chosen CF is rehearsed three times."""
+
+WARM, DENSE_STEPS, LOW_STEPS, HIGH_STEPS = 3, 4, 6, 5
+"""Steps that are not timed; dense ones at first, and again in the end; rehearsals at the smallest
+CF, and at FAR times that."""
+
+FAR = 10.0
+
+WORTH = 1.05
+"""A speed-up below this is no reason to compress."""
+
+DOUBT = 0.03
+"""Of an expected step time, what a rehearsal leaves out: the optimizer's part in it."""
+
+LEVEL = 1.645
+"""Standard errors to each side of the expected speed-up: nine in ten lie within."""
+
+log = logging.getLogger("adaptive")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the doctor has found, the same on every rank.
+
+    cf, name: what to compress by, 1 and "dense" if nothing is worth it; best and best_name: the
+    best of what is not dense, and expected by CF: seconds of a step at it. speedup: of `best` over
+    dense, in all likelihood from `low` to `high`. compute, waits: the parts of a dense step that
+    are work, and waiting for the network. alpha, beta: of the network, seconds a message and bytes
+    a second.
+    """
+
+    cf: float
+    name: str
+    best: float
+    best_name: str
+    expected: dict[float, float]
+    speedup: float
+    low: float
+    high: float
+    compute: float
+    waits: float
+    ranks: int
+    link: LinkCost
+
+    @property
+    def dense_seconds(self) -> float:
+        """Expected of a dense step."""
+        return self.expected[DENSE]
+
+    @property
+    def seconds(self) -> float:
+        """Expected of a step at `cf`."""
+        return self.expected[self.cf]
+
+    def __str__(self) -> str:
+        interval = f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+        if self.cf == DENSE:
+            first = f"dense is right: {self.best_name} would bring {interval}"
+        elif self.cf == self.best and not self.name.startswith("CF"):
+            first = f"{self.name}: {interval}"
+        else:
+            first = f"expect {interval} at {self.name}"
+        rate = f"{self.link.beta * 8 / 1e6:.4g} Mbit/s" if self.link.beta < inf else "fast"
+        others = ", ".join(
+            f"CF {cf:g} {seconds:.3g}" for cf, seconds in self.expected.items() if cf != DENSE
+        )
+        return "\n".join(
+            [
+                first,
+                f"  dense {self.dense_seconds:.3g} s a step: {self.compute:.3g} of work, "
+                f"{self.waits:.3g} waiting for the network",
+                f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
+                f"  expected seconds by CF: {others}",
+                f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
+            ]
+        )
+
+
+class _Trial(Goodput):
+    """Sends what the doctor wants to see, and learns of it as Goodput does."""
+
+    cf = DENSE
+
+    def plan(self) -> Plan:
+        return Plan(self.cf)
+
+    def _consider(self) -> None:
+        """It is not for it to move."""
+
+    def promised(self) -> dict[float, float]:
+        """T_comp of each CF that is not dense, by what is known of it."""
+        return {cf: value for cf, value in self.t_comp().items() if cf != DENSE}
+
+    def know_dense(self, seconds: float, waits: float) -> None:
+        """A dense step has lasted so long, and waited so long for the network."""
+        self._time.observe(
+            StepReport(
+                step=0,
+                cf=DENSE,
+                timed_cf=DENSE,
+                seconds=seconds,
+                median_seconds=seconds,
+                compress_seconds=0.0,
+                decode_seconds=0.0,
+                exchange_seconds=waits,
+                network_seconds=waits,
+            )
+        )
+
+    def expected(self, cf: float) -> float | None:
+        """Seconds of a step."""
+        return self._time.seconds(cf)
+
+
+def check_settings(settings: Settings) -> None:
+    """ValueError for settings that the doctor cannot rehearse."""
+    if not isinstance(settings.base, Sparsifier):
+        raise ValueError(
+            f"base must be a sparsifier for the doctor, whose gains can be told at any CF; got "
+            f"{settings.base.name!r}"
+        )
+    if settings.local_steps != 1:
+        raise ValueError(f"local_steps must be 1 for the doctor, got {settings.local_steps!r}")
+
+
+class Doctor:
+    """Looks at some steps of a model in training, in the place of its compressor.
+
+    settings: of the compressor, see `check_settings`. steps: how many. A collective. verdict: None
+    until it has seen all.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: DistributedDataParallel,
+        steps: int = STEPS,
+        tell: Callable[[Verdict], None] | None = None,
+    ) -> None:
+        self.verdict: Verdict | None = None
+        self._steps, self._tell = steps, tell
+        self._step = -1
+        self._paused = 0.0
+        self._timed: list[tuple[float, float]] = []  # CF and seconds of the steps that count
+        self._dense_waits: list[float] = []
+        self._began = self._left = self._arrived = 0.0
+        self._copies: list[Future[Tensor]] = []
+        self._gradients: list[tuple[Tensor, Future[Tensor]]] = []
+        self._trial, self._link = _Trial(), LinkCost()
+        base = deepcopy(settings.base)
+        low = settings.cf_range[0]
+        rungs = make_rungs("auto", base, self._trial, settings.exchange, "auto", low)
+        own = replace(
+            settings,
+            base=base,
+            rungs=rungs,
+            hooks={},
+            policy=self._trial,
+            memory=MemoryChoice(base, rungs, "auto", None, None, None),
+            residual_dtype=torch.float32,
+            timeline=SafeTimeline(None),
+            clock=self._clock,
+            debug=0,
+            claimed=(),
+            in_use=False,
+        )
+        with _quiet():
+            self._session = Session(own, model.process_group, model)
+        self._names = {cf: rung.name for cf, rung in rungs.items()}
+        self._low = self._session.supported(low)
+        self._high = self._session.supported(min(FAR * low, settings.cf_range[1]))
+        self._best = self._low
+
+    @property
+    def over(self) -> bool:
+        """All its steps are done; it takes no further bucket."""
+        return self._step >= self._steps
+
+    @property
+    def steps_done(self) -> int:
+        """So many of its steps are over."""
+        return max(0, self._step)
+
+    def begin_step(self) -> None:
+        """At the first bucket of a backward, on every rank: the last step is over."""
+        now = self._clock()
+        if self._step >= WARM:
+            self._timed.append((self._kind, now - self._began))
+            if self._kind == DENSE:
+                self._dense_waits.append(max(0.0, self._arrived - self._left))
+        before, self._step = self._kind, self._step + 1
+        if self._step == WARM + DENSE_STEPS:
+            self._know_dense()
+        elif self._kind not in (DENSE, before) and self._step > self._first_of_best - 1:
+            self._choose()
+        if self.over:
+            self.verdict = self._conclude()
+            with _quiet():
+                self._session.detach()
+            if self._tell is not None and self._session.exchange.place == 0:
+                self._tell(self.verdict)
+        self._trial.cf = self._kind
+        self._began = self._clock()
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """A future of the dense mean of the bucket, which is all that training sees."""
+        exchange, buffer = self._session.exchange, bucket.buffer()
+        if self._kind == DENSE:
+            done = exchange.mean_as_it_is(buffer).then(self._has_arrived)
+            self._left = self._clock()
+            return done
+        with self._stopped():
+            copy = buffer.clone()
+        with _quiet():
+            self._copies.append(self._session.reduce(_Copied(bucket, copy)))  # type: ignore[arg-type]
+        mean: Future[Tensor] = new_future(buffer.device)
+        self._gradients.append((buffer, mean))
+        if bucket.is_last():
+            for rehearsed in self._copies:
+                rehearsed.wait()
+            with self._stopped():
+                means = [exchange.mean_as_it_is(each) for each, _ in self._gradients]
+                for arriving, (_, waiting) in zip(means, self._gradients, strict=True):
+                    waiting.set_result(arriving.wait())
+                exchange.take_traffic()
+            self._copies, self._gradients = [], []
+        return mean
+
+    @property
+    def _kind(self) -> float:
+        """The CF that the present step is at."""
+        since = self._step - WARM - DENSE_STEPS
+        if since < 0 or self._step >= self._steps - DENSE_STEPS:
+            return DENSE
+        if since < LOW_STEPS:
+            return self._low
+        return self._high if since < LOW_STEPS + HIGH_STEPS else self._best
+
+    @property
+    def _first_of_best(self) -> int:
+        return WARM + DENSE_STEPS + LOW_STEPS + HIGH_STEPS
+
+    def _clock(self) -> float:
+        """Seconds; it stands while training's own exchange goes on after a rehearsal."""
+        return time.perf_counter() - self._paused
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        device = self._session.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._paused += time.perf_counter() - began
+
+    def _has_arrived(self, future: Future[Tensor]) -> Tensor:
+        self._arrived = self._clock()
+        return future.value()
+
+    def _agreed(self, numbers: Sequence[float], smallest: bool = False) -> list[float]:
+        """Their means over the ranks, or each one's smallest. A collective that is waited for."""
+        exchange = self._session.exchange
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self._session.device)
+        how = dist.ReduceOp.MIN if smallest else dist.ReduceOp.SUM
+        dist.all_reduce(vector, op=how, group=exchange.group)
+        return [value / (1 if smallest else exchange.world_size) for value in vector.tolist()]
+
+    def _know_dense(self) -> None:
+        """Dense steps were timed: let Goodput's model know, and look at the network by itself."""
+        seconds = self._agreed([each for _, each in self._timed])
+        # The rank that waits least waits for the network alone.
+        waits = self._agreed(self._dense_waits, smallest=True)
+        for each, waited in zip(seconds, waits, strict=True):
+            self._trial.know_dense(each, waited)
+        exchange, device = self._session.exchange, self._session.device
+        self._link = measure_link(exchange, time.perf_counter, device)
+
+    def _choose(self) -> None:
+        """The CF to rehearse longest, on what is known by now; only agreed numbers decide."""
+        promised = self._trial.promised()
+        self._best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._low)
+
+    def _conclude(self) -> Verdict:
+        agreed = self._agreed([seconds for _, seconds in self._timed])
+        by_cf: dict[float, list[float]] = {}
+        for i, ((cf, _), seconds) in enumerate(zip(self._timed, agreed, strict=True)):
+            if cf == DENSE or i == 0 or self._timed[i - 1][0] == cf:  # what is new takes longer
+                by_cf.setdefault(cf, []).append(seconds)
+        best, dense = self._best, by_cf[DENSE]
+        candidates = sorted({*self._trial.candidates(), *by_cf} - {DENSE})
+        expected = {DENSE: median(dense)}
+        for cf in candidates:
+            modelled = self._trial.expected(cf)
+            if cf in by_cf or modelled is not None:
+                expected[cf] = median(by_cf[cf]) if cf in by_cf else modelled or 0.0
+        speedup = expected[DENSE] / expected[best]
+        doubt = LEVEL * hypot(_error(dense), _error(by_cf[best]), DOUBT)
+        promised = self._trial.promised().get(best, 0.0) / (self._trial.t_comp()[DENSE] or inf)
+        worth = speedup >= WORTH and promised > 1
+        waits = median(self._agreed(self._dense_waits, smallest=True))
+        return Verdict(
+            cf=best if worth else DENSE,
+            name=self._name(best) if worth else "dense",
+            best=best,
+            best_name=self._name(best),
+            expected=expected,
+            speedup=speedup,
+            low=speedup * exp(-doubt),
+            high=speedup * exp(doubt),
+            compute=max(0.0, expected[DENSE] - waits),
+            waits=waits,
+            ranks=self._session.exchange.world_size,
+            link=self._link,
+        )
+
+    def _name(self, cf: float) -> str:
+        return self._names.get(cf, f"CF {cf:g}")
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """What the session knows of `dist.GradBucket`, with a copy of its gradients."""
+
+    of: Any
+    copy: Tensor
+
+    def index(self) -> int:
+        return int(self.of.index())
+
+    def buffer(self) -> Tensor:
+        return self.copy
+
+    def parameters(self) -> list[Tensor]:
+        return list(self.of.parameters())
+
+    def is_last(self) -> bool:
+        return bool(self.of.is_last())
+
+
+def _error(seconds: Sequence[float]) -> float:
+    """The relative standard error of their median, told robustly: from the median deviation."""
+    middle = median(seconds)
+    spread = 1.4826 * median(abs(each - middle) for each in seconds)
+    return 1.2533 * spread / middle / sqrt(len(seconds))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What a session without the optimizer warns of is not so: nothing of it reaches training."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,1 @@
+"""Training scripts of their own, which benches start as a user would."""

@@ -1,0 +1,154 @@
+"""The doctor command: starts a script of the user's own, and says what compression would bring."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from runs.interrupt import INTERRUPTED
+from runs.parser import UsageError, fail, whole
+from runs.script import Script, run_script, run_words
+
+if TYPE_CHECKING:
+    from adaptive.doctor import Verdict
+
+__all__ = ["HELP", "add_arguments", "main"]
+
+HELP = """\
+Find out in thirty steps of a training script of your own what compression would bring it here.
+
+examples:
+  python -m runs doctor --workers 2 -- my_script.py --epochs 3
+  torchrun --nproc-per-node 4 -m runs doctor -- my_script.py
+      over several nodes, as you start it otherwise
+  python -m runs netlab --rate 100mbit --workers 4 -- doctor -- my_script.py
+      as if the workers were joined by 100 Mbit/s
+
+The script is started as torchrun starts it, and ended after the steps that the doctor needs (with
+SystemExit, so that what it has in `finally` is done). It need not be changed: if it attaches an
+AdaptiveCompressor, that one's settings are tried; if it is plain DDP, the command attaches one with
+default settings to the first DDP model that it trains. In these steps it trains as plain DDP does,
+to the bit.
+
+In a script, compressor.doctor() does the same after attach(), and training goes on, compressed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options; what is not given is not in the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("--workers", type=whole(2), metavar="N", help="processes (2)")
+    parser.add_argument("--steps", type=whole(25), metavar="N", help="steps to look at (30)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the verdict's numbers to this file as well"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help="and its arguments"
+    )
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a worker is to do. report: a file for the numbers, or None."""
+
+    script: Script
+    steps: int
+    report: str | None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the script under the doctor's eyes; returns the exit code."""
+    try:
+        given = vars(args)
+        words = [word for i, word in enumerate(given["command"]) if (i, word) != (0, "--")]
+        if not words:
+            raise UsageError("-- SCRIPT: none given; accepted: doctor -- my_script.py ...")
+        visit = Visit(Script.of(words), given.get("steps", 30), given.get("json"))
+        if {"RANK", "WORLD_SIZE"} <= set(os.environ):
+            watched = _watch(visit)
+            return watched(run_words(visit.script))
+        from runs.launch import launch
+
+        return launch(visit_script, visit, given.get("workers", 2))
+    except UsageError as error:
+        return fail("python -m runs doctor", error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def visit_script(visit: Visit, rank: int, world_size: int, init_method: str) -> int:
+    """Work for `launch`."""
+    watched = _watch(visit)
+    return watched(run_script(visit.script, rank, world_size, init_method))
+
+
+def _watch(visit: Visit) -> Callable[[int], int]:
+    """From now on, look at the first DDP model that is trained in this process. Returns a function
+    that makes the command's exit code of the script's, and says if there was too little to see."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from adaptive import AdaptiveCompressor
+    from adaptive.doctor import Doctor
+
+    doctor: Doctor | None = None
+    attach, build = AdaptiveCompressor.attach, DDP.__init__
+
+    def attached(compressor: AdaptiveCompressor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal doctor
+        result = attach(compressor, *args, **kwargs)
+        if doctor is None:
+            doctor = compressor.doctor(visit.steps, lambda verdict: _tell(verdict, visit.report))
+        return result
+
+    def before_forward(model: DDP, *_: Any) -> None:
+        import torch
+
+        if not (torch.is_grad_enabled() and model.training):
+            return
+        if doctor is None:
+            hooks = getattr(model, "_comm_hooks", ())
+            if hooks:
+                name = getattr(hooks[0][0], "__name__", "?")
+                print(f"doctor: the model has a hook already ({name})", file=sys.stderr)
+                raise SystemExit(2)
+            logging.getLogger("adaptive").setLevel(logging.ERROR)  # it has no optimizer
+            AdaptiveCompressor().attach(model)
+        elif doctor.verdict is not None:
+            raise SystemExit(0)
+
+    def built(model: DDP, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        model.register_forward_pre_hook(before_forward)
+
+    def ended(code: int) -> int:
+        if code != 0 or (doctor is not None and doctor.verdict is not None):
+            return code
+        if os.environ.get("RANK", "0") == "0":
+            steps = 0 if doctor is None else doctor.steps_done
+            print(
+                f"doctor: the script has ended after {steps} steps of a DDP model in training, "
+                f"and the doctor needs {visit.steps} and one more",
+                file=sys.stderr,
+                flush=True,
+            )
+        return 1
+
+    AdaptiveCompressor.attach = attached  # type: ignore[assignment, method-assign]
+    DDP.__init__ = built  # type: ignore[assignment, method-assign]
+    return ended
+
+
+def _tell(verdict: Verdict, report: str | None) -> None:
+    """Rank 0's part."""
+    print(f"doctor: {verdict}", flush=True)
+    if report is not None:
+        import json
+        from dataclasses import asdict
+        from pathlib import Path
+
+        values = asdict(verdict) | {"expected": list(verdict.expected.items())}
+        Path(report).write_text(json.dumps(values, indent=2, default=str) + "\n")

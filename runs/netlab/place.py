@@ -1,0 +1,162 @@
+"""A worker's place in a lab: its namespace, what its interface sends, and rates that change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runs.netlab.lab import DEVICE, Lab, die_with_parent
+from runs.parser import UsageError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+
+HEADERS = 66
+"""Bytes before the data in a frame: 14 of Ethernet, 20 of IP, 32 of TCP with its timestamps."""
+
+
+def enter_lab(rank: int, workers: int) -> None:
+    """Before anything connects to another worker: take this one's place in the lab that the
+    launcher is in, if it is in one. UsageError if there are too few places."""
+    global _place
+    lab = Lab.of_environment()
+    if lab is None:
+        return
+    if workers > lab.workers:
+        raise UsageError(
+            f"--workers {workers}: the netlab has places for {lab.workers}; accepted: as many as "
+            f"netlab's --workers"
+        )
+    die_with_parent()
+    lab.enter(rank)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    _place = Place(lab, rank)
+    _place.watch()
+
+
+def the_place() -> Place | None:
+    """This worker's; None outside of a lab."""
+    return _place
+
+
+class Place:
+    """A worker's place in a lab. It counts the steps of the optimizer of the DDP model that was
+    built last, by which rates change, and the bytes that the worker's interface sends in them.
+
+    DDP begins with a broadcast of the parameters, and a compressor with questions, which are none
+    of them: the count begins with `begin`, or else after the first step.
+    """
+
+    def __init__(self, lab: Lab, rank: int) -> None:
+        self.lab, self.rank = lab, rank
+        self.first: int | None = None  # the step from which on bytes are counted
+        self.steps, self.sent, self._began = 0, Sent(), Sent()
+        self.model: DistributedDataParallel | None = None
+        self._reported = 0.0
+
+    def watch(self) -> None:
+        """See every model that DDP is built around, and every step of an optimizer of its."""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        build = DDP.__init__
+
+        def built(model: DDP, *args: Any, **kwargs: Any) -> None:
+            build(model, *args, **kwargs)
+            self.model, self.first, self.steps = model, None, 0
+
+        DDP.__init__ = built  # type: ignore[assignment, method-assign]
+        register_optimizer_step_post_hook(self._stepped)
+
+    def begin(self, step: int = 0) -> None:
+        """Count anew from here, so many steps having been done. A collective."""
+        import torch.distributed as dist
+
+        assert self.model is not None
+        self.first = self.steps = step
+        if self.lab.changes and self.rank == 0:
+            self.lab.shape(self.lab.at(step))
+        dist.barrier(self.model.process_group)  # what was sent before has arrived
+        self._began, self.sent = Sent.now(), Sent()
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        first = optimizer.param_groups[0]["params"][0]
+        if self.model is None or all(first is not p for p in self.model.parameters()):
+            return  # somebody's own copy of the optimizer
+        self.steps += 1
+        if self.first is None:
+            self.first, self._began = self.steps, Sent.now()
+            self._reported = self._bytes_of_compressor() or 0.0
+        self.sent = Sent.now() - self._began
+        if self.rank == 0 and any(since == self.steps for since, _ in self.lab.changes):
+            # On a thread, since it takes a while, and its thread goes round the namespaces.
+            links = self.lab.at(self.steps)
+            threading.Thread(target=self.lab.shape, args=(links,), daemon=True).start()
+
+    def reported(self) -> float | None:
+        """Bytes that the model's AdaptiveCompressor says it has sent since the first step; None if
+        it has none."""
+        total = self._bytes_of_compressor()
+        return None if total is None else total - self._reported
+
+    def _bytes_of_compressor(self) -> float | None:
+        attachment = getattr(self.model, "_adaptive_attachment", None)
+        if attachment is None or attachment.compressor is None:
+            return None
+        return float(attachment.compressor.summary().bytes_sent)
+
+    def counted(self, reported: float | None) -> dict[str, Any]:
+        """What goes into result.json. reported: bytes that the steps are said to have sent."""
+        return {
+            "links": str(self.lab),
+            "steps": self.steps - (self.first or 0),
+            "interface_bytes": self.sent.nbytes,
+            "data_bytes": self.sent.data,
+            "reported_bytes": reported,
+        }
+
+
+_place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an interface has sent: bytes, and what the kernel has handed to it at a time: frames, or
+    where rates are high segments of up to 16 KB, whose headers it then counts once."""
+
+    nbytes: int = 0
+    frames: int = 0
+
+    @classmethod
+    def now(cls) -> Sent:
+        """By this worker's interface, so far."""
+        # Of the calling thread's namespace, wherever the process's other threads are.
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == DEVICE:
+                nbytes, frames = numbers.split()[8:10]
+                return cls(int(nbytes), int(frames))
+        return cls()
+
+    def __sub__(self, other: Sent) -> Sent:
+        return Sent(self.nbytes - other.nbytes, self.frames - other.frames)
+
+    @property
+    def data(self) -> int:
+        """Bytes without the headers of Ethernet, IP and TCP."""
+        return self.nbytes - HEADERS * self.frames
+
+
+def told(counted: dict[str, Any]) -> str:
+    """The same, to be read."""
+    sent, data, reported = (counted[f"{name}_bytes"] for name in ("interface", "data", "reported"))
+    text = f"{sent / 1e6:.4g} MB in {counted['steps']} steps, {data / 1e6:.4g} without headers"
+    if reported:
+        ratio = f"{sent / reported:.3f} and {data / reported:.3f}"
+        text += f": {ratio} of the {reported / 1e6:.4g} MB reported"
+    return text

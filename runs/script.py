@@ -1,0 +1,95 @@
+"""A user's own script as one of several worker processes, with the environment of torchrun's."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from runs.interrupt import INTERRUPTED
+from runs.netlab.lab import Lab, address
+from runs.netlab.place import the_place, told
+from runs.parser import UsageError
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and its arguments. master: address and port where the workers meet."""
+
+    path: str
+    arguments: tuple[str, ...]
+    master: tuple[str, int]
+
+    @classmethod
+    def of(cls, words: list[str]) -> Script:
+        """From `script.py args...`. UsageError if there is no such file."""
+        path, *arguments = words
+        if not Path(path).is_file():
+            raise UsageError(f"{path}: there is no such script")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            number = free.getsockname()[1]
+        host = "127.0.0.1" if Lab.of_environment() is None else address(0)
+        return cls(path, tuple(arguments), (host, number))
+
+
+def run_in_place(script: Script, rank: int, world_size: int, init_method: str) -> int:
+    """Work for `launch`: the script, and what the interface of its place in a lab has sent."""
+    code = run_script(script, rank, world_size, init_method)
+    place = the_place()
+    if place is not None and rank == 0 and place.steps:
+        counted = place.counted(place.reported())
+        print(f"netlab: {place.lab}; rank 0 has sent {told(counted)}", file=sys.stderr, flush=True)
+    return code
+
+
+def run_script(script: Script, rank: int, world_size: int, init_method: str) -> int:
+    """Run it as that rank of those that `launch` has started; its exit code."""
+    host, port = script.master
+    told_all = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host}
+    told_all |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told_all.items()})
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    asked = False
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    # The launcher gets every Ctrl-C itself, and sends SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        code = run_words(script)
+    except BaseException:
+        if not asked:  # else a peer that has ended before is no failure of this one
+            raise
+        return INTERRUPTED
+    return code
+
+
+def run_words(script: Script) -> int:
+    """Run it in this process, whose environment is set; its exit code."""
+    sys.argv = [script.path, *script.arguments]
+    sys.path[0] = str(Path(script.path).resolve().parent)
+    try:
+        runpy.run_path(script.path, run_name="__main__")
+    except SystemExit as ended:
+        return _code(ended.code)
+    return 0
+
+
+def _code(given: Any) -> int:
+    """As Python makes an exit code of what `sys.exit` is given."""
+    if given is None or isinstance(given, int):
+        return given or 0
+    print(given, file=sys.stderr)
+    return 1

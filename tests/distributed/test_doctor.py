@@ -1,0 +1,120 @@
+"""The doctor looks on: training is plain DDP's to the bit, and all ranks come to one verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from adaptive.doctor import LEAST, Verdict
+from adaptive.exchange.link import LinkCost
+from policies import DENSE
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import small_net
+
+MORE = 3
+"""Steps after the doctor's."""
+
+
+def _train(rank: int, kind: str, visit: bool, steps: int) -> tuple[list[Tensor], Any, Any]:
+    """The parameters after so many steps, the verdict, and what the compressor has sent."""
+    model = DDP(small_net(torch.float32))
+    made = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    }
+    optimizer: torch.optim.Optimizer = made[kind]()
+    compressor, doctor = None, None
+    told: list[Verdict] = []
+    if visit:
+        compressor = AdaptiveCompressor(cf_range=(4, 40)).attach(model, optimizer=optimizer)
+        doctor = compressor.doctor(LEAST, told.append)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        if step == LEAST:
+            kept = [p.detach().clone() for p in model.parameters()]
+        inputs = torch.randn(8, 12, generator=generator)
+        model(inputs).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    verdict = None if doctor is None else doctor.verdict
+    assert len(told) == (visit and rank == 0)
+    summary = None if compressor is None else compressor.summary().steps
+    return kept, verdict, summary
+
+
+def _both(rank: int, kind: str) -> dict[str, Any]:
+    plain, _, _ = _train(rank, kind, visit=False, steps=LEAST + 1)
+    seen, verdict, steps = _train(rank, kind, visit=True, steps=LEAST + MORE)
+    same = all(map(torch.equal, plain, seen))
+    return {"same": same, "verdict": vars(verdict) | {"link": vars(verdict.link)}, "steps": steps}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "sgd"), (4, "adamw")])
+def test_training_is_what_it_would_have_been(ranks: int, kind: str) -> None:
+    results = run_ranks(ranks, _both, kind)
+    assert all(result["same"] for result in results)
+    assert all(result["steps"] == MORE for result in results)  # and then it compresses
+    first = results[0]["verdict"]
+    assert all(result["verdict"] == first for result in results)
+    assert first["low"] <= first["speedup"] <= first["high"]
+    assert first["best"] != DENSE
+    assert first["cf"] in (DENSE, first["best"])
+    assert set(first["expected"]) >= {DENSE, first["best"], 4.0, 40.0}
+    assert all(seconds > 0 for seconds in first["expected"].values())
+    assert first["speedup"] == pytest.approx(
+        first["expected"][DENSE] / first["expected"][first["best"]]
+    )
+
+
+def _refused(rank: int) -> list[str]:
+    model = DDP(small_net(torch.float32))
+    said: list[str] = []
+    attached = AdaptiveCompressor("qsgd").attach(model)
+    for compressor, steps in ((AdaptiveCompressor(), 30), (attached, 24), (attached, 30)):
+        try:
+            compressor.doctor(steps)
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    assert not attached.detached
+    return said
+
+
+def test_what_the_doctor_cannot_look_at_is_refused() -> None:
+    for not_attached, too_few, base in run_ranks(2, _refused):
+        assert "attach(model) first" in not_attached
+        assert "steps" in too_few
+        assert "24" in too_few
+        assert "base must be a sparsifier" in base
+
+
+def test_a_verdict_says_what_to_do() -> None:
+    compress = Verdict(
+        cf=40.0,
+        name="CF 40",
+        best=40.0,
+        best_name="CF 40",
+        expected={DENSE: 1.0, 2.0: 0.55, 40.0: 0.4},
+        speedup=2.5,
+        low=2.2,
+        high=2.8,
+        compute=0.1,
+        waits=0.9,
+        ranks=2,
+        link=LinkCost(1e-3, 1.25e7),
+    )
+    assert str(compress).startswith("expect 2.50x [2.20, 2.80] at CF 40\n")
+    assert compress.seconds == 0.4
+    assert "network 100 Mbit/s, 1 ms a message" in str(compress)
+    half = replace(compress, cf=2.0, name="bf16", best=2.0, best_name="bf16", speedup=1.8)
+    assert str(half).startswith("bf16: 1.80x [2.20, 2.80]\n")
+    dense = replace(half, cf=DENSE, name="dense", speedup=0.9, low=0.8, high=1.0)
+    assert str(dense).startswith("dense is right: bf16 would bring 0.90x [0.80, 1.00]\n")
+    assert dense.seconds == dense.dense_seconds == 1.0
