@@ -34,11 +34,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import (
     Accordion,
+    AccordionPaper,
     AdaptiveCompressor,
     Budget,
     Fixed,
     Goodput,
     GraVAC,
+    GraVACPaper,
     Layerwise,
     LinkSpec,
     MemoryTimeline,
@@ -137,6 +139,16 @@ RUNS: dict[str, Run] = {
     "a layer left out": Run(_goodput, "topk", "momentum", "all_gather", "bucket", unused=True),
     "adamw": Run(_goodput, "topk", "updates", "all_gather", "bucket", ranks=3),
     "votes": Run(_goodput, "topk", "updates", "voted_indices", "bucket", ranks=4),
+    "gravac of the paper": Run(
+        lambda: GraVACPaper(window=6, epsilon=0.3), "dgc+fp32", "residual", "all_gather", "layer"
+    ),
+    "accordion of the paper": Run(
+        lambda: AccordionPaper(interval=10, epoch=4, eta=0.2),
+        "topk+fp32",
+        "residual",
+        "all_gather",
+        "layer",
+    ),
     # The other compressors
     "adacomp": Run(_gravac, "adacomp", "residual", "all_gather", "bucket"),
     "bf16": Run(_fixed, "bf16", "none", "all_reduce", "bucket", cf_range=(2, 2)),
