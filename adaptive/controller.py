@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -352,7 +352,8 @@ class Controller(saved.Stateful):
             report = replace(report, layers=layers, **agreed.reported())
             if tally.sharded:
                 wire = agreed.sent_bytes + report.statistics_bytes
-                report = replace(report, wire_bytes=wire, timed_bytes=agreed.timed_bytes)
+                timed = agreed.timed_bytes
+                report = replace(report, wire_bytes=wire, timed_bytes=timed, down_bytes=nan)
             totals = self._totals
             totals.add_seconds(report.median_seconds, report.timed_steps)
             self.dense_timer.observe(report)

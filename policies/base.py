@@ -191,7 +191,7 @@ class StepReport:
     # by the number of other ranks, is the cosine of two ranks' gradients.
     peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
-    down_bytes: float = 0.0  # the part of wire_bytes that brings means back
+    down_bytes: float = 0.0  # the part of wire_bytes that brings means back; nan with shards
     # exchange_seconds of the rank that waited least. That rank was ready last and waited for
     # nobody, so this is the time of the network alone.
     network_seconds: float = nan

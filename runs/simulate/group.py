@@ -145,7 +145,8 @@ class _Receiving(dist.Work):
     def __init__(self, turns: Turns, tensors: list[Tensor], sender: int, tag: int) -> None:
         super().__init__()
         self._tensors: list[Tensor] | None = tensors
-        self._receive = lambda: turns.receive(sender, tag)
+        expected = turns.expect(sender, tag)
+        self._receive = lambda: turns.receive(expected)
 
     def wait(self, timeout: Any = None) -> bool:
         tensors, self._tensors = self._tensors, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +36,9 @@ class Turns:
         self._line: deque[int] = deque()
         self._met: dict[int, tuple[str, Any]] = {}
         self._gone: set[int] = set()
-        self._mail: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self._sent: Counter[tuple[int, ...]] = Counter()  # by sender, receiver and tag
+        self._expected: Counter[tuple[int, ...]] = Counter()
+        self._mail: dict[tuple[int, ...], Any] = {}  # by these, and their number
         self._in_vain = 0  # looks for messages in a row since the last was sent
         self._random: list[Tensor] = [torch.get_rng_state()] * ranks
 
@@ -90,24 +92,34 @@ class Turns:
     def send(self, receiver: int, tag: int, message: Any) -> None:
         """Leave a message for a rank; nobody waits."""
         with self._lock:
-            self._mail[self.rank, receiver, tag].append(message)
+            way = self.rank, receiver, tag
+            self._mail[*way, self._sent[way]] = message
+            self._sent[way] += 1
             self._in_vain = 0
 
-    def receive(self, sender: int, tag: int) -> Any:
-        """The next message of a rank with this tag, once it is there. RuntimeError if nobody is
-        left who could send it; EndedError if a rank has failed."""
+    def expect(self, sender: int, tag: int) -> tuple[int, ...]:
+        """Which message of a rank is the next with this tag, whenever it is received: messages go
+        to those who ask for them in the order in which they ask."""
+        way = sender, self.rank, tag
+        self._expected[way] += 1
+        return (*way, self._expected[way] - 1)
+
+    def receive(self, message: tuple[int, ...]) -> Any:
+        """One that was expected, once it is there. RuntimeError if nobody is left who could send
+        it; EndedError if a rank has failed."""
         rank = self.rank
-        box = self._mail[sender, rank, tag]
         with self._lock:
-            while not box:
+            while message not in self._mail:
                 self._in_vain += 1
                 if not self._line or self._in_vain > 2 * self.ranks:
-                    raise RuntimeError(f"waits for a message from worker {sender}, who sends none")
+                    raise RuntimeError(
+                        f"waits for a message from worker {message[0]}, who sends none"
+                    )
                 self._random[rank] = torch.get_rng_state()
                 self._line.append(rank)
                 self._call_next()
                 self._wait(rank)
-            return box.popleft()
+            return self._mail.pop(message)
 
     def _wait(self, rank: int) -> None:
         while self._running != rank and self.failure is None:

@@ -12,8 +12,9 @@ import pytest
 from tqdm import tqdm
 
 from adaptive import JSONLTimeline, StepRecord, StepReport
+from adaptive.timeline.progress import make_bar
 from runs.records import read_records
-from runs.stages import counted, make_bar, told
+from runs.stages import counted, told
 
 
 class _Terminal(io.StringIO):
