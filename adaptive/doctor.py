@@ -266,6 +266,8 @@ class Doctor:
                 for arriving, (_, waiting) in zip(means, self._gradients, strict=True):
                     waiting.set_result(arriving.wait())
                 exchange.take_traffic()
+                # Some ranks are through earlier than others, by what queues on the way hold.
+                dist.barrier(group=exchange.group)
             self._copies, self._gradients = [], []
         return mean
 
@@ -302,19 +304,18 @@ class Doctor:
         self._arrived = self._clock()
         return future.value()
 
-    def _agreed(self, numbers: Sequence[float], smallest: bool = False) -> list[float]:
-        """Their means over the ranks, or each one's smallest. A collective that is waited for."""
-        exchange = self._session.exchange
+    def _agreed(self, numbers: Sequence[float], least: bool = False) -> list[float]:
+        """Each number's largest of all ranks, or its smallest. A collective that is waited for."""
         vector = torch.tensor(numbers, dtype=torch.float64, device=self._session.device)
-        how = dist.ReduceOp.MIN if smallest else dist.ReduceOp.SUM
-        dist.all_reduce(vector, op=how, group=exchange.group)
-        return [value / (1 if smallest else exchange.world_size) for value in vector.tolist()]
+        how = dist.ReduceOp.MIN if least else dist.ReduceOp.MAX
+        dist.all_reduce(vector, op=how, group=self._session.exchange.group)
+        return [float(value) for value in vector.tolist()]
 
     def _know_dense(self) -> None:
         """Dense steps were timed: let Goodput's model know, and look at the network by itself."""
         seconds = self._agreed([each for _, each in self._timed])
         # The rank that waits least waits for the network alone.
-        waits = self._agreed(self._dense_waits, smallest=True)
+        waits = self._agreed(self._dense_waits, least=True)
         for each, waited in zip(seconds, waits, strict=True):
             self._trial.know_dense(each, waited)
         exchange, device = self._session.exchange, self._session.device
@@ -326,6 +327,7 @@ class Doctor:
         self._best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._low)
 
     def _conclude(self) -> Verdict:
+        # Rehearsals begin on all ranks together, and a step is over when the last rank is through.
         agreed = self._agreed([seconds for _, seconds in self._timed])
         by_cf: dict[float, list[float]] = {}
         for i, ((cf, _), seconds) in enumerate(zip(self._timed, agreed, strict=True)):
@@ -342,7 +344,7 @@ class Doctor:
         doubt = LEVEL * hypot(_error(dense), _error(by_cf[best]), DOUBT)
         promised = self._trial.promised().get(best, 0.0) / (self._trial.t_comp()[DENSE] or inf)
         worth = speedup >= WORTH and promised > 1
-        waits = median(self._agreed(self._dense_waits, smallest=True))
+        waits = median(self._agreed(self._dense_waits, least=True))
         return Verdict(
             cf=best if worth else DENSE,
             name=self._name(best) if worth else "dense",

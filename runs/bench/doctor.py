@@ -18,18 +18,18 @@ from runs.parser import UsageError
 SCRIPT = Path(__file__).with_name("scripts") / "mlp.py"
 
 CELLS = (
-    ("10mbit", 448),
-    ("30mbit", 768),
-    ("100mbit", 1280),
+    ("10mbit", 320),
+    ("30mbit", 640),
+    ("100mbit", 1152),
     ("300mbit", 1792),
     ("1gbit", 2944),
 )
-"""Rates, and widths of models of 0.4 to 10 million parameters: dense takes about a second a step
+"""Rates, and widths of models of 0.3 to 10 million parameters: dense takes about a second a step
 with two workers, and at most three with four."""
 
 WORKERS = (2, 4)
 
-DENSE_STEPS, STEPS = 14, 30
+DENSE_STEPS, STEPS = 12, 40
 LIMIT = 600.0
 """Seconds that one run may take."""
 
