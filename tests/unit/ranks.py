@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -57,3 +58,10 @@ def lockstep(ranks: Sequence[Rounds]) -> list[list[Payload]]:
 def same(left: Payload, right: Payload) -> bool:
     """Equal to the bit."""
     return all((a == b).all() for a, b in zip(left.parts, right.parts, strict=True))
+
+
+simulates = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="simulated workers can wait for each other for ever with torch 2.6",
+)
+"""Of a test that trains on simulated ranks."""

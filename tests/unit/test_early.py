@@ -12,6 +12,7 @@ from torch import nn
 from runs.densities import BINS, Densities, Density, density, edges
 from runs.early import EarlyStopping
 from runs.simulate.ranks import run_ranks
+from tests.unit.ranks import simulates
 
 
 def _stopping(qualities: list[float], patience: int, higher: bool) -> EarlyStopping:
@@ -52,6 +53,7 @@ def test_without_patience_nothing_is_kept() -> None:
     assert early.take_best(9, nn.Linear(1, 1)) is None
 
 
+@simulates
 def test_all_ranks_stop_when_rank_0_says_so() -> None:
     def work(rank: int, group: object) -> list[bool]:
         early, said = EarlyStopping(2, False), []

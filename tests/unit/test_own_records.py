@@ -27,6 +27,9 @@ from adaptive import (
 from runs.__main__ import main
 from runs.records import read_records
 from runs.simulate.ranks import run_ranks
+from tests.unit.ranks import simulates
+
+pytestmark = simulates
 
 STEPS = 40
 

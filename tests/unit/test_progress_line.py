@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, Event, LinkSpec, ModelledClock, StepRecord, Warmup
 from adaptive.timeline.progress import ProgressTimeline
 from runs.simulate.ranks import run_ranks
+from tests.unit.ranks import simulates
 from tests.unit.test_records import HEADER
 from tests.unit.test_records import _record as _without_gain
 
@@ -57,6 +58,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "judged" not in shown
 
 
+@simulates
 def test_one_rank_shows_progress_and_a_compressor_says_what_it_is(capsys: Any) -> None:
     said: list[str] = []
 

@@ -29,6 +29,7 @@ from runs.study.messages import (
     two_bits,
 )
 from runs.study.peers import PEERS, DeMo, OneBitAdam, Replica, Rule, SparseLoCo
+from tests.unit.ranks import simulates
 
 STEPS = 6
 NUMEL = 70 * 80 + 80 + 80 * 2
@@ -252,10 +253,7 @@ def _words(tmp_path: Path) -> list[str]:
     return [*words, "--clip-grad", "1", "--workers", "2"]
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.6."),
-    reason="simulated workers can wait for each other for ever when torch 2.6 makes their DDP",
-)
+@simulates
 def test_dense_is_what_simulate_does(tmp_path: Path, capsys: Any) -> None:
     words = [*_words(tmp_path), "--lr", "3e-3", "--betas", "0.8", "0.95", "--json", "--log-dir"]
     assert main(["study", "peers", *words, str(tmp_path / "peers"), "--peers", "dense"]) == 0
