@@ -73,7 +73,7 @@ def test_a_run_ends_with_consistent_files(text: Path, tmp_path: Path, start: Sta
     assert (folder / "cf_timeline.png").read_bytes().startswith(b"\x89PNG")
     sent = set(_scalar_steps(folder, "cf/sent"))  # thinned out, but around the switch
     assert {0, 9, 10, 15} <= sent <= set(range(16))
-    assert {"policy", "link", "steps"} <= _settings(folder)
+    assert {"policy", "link", "optimizer"} <= _settings(folder)
     assert _scalar_steps(folder, "train/loss") == list(range(16))
     assert _scalar_steps(folder, "eval/quality") == [7, 15]
 
