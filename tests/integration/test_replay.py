@@ -146,7 +146,7 @@ def test_bad_options_are_one_line(
     empty.write_text("")
     damaged.write_text("what\n")
     recorded = (folders[RUNS[0]] / "timeline.jsonl").read_text().splitlines(keepends=True)
-    alone.write_text("".join(line for line in recorded if '"kind": "header"' not in line))
+    alone.write_text("".join(line for line in recorded if '"kind":"header"' not in line))
     files = {"RUN": folders[RUNS[0]], "EMPTY": empty, "DAMAGED": damaged, "ALONE": alone}
     words = options.split()
     first, slash, rest = words[0].partition("/")
