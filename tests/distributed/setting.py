@@ -35,9 +35,6 @@ class Scripted(Policy):
     def start(self, context: Context) -> None:
         self.context = context
 
-    def candidates(self) -> tuple[float, ...]:
-        return tuple(sorted({cf for cf in self.cfs if cf > 1}))
-
     def plan(self) -> Plan:
         send = self.cfs[self.step % len(self.cfs)]
         probe = tuple(cf for cf in self.probe if cf != send)

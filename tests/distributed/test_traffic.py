@@ -18,6 +18,13 @@ COLLECTIVES = {"all_reduce": 0, "all_gather_single": 1, "all_to_all_single": 1, 
 """By name: the position of the argument that is handed over."""
 
 
+class Announced(Scripted):
+    """Says beforehand what it sends, so that there is a forecast."""
+
+    def candidates(self) -> tuple[float, ...]:
+        return tuple(sorted({cf for cf in self.cfs if cf > 1}))
+
+
 def _count(
     rank: int,
     base: str,
@@ -33,7 +40,7 @@ def _count(
     compressor = AdaptiveCompressor(
         base,
         (2, 100),
-        policy=Scripted(cfs, tuple(probe)),
+        policy=Announced(cfs, tuple(probe)),
         exchange=exchange,
         down_cf=down_cf,
         timeline=timeline,
