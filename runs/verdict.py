@@ -54,8 +54,9 @@ def beside(ours: Sequence[float], dense: Sequence[float], name: str, higher: boo
     few = min(len(ours), len(dense)) < 2
     spread = 0.0 if few else sqrt((stdev(ours) ** 2 + stdev(dense) ** 2) / 2)
     seeds = "one seed" if few else f"{min(len(ours), len(dense))} seeds"
-    if a == b or (spread and abs(a - b) <= spread):
-        within = "" if a == b else ", within the spread"
+    alike = f"{a:.4g}" == f"{b:.4g}"
+    if alike or (spread and abs(a - b) <= spread):
+        within = "" if alike else ", within the spread"
         return f"{name} as dense's ({numbers}, {seeds}{within})"
     how = "better" if (a > b) == higher else "worse"
     by = f"{abs(a - b):.2g} points" if higher or not b else percent(a / b - 1)

@@ -12,6 +12,15 @@ def _conv3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
 
 
+def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+    """A 1 x 1 projection where the shape changes."""
+    if stride == 1 and channels_in == channels_out:
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out)
+    )
+
+
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions and a shortcut (1 x 1 projection where the shape changes)."""
 
@@ -21,12 +30,7 @@ class BasicBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(channels_out)
         self.conv2 = _conv3(channels_out, channels_out)
         self.norm2 = nn.BatchNorm2d(channels_out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels_out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
-                nn.BatchNorm2d(channels_out),
-            )
+        self.shortcut = _shortcut(channels_in, channels_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
@@ -47,12 +51,7 @@ class Bottleneck(nn.Module):
         self.norm2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, channels_out, 1, bias=False)
         self.norm3 = nn.BatchNorm2d(channels_out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels_out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
-                nn.BatchNorm2d(channels_out),
-            )
+        self.shortcut = _shortcut(channels_in, channels_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))

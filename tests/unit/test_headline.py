@@ -133,5 +133,6 @@ def test_quality_is_told_beside_a_dense_run_and_only_there():
     assert told.endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
     assert "a measured 1.6 s" in told
     assert beside([5.0, 5.2], [5.1, 5.2], "perplexity", False).startswith("perplexity as dense's")
+    assert beside([6.52701], [6.52702], "perplexity", False).startswith("perplexity as dense's (")
     assert beside([71.0], [70.0], "accuracy", True).startswith("accuracy 1 points better")
     assert beside([nan], [70.0], "accuracy", True) == ""
