@@ -115,7 +115,10 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(
             back = counted["all_reduce"] * (n - 1) / n
             if exchange == "sharded":
                 back += counted["all_gather_single"] * (n - 1)
-            if exchange != "voted_indices":  # which gathers indices, too
+            if exchange == "auto":  # with some CFs perhaps "sharded", by how fast the link proves
+                gathered = counted["all_gather_single"] * (n - 1)
+                assert back - 0.1 <= result["down"] <= back + gathered + 0.1
+            elif exchange != "voted_indices":  # which gathers indices, too
                 assert result["down"] == pytest.approx(back)
         if base == "topk":
             whole = granularity == "bucket"

@@ -1,18 +1,13 @@
-"""Small tensors: more threads only get in each other's way. Without a GPU, Triton's kernels are
-interpreted."""
+"""Small tensors: more threads only get in each other's way."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.unit.device_path import device_path
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 
 @pytest.fixture(autouse=True, scope="module")
