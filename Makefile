@@ -69,7 +69,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	sed -E '/^(torch|triton|sympy|mpmath)==/d' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		torch==$(OLDEST_TORCH) pytest pytest-timeout pytest-xdist hypothesis \
-		--editable '.[tensorboard,tune,plots,progress]'
+		--editable '.[runs,tensorboard,tune,plots,progress]'
 	touch $(OLDEST)/installed
 
 clean:
