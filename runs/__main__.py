@@ -18,7 +18,6 @@ COMMANDS = {
     "doctor": ("runs.doctor", "say what compression would bring a training script of your own"),
     "simulate": ("runs.simulate", "train on n simulated workers in one process, modelled network"),
     "report": ("runs.report", "make one page of runs that are done: table, pictures, reasons"),
-    "study": ("runs.study", "repeat an experiment behind the notes in docs/"),
     "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs.studies import gossip as study
 from runs.__main__ import main
 from tests.distributed.setting import same
 
@@ -43,36 +44,33 @@ def test_a_simulated_run_is_evaluated_at_the_mean_and_resumed_to_the_bit(
 
 
 @pytest.mark.long
-def test_the_study_reckons_seconds_and_repeats_no_run(
-    text: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_study_reckons_seconds_from_one_run_of_each(text: Path, tmp_path: Path) -> None:
     contenders = ("dense", "topk@20:exchange=all_gather", "none:exchange=gossip")
-    words = ["study", "gossip", "--data", str(text), "--batch-size", "1", "--steps", "2"]
-    words += ["--sizes", "2", "4", "--log-dir", str(tmp_path), "--json"]
-    words += ["--contenders", *contenders, "--links", "8mbit,10ms", "--target", "1e9"]
-    assert main(words) == 0
-    result = json.loads(capsys.readouterr().out)
-    rows = {(row["label"], row["workers"]): row for row in result["rows"]}
-    assert len(rows) == 6
-    first = {row["to_target"] for row in rows.values()}
-    assert first == {1}  # any quality will do
+    words = ["--data", str(text), "--batch-size", "1", "--steps", "2", "--eval-every", "1"]
+    words += ["--sizes", "2", "4", "--log-dir", str(tmp_path), "--contenders", *contenders]
+    study.main([*words, "--links", "8mbit,10ms", "--target", "1e9"])
+    rows = {}
+    for n in (2, 4):
+        for one in map(study.contender, contenders):
+            run, config = study.read(tmp_path / "runs" / f"{one.folder}-of-{n}")
+            rows[one.label, n] = study.trained(one.label, run, config, 1e9)
+    link = study.LinkSpec.parse("8mbit,10ms")
+    beta, alpha = 1e-6, 0.01  # of a byte, of a message
     for (label, n), row in rows.items():
-        ((lecture, rings),) = row["seconds"].values()
-        beta, alpha = 1e-6, 0.01  # of a byte, of a message
+        assert row.to_target == 1  # any quality will do
         senders = 1 if "gossip" in label else n
-        assert lecture == pytest.approx(0.1 + senders * (alpha + row["message"] * beta))
+        lecture = 0.1 + senders * (alpha + row.message * beta)
+        assert row.seconds(link, 0.1, lecture=True) == pytest.approx(lecture)
         hops = {"dense": 2 * (n - 1), "topk@20:exchange=all_gather": n - 1}.get(label, 1)
-        assert rings == pytest.approx(0.1 + hops * alpha + row["sent"] * beta)
+        rings = 0.1 + hops * alpha + row.sent * beta
+        assert row.seconds(link, 0.1, lecture=False) == pytest.approx(rings)
+        assert f"{lecture:.3g} / {rings:.3g}" in (tmp_path / "table.txt").read_text()
     for n, copies in ((2, 1), (4, 2)):
         dense, gossip = rows["dense", n], rows["none:exchange=gossip", n]
-        assert dense["sent"] == pytest.approx(2 * (n - 1) / n * dense["message"])
-        assert gossip["sent"] == pytest.approx(copies * gossip["message"])
-        assert gossip["message"] == pytest.approx(dense["message"])
-    assert main(words) == 0
-    again = capsys.readouterr()
-    assert json.loads(again.out) == result
-    assert "run 1 of" not in again.err
-    assert (tmp_path / "table.txt").exists()
+        assert dense.sent == pytest.approx(2 * (n - 1) / n * dense.message)
+        assert gossip.sent == pytest.approx(copies * gossip.message)
+        assert gossip.message == pytest.approx(dense.message)
+    assert (tmp_path / "gossip.png").exists()
 
 
 def test_options_of_gossip_without_it_are_one_line(tmp_path: Path, capsys: Any) -> None:
@@ -85,5 +83,3 @@ def test_options_of_gossip_without_it_are_one_line(tmp_path: Path, capsys: Any) 
     assert "--topology ring needs --exchange gossip" in refused("train", "--topology", "ring")
     told = refused("train", "--exchange", "gossip", "--policy", "gravac")
     assert "--policy must be 'fixed', 'schedule' or 'warmup'" in told
-    assert "--links fast" in refused("study", "gossip", "--links", "fast")
-    assert "--sizes is for study gossip" in refused("study", "signal", "--sizes", "4")

@@ -1,4 +1,4 @@
-"""Other people's rules: what each does to replicas, what it sends, and the command around them."""
+"""Other people's rules: what each does to replicas, what it sends, and the script around them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from runs.__main__ import main
-from runs.build import build_task
-from runs.config import TrainConfig
-from runs.options import make_config
-from runs.study.contest import Contender, make_rule
-from runs.study.messages import (
+from docs.studies import peers
+from docs.studies.messages import (
     Residual,
     dct,
     from_chunks,
@@ -28,7 +24,11 @@ from runs.study.messages import (
     to_chunks,
     two_bits,
 )
-from runs.study.peers import PEERS, DeMo, OneBitAdam, Replica, Rule, SparseLoCo
+from docs.studies.peers import Contender, make_rule
+from docs.studies.rules import PEERS, DeMo, OneBitAdam, Replica, Rule, SparseLoCo
+from runs.__main__ import main
+from runs.build import build_task
+from runs.config import TrainConfig
 from tests.unit.ranks import simulates
 
 STEPS = 6
@@ -66,7 +66,7 @@ def _parameters(rule: Rule, rank: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_replicas_are_alike_after_each_exchange(name: str) -> None:
-    keys = {"steps": 2} if "steps" in PEERS[name].readers() else {}
+    keys = {"steps": 2} if "steps" in PEERS[name].settings() else {}
     rule = _make(name, ranks=3, clip=1.0, **keys)
     before = _parameters(rule)
     for step in range(STEPS):
@@ -255,69 +255,41 @@ def _words(tmp_path: Path) -> list[str]:
 
 @simulates
 def test_dense_is_what_simulate_does(tmp_path: Path, capsys: Any) -> None:
-    words = [*_words(tmp_path), "--lr", "3e-3", "--betas", "0.8", "0.95", "--json", "--log-dir"]
-    assert main(["study", "peers", *words, str(tmp_path / "peers"), "--peers", "dense"]) == 0
-    study = json.loads(capsys.readouterr().out)
-    fixed = ["--policy", "fixed", "--cf", "1"]
-    assert main(["simulate", *words, str(tmp_path / "simulate"), *fixed]) == 0
-    simulated = json.loads(capsys.readouterr().out)
-    (row,) = study["runs"]
-    assert row["quality"] == pytest.approx(simulated["quality"], rel=1e-5)
-    assert row["times_fewer_bytes"] == 1
-
-
-def test_contenders_come_one_by_one_and_none_twice(tmp_path: Path, capsys: Any) -> None:
-    words = ["study", "peers", *_words(tmp_path), "--log-dir", str(tmp_path / "log")]
-    assert main([*words, "--peers", "demo:k=3,lr=3e-3"]) == 0
+    words = [*_words(tmp_path), "--lr", "3e-3", "--betas", "0.8", "0.95", "--log-dir"]
+    peers.main([*words, str(tmp_path / "peers"), "--peers", "dense", "demo:k=3,lr=2e-3"])
     capsys.readouterr()
-    assert main([*words, "--json", "--peers", "demo:lr=3e-3,k=3", "diloco:steps=2"]) == 0
-    shown = capsys.readouterr()
-    assert "demo, seed 0" not in shown.err
-    result = json.loads(shown.out)
-    assert result == json.loads((tmp_path / "log" / "study.json").read_text())
-    demo, diloco = result["runs"]
-    assert (demo["peer"], demo["settings"]["k"], demo["settings"]["lr"]) == ("demo", 3, 3e-3)
-    assert (diloco["settings"]["lr"], diloco["times_fewer_bytes"]) == (1e-3, 2)
-    table = (tmp_path / "log" / "table.txt").read_text()
-    assert "lr=0.003 k=3 decay=0.999" in table
-    assert "2 times" in table
-    assert main([*words, "--peers", "dense", "--betas", "0.5", "0.9"]) == 2
-    assert "of other options" in capsys.readouterr().err
+    fixed = ["--policy", "fixed", "--cf", "1", "--json"]
+    assert main(["simulate", *words, str(tmp_path / "simulate"), *fixed]) == 0
+    quality = json.loads(capsys.readouterr().out)["quality"]
+    lines = (tmp_path / "peers" / "table.txt").read_text().splitlines()
+    dense, demo = lines[1].split(), lines[2]
+    assert dense[:3] == ["dense", "lr=0.003", "0"]
+    assert float(dense[3]) == pytest.approx(quality, rel=1e-3)
+    assert dense[4:] == ["1", "times"]
+    assert "lr=0.002 k=3 decay=0.999" in demo
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--peers", "demos"], "must be one of dense, bf16, onebit-adam, demo, diloco, sparseloco"),
-        (["--peers", "demo:steps=3"], "demo takes lr, k, decay as key=value, got 'steps=3'"),
-        (["--peers", "demo:k=0"], "k of demo must be an integer >= 1, got '0'"),
-        (["--peers", "sparseloco:value_bits=3"], "value_bits of sparseloco must be 2 or 32"),
-        (["--optimizer", "sgd"], "--optimizer sgd: study peers accepts adamw or adam"),
-        (["--optimizer", "adam", "--weight-decay", "0.1"], "--weight-decay 0.1: study peers"),
-        (["--cfs", "10", "100"], "--cfs is for study signal, got study peers"),
+        (["--peers", "demo:steps=3"], "demo takes numbers for lr, k, decay as key=value"),
+        (["--peers", "demo:k=many"], "got 'k=many'"),
+        (["--optimizer", "adam", "--weight-decay", "0.1"], "--weight-decay"),
         (["--data", "/nowhere"], "/nowhere"),
     ],
 )
-def test_bad_options_are_one_line(words: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
-    options = ["study", "peers", "--log-dir", str(tmp_path / "log"), *words]
-    try:
-        code = main(options)
-    except SystemExit as end:  # argparse's own
-        code = int(end.code or 0)
-    assert code == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "log" / "study.json").exists()
-
-
-def test_the_signal_experiment_takes_no_peers(capsys: Any) -> None:
-    assert main(["study", "signal", "--peers", "dense"]) == 2
-    assert "--peers is for study peers, got study signal" in capsys.readouterr().err
+def test_bad_options_are_refused_before_training(
+    words: list[str], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--log-dir", str(tmp_path / "log"), *words])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "log").exists()
 
 
 def test_with_adapters_only_these_are_exchanged() -> None:
-    config = make_config({"log_dir": "", "model": "gpt", "lora": 4, "lr": 1e-3, "policy": "off"})
+    config = TrainConfig(log_dir="", model="gpt", lora=4, lr=1e-3, optimizer="adamw")
     rule = make_rule(Contender("dense"), config, build_task(config))
     ends_of_a_block = (160 + 480) + (160 + 160) + (160 + 640) + (640 + 160)
     assert sum(p.numel() for p in rule.replicas[1].parameters) == 3 * 4 * ends_of_a_block

@@ -9,8 +9,7 @@ algorithm adds them up; a compressed mean that travels there and back counts onc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import ceil, log2
 from typing import Any
@@ -19,9 +18,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
-from runs.config import TrainConfig
-from runs.parser import below_one, positive, whole
-from runs.study.messages import (
+from docs.studies.messages import (
     CHUNK,
     Residual,
     Tensors,
@@ -36,6 +33,7 @@ from runs.study.messages import (
     to_chunks,
     two_bits,
 )
+from runs.config import TrainConfig
 
 FP32, INT16 = 32, 16
 """Bits."""
@@ -68,20 +66,10 @@ class Replica:
         return ((p, by_parameter[p]) for p in self.parameters)
 
 
-def key(default: Any, read: Callable[[str], Any]) -> Any:
-    """A field of a rule that the user may set. read: an argument type."""
-    return field(default=default, metadata={"read": read})
-
-
-def _value_bits(text: str) -> int:
-    if text not in ("2", "32"):
-        raise ArgumentTypeError(f"must be 2 or 32, got {text!r}")
-    return int(text)
-
-
 @dataclass
 class Rule(ABC):
-    """How replicas move. bits: what one rank has sent so far. Fields made by `key` are settings."""
+    """How replicas move. bits: what one rank has sent so far. The fields of subclasses are
+    settings."""
 
     config: TrainConfig
     replicas: Sequence[Replica]
@@ -93,9 +81,10 @@ class Rule(ABC):
         not clipped, and its optimizer the learning rate."""
 
     @classmethod
-    def readers(cls) -> dict[str, Callable[[str], Any]]:
-        """How the settings are read."""
-        return {f.name: f.metadata["read"] for f in fields(cls) if "read" in f.metadata}
+    def settings(cls) -> dict[str, Any]:
+        """What the user may set, with the paper's values."""
+        own = {f.name for f in fields(Rule)}
+        return {f.name: f.default for f in fields(cls) if f.name not in own}
 
 
 @dataclass
@@ -144,7 +133,7 @@ class OneBitAdam(Dense):
     start. The mean gradient is known to nobody then, so each rank's own is clipped.
     """
 
-    warmup: float = key(0.2, below_one)
+    warmup: float = 0.2
 
     def __post_init__(self) -> None:
         zeros = [torch.zeros_like(p) for p in self.replicas[0].parameters]
@@ -211,8 +200,8 @@ class DeMo(Rule):
     clipped. Bits: 16 of index and 32 of value for each coefficient (demo.py sends indices in 64).
     """
 
-    k: int = key(32, whole(1))
-    decay: float = key(0.999, below_one)
+    k: int = 32
+    decay: float = 0.999
 
     def __post_init__(self) -> None:
         self.momenta = [[torch.zeros_like(p) for p in r.parameters] for r in self.replicas]
@@ -256,9 +245,9 @@ class DiLoCo(Rule):
     the last outer step, and 6.79 of rank 0's own parameters before it.
     """
 
-    steps: int = key(50, whole(1))
-    outer_lr: float = key(0.7, positive)
-    outer_momentum: float = key(0.9, below_one)
+    steps: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
         self.anchor = [p.detach().clone() for p in self.replicas[0].parameters]
@@ -308,14 +297,16 @@ class SparseLoCo(DiLoCo):
     and two fp32 magnitudes for each tensor. value_bits=32 leaves Q out.
     """
 
-    steps: int = key(15, whole(1))
-    outer_lr: float = key(1.0, positive)
-    outer_momentum: float = key(0.0, below_one)
-    k: int = key(64, whole(1))
-    decay: float = key(0.95, below_one)
-    value_bits: int = key(2, _value_bits)
+    steps: int = 15
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    k: int = 64
+    decay: float = 0.95
+    value_bits: int = 2
 
     def __post_init__(self) -> None:
+        if self.value_bits not in (2, FP32):
+            raise ValueError(f"value_bits={self.value_bits}: must be 2 or {FP32}")
         super().__post_init__()
         self.residuals = [Residual(self.anchor) for _ in self.replicas]
 

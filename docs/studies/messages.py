@@ -1,4 +1,4 @@
-"""What the rules of runs/study/peers.py make of tensors before they send them."""
+"""What the rules of docs/studies/rules.py make of tensors before they send them."""
 
 from __future__ import annotations
 

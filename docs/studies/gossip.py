@@ -1,0 +1,261 @@
+"""Time to quality on many networks, with a mean of all ranks and by gossip: docs/gossip.md.
+
+    python -m docs.studies.gossip --sizes 8 --target 28 --contenders dense none:exchange=gossip \
+        --task cifar10 --model resnet8 --data DIR --batch-size 8 --steps 120 --eval-every 15
+
+What is not named in --help goes on to `python -m runs simulate`. Each contender (as of `compare`)
+is trained once with each number of simulated workers; how many steps it takes to a quality, and how
+many bytes a step sends, do not depend on the network. What a step takes there is then reckoned, by
+two models of cost. alpha is the latency, B the bytes of a rank's message, beta the seconds of a
+byte, N the workers:
+
+- as the lecture has it (Liu and Zhang 2020, chapter 5): with a server in the middle, whose link all
+  messages share, N alpha + N B beta; with neighbours alpha + B beta.
+- as collectives are made: rings, in which as many messages follow one another as it takes
+  (2 (N - 1) for an all-reduce), and a rank waits for all bytes that it sends itself; with
+  neighbours one latency, and the bytes for all of them.
+
+Nothing hides behind compute in either.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from adaptive import LinkSpec
+from adaptive.config import make_base
+from adaptive.exchange.choice import GOSSIP, ExchangeChoice
+from adaptive.exchange.topology import named
+from docs.studies.common import table, train, write
+from runs.compare.contender import Contender, parse_contender
+from runs.config import TrainConfig
+from runs.parser import UsageError, option, shown
+from runs.records import TIMELINE_FILE
+from runs.report.run import Run
+from runs.report.source import Place, read_run
+from runs.simulate.options import STEP_SECONDS
+
+PLOT_FILE = "gossip.png"
+
+SIZES = (8, 16)
+CONTENDERS = (
+    "dense",
+    "topk@100:exchange=voted_indices",
+    "none:exchange=gossip",
+    "none:exchange=gossip,topology=exponential",
+    "topk@10:exchange=gossip",
+    "topk@100:exchange=gossip,topology=exponential",
+    "qsgd@4:exchange=gossip",
+    "qsgd@8:exchange=gossip,gossip=deepsqueeze",
+    "qsgd@8:exchange=gossip,gossip=naive",
+)
+LINKS = ("1gbit,0.1ms", "1gbit,10ms", "100mbit,1ms", "10mbit,1ms", "10mbit,50ms")
+
+HOPS = {"all_reduce": 2, "all_gather": 1, "sharded": 2, "voted_indices": 3, "shared_indices": 3}
+"""Messages that follow one another in an exchange, for each of the other ranks."""
+
+LATENCIES = (1e-4, 1e-3, 1e-2, 1e-1)
+RATES = (1e6, 1e7, 1e8, 1e9, 1e10)
+AT = LinkSpec(1e8, 1e-3)
+"""Of the picture: along the axes, and for the other of the two."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A contender with so many workers. message: bytes of what a rank hands out in a step, once.
+    sent: bytes that it sends in a step. hops: messages that follow one another, by rings.
+    to_target: steps to the target, None if it was not reached. gap: of the topology, if there is
+    one."""
+
+    label: str
+    workers: int
+    quality: float
+    message: float
+    sent: float
+    hops: int
+    to_target: int | None
+    gap: float | None
+
+    def seconds(self, link: LinkSpec, compute: float, lecture: bool) -> float:
+        """To the target; inf if it is not reached."""
+        if self.to_target is None:
+            return inf
+        alpha, beta = link.latency, 8 / link.bits_per_second
+        if lecture:
+            n = self.workers if self.gap is None else 1
+            return self.to_target * (compute + n * alpha + n * self.message * beta)
+        return self.to_target * (compute + self.hops * alpha + self.sent * beta)
+
+
+def contender(text: str) -> Contender:
+    """An argument type."""
+    try:
+        return parse_contender(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def read(folder: Path) -> tuple[Run, TrainConfig]:
+    """A run that has been trained there."""
+    run = read_run(Place(str(folder), folder.name, folder, folder / TIMELINE_FILE))
+    assert run.config is not None, "it is our own"
+    return run, run.config
+
+
+def exact_quality(runs: Iterable[tuple[Run, TrainConfig]]) -> float:
+    """The worst that is reached in the end without compression."""
+    exact = [run for run, config in runs if config.base == "none" and isfinite(run.quality)]
+    if not exact:
+        raise SystemExit("--target: no contender without compression has reached any quality")
+    pick = min if exact[0].higher_is_better else max
+    return pick(run.quality for run in exact)
+
+
+def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained:
+    reports = [record.report for record in run.recorded.steps]
+    n = config.workers
+    sent = sum(each.wire_bytes - each.statistics_bytes for each in reports) / len(reports)
+    gap, hops, copies = None, 1, 1.0
+    if config.exchange == GOSSIP:
+        topology = named(config.topology or "ring", n)
+        gap, copies = topology.spectral_gap, topology.messages
+    else:
+        strategy = _strategy(config)
+        hops = HOPS[strategy] * (n - 1)
+        copies = n - 1 if strategy == "all_gather" else 2 * (n - 1) / n
+    better = run.higher_is_better
+    reached = (
+        done
+        for done, quality in run.evaluations
+        if (quality >= target if better else quality <= target)
+    )
+    return Trained(
+        label,
+        n,
+        run.quality,
+        sent / copies,
+        sent,
+        hops,
+        next(reached, None),
+        gap,
+    )
+
+
+def _strategy(config: TrainConfig) -> str:
+    """The exchange that the run has taken, as far as latency is concerned."""
+    if config.base == "none" or config.cf == 1:
+        return "all_reduce"
+    exchange = config.exchange or "auto"
+    base = make_base(config.base or "none", config.memory or "auto", exchange)
+    picked = ExchangeChoice(base, exchange, config.workers).pick(1e6, base).name
+    return picked.removesuffix("_by_energy")
+
+
+def make_table(
+    trained: Sequence[Trained], links: Sequence[LinkSpec], compute: float, goal: str
+) -> str:
+    """A table for each number of workers. goal: what quality the steps are to."""
+    text = (
+        f"seconds to {goal}, a step computing for {compute:g} s: with a server or neighbours as in "
+        f"the lecture / with rings"
+    )
+    for n in dict.fromkeys(one.workers for one in trained):
+        rows = [("contender", "gap", "kB a step", "quality", "steps", *map(str, links))]
+        rows += [_row(one, links, compute) for one in trained if one.workers == n]
+        text += f"\n\n{n} workers\n{table(rows)}"
+    return text
+
+
+def _row(one: Trained, links: Sequence[LinkSpec], compute: float) -> tuple[str, ...]:
+    def seconds(link: LinkSpec) -> str:
+        if one.to_target is None:
+            return "-"
+        return " / ".join(f"{one.seconds(link, compute, way):.3g}" for way in (True, False))
+
+    return (
+        one.label,
+        "-" if one.gap is None else f"{one.gap:.3g}",
+        f"{one.sent / 1e3:.4g}",
+        f"{one.quality:.4g}" if isfinite(one.quality) else "diverged",
+        "-" if one.to_target is None else str(one.to_target),
+        *map(seconds, links),
+    )
+
+
+def draw(trained: Sequence[Trained], compute: float, path: Path) -> None:
+    """Write the PNG: seconds to the target along bandwidth and along latency."""
+    sizes = list(dict.fromkeys(one.workers for one in trained))
+    figure = Figure(figsize=(9, 3.2 * len(sizes)), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(sizes), 2, squeeze=False)
+    along = (
+        ("bandwidth, Mbit/s", [(rate / 1e6, LinkSpec(rate, AT.latency)) for rate in RATES]),
+        ("latency, ms", [(s * 1e3, LinkSpec(AT.bits_per_second, s)) for s in LATENCIES]),
+    )
+    for n, row in zip(sizes, panels, strict=True):
+        for (name, points), axes in zip(along, row, strict=True):
+            for i, one in enumerate(each for each in trained if each.workers == n):
+                if one.to_target is None:
+                    continue
+                for lecture, style in ((False, "-"), (True, ":")):
+                    y = [one.seconds(link, compute, lecture) for _, link in points]
+                    label = None if lecture else one.label
+                    x = [at for at, _ in points]
+                    axes.loglog(x, y, style, color=f"C{i}", linewidth=1.3, label=label)
+            axes.set_title(f"{n} workers", fontsize=9, loc="left")
+            axes.set_xlabel(name, fontsize=9)
+            axes.tick_params(labelsize=8)
+            axes.grid(color="#dddddd", linewidth=0.6)
+        row[0].set_ylabel("seconds to the quality", fontsize=9)
+        row[1].legend(fontsize=6, frameon=False)
+    figure.savefig(path)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", default=SIZES, help="numbers of workers")
+    add("--contenders", type=contender, nargs="+", default=[*map(parse_contender, CONTENDERS)])
+    add("--links", type=LinkSpec.parse, nargs="+", default=[*map(LinkSpec.parse, LINKS)])
+    add("--target", type=float, help="the quality (the worst without compression, in the end)")
+    add("--step-seconds", type=float, default=STEP_SECONDS, help="that a step computes for")
+    add("--eval-every", type=int, default=15)
+    add("--log-dir", type=Path, default=Path("logs/study-gossip"))
+    given, rest = parser.parse_known_args(words)
+    common = [
+        *rest,
+        "--step-seconds",
+        f"{given.step_seconds}",
+        "--eval-every",
+        f"{given.eval_every}",
+    ]
+    runs: list[tuple[Contender, Path]] = []
+    for n in given.sizes:
+        for one in given.contenders:
+            folder = given.log_dir / "runs" / f"{one.folder}-of-{n}"
+            own = [
+                w for key, value in one.given.items() for w in (option(key), *shown(value).split())
+            ]
+            train("simulate", [*common, *own, "--workers", f"{n}"], folder)
+            runs.append((one, folder))
+    found = [(one.label, *read(folder)) for one, folder in runs]
+    target = given.target
+    if target is None:
+        target = exact_quality((run, config) for _, run, config in found)
+    all_trained = [trained(label, run, config, target) for label, run, config in found]
+    goal = f"{found[0][1].quality_name} {target:.4g}"
+    draw(all_trained, given.step_seconds, given.log_dir / PLOT_FILE)
+    write(make_table(all_trained, given.links, given.step_seconds, goal), given.log_dir)
+
+
+if __name__ == "__main__":
+    main()
