@@ -14,7 +14,7 @@ from statistics import median
 from adaptive import Header, StepRecord
 from policies.base import DENSE
 from policies.step_time import StepTime
-from runs.replay.log_cf import part_of_way
+from runs.replay.gains import part_of_way
 
 MEASURED = "step times of CFs that were never sent: by the bytes and the waits of those that were"
 FROM_WAITING = (

@@ -10,12 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite, log, nan
 
 from adaptive import StepRecord
 from policies import Measurement
 from policies.base import DENSE
-from runs.replay.log_cf import part_of_way
 
 
 @dataclass(frozen=True)
@@ -117,3 +116,8 @@ def _shares(m: Measurement) -> _Shares | None:
     sample = m.sample_error / m.sample_total if m.sample_total > 0 else nan
     norms = m.kept_norms / m.grad_norms if m.grad_norms > 0 else nan
     return _Shares(m.kept / m.total, m.error / m.total, sample, norms)
+
+
+def part_of_way(cf: float, low: float, high: float) -> float:
+    """How far `cf` is on the way from `low` to `high`, in log CF; 0 if those are the same."""
+    return log(cf / low) / log(high / low) if high > low else 0.0

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from adaptive import Header
 from adaptive.config import make_base
 from adaptive.sizes import are_updates
 from compressors import Compressor
 from policies import Policy
-from policies.base import Context
+from policies.base import DENSE, Context
 from runs.build import build_policy, build_task, check_compression
 from runs.config import TrainConfig
 from runs.initial import initial_model
@@ -19,7 +20,6 @@ from runs.options import make_config
 from runs.parser import UsageError, number, whole
 from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments
 from runs.replay.costs import RecordedCosts
-from runs.replay.layers import recorded_layers
 from runs.replay.source import Source
 from runs.tasks import trainable
 
@@ -42,8 +42,8 @@ model: gains of each CF as last measured (interpolated in log CF between those m
 from a + b x bytes + compress fitted to the CFs that were really sent, bytes in proportion. The
 gradients stay those of the recorded run, whatever CF the policy chooses: the model says what the
 policy would have decided, not how well the network would have trained. A record that measured many
-CFs tells most (train --policy fixed --probe 10 20 40 100 160 1000); one with a regime for each
-layer is needed to replay that (train --policy accordion --per-layer on)."""
+CFs tells most (train --policy fixed --probe 10 20 40 100 160 1000). A policy that reads each layer
+(accordion with --per-layer on, --layerwise on) is replayed on records of the same readings only."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +146,22 @@ def make_context(config: TrainConfig, source: Source) -> Context:
         overlap=0 if header is None else header.overlap,
         updates=header is not None and are_updates(header.memory, header.local_steps),
     )
+
+
+def recorded_layers(
+    header: Header | None, base: Compressor | None
+) -> tuple[dict[str, int], Callable[[str, float], float]]:
+    """Elements of each layer, and payload bytes of a layer at a CF; no layers without a header.
+    base: None for one that is not known, which is taken to send the fewer the larger the CF."""
+    shapes = {name: tuple(shape) for name, shape in (header.layers if header else {}).items()}
+
+    def nbytes(layer: str, cf: float) -> float:
+        shape = shapes[layer]
+        if cf == DENSE or base is None:
+            return 4.0 * prod(shape) / cf
+        return base.exchanged_nbytes(shape, cf)
+
+    return {name: prod(shape) for name, shape in shapes.items()}, nbytes
 
 
 def _check_layers(config: TrainConfig, source: Source, context: Context) -> None:

@@ -2,7 +2,7 @@
 
 While the policy plans what was recorded, it sees the recorded reports, bit for bit. From the first
 step on where it plans otherwise, it sees what it would have seen by a model (reports.py). Sums and
-layers it sees where its own plans read them (sums.py, layer_reports.py).
+layers it sees where its own plans read them (readings.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from adaptive import Event, StepRecord
 from policies import DENSE, Plan, Policy
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
-from runs.replay.layer_reports import LayerReadings
+from runs.replay.readings import LayerReadings, RecordedSums
 from runs.replay.reports import Reports
-from runs.replay.sums import RecordedSums
 from runs.stages import counted
 
 
@@ -26,7 +25,7 @@ class Replayed:
     plans: one a step. events: switches and judgements, as the controller would record them.
     followed: steps, from the first on, whose plans are those of the record. largest: the largest
     CF whose gain was ever measured. sums: readings of a summed gradient that are modelled.
-    layers: readings of layers that are. guessed: steps whose steady-state gains are.
+    guessed: steps whose steady-state gains are.
     """
 
     plans: tuple[Plan, ...]
@@ -34,7 +33,6 @@ class Replayed:
     followed: int
     largest: float
     sums: int
-    layers: int
     guessed: int
     costs: RecordedCosts
     verdict: str
@@ -49,15 +47,15 @@ def replay(
     policy: Policy, recorded: Recorded, reports: Reports | None = None, told: bool = False
 ) -> Replayed:
     """The policy must have been started. reports: of the same record, if there are any yet. told:
-    say how far it is, if that takes long. UsageError if the policy reads of layers what nothing in
-    the record can stand in for."""
+    say how far it is, if that takes long. UsageError if the policy reads of layers what was not
+    recorded."""
     records = recorded.steps
     reports = Reports(recorded) if reports is None else reports
     sums = RecordedSums(records)
     assumed = recorded.header.assumed if recorded.header is not None else {}
     known = {DENSE, *assumed}
     ladder = tuple(cf for cf in policy.candidates() if cf not in known) if policy.shadow else ()
-    layers = LayerReadings(reports.layers, ladder)
+    layers = LayerReadings(records, ladder)
     plans: list[Plan] = []
     events: list[Event] = []
     followed = guessed = 0
@@ -86,7 +84,6 @@ def replay(
         followed,
         max(reports.gains.cfs, default=DENSE),
         sums.modelled,
-        layers.modelled,
         guessed,
         reports.costs,
         policy.verdict(),

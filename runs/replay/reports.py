@@ -15,7 +15,6 @@ from policies import DENSE, Measurement, Plan, StepReport
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
 from runs.replay.gains import RecordedGains
-from runs.replay.layer_reports import RecordedLayers
 
 MOST = 200_000
 """Reports that are kept at a time, some 1 kB each: long records and CFs without end would fill the
@@ -52,7 +51,6 @@ class Reports:
         self.recorded = recorded
         self.gains = RecordedGains(recorded.steps)
         self.costs = RecordedCosts(recorded.steps, recorded.header)
-        self.layers = RecordedLayers(recorded.steps)
         self.guessed = False
         self._shown: dict[tuple[object, ...], Shown] = {}
         self._measured: dict[tuple[int, float], Measurement] = {}

@@ -21,13 +21,6 @@ from runs.replay.source import Source
 SHOWN = 40
 """Switches in the table; the middle of more is left out."""
 
-_LAYERS = (
-    "{count} reports of layers were not recorded over the intervals read: they are put together "
-    "from the recorded ones around them, as if a layer's sum grew with the norm of the whole "
-    "gradient and the sums of two intervals were parallel. Too large over longer intervals, but "
-    "most regimes come out right; over shorter ones than were recorded it tells little"
-)
-
 
 def make_result(
     source: Source, config: TrainConfig, policy: Policy, replayed: Replayed
@@ -128,7 +121,6 @@ def _beyond(replayed: Replayed, recorded: Recorded) -> list[str]:
         f"gains above CF {cf_name(largest)}": 1 < largest < max(measured, default=1.0),
         f"step times of {', '.join(map(_named, never))}, never sent": bool(never),
         "norms of summed gradients": replayed.sums > 0,
-        "reports of layers": replayed.layers > 0,
         "steady-state gains": replayed.guessed > 0,
     }
     return [what for what, so in parts.items() if so]
@@ -161,8 +153,6 @@ def _notes(source: Source, replayed: Replayed) -> list[str]:
             f"{replayed.sums} norms of summed gradients were not recorded: sums of the gradients' "
             f"norms stand in for them"
         )
-    if replayed.layers:
-        notes.append(_LAYERS.format(count=replayed.layers))
     if replayed.guessed:
         notes.append(
             f"steady-state gains of {replayed.guessed} steps were not recorded: error-fed gains "

@@ -18,8 +18,8 @@ from policies.goodput import Goodput
 from runs.records import Recorded, read_records
 from runs.replay.costs import FROM_WAITING, NO_TIMES, RecordedCosts
 from runs.replay.gains import RecordedGains
+from runs.replay.readings import RecordedSums
 from runs.replay.replay import replay
-from runs.replay.sums import RecordedSums
 
 DENSE_BYTES = 4000.0
 
