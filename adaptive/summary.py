@@ -122,7 +122,7 @@ class Summary(Stateful):
         """Steps and gain at each CF, and bytes: what the headline is made of."""
         rows = [f"{'CF':>10} {'steps':>8} {'share':>7} {'mean gain':>10}"]
         gains = self.mean_gain
-        for cf, steps in self.steps_at_cf.items():
+        for cf, steps in sorted(self.steps_at_cf.items()):
             name = "dense" if cf == DENSE else f"{cf:.4g}"
             share = steps / max(1, self.steps)
             rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {_gain(gains.get(cf, nan)):>10}")

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from adaptive import StepRecord
-from policies.base import DENSE, GainKind
-from runs.files import not_a_link
-from runs.progress import cf_name
+from adaptive.timeline.records import headline_of
+from policies.base import GainKind
+from policies.words import bytes_in_words
 from runs.records import Recorded, planned
+from runs.style import BLUE, GREEN, ORANGE, RED, cf_axis, legend, picture, steps
 
 PLOT_FILE = "cf_timeline.png"
 
-_SENT, _CANDIDATE, _FLOOR, _LIMIT, _INK = "#1f5fa8", "#e08214", "#5aae61", "#b2182b", "#444444"
+_WANTED = (("candidate", ORANGE, "--"), ("floor", GREEN, ":"))
 
 
 def draw_timeline(recorded: Recorded, path: Path, title: str, gain: GainKind = "gradient") -> None:
@@ -24,125 +25,62 @@ def draw_timeline(recorded: Recorded, path: Path, title: str, gain: GainKind = "
     """
     if not recorded.steps:
         raise ValueError("recorded must have steps to draw")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    cf, gains, traffic = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1.2), squeeze=True)
-    figure.suptitle(title, fontsize=11, color=_INK, x=0.01, ha="left")
-    _draw_cf(cf, recorded)
-    _draw_gain(gains, recorded.steps, gain)
-    _draw_bytes(traffic, recorded)
-    for axes in (cf, gains, traffic):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.tick_params(labelsize=8, colors=_INK)
-        axes.margins(x=0.01)
-    traffic.set_xlabel("step", fontsize=9, color=_INK)
-    figure.savefig(not_a_link(path))
+    network = recorded.header.network if recorded.header is not None else ""
+    told = headline_of(recorded.steps[-1], network)
+    heading = f"{title}\n{told}" if told else title
+    with picture(path, heading, heights=(3, 2, 1.2), size=(9, 6.6)) as (cf, gains, traffic):
+        _draw_cf(cf, recorded)
+        _draw_gain(gains, recorded.steps, gain)
+        _draw_bytes(traffic, recorded)
 
 
 def _draw_cf(axes: Any, recorded: Recorded) -> None:
-    steps = _numbers(recorded.steps)
-    axes.set_yscale("log")
-    for name, colour, style in (("candidate", _CANDIDATE, "--"), ("floor", _FLOOR, ":")):
-        values = [planned(record, name) for record in recorded.steps]
-        if any(map(isfinite, values)):
-            axes.step(
-                steps,
-                values,
-                where="post",
-                color=colour,
-                linestyle=style,
-                linewidth=1.3,
-                label=name,
-            )
+    xs = _numbers(recorded.steps)
     sent = [record.report.cf for record in recorded.steps]
-    axes.step(steps, sent, where="post", color=_SENT, linewidth=2, label="sent")
+    shown = [*sent]
+    for name, colour, style in _WANTED:
+        values = [planned(record, name) for record in recorded.steps]
+        steps(axes, xs, values, name, color=colour, linestyle=style)
+        shown += values
+    steps(axes, xs, sent, "sent", color=BLUE, linewidth=2)
     switches = [event for event in recorded.events if event.cf != event.cf_before]
     if switches:
-        axes.plot(
-            [e.step for e in switches],
-            [e.cf for e in switches],
-            "o",
-            color=_SENT,
-            markersize=4,
-            markerfacecolor="white",
-            label="switch",
-        )
-    wanted = {planned(record, n) for record in recorded.steps for n in ("candidate", "floor")}
-    ticks = sorted({DENSE, *sent, *filter(isfinite, wanted)})
-    if len(ticks) <= 9:
-        axes.set_yticks(ticks, [cf_name(cf) for cf in ticks])
-        axes.minorticks_off()
-    axes.set_ylim(0.8, 1.4 * max(2.0, *ticks))
-    _label(axes, "compression factor", columns=4)
+        at = [e.step for e in switches], [e.cf for e in switches]
+        axes.plot(*at, "o", color=BLUE, markerfacecolor="white", label="switch")
+    cf_axis(axes, shown)
+    legend(axes)
 
 
 def _draw_gain(axes: Any, records: list[StepRecord], kind: GainKind) -> None:
-    steps = _numbers(records)
-    axes.plot(
-        steps,
-        [record.gain for record in records],
-        ".",
-        color=_SENT,
-        alpha=0.35,
-        markersize=3,
-        label="of what was sent",
-    )
-    for name, colour, style in (("candidate", _CANDIDATE, "--"), ("floor", _FLOOR, ":")):
+    xs, gains = _numbers(records), [record.gain for record in records]
+    axes.plot(xs, gains, ".", color=BLUE, alpha=0.35, markersize=3, label="of what was sent")
+    for name, colour, style in _WANTED:
         values = [record.status.get(f"gain_{name}", nan) for record in records]
         if any(map(isfinite, values)):
-            axes.plot(
-                steps,
-                values,
-                color=colour,
-                linestyle=style,
-                linewidth=1.3,
-                label=f"{name}, averaged",
-            )
-    epsilon = _finite(records, "epsilon")
-    if epsilon:
-        axes.axhline(epsilon[-1], color=_LIMIT, linewidth=1, label=f"epsilon {epsilon[-1]:g}")
+            how = {"color": colour, "linestyle": style}
+            axes.plot(xs, values, label=f"{name}, averaged", **how)
+    floors = [v for r in records if isfinite(v := r.status.get("epsilon", nan))]
+    if floors:
+        axes.axhline(floors[-1], color=RED, linewidth=1, label=f"epsilon {floors[-1]:g}")
     axes.set_ylim(0, 1.05)
-    _label(axes, f"gain ({kind})", columns=4)
+    axes.set_ylabel(f"gain ({kind})")
+    legend(axes)
 
 
 def _draw_bytes(axes: Any, recorded: Recorded) -> None:
-    share = [
-        100 * record.report.wire_bytes / record.report.dense_wire_bytes
-        if record.report.dense_wire_bytes
-        else nan
-        for record in recorded.steps
-    ]
-    steps = _numbers(recorded.steps)
-    axes.fill_between(steps, share, step="post", color=_SENT, alpha=0.25, linewidth=0)
-    axes.step(steps, share, where="post", color=_SENT, linewidth=1)
+    dense = [record.dense_bytes for record in recorded.steps]
+    sent = [record.report.wire_bytes for record in recorded.steps]
+    share = [100 * a / b if b else nan for a, b in zip(sent, dense, strict=True)]
+    xs = _numbers(recorded.steps)
+    axes.fill_between(xs, share, step="post", color=BLUE, alpha=0.25, linewidth=0)
+    steps(axes, xs, share, "sent", color=BLUE, linewidth=1)
     axes.set_ylim(0, 1.1 * max([100.0, *filter(isfinite, share)]))
-    _label(axes, "bytes sent,\n% of dense", columns=0)
+    axes.set_ylabel("bytes sent,\n% of dense")
+    factor = recorded.wire_factor
     axes.set_title(
-        f"whole run: wire factor {recorded.wire_factor:.1f}", fontsize=8, color=_INK, loc="right"
+        f"whole run: {bytes_in_words(1 - 1 / factor)} than dense (wire factor {factor:.1f})"
     )
-
-
-def _label(axes: Any, text: str, columns: int) -> None:
-    axes.set_ylabel(text, fontsize=9, color=_INK)
-    if columns:
-        axes.legend(
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
-            ncols=columns,
-            fontsize=8,
-            frameon=False,
-            borderaxespad=0.1,
-        )
 
 
 def _numbers(records: list[StepRecord]) -> list[int]:
     return [record.report.step for record in records]
-
-
-def _finite(records: list[StepRecord], name: str) -> list[float]:
-    return [v for record in records if isfinite(v := record.status.get(name, nan))]

@@ -10,20 +10,25 @@ from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from textwrap import indent
 from typing import Any, TextIO
 
 import torch
+from rich.console import RenderableType
+from rich.table import Table
 
 from adaptive import LinkSpec, Summary
 from adaptive.exchange.link import ServerSpec
+from policies.words import named
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.netlab.lab import real_links
 from runs.netlab.place import told
 from runs.plot import PLOT_FILE, draw_timeline
-from runs.progress import cf_name, number_text
+from runs.progress import number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.scaling import one_worker_seconds, scaling_efficiency
+from runs.tables import faint, show, strong, table
 from runs.tasks import TASKS
 from runs.times import seconds_by_clock, server_bytes, where_time_went
 from runs.train import Outcome
@@ -76,7 +81,7 @@ def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: Te
     """Write result.json and the plot, print the table to `out` and JSON to stdout if asked; then,
     on stderr, what has gone wrong. Returns whether everything could be written."""
     result, notes, unsaved = save_result(config, outcome, logbook)
-    print(table(config, outcome, result, notes), file=out, flush=True)
+    show(out, *ending(config, outcome, result, notes))
     if config.json:
         print(json.dumps(result, allow_nan=False), flush=True)
         lost = getattr(sys.stdout, "lost", "")
@@ -209,58 +214,57 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
     return found
 
 
-def table(config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: list[str]) -> str:
+def ending(
+    config: TrainConfig, outcome: Outcome, result: dict[str, Any], notes: list[str]
+) -> list[RenderableType]:
     """The end of the run, to be read."""
     better = "higher is better" if result["higher_is_better"] else "lower is better"
     quality = "not known" if result["quality"] is None else f"{result['quality']:.4g}"
     rate = result["steps_per_second"]
     rows = [
-        ("", ""),
-        (title(config), ""),
-        (f"  held-out {result['quality_name']}", f"{quality} ({better})"),
+        (f"held-out {result['quality_name']}", f"{quality} ({better})"),
         *_beside(outcome, result["quality_name"]),
-        ("  steps", f"{outcome.steps_done} of {config.steps}{_early(outcome)}"),
+        ("steps", f"{outcome.steps_done} of {config.steps}{_early(outcome)}"),
         (
-            "  steps/s of this process" if config.simulated else "  steps/s",
+            "steps/s of this process" if config.simulated else "steps/s, mean",
             number_text(rate, 3) if rate else "not known",
         ),
     ]
     if result["modelled_seconds"]:
         modelled = result["steps"] / result["modelled_seconds"]
-        rows.append(("  steps/s, modelled", f"{number_text(modelled, 3)} ({_modelled(config)})"))
+        rows.append(("steps/s, modelled", f"{number_text(modelled, 3)} ({_modelled(config)})"))
     if result["scaling_efficiency"] is not None:
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
-        rows.append(("  scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
+        rows.append(("scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
     summary = outcome.summary
     in_rounds = config.local_steps not in (None, 1)
     unit = "round" if in_rounds else "step"
-    rows.append(("  bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
+    rows.append(("bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
     if result["server_bytes"]:
         up, down = (_bytes(nbytes) for nbytes in result["server_bytes"])
-        rows.append(("  on the server's link", f"{up} up, {down} down"))
+        rows.append(("on the server's link", f"{up} up, {down} down"))
     if outcome.netlab is not None:
-        rows.append(("  the interface has sent", told(outcome.netlab)))
+        rows.append(("the interface has sent", told(outcome.netlab)))
     spent = result["step_milliseconds"]
     if spent:
-        rows.append((f"  ms of a {unit}, medians", _parts(spent)))
-    lines = [f"{name:<28}{value}".rstrip() if value else name for name, value in rows]
+        rows.append((f"ms of a {unit}, medians", _parts(spent)))
+    parts: list[RenderableType] = ["", strong(title(config)), table(("", ""), rows, (0, 1), 2)]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""
         of = "local" if config.local_steps == "auto" else config.local_steps
         rounds = f", in rounds of {of} steps" if in_rounds else ""
-        lines += [f"  CF history{rounds}{note}", *_history(result["cf_history"])]
-        lines += [f"  summary of one worker{note}"]
-        lines += [f"    {line}" for line in summary.table().splitlines()]
-    lines += [f"  note: {note}" for note in notes]
-    lines += [f"files in {config.log_dir}; to look at them: tensorboard --logdir {config.log_dir}"]
+        parts += [f"  CF history{rounds}{note}", _history(result["cf_history"])]
+        parts += [f"  summary of one worker{note}", indent(summary.table(), "    ")]
+    parts += [faint(f"  note: {note}") for note in notes]
+    parts += [f"files in {config.log_dir}; to look at them: tensorboard --logdir {config.log_dir}"]
     if outcome.interrupted and outcome.saved_at == outcome.steps_done:
-        lines += [
+        parts += [
             f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "
             f"with: python -m runs {config.program} --resume {config.log_dir}"
         ]
     elif result["headline"]:
-        lines += [result["headline"]]
-    return "\n".join(lines)
+        parts += [strong(result["headline"])]
+    return parts
 
 
 def _beside(outcome: Outcome, quality_name: str) -> list[tuple[str, str]]:
@@ -268,7 +272,7 @@ def _beside(outcome: Outcome, quality_name: str) -> list[tuple[str, str]]:
     measured = {f"held-out {name}": value for name, value in outcome.beside.items()}
     if outcome.test is not None:
         measured[f"test {quality_name}"] = outcome.test
-    return [(f"  {name}", f"{value:.4g}") for name, value in measured.items()]
+    return [(name, f"{value:.4g}") for name, value in measured.items()]
 
 
 def _early(outcome: Outcome) -> str:
@@ -288,18 +292,16 @@ def _parts(spent: Mapping[str, float]) -> str:
     return ", ".join(told.values())
 
 
-def _history(history: list[dict[str, Any]]) -> list[str]:
+def _history(history: list[dict[str, Any]]) -> Table:
     """A line for each stretch of steps at one CF; the middle of a long history is left out."""
-    width = len(str(history[-1]["last"]))
-    lines = []
-    for part in history:
-        steps = f"{part['first']:>{width}} to {part['last']:>{width}}"
-        cf = cf_name(part["cf"]) if part["cf"] == 1 else f"CF {cf_name(part['cf'])}"
-        lines.append(f"    steps {steps}  {cf:<8} {part['reason']}".rstrip())
-    if len(lines) > SHOWN:
-        left_out = len(lines) - SHOWN + 1
-        lines[3 : 3 + left_out] = [f"    ... {left_out} more, in {RESULT_FILE} ..."]
-    return lines
+    rows = [
+        ("steps", f"{part['first']} to", f"{part['last']}", named(part["cf"]), part["reason"])
+        for part in history
+    ]
+    if len(rows) > SHOWN:
+        left_out = len(rows) - SHOWN + 1
+        rows[3 : 3 + left_out] = [("...", "", "", "", f"{left_out} more, in {RESULT_FILE} ...")]
+    return table([""] * 5, rows, left=(0, 3, 4), indent=4)
 
 
 def _share(summary: Summary) -> str:

@@ -58,6 +58,7 @@ def _compare(comparison: Comparison) -> int:
     from runs.compare.report import make_report
     from runs.compare.slice import steps_done, train_until
     from runs.compare.turns import count_turns, turns
+    from runs.tables import show
 
     out = sys.stderr if comparison.json else sys.stdout
     total = count_turns(comparison)
@@ -79,11 +80,11 @@ def _compare(comparison: Comparison) -> int:
     if code not in (0, INTERRUPTED):
         return code
     try:
-        result, text = make_report(comparison)
+        result, parts = make_report(comparison)
     except OSError as error:
         print(f"error: the report could not be written: {error}", file=sys.stderr)
         return UNSAVED
-    print(f"\n{text}\nfiles in {comparison.folder}", file=out, flush=True)
+    show(out, "", *parts)
     if code == INTERRUPTED:
         print(GOES_ON, file=out, flush=True)
     if comparison.json:

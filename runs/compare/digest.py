@@ -98,9 +98,10 @@ def _read(
     recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
     summary = result["summary"]
     slices = read_slices(folder)
-    seconds = [(part.last - part.first - 1, part.seconds) for part in slices]
+    turns = [(part.last - part.first - 1, part.seconds) for part in slices]
     evaluations, final = smoothed(_evaluations(config), smooth), _known(result["quality"])
     best = result.get("best_step") is not None  # early stopping: the last one is not what counts
+    clock = _clock(recorded.steps, evaluations, config)
     own = model_bytes(recorded.steps, config.workers)
     times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
     return Digest(
@@ -109,7 +110,7 @@ def _read(
         evaluations=tuple(evaluations),
         bytes_sent=summary["bytes_sent"],
         dense_bytes=summary["dense_bytes"],
-        steps_per_second=rate(seconds),
+        steps_per_second=len(clock) / clock[-1] if clock and clock[-1] > 0 else rate(turns),
         history=tuple(stretches(recorded)),
         sent=sent_by(recorded.steps, summary["bytes_sent"], result["steps"]),
         ends=tuple(
@@ -118,7 +119,7 @@ def _read(
         ),
         explored=exploration(recorded.steps),
         diverged=str(result.get("diverged") or ""),
-        clock=_clock(recorded.steps, evaluations, config),
+        clock=clock,
         modelled_step=_known(result.get("modelled_seconds")) / max(1, result["steps"]),
         floats_sent=float(summary["floats_sent"]),
         beside={name: _known(value) for name, value in result.get("beside", {}).items()},

@@ -7,19 +7,21 @@ import platform
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 
 from policies import DENSE
 from runs.compare.digest import Digest, read_digest
 from runs.compare.options import Comparison
-from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality, draw_time
+from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
 from runs.compare.standing import Standing, stand
 from runs.compare.suite_table import suite_notes, suite_rows, suite_table
 from runs.compare.suites import Plan
-from runs.compare.table import make_table
+from runs.compare.table import make_tables
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
+from runs.tables import faint, strong, text_of
 from runs.tasks import TASKS
 from runs.verdict import verdict
 
@@ -27,8 +29,8 @@ COMPARE_FILE = "compare.json"
 TABLE_FILE = "table.txt"
 
 
-def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
-    """Write the files; returns the result as JSON-like values, and the table.
+def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Write the files; returns the result as JSON-like values, and what is to be read.
 
     Only runs that are finished count.
     """
@@ -45,7 +47,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         f"± is the standard deviation over {len(comparison.seeds)} seeds"
         if len(comparison.seeds) > 1
         else "one seed: no spread",
-        f"steps/s: measured, {_network(first)}, without each turn's first step; "
+        f"steps/s: {'measured' if first.fixed_clock is None else 'by the modelled clock'}, "
+        f"{_network(first)}, without evaluations and each turn's first step; "
         f"{comparison.interleaving}",
         "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, no "
         "overlap; all: the whole run",
@@ -86,29 +89,26 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
         notes.append(f"{missing} runs are not finished and not in the table")
     try:
         if digests:
-            path = comparison.folder / PLOT_FILE
-            how = (standings, path, heading, task.quality_name, task.higher_is_better)
-            draw_quality(*how, dense=dense or "")
             modelled = first.fixed_clock is not None
             network = emulated(first) or ("the network" if modelled else "this machine's network")
             network = real_links(first.netlab) if first.netlab else network
             seconds = f"seconds of training, {'modelled' if modelled else 'measured'}, {network}"
-            timed = (standings, comparison.folder / TIME_FILE, *how[2:])
-            draw_time(*timed, dense=dense or "", how=seconds)
+            how = (heading, task.quality_name, task.higher_is_better, dense or "", seconds)
+            draw_quality(standings, comparison.folder, *how)
     except ImportError:
         notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
     alone = comparison.one_worker_seconds
-    rows = make_table(standings, task.quality_name, networks, alone, bool(first.netlab))
+    tables = make_tables(standings, task.quality_name, networks, alone, bool(first.netlab))
     told = _headlines(standings, dense, first)
-    verdicts = [f"{label}: {headline}" for label, headline in told.items()]
-    plan, paper, above = comparison.plan, [], []
+    plan, paper, above = comparison.plan, [], list[RenderableType]()
     if plan is not None:
         paper = suite_rows(plan, standings, task.quality_name)
         above = [f"{plan.suite.name}: {_speeds(first)}", "", suite_table(paper), ""]
         notes = [*suite_notes(plan), *notes]
-    text = "\n".join(
-        [*above, heading, "", rows, "", *(f"note: {note}" for note in notes), *verdicts]
-    )
+    parts = [*above, strong(heading), "", *tables, ""]
+    parts += [faint(f"note: {note}") for note in notes]
+    parts += [f"files in {comparison.folder}"]
+    parts += [strong(f"{label}: {headline}") for label, headline in told.items()]
     result = {
         "title": heading,
         "headlines": told,
@@ -142,8 +142,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], str]:
     }
     dumped = json.dumps(result, indent=2, allow_nan=False)
     write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
-    write_text(comparison.folder / TABLE_FILE, text + "\n")
-    return result, text
+    write_text(comparison.folder / TABLE_FILE, text_of(*parts) + "\n")
+    return result, parts
 
 
 def _speeds(config: TrainConfig) -> str:

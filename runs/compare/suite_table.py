@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
 
+from rich.table import Table
+
 from runs.compare.digest import Digest
 from runs.compare.standing import Spread, Standing
 from runs.compare.suites import Column, Entry, Figure, Plan
 from runs.progress import number_text
+from runs.tables import table
 
 
 def suite_rows(
@@ -36,18 +39,15 @@ def suite_rows(
     ]
 
 
-def suite_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as text, under two lines of head."""
-    columns = rows[0]["columns"] if rows else []
-    names = [column["name"] for column in columns]
-    lines = [["contender", *(word for name in names for word in (f"{name}:", ""))]]
-    lines += [["", *(["paper", "here"] * len(names))]]
+def suite_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows, with the paper's figure and what came out here side by side."""
+    names = [column["name"] for column in rows[0]["columns"]] if rows else []
+    head = ["contender", *(word for name in names for word in (f"{name}:\npaper", "here"))]
+    lines = []
     for row in rows:
-        cells = [row["contender"]]
-        for column in row["columns"]:
-            cells += [_shown(column["paper"]), _spread(column["here"])]
-        lines.append(cells)
-    return _aligned(lines)
+        pairs = [(_shown(c["paper"]), _spread(c["here"])) for c in row["columns"]]
+        lines.append([row["contender"], *(cell for pair in pairs for cell in pair)])
+    return table(head, lines)
 
 
 def suite_notes(plan: Plan) -> list[str]:
@@ -111,20 +111,3 @@ def _spread(value: Mapping[str, Any]) -> str:
         return "-"
     text = number_text(mean, 4) if abs(mean) >= 0.001 else "0"
     return f"{text} ± {deviation:.2g}" if deviation else text
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Names above two cells each; the others right below one another."""
-    widths = [max(len(line[i]) for line in lines[1:]) for i in range(len(lines[0]))]
-    for i in range(1, len(widths), 2):  # a name needs the room of its two cells
-        widths[i] += max(0, len(lines[0][i]) - widths[i] - widths[i + 1] - 2)
-    above = lines[0][0].ljust(widths[0])
-    for i in range(1, len(widths), 2):
-        above += "  " + lines[0][i].rjust(widths[i] + 2 + widths[i + 1])
-    widths[0] = max(widths[0], len(lines[0][0]))
-    texts = [above]
-    for line in lines[1:]:
-        cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        texts.append("  ".join(cells).rstrip())
-    return "\n".join(texts)

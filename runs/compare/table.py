@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from math import isfinite
 from statistics import mean, stdev
 
+from rich.console import RenderableType
+
 from runs.compare.standing import Spread, Standing
 from runs.progress import cf_name, number_text
 from runs.records import Stretch
+from runs.tables import table
 
 UNKNOWN = Spread.of(())
 
@@ -16,33 +19,37 @@ SHOWN = 8
 """Stretches of a CF history; the middle of a longer one is left out."""
 
 
-def make_table(
+def make_tables(
     standings: Sequence[Standing],
     quality_name: str,
     networks: Sequence[str],
     one_worker: float | None = None,
     interface: bool = False,
-) -> str:
-    """A row for each contender, under two lines of head. one_worker: seconds of its step, alone;
-    None: without a column for scaling efficiency. interface: with one for its bytes."""
+) -> list[RenderableType]:
+    """What came out, the modelled seconds on each network, and CF histories, with a row for each
+    contender. one_worker: seconds of its step, alone; None: without a column for scaling
+    efficiency. interface: with one for its bytes."""
     beside = tuple(dict.fromkeys(name for standing in standings for name in standing.beside))
     head = ["contender", quality_name, *beside, "MB sent"]
     head += ["MB interf."] if interface else []
     head += ["wire factor", "steps/s"]
     head += ["explored", "MB so"] if one_worker is None else ["scaling eff.", "explored", "MB so"]
-    above = [""] * len(head)
-    for network in networks:
-        above += [f"{network}:", "modelled s,", quality_name]
-        head += ["all", "to dense", "when 1st"]
-    rows = [above, head] + [_row(one, one_worker, beside, interface) for one in standings]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    histories = ["", "CF history (CF x steps)"] + [_histories(standing) for standing in standings]
-    lines = []
-    for row, history in zip(rows, histories, strict=True):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([*cells, history]).rstrip())
-    return "\n".join(lines)
+    rows = [_row(one, one_worker, beside, interface) for one in standings]
+    of_networks = [
+        name
+        for network in networks
+        for name in (f"{network}:\nall", "to dense", f"{quality_name}\nwhen 1st")
+    ]
+    modelled = [[one.label, *_modelled(one)] for one in standings]
+    histories = [[one.label, _histories(one)] for one in standings]
+    return [
+        table(head, rows),
+        "",
+        "modelled seconds",
+        table(["contender", *of_networks], modelled),
+        "",
+        table(["contender", "CF history (CF x steps)"], histories, left=(0, 1)),
+    ]
 
 
 def compact(history: Sequence[Stretch]) -> str:
@@ -70,16 +77,15 @@ def _row(
         *scaling,
         _spread(standing.explored_steps, 2),
         _spread(Spread.of(value / 1e6 for value in standing.explored_bytes.values), 4),
-        *(
-            cell
-            for i, seconds in enumerate(standing.seconds)
-            for cell in (
-                _spread(standing.in_all(i), 4),
-                _times(seconds),
-                _spread(Spread.of(standing.halted[i]), 4),
-            )
-        ),
     ]
+
+
+def _modelled(standing: Standing) -> list[str]:
+    cells = []
+    for i, seconds in enumerate(standing.seconds):
+        halted = Spread.of(standing.halted[i])
+        cells += [_spread(standing.in_all(i), 4), _times(seconds), _spread(halted, 4)]
+    return cells
 
 
 def _histories(standing: Standing) -> str:

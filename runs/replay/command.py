@@ -14,6 +14,7 @@ from runs.replay.plot import draw_replay
 from runs.replay.replay import replay
 from runs.replay.result import make_result, make_table
 from runs.replay.source import read_source
+from runs.tables import show
 
 __all__ = ["HELP", "add_arguments", "main"]
 
@@ -49,7 +50,7 @@ def _replay(timeline: str, given: dict[str, object]) -> int:
         if plot is not None:
             raise UsageError(f"--plot {plot}: cannot be written: {error}") from error
         result["notes"].append(f"no plot, {path} cannot be written: {error}")
-    print(make_table(source, result), file=sys.stderr if as_json else sys.stdout)
+    show(sys.stderr if as_json else sys.stdout, *make_table(source, result))
     if as_json:
         print(json.dumps(result, allow_nan=False))
     elif "plot" in result:

@@ -7,8 +7,11 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
+from rich.console import RenderableType
+
 from policies import Policy
 from policies.base import counted_steps
+from policies.words import named
 from runs.config import TrainConfig
 from runs.logbook import gain_kind
 from runs.parser import shown
@@ -17,6 +20,7 @@ from runs.progress import cf_name
 from runs.records import Recorded
 from runs.replay.replay import Replayed
 from runs.replay.source import Source
+from runs.tables import faint, strong, table
 
 SHOWN = 40
 """Switches in the table; the middle of more is left out."""
@@ -57,37 +61,36 @@ def make_result(
     }
 
 
-def make_table(source: Source, result: dict[str, Any]) -> str:
+def make_table(source: Source, result: dict[str, Any]) -> list[RenderableType]:
     """The end of a replay, to be read."""
     steps = result["steps"]
-    lines = [f"{result['policy']} replayed over {steps} steps of {source.path}: {_verdict(result)}"]
+    told = f"{result['policy']} replayed over {steps} steps of {source.path}: {_verdict(result)}"
+    lines: list[RenderableType] = [strong(told)]
     settings = [f"{name} {shown(value)}" for name, value in result["settings"].items()]
     lines.append(f"  settings: {', '.join(settings) or 'the defaults'}; recorded: {_was(source)}")
     if not result["identical"]:
         lines.append(f"  the CF of the record in {result['same_cf_steps']} of {steps} steps")
     lines.append("  switches and judgements")
-    told = [f"    step {e['step']}: {e['reason'] or 'switch'}" for e in result["switches"]] or [
-        "    none"
-    ]
-    if len(told) > SHOWN:
-        left_out = len(told) - SHOWN + 1
-        told[SHOWN // 2 : SHOWN // 2 + left_out] = [f"    ... {left_out} more, in --json ..."]
-    lines += told
+    switches = [f"    step {e['step']}: {e['reason'] or 'switch'}" for e in result["switches"]]
+    if len(switches) > SHOWN:
+        left_out = len(switches) - SHOWN + 1
+        switches[SHOWN // 2 : SHOWN // 2 + left_out] = [f"    ... {left_out} more, in --json ..."]
+    lines += switches or ["    none"]
     if result["verdict"]:
         lines.append(f"  {result['verdict']}")
-    lines.append(f"  {'share of steps':<24}{'replayed':>12}{'recorded':>12}")
     ours, theirs = dict(result["share_at_cf"]), dict(result["recorded_share_at_cf"])
-    for cf in sorted({*ours, *theirs}):
-        lines.append(f"    {_named(cf):<22}{ours.get(cf, 0):>12.1%}{theirs.get(cf, 0):>12.1%}")
+    rows = [
+        (f"share of steps at {named(cf)}", *(f"{each.get(cf, 0):.1%}" for each in (ours, theirs)))
+        for cf in sorted({*ours, *theirs})
+    ]
     for name, key, other, unit in (
         ("modelled seconds", "modelled_seconds", "recorded_modelled_seconds", 1.0),
         ("MB sent by a worker", "modelled_bytes", "recorded_bytes", 1e6),
     ):
         values = [result[key], result[other]]
-        cells = ["not known" if v is None else f"{v / unit:.5g}" for v in values]
-        lines.append(f"  {name:<24}{cells[0]:>12}{cells[1]:>12}")
-    lines += [f"  note: {note}" for note in result["notes"]]
-    return "\n".join(lines)
+        rows.append((name, *("not known" if v is None else f"{v / unit:.5g}" for v in values)))
+    lines.append(table(("", "replayed", "recorded"), rows, indent=2))
+    return lines + [faint(f"  note: {note}") for note in result["notes"]]
 
 
 def _verdict(result: dict[str, Any]) -> str:
@@ -119,15 +122,11 @@ def _beyond(replayed: Replayed, recorded: Recorded) -> list[str]:
     parts = {
         "gains, of which it has none": largest == 1 and bool(measured),
         f"gains above CF {cf_name(largest)}": 1 < largest < max(measured, default=1.0),
-        f"step times of {', '.join(map(_named, never))}, never sent": bool(never),
+        f"step times of {', '.join(map(named, never))}, never sent": bool(never),
         "norms of summed gradients": replayed.sums > 0,
         "steady-state gains": replayed.guessed > 0,
     }
     return [what for what, so in parts.items() if so]
-
-
-def _named(cf: float) -> str:
-    return cf_name(cf) if cf == 1 else f"CF {cf_name(cf)}"
 
 
 def _notes(source: Source, replayed: Replayed) -> list[str]:

@@ -11,12 +11,13 @@ from runs.parser import UsageError, fail
 from runs.report.options import HELP, ReportOptions, add_arguments, make_options
 from runs.report.page import make_page
 from runs.report.pictures import make_pictures
-from runs.report.result import make_result, run_notes
+from runs.report.result import headline_lines, make_result, run_notes
 from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
 from runs.report.table import link_notes, make_rows, make_text, own_networks
 from runs.report.target import choose_targets
 from runs.stages import told
+from runs.tables import faint, show, strong
 
 __all__ = ["HELP", "add_arguments", "main"]
 
@@ -36,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
 def _report(options: ReportOptions) -> int:
     places, notes = find_places(options.given, PAGE_FILE)
     runs = _read(places, notes)
-    targets = choose_targets(runs, options.target)
+    lone = len(runs) == 1 and options.target is None  # which has nobody to catch up with
+    targets = {} if lone else choose_targets(runs, options.target)
     networks = options.networks or own_networks(runs)
     rows = make_rows(runs, targets, networks)
     pictures, missing = make_pictures(rows, targets, networks)
@@ -56,15 +58,19 @@ def _report(options: ReportOptions) -> int:
             f"folder that can be written to"
         ) from error
     out = sys.stderr if options.json else sys.stdout
-    print(make_text(rows, networks), file=out)
-    for task, target in targets.items():
-        of_task = f" of {task}" if len(targets) > 1 else ""
-        print(f"target{of_task}: {target.quality:.4g}, {target.basis}", file=out)
+
+    def of(task: str) -> str:
+        return f" of {task}" if len(targets) > 1 else ""
+
     notes += [f"{run.name}: {note}" for run in runs for note in run_notes(run)]
-    print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "", file=out)
-    print(f"page in {options.out / PAGE_FILE}", file=out)
-    for name, headline in result["headlines"].items():
-        print(f"{name}: {headline}" if len(runs) > 1 else headline, file=out)
+    show(
+        out,
+        *make_text(rows, networks),
+        *(f"target{of(task)}: {goal.quality:.4g}, {goal.basis}" for task, goal in targets.items()),
+        *(faint(f"note: {note}") for note in notes),
+        f"page in {options.out / PAGE_FILE}",
+        *(strong(line) for line in headline_lines(runs)),
+    )
     if options.json:
         print(json.dumps(result, allow_nan=False))
     return 0

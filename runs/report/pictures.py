@@ -33,8 +33,9 @@ from runs.report.target import Target
 DETAIL = 4
 """Times as many points as a screen of the dashboard, which would ask for more at a zoom."""
 
-BUCKETS = 240
-"""Of a gain's curve: each is the mean of the steps in it."""
+BUCKETS, STRETCHES = 240, 40
+"""Points of a gain's curve, each the mean of the steps in it: of one that was sent, and of one of
+the shadow ladder, where single steps say little."""
 
 LOG_FROM = 2.5
 """Qualities whose largest is so many times the least are drawn on a logarithmic axis."""
@@ -103,12 +104,6 @@ def scripts() -> str:
         for folder, name in zip(folders, (*SHARED, *OWN), strict=True)
     ]
     return re.sub(r"^import [^;]*;\n|^export ", "", "\n".join(parts), flags=re.M)
-
-
-def styles() -> str:
-    """Those of the dashboard, with the report's own."""
-    files = Path(dashboard.__file__).parent / "static/style.css", Path(__file__).parent
-    return files[0].read_text("utf-8") + (files[1] / "static/report.css").read_text("utf-8")
 
 
 # -- quality -----------------------------------------------------------------------------------
@@ -215,39 +210,53 @@ def _told(rows: Sequence[Row]) -> str:
 
 
 def _gains(run: Run) -> list[dict[str, Any]]:
-    """What each CF that was sent or probed would have kept of the gradient; dashed: in steady
-    state, from the shadow ladder."""
-    found: dict[tuple[float, int], tuple[list[int], list[float]]] = {}
+    """The part of the gradient that got through at each CF that was sent or probed; dashed: that
+    would at each, if it were sent all the time, from the shadow ladder. Both by the definition that
+    the policy decides on."""
+    found: dict[tuple[float, int], list[tuple[int, float, float]]] = {}
     for record in run.records:
         report = record.report
         measured = {cf: report.gain(cf, run.gain_kind) for cf in report.measurements}
         if isfinite(record.gain):
             measured[report.cf] = record.gain  # what decides, as the policy averages it
-        for dash, gains in enumerate((measured, report.steady)):
+        ladder, whole = report.steady, 1.0
+        if run.gain_kind == "signal":
+            ladder, whole = report.peers, report.peers_total
+        for dash, gains, of in ((0, measured, 1.0), (1, ladder, whole)):
             for cf, gain in gains.items():
-                if isfinite(gain) and cf != DENSE:
-                    steps, values = found.setdefault((cf, dash), ([], []))
-                    steps.append(report.step)
-                    values.append(gain)
+                if isfinite(gain) and isfinite(of) and cf != DENSE:
+                    found.setdefault((cf, dash), []).append((report.step, gain, of))
     return [
         {
-            "name": f"CF {cf_name(cf)}{', in steady state' if dash else ''}",
+            "name": f"CF {cf_name(cf)}{', if sent all the time' if dash else ''}",
             "cf": cf,
             "dash": dash,
-            "x": [_rounded(means(steps, steps))],
-            "y": _rounded(means(steps, values)),
+            **curve(points, run.trained, STRETCHES if dash else BUCKETS),
         }
-        for (cf, dash), (steps, values) in sorted(found.items())
+        for (cf, dash), points in sorted(found.items())
     ]
 
 
-def means(steps: Sequence[int], values: Sequence[float], most: int = BUCKETS) -> list[float]:
-    """Means over at most `most` stretches of as many steps each, without those that are empty."""
-    at = np.asarray(steps)
-    bucket = (at - at[0]) // -(-(at[-1] - at[0] + 1) // most)
-    _, index, counts = np.unique(bucket, return_inverse=True, return_counts=True)
-    found: list[float] = (np.bincount(index, weights=values) / counts).tolist()
-    return found
+def curve(
+    points: Sequence[tuple[int, float, float]], trained: int, most: int
+) -> dict[str, list[Any]]:
+    """Ratios of means over at most `most` stretches of a run, with gaps where nothing is known.
+    points: (step, numerator, denominator)."""
+    each = -(-trained // most)
+    sums: dict[int, list[float]] = {}
+    for step, part, whole in points:
+        total = sums.setdefault(step // each, [0.0, 0.0, 0.0, 0.0])
+        for i, value in enumerate((step, part, whole, 1)):
+            total[i] += value
+    x: list[float | None] = []
+    y: list[float | None] = []
+    last = min(sums)
+    for at, (place, part, whole, count) in sorted(sums.items()):
+        gap = [None] if at > last + 1 else []
+        x += [*gap, float(f"{place / count:.5g}")]
+        y += [*gap, float(f"{min(1.0, max(0.0, part / whole)):.5g}") if whole > 0 else None]
+        last = at
+    return {"x": [x], "y": y}
 
 
 # -- densities ---------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ def headlines(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
+def headline_lines(runs: Sequence[Run]) -> list[str]:
+    """Those, each with the name of its run where there are several."""
+    return [f"{n}: {text}" if len(runs) > 1 else text for n, text in headlines(runs).items()]
+
+
 def make_result(
     rows: Sequence[Row],
     targets: Mapping[str, Target],

@@ -84,7 +84,7 @@ class Run:
             return _title_of(self.recorded.header)
         names = (*POLICY_OPTIONS[self.config.policy], *HOOK_OPTIONS)
         values = {name: getattr(self.config, name) for name in names if name not in _IN_TITLE}
-        told = [f"{n} {_shown(v)}" for n, v in values.items() if v is not None]
+        told = [f"{n} {shown(v)}" for n, v in values.items() if v is not None]
         return ", ".join([title(self.config), *told])
 
     @property
@@ -292,9 +292,10 @@ def _title_of(header: Header | None) -> str:
     return f"{header.base}, {cfs}, {header.world_size} workers, {made}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A setting, as people write it."""
     if isinstance(value, tuple):
-        return " ".join(map(_shown, value))
+        return " ".join(map(shown, value))
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

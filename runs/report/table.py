@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 
+from rich.console import RenderableType
+
 from adaptive import LinkSpec
 from runs.compare.network import modelled_seconds
 from runs.compare.options import BANDWIDTHS
 from runs.progress import number_text
 from runs.report.run import Run
 from runs.report.target import Target
+from runs.tables import table
 
-UNKNOWN, NEVER = "-", "never"
+UNKNOWN, NEVER, TARGET = "-", "never", "to target"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Row:
     has_target: bool
     reached: Reached | None
     modelled: tuple[tuple[float, ...], ...]
+
+    @property
+    def networks(self) -> range:
+        return range(len(self.modelled))
 
     def in_all(self, network: int) -> float:
         """Modelled seconds of the whole run; nan if not known."""
@@ -89,31 +96,37 @@ def _make_row(run: Run, target: Target | None, networks: Sequence[LinkSpec]) -> 
     return Row(run, has_target, reached, modelled)
 
 
-def head(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> list[tuple[str, str]]:
+def head(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[tuple[str, str]]:
     """Columns, as (what they belong to, name)."""
+    runs = [row.run for row in rows]
     names = {run.quality_name for run in runs if run.task} or {"quality"}
     quality = names.pop() if len(names) == 1 else "quality"
-    columns = [("", "run"), ("", quality), *(("", name) for name in _beside(runs))]
+    columns = [("", "run"), ("", quality), *(("", name) for name in _beside(rows))]
     columns += [("", "steps"), ("", "MB sent"), ("", "wire factor")]
-    columns += [("", "steps/s")] + ([("", "scaling eff.")] if _scaling(runs) else [])
-    columns += [("to target", "steps"), ("to target", "MB")]
+    columns += [("", "steps/s")] + ([("", "scaling eff.")] if _scaling(rows) else [])
+    columns += [(TARGET, "steps"), (TARGET, "MB")] if _targets(rows) else []
     for group in (*(f"{network}: modelled s" for network in networks), "measured s"):
-        columns += [(group, "all"), (group, "to target")]
+        columns += [(group, "all"), (group, TARGET)] if _targets(rows) else [(group, "all")]
     return columns
 
 
-def _beside(runs: Sequence[Run]) -> list[str]:
+def _beside(rows: Sequence[Row]) -> list[str]:
     """Names of what was measured of some of the runs beside their quality."""
-    return list(dict.fromkeys(name for run in runs for name in run.beside))
+    return list(dict.fromkeys(name for row in rows for name in row.run.beside))
 
 
-def _scaling(runs: Sequence[Run]) -> bool:
+def _scaling(rows: Sequence[Row]) -> bool:
     """Whether the scaling efficiency of any run is known, and so has a column."""
-    return any(isfinite(run.scaling_efficiency) for run in runs)
+    return any(isfinite(row.run.scaling_efficiency) for row in rows)
 
 
-def cells(row: Row, runs: Sequence[Run]) -> list[str]:
-    """A row's, as text, in the order of `head`. runs: all of the table's."""
+def _targets(rows: Sequence[Row]) -> bool:
+    """Whether there is a quality to be reached, which then has columns."""
+    return any(row.has_target for row in rows)
+
+
+def cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """A row's, as text, in the order of `head`. rows: all of the table's."""
     run, reached = row.run, row.reached
     steps = f"{run.trained}"
     if not run.finished and run.config is not None:
@@ -121,35 +134,39 @@ def cells(row: Row, runs: Sequence[Run]) -> list[str]:
     texts = [
         run.name,
         _text(run.quality, 4),
-        *(_text(run.beside.get(name, nan), 4) for name in _beside(runs)),
+        *(_text(run.beside.get(name, nan), 4) for name in _beside(rows)),
         steps,
         _text(run.bytes_sent / 1e6, 4),
         _text(run.wire_factor, 3),
         _text(run.steps_per_second, 3),
-        *([_text(run.scaling_efficiency, 3)] if _scaling(runs) else []),
+        *([_text(run.scaling_efficiency, 3)] if _scaling(rows) else []),
+    ]
+    seconds = [(row.in_all(i), reached.modelled[i] if reached else nan) for i in row.networks]
+    seconds += [(run.seconds_by(run.trained), reached.seconds if reached else nan)]
+    if not _targets(rows):
+        return [*texts, *(_text(whole, 4) for whole, _ in seconds)]
+    texts += [
         str(reached.steps) if reached else _target(row, nan, 4),
         _target(row, reached.bytes_sent / 1e6 if reached else nan, 4),
     ]
-    for i in range(len(row.modelled)):
-        texts += [_text(row.in_all(i), 4), _target(row, reached.modelled[i] if reached else nan, 4)]
-    measured = _target(row, reached.seconds if reached else nan, 4)
-    return [*texts, _text(run.seconds_by(run.trained), 4), measured]
+    return [*texts, *(text for a, b in seconds for text in (_text(a, 4), _target(row, b, 4)))]
 
 
-def make_text(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> str:
-    """The table for a terminal, under two lines of head."""
-    runs = [row.run for row in rows]
-    columns = head(runs, networks)
-    groups = [group for group, _ in columns]
-    above = [group if i == 0 or group != groups[i - 1] else "" for i, group in enumerate(groups)]
-    lines = [above, [name for _, name in columns], *(cells(row, runs) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    texts = []
-    for line in lines:
-        padded = [line[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        texts.append("  ".join(padded).rstrip())
-    return "\n".join(texts)
+def make_text(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[RenderableType]:
+    """The table for a terminal, in two parts: what came out, and seconds."""
+    columns = head(rows, networks)
+    lines = [cells(row, rows) for row in rows]
+    first = next(i for i, (group, _) in enumerate(columns) if group.endswith(" s"))
+    above = [group for group, _ in columns]
+    names = [
+        f"{group}\n{name}".replace(": ", ":\n") if group and group != before else name
+        for (group, name), before in zip(columns, ["", *above], strict=False)
+    ]
+    return [
+        table(names[:first], [line[:first] for line in lines]),
+        "",
+        table([names[0], *names[first:]], [[line[0], *line[first:]] for line in lines]),
+    ]
 
 
 def _target(row: Row, value: float, digits: int) -> str:

@@ -24,9 +24,10 @@ from runs.compare.network import (
 )
 from runs.compare.options import make_comparison
 from runs.compare.standing import Spread, stand
-from runs.compare.table import compact, make_table
+from runs.compare.table import compact, make_tables
 from runs.compare.turns import count_turns, turns
 from runs.records import Stretch
+from runs.tables import text_of
 from tests.integration.commands import Start, assert_refused, python_m
 
 COMPARE = python_m("compare")
@@ -289,17 +290,21 @@ def test_the_table_of_hand_made_runs() -> None:
     standings = stand({**digests, "ended": [ended]}, "dense", networks=1, higher_is_better=False)
     assert standings[1].halted == fast.halted  # who has diverged is not through first
 
-    lines = make_table([dense, fast, bad], "perplexity", ["100 Mbit/s"]).splitlines()
-    assert lines[0].split() == ["100", "Mbit/s:", "modelled", "s,", "perplexity"]
-    assert [line.split()[0] for line in lines[1:]] == ["contender", "dense", "fast", "bad"]
-    del lines[0]
+    tables = make_tables([dense, fast, bad], "perplexity", ["100 Mbit/s"])
+    lines = text_of(*tables).splitlines()
+    names = ["contender", "dense", "fast", "bad"]
+    assert [line.split()[0] for line in lines[:4]] == names
     assert "5.000 ± 1.4" in lines[1]
-    assert "11.00 ± 1.4" in lines[1]
-    assert lines[1].endswith("dense x10")
     assert "0.04000" in lines[2]
-    assert lines[2].endswith("dense x4, 10 x6 (seed 0)")  # the other seed went another way
-    assert "4.5 ± 0.71  0.5000" in lines[2]
-    assert "2.000  2.000 (1 of 2 never)" in " ".join(lines[3].split(" "))
+    assert lines[5:7][0] == "modelled seconds"
+    assert lines[6].split() == ["100", "Mbit/s:", "perplexity"]
+    assert [line.split()[0] for line in lines[7:11]] == names
+    assert "11.00 ± 1.4" in lines[8]
+    assert lines[9].split()[1:4] == ["1.000", "0.5000", "2.250"]
+    assert "2.000 2.000 (1 of 2 never)" in " ".join(lines[10].split())
+    assert [line.split()[0] for line in lines[12:]] == names
+    assert lines[13].endswith("dense x10")
+    assert lines[14].endswith("dense x4, 10 x6 (seed 0)")  # the other seed went another way
 
     unknown = stand(digests, None, networks=1, higher_is_better=False)
     assert all(isnan(value or 0) for value in unknown[0].seconds[0])
@@ -375,7 +380,7 @@ def test_interrupted_and_continued(
     assert result == json.loads((tmp_path / "log" / "compare.json").read_text())
     assert result["finished"]
     assert result["dense"] == "dense"
-    assert (tmp_path / "log" / "table.txt").read_text().splitlines()[3].startswith("contender")
+    assert (tmp_path / "log" / "table.txt").read_text().splitlines()[2].startswith("contender")
     assert (tmp_path / "log" / "quality.png").read_bytes().startswith(b"\x89PNG")
 
     dense, gravac = result["contenders"]

@@ -16,11 +16,12 @@ from adaptive import LinkSpec, StepRecord, StepReport
 from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.records import Recorded
-from runs.report.pictures import Records, looks, make_pictures, means, scripts
+from runs.report.pictures import Records, curve, looks, make_pictures, scripts
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
 from runs.report.table import cells, head, link_notes, make_rows, make_text, own_networks
 from runs.report.target import Target, choose_targets
+from runs.tables import text_of
 
 NETWORKS = (LinkSpec.parse("1mbit"),)
 
@@ -59,20 +60,24 @@ def _run(
 
 
 @given(
-    values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300),
+    values=st.dictionaries(st.integers(0, 999), st.floats(0, 1), min_size=1, max_size=300),
     most=st.integers(1, 50),
-    first=st.integers(0, 1000),
 )
-def test_means_are_few_and_as_large_as_the_values(
-    values: list[float], most: int, first: int
-) -> None:
-    steps = list(range(first, first + len(values)))
-    places, found = means(steps, steps, most), means(steps, values, most)
-    assert len(found) == len(places) <= most
-    assert places == sorted(places)
-    assert min(values) - 1e-6 <= min(found) <= max(found) <= max(values) + 1e-6
-    if len(values) <= most:
-        assert found == pytest.approx(values)
+def test_curves_have_few_points_as_large_as_the_values(values: dict[int, float], most: int) -> None:
+    points = [(step, 2 * value, 2.0) for step, value in sorted(values.items())]
+    found = curve(points, max(values) + 1, most)
+    (places,), heights = found["x"], [y for y in found["y"] if y is not None]
+    assert [x is None for x in places] == [y is None for y in found["y"]]
+    assert len(heights) <= most
+    steps = [x for x in places if x is not None]
+    assert steps == sorted(steps)
+    least, largest = min(values.values()), max(values.values())
+    assert least - 1e-4 <= min(heights) <= max(heights) <= largest + 1e-4
+
+
+def test_a_curve_has_a_gap_where_nothing_was_measured() -> None:
+    found = curve([(0, 0.5, 1.0), (1, 0.5, 1.0), (7, 0.25, 1.0), (8, 3.0, 2.0)], 9, 9)
+    assert found == {"x": [[0, 1, None, 7, 8]], "y": [0.5, 0.5, None, 0.25, 1.0]}
 
 
 def test_every_switch_of_a_long_run_is_kept() -> None:
@@ -139,16 +144,17 @@ def test_a_row_holds_what_the_run_took_to_the_target() -> None:
     # nothing of the time is compression or waiting, so all of it is compute
     assert row.reached.modelled == (pytest.approx(4 * (0.5 + 8000 / 1e6)),)
     assert row.in_all(0) == pytest.approx(10 * (0.5 + 8000 / 1e6))
-    by_name = dict(zip(head([run], NETWORKS), cells(row, [run]), strict=True))
+    by_name = dict(zip(head([row], NETWORKS), cells(row, [row]), strict=True))
     assert by_name["", "perplexity"] == "5.000"
     assert by_name["", "wire factor"] == "5.00"
     assert ("", "scaling eff.") not in by_name  # nobody knows it
     assert by_name["to target", "steps"] == "4"
     assert by_name["measured s", "all"] == "5.000"
     assert list(by_name)[-1] == ("measured s", "to target")
-    text = make_text([row], NETWORKS).splitlines()
-    assert len(text) == 3
-    assert "1 Mbit/s: modelled s" in text[0]
+    text = text_of(*make_text([row], NETWORKS)).splitlines()
+    assert [line.split()[0] for line in text if line[:3] == "run"] == ["run"] * 4  # two heads and two rows
+    assert text[4].split() == ["1", "Mbit/s:"]
+    assert max(map(len, text)) < 100
 
 
 def test_never_is_not_unknown() -> None:
@@ -156,10 +162,10 @@ def test_never_is_not_unknown() -> None:
     silent = _run("silent")
     stopped = _run("stopped", records=[_record(0)], steps=20)
     rows = make_rows([evaluated, silent, stopped], {"text": Target(6.0, "")}, NETWORKS)
-    assert cells(rows[0], []).count("never") == 4
-    assert "never" not in cells(rows[1], [])
-    assert cells(rows[1], [])[1] == "-"
-    assert cells(rows[2], [])[2] == "1 of 20"
+    assert cells(rows[0], rows).count("never") == 4
+    assert "never" not in cells(rows[1], rows)
+    assert cells(rows[1], rows)[1] == "-"
+    assert cells(rows[2], rows)[2] == "1 of 20"
 
 
 def test_pauses_are_left_out_of_measured_seconds() -> None:

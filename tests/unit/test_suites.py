@@ -17,6 +17,7 @@ from runs.compare.suite_table import suite_notes, suite_rows, suite_table
 from runs.compare.suites import SUITES, Plan
 from runs.models import MODELS
 from runs.parser import UsageError
+from runs.tables import text_of
 from runs.tasks import TASKS
 
 PARTS = [(suite, part) for suite in SUITES.values() for part in suite.parts]
@@ -141,7 +142,7 @@ def test_the_table_has_the_papers_figures_beside_ratios_of_each_seed() -> None:
     assert [column["here"]["mean"] for column in ours] == [51.0, 3.0, 10.0, 20.0]
     assert by_name["dense"][1]["here"]["mean"] == pytest.approx((0.2 + 0.3) / 2)
     assert rows[3]["spec"] == "goodput:power=1"
-    text = suite_table(rows).splitlines()
+    text = text_of(suite_table(rows)).splitlines()
     assert len({len(line) for line in text[1:]}) <= 3
     assert "51.00 ± 1.4" in text[2]
     assert text[4].split() == [

@@ -78,9 +78,13 @@ export function drawBand(canvas, data, scale) {
   });
 }
 
+// A line through points; null is a gap in it.
 export function path(context, points) {
   context.beginPath();
-  for (const [x, y] of points) context.lineTo(x, y);
+  points.forEach((point, i) => {
+    if (point && points[i - 1]) context.lineTo(...point);
+    else if (point) context.moveTo(...point);
+  });
   context.stroke();
 }
 

@@ -66,12 +66,11 @@ export class Chart {
     this.draw();
   }
 
-  // Points as places on the axes, which may be logarithmic.
+  // Points as places on the axes, which may be logarithmic; null where a line has a gap.
   places({x, y}) {
     const [toX, toY] = [this.scaleX.to, this.scaleY.to];
-    return x[this.x].map((value, i) => [value, y[i]])
-      .filter(([a, b]) => a !== null && b !== null)
-      .map(([a, b]) => [toX(a), toY(b)]);
+    return x[this.x].map((value, i) => (
+      value === null || y[i] === null ? null : [toX(value), toY(y[i])]));
   }
 
   draw() {
@@ -80,10 +79,11 @@ export class Chart {
     this.scaleX = xs[this.x].log ? LOG : LINEAR;
     this.scaleY = y.log ? LOG : LINEAR;
     const curves = lines.map((line) => this.places(line));
-    const ends = curves.flat().map(([at]) => at);
+    const known = curves.flat().filter(Boolean);
+    const ends = known.map(([at]) => at);
     const domain = this.span ?? [xs[this.x].log ? Math.min(...ends) : 0, Math.max(...ends)];
     Object.assign(this.pointer, {domain, left: LEFT});
-    const [low, high] = this.range(curves, domain);
+    const [low, high] = this.range(known, domain);
     const {context, width, height, x} = pen(this.canvas, {domain, left: LEFT});
     const place = (value) => 8 + (1 - (value - low) / (high - low)) * (height - 16);
     for (const at of this.scaleY.ticks(low, high, 5)) {
@@ -95,9 +95,12 @@ export class Chart {
       context.strokeStyle = context.fillStyle = lineColour(line);
       context.lineWidth = 2;
       context.setLineDash(DASHES[line.dash ?? 0]);
-      const points = curves[i].map(([a, b]) => [x(a), place(b)]);
+      const points = curves[i].map((at) => at && [x(at[0]), place(at[1])]);
       path(context, points);
-      if (points.length < 60) points.forEach(([a, b]) => dot(context, a, b, 3));
+      points.forEach((at, j) => {
+        const alone = !points[j - 1] && !points[j + 1];
+        if (at && (alone || points.length < 60)) dot(context, ...at, 3);
+      });
     });
     drawAxis(this.axis, {domain, left: LEFT, title: '', text: (at) => short(this.scaleX.from(at))},
       this.scaleX.ticks(...domain, Math.max(2, Math.floor((width - LEFT) / 90))));
@@ -105,9 +108,9 @@ export class Chart {
   }
 
   // Of the values that are to be seen, with some air.
-  range(curves, [from, to]) {
-    const inside = curves.flat().filter(([at]) => at >= from && at <= to).map(([, value]) => value);
-    const seen = inside.length ? inside : curves.flat().map(([, value]) => value);
+  range(known, [from, to]) {
+    const inside = known.filter(([at]) => at >= from && at <= to).map(([, value]) => value);
+    const seen = inside.length ? inside : known.map(([, value]) => value);
     const {low, high} = this.what.y;
     const [least, most] = [low ?? Math.min(...seen), high ?? Math.max(...seen)];
     const air = 0.04 * (most - least) || 0.05 * Math.abs(most) || 1;
@@ -120,9 +123,9 @@ export class Chart {
     context.lineWidth = 1;
     context.setLineDash([2, 3]);
     path(context, [[LEFT, y], [width, y]]);
-    context.textAlign = 'right';
+    context.textAlign = 'left'; // where lines are seldom, since they come down to it
     context.textBaseline = 'bottom';
-    context.fillText(limit.title, width - 4, y - 2);
+    context.fillText(limit.title, LEFT + 4, y - 2);
   }
 
   drawLegend() {
@@ -142,7 +145,7 @@ export class Chart {
     const told = [element('div', {className: 'where'},
       `${xs[this.x].title}: ${short(this.scaleX.from(at))}`)];
     for (const line of lines) {
-      const points = this.places(line);
+      const points = this.places(line).filter(Boolean);
       const i = last(points.map(([x]) => x), at);
       if (i >= 0) told.push(fact(line.name, short(this.scaleY.from(points[i][1]))));
     }

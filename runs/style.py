@@ -1,0 +1,124 @@
+"""The style of all pictures that matplotlib draws: one palette, and sizes, axes and legends that
+stand here alone.
+
+The colours are those of the dashboard and of reports (`dashboard/static/colours.js`, light)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from policies import DENSE
+from runs.files import not_a_link
+from runs.progress import cf_name
+
+RUNS = ("#1f5fa8", "#d9730d", "#2f8f4e", "#b2182b", "#7b3294", "#018571", "#a6611a", "#6f78b8")
+"""Colours of runs beside one another, or of what is told apart in one run."""
+
+BLUE, ORANGE, GREEN, RED = RUNS[:4]
+GREY = "#9aa0a8"
+"""Of what is dense, or else stands behind what a picture is about."""
+
+_INK = "#444444"
+_LOG_FROM = 3.0
+"""Values whose largest is so many times the least are drawn on a logarithmic axis."""
+
+_STYLE: Any = {
+    "text.parse_math": False,  # a user's names are none
+    "figure.dpi": 130,
+    "savefig.dpi": "figure",
+    "figure.titlesize": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.labelsize": 9,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "right",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.01,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+}
+
+
+@contextmanager
+def picture(
+    path: Path,
+    title: str,
+    heights: Sequence[float] = (1,),
+    size: tuple[float, float] = (8, 5),
+    across: str = "step",
+) -> Iterator[list[Any]]:
+    """Draw on the axes that this gives, one below the other, and the PNG is written at the end.
+
+    heights: of each, in proportion. size: inches. across: what the horizontal axis is, which all
+    share. ImportError without matplotlib.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
+        panels = grid[:, 0].tolist()
+        lines = [fill(line, int(13 * size[0])) for line in title.splitlines()]  # none is cut off
+        figure.suptitle("\n".join(lines), x=0.01, ha="left")
+        panels[-1].set_xlabel(across)
+        yield panels
+        figure.savefig(not_a_link(path))
+
+
+def legend(axes: Any) -> None:
+    """Above the axes, to the right, out of the way of what is drawn."""
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.1}
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(ncols=4, **place)
+
+
+def steps(axes: Any, xs: Sequence[float], ys: Sequence[float], name: str, **how: Any) -> None:
+    """Values that hold until the next one; nothing is drawn where none is known."""
+    if any(map(isfinite, ys)):
+        axes.step(xs, ys, where="post", label=name, **how)
+
+
+def cf_axis(axes: Any, cfs: Iterable[float]) -> None:
+    """Make the vertical axis one of CFs: logarithmic, each CF named if they are few."""
+    ticks = sorted({DENSE, *filter(isfinite, cfs)})
+    _logarithmic(axes.yaxis)
+    if len(ticks) <= 9:
+        axes.set_yticks(ticks, [cf_name(cf) for cf in ticks])
+        axes.minorticks_off()
+    axes.set_ylim(0.8, 1.4 * max(2.0, *ticks))
+    axes.set_ylabel("compression factor")
+
+
+def log_axis(axis: Any, values: Iterable[float], spread: float = _LOG_FROM) -> None:
+    """Make an axis logarithmic if its values spread so far, with numbers as people write them."""
+    known = [value for value in values if isfinite(value)]
+    if known and 0 < spread * min(known) < max(known):
+        _logarithmic(axis)
+
+
+def _logarithmic(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
