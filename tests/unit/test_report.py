@@ -152,7 +152,8 @@ def test_a_row_holds_what_the_run_took_to_the_target() -> None:
     assert by_name["measured s", "all"] == "5.000"
     assert list(by_name)[-1] == ("measured s", "to target")
     text = text_of(*make_text([row], NETWORKS)).splitlines()
-    assert [line.split()[0] for line in text if line[:3] == "run"] == ["run"] * 4  # two heads and two rows
+    heads = [line.split()[0] for line in text if line[:3] == "run"]
+    assert heads == ["run"] * 4  # two heads and two rows
     assert text[4].split() == ["1", "Mbit/s:"]
     assert max(map(len, text)) < 100
 
