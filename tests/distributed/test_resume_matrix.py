@@ -230,7 +230,7 @@ def test_resuming_to_the_bit_every_choice(made: Combination) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("made", "ranks"), zip(pairs(), itertools.cycle([1, 2, 4]), strict=False), ids=str
+    ("made", "ranks"), [*zip(pairs(), itertools.cycle([1, 2, 4]), strict=False)], ids=str
 )
 def test_resuming_to_the_bit_every_pair(made: Combination, ranks: int) -> None:
     _check(simulate(ranks, lambda rank, _: straight_and_resumed(rank, made)))
