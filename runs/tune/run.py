@@ -26,7 +26,7 @@ from runs.logbook import Logbook, emulated
 from runs.parser import UsageError, check_writable
 from runs.progress import Progress
 from runs.result import save_result, title
-from runs.train import train
+from runs.train import Outcome, train
 from runs.tune import study as book
 from runs.tune.screen import Record, read, screen
 from runs.tune.storage import needed, open_storage
@@ -193,38 +193,35 @@ def run_trials(session: Session, rank: int, interrupt: Interrupt) -> int:
 def _run(tuning: Tuning, order: Order, desk: Desk | None, interrupt: Interrupt) -> None:
     """Train with one seed after another, for as long as nothing speaks against it."""
     runs: list[Metrics] = []
-    for i, seed in enumerate(tuning.seeds):
+    for seed in tuning.seeds:
         config = tuning.config(order.values, order.number, seed)
         logbook = None
         if desk is not None:
-            prune = desk.prune if i == 0 else (lambda step, value: False)
-            several = f", seed {seed}" if len(tuning.seeds) > 1 else ""
-            name = f"trial {order.number}, {order.place} of {tuning.trials}{several}"
-            logbook = TrialLogbook(config, tuning.objective, prune, name)
-        go_on = _rank_0s(_train(tuning, config, desk, logbook, interrupt, runs))
-        if not go_on:
+            of_several = f", seed {seed}" if len(tuning.seeds) > 1 else ""
+            name = f"trial {order.number}, {order.place} of {tuning.trials}{of_several}"
+            prune = desk.prune if seed == tuning.seeds[0] else None
+            logbook = TrialLogbook(config, tuning.objective, prune, interrupt, name)
+        try:
+            outcome = train(
+                config, interrupt=logbook or interrupt, logbook=logbook, keep=False, test=False
+            )
+        finally:
+            if logbook is not None:
+                logbook.close()
+        ended = None
+        if desk is not None and logbook is not None:
+            ended = _ended(tuning, config, outcome, desk, logbook)
+        if not _rank_0s(ended is not None):
             return
+        runs += [ended] if ended is not None else []
     if desk is not None:
         desk.finished(runs)
 
 
-def _train(
-    tuning: Tuning,
-    config: TrainConfig,
-    desk: Desk | None,
-    logbook: TrialLogbook | None,
-    interrupt: Interrupt,
-    runs: list[Metrics],
-) -> bool:
-    """One run; is the next seed to follow? (rank 0's word counts)"""
-    try:
-        stop = StopFor(interrupt, logbook)
-        outcome = train(config, interrupt=stop, logbook=logbook, keep=False, test=False)
-    finally:
-        if logbook is not None:
-            logbook.close()
-    if desk is None or logbook is None:
-        return False
+def _ended(
+    tuning: Tuning, config: TrainConfig, outcome: Outcome, desk: Desk, logbook: TrialLogbook
+) -> Metrics | None:
+    """On rank 0, what a run has come to; None after telling why the trial is over."""
     if outcome.diverged:
         logbook.end(DIVERGED, outcome.diverged)
     _, _, unsaved = save_result(config, outcome, logbook)
@@ -239,10 +236,8 @@ def _train(
     else:
         network = tuning.objective.network
         digest = read_digest(config, [] if network is None else [network])
-        ends = digest.ends[0] if digest.ends else logbook.ends
-        runs.append(measure(tuning.objective, digest, ends))
-        return True
-    return False
+        return measure(tuning.objective, digest, digest.ends[0] if digest.ends else logbook.ends)
+    return None
 
 
 def _rank_0s(value: _T) -> _T:
@@ -256,26 +251,37 @@ def _rank_0s(value: _T) -> _T:
 
 PRUNED, REACHED, DIVERGED = "pruned", "target reached", "diverged"
 
-Prune = Callable[[int, float], bool]
-"""(steps done, intermediate value) -> is this trial to be pruned?"""
-
 
 class TrialLogbook(Logbook):
-    """A run's logbook that wants the run to stop when it is pruned, at its target, or diverged.
+    """A run's logbook that wants the run to stop when it is pruned, at its target, or diverged, or
+    when the user does. The vote carries it to all ranks with the next step's loss.
 
-    ending: why, once it does. ends: when each step ended, in measured seconds since the end of the
-    first one, in which processes warm up; evaluations are not counted.
+    prune: (steps done, intermediate value) -> is this trial to be pruned? None: it is not. ending:
+    why it stops, unless the user wants it. ends: when each step ended, in measured seconds since
+    the end of the first one, in which processes warm up; evaluations are not counted.
     """
 
-    def __init__(self, config: TrainConfig, objective: Objective, prune: Prune, name: str) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        objective: Objective,
+        prune: Callable[[int, float], bool] | None,
+        user: Stop,
+        name: str,
+    ) -> None:
         link = emulated(config)
         said = f"{name}, {link}" if link else name
         super().__init__(config, 0, Progress(0, config.steps, said))
         self.ending: str | None = None
         self.detail = ""
         self.ends: list[float] = []
-        self._objective, self._prune = objective, prune
+        self._objective, self._prune, self._user = objective, prune, user
         self._mark = 0.0
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run is to stop."""
+        return self._user.requested or self.ending is not None
 
     def announce(self, text: str) -> None:
         """A study has many of these; they are in the trial's own files."""
@@ -302,7 +308,11 @@ class TrialLogbook(Logbook):
             self.end(DIVERGED, f"{name} {quality} after {done} steps")
         elif self._objective.reached(quality):
             self.end(REACHED, f"{name} {quality:.4g} after {done} steps")
-        elif self._prune(done, self._objective.intermediate(quality)) and done < self.config.steps:
+        elif (
+            self._prune is not None
+            and self._prune(done, self._objective.intermediate(quality))
+            and done < self.config.steps
+        ):
             self.end(PRUNED, f"{name} {quality:.4g} after {done} steps")
 
     def _modelled(self, compute: float) -> float:
@@ -314,18 +324,3 @@ class TrialLogbook(Logbook):
         """The run is to stop, unless it was to before."""
         if self.ending is None:
             self.ending, self.detail = why, detail
-
-
-class StopFor:
-    """Asks to stop when the user does, or the logbook (rank 0's; None on the others).
-
-    The vote carries it to all ranks with the next step's loss.
-    """
-
-    def __init__(self, user: Stop, logbook: TrialLogbook | None) -> None:
-        self._user, self._logbook = user, logbook
-
-    @property
-    def requested(self) -> bool:
-        wanted = self._logbook is not None and self._logbook.ending is not None
-        return self._user.requested or wanted

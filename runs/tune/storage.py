@@ -162,10 +162,7 @@ def _parts(url: str) -> URL | None:
 
 def _was_hidden(url: str) -> bool:
     """It was copied from where it is shown without its secrets."""
-    parts = _parts(url)
-    if parts is None:
-        return url.endswith(HIDDEN)
-    return HIDDEN in (parts.host, parts.password, *_secret(parts).values())
+    return url.endswith(HIDDEN) or f":{HIDDEN}@" in url or f"={HIDDEN}" in url
 
 
 def _secret(parts: URL) -> dict[str, str | tuple[str, ...]]:
