@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runs.__main__ import main
 from runs.result import RESULT_FILE
+from runs.tables import table, text_of
 
 
 def train(command: str, words: Sequence[str], folder: Path) -> None:
@@ -18,10 +19,9 @@ def train(command: str, words: Sequence[str], folder: Path) -> None:
         sys.exit(code)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as text, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as text; the first one names the columns."""
+    return text_of(table(rows[0], rows[1:], left=range(len(rows[0]))))
 
 
 def write(text: str, folder: Path) -> None:

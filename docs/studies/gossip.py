@@ -33,7 +33,7 @@ from adaptive import LinkSpec
 from adaptive.config import make_base
 from adaptive.exchange.choice import GOSSIP, ExchangeChoice
 from adaptive.exchange.topology import named
-from docs.studies.common import table, train, write
+from docs.studies.common import columns, train, write
 from runs.compare.contender import Contender, parse_contender
 from runs.config import TrainConfig
 from runs.parser import UsageError, option, shown
@@ -169,7 +169,7 @@ def make_table(
     for n in dict.fromkeys(one.workers for one in trained):
         rows = [("contender", "gap", "kB a step", "quality", "steps", *map(str, links))]
         rows += [_row(one, links, compute) for one in trained if one.workers == n]
-        text += f"\n\n{n} workers\n{table(rows)}"
+        text += f"\n\n{n} workers\n{columns(rows)}"
     return text
 
 

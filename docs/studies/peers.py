@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from docs.studies.common import table, write
+from docs.studies.common import columns, write
 from docs.studies.rules import FP32, PEERS, Replica, Rule
 from runs.build import build_task, check
 from runs.config import TrainConfig
@@ -149,7 +149,7 @@ def main(words: list[str] | None = None) -> None:
         rows += [compete(one, replace(config, seed=seed)) for seed in seeds]
     better = "higher" if task.higher_is_better else "lower"
     note = f"{better} is better; bytes: that a rank sends, against dense fp32"
-    write(f"{table(rows)}\n{note}", folder)
+    write(f"{columns(rows)}\n{note}", folder)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from adaptive import StepReport
-from docs.studies.common import table, train, write
+from docs.studies.common import columns, train, write
 from policies.base import GainKind
 from policies.signal_gain import SignalGain
 from runs.files import read_json
@@ -182,7 +182,7 @@ def table_of_gains(
             rows.append((run.label, phase, *cells))
     listed = "/".join(f"{cf:g}" for cf in cfs)
     top = f"gains at CF {listed}; in brackets, standard errors of the denominator above 0"
-    return f"{top}\n{table(rows)}"
+    return f"{top}\n{columns(rows)}"
 
 
 def table_of_ends(runs: Sequence[Run], folder: Path) -> str:
@@ -208,7 +208,7 @@ def table_of_ends(runs: Sequence[Run], folder: Path) -> str:
         rows.append((run.part, run.label, shown, f"{sent / 1e6:.3g}", ratio, steps))
     better = "higher" if higher else "lower"
     note = "at equal quality: bytes of fixed CFs for this quality / its own"
-    return f"{table(rows)}\n{better} is better; {note}"
+    return f"{columns(rows)}\n{better} is better; {note}"
 
 
 def draw(reports: Sequence[StepReport], cfs: Sequence[float], drop: int, path: Path) -> None:

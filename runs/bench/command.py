@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from runs.bench.compressors import bench_compressors, bench_levels
-from runs.bench.ddp import bench_hook, bench_memory
+from runs.bench.ddp import bench_hook, bench_memory, bench_shadow, bench_timeline
 from runs.bench.doctor import bench_doctor
 from runs.bench.gpu import bench_gpu
 from runs.bench.lowrank import bench_lowrank
-from runs.bench.shadow import bench_shadow
-from runs.bench.timeline import bench_timeline
 from runs.bench.timing import Row
 from runs.bench.wire import bench_exchanges, bench_wire
 from runs.parser import UsageError, fail, whole

@@ -4,7 +4,7 @@ compressor against a copy of the tensor, and multi-level compression against two
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -148,15 +148,28 @@ def _rounds(
 ) -> None:
     """A step in a world of one, on the largest square matrix that the tensor holds."""
     numel = key.shape[0] * key.shape[1]
-    a = residual[:numel].add_(grad[:numel])
+    in_rounds(compressor, [residual[:numel].add_(grad[:numel])], cf, [key])
+
+
+def in_rounds(
+    compressor: RoundsCompressor,
+    residuals: Sequence[Tensor],
+    cf: float,
+    keys: Sequence[Key],
+    exchange: Callable[[Tensor], object] = lambda handed: None,
+) -> list[Payload]:
+    """What has come of all rounds in a world of one, off the residuals. exchange: of each round."""
     own: list[Payload] = []
-    rounds = compressor.rounds([a], [cf], [key], 1, own.extend)
+    rounds = compressor.rounds(residuals, [cf] * len(keys), keys, 1, own.extend)
     handed = next(rounds)
     try:
         while True:
+            exchange(handed)
             handed = rounds.send(handed)
-    except StopIteration:
-        compressor.subtract_from(a, own[0])
+    except StopIteration as stop:
+        for residual, payload in zip(residuals, own, strict=True):
+            compressor.subtract_from(residual, payload)
+        return list(stop.value)
 
 
 LOW, HIGH = 10.0, 1000.0

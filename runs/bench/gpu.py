@@ -31,7 +31,7 @@ from compressors import Compressor, make_compressor
 from compressors.base import kept
 from policies import Policy
 from runs.bench.compressors import KEY, our_step
-from runs.bench.shadow import LADDER
+from runs.bench.ddp import LADDER, Shadowed
 from runs.bench.timing import Row, interleaved, median_ratio
 from runs.models.gpt import ByteGPT
 from runs.parser import UsageError
@@ -239,15 +239,6 @@ def _wait_for(device: torch.device) -> None:
 # A step of a GPT ---------------------------------------------------------------------------------
 
 
-class _Shadowed(Fixed):
-    """Sends the same, and keeps a shadow ladder with signal gain, as the default does."""
-
-    shadow = True
-
-    def candidates(self) -> tuple[float, ...]:
-        return LADDER
-
-
 def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
     """A step of a GPT in bf16 with AdamW on one rank, with each hook / without one; and its peak
     memory."""
@@ -256,7 +247,7 @@ def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
         policies: dict[str, tuple[str, Policy]] = {
             "base none": ("none", Fixed(cf=1)),
             f"topk+int4 CF {CF:g}": ("topk+int4", Fixed(cf=CF)),
-            f"topk+int4 CF {CF:g}, shadow ladder": ("topk+int4", _Shadowed(cf=CF, gain="signal")),
+            f"topk+int4 CF {CF:g}, shadow ladder": ("topk+int4", Shadowed(cf=CF, gain="signal")),
             "int8": ("int8", Fixed(cf=4)),
         }
         half = partial(_attach, "topk+int4", Fixed(cf=CF), residual_dtype=torch.bfloat16)

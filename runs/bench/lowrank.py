@@ -15,6 +15,7 @@ from torch.futures import Future
 from compressors import PowerSGD
 from compressors.base import Key
 from compressors.powersgd import layout
+from runs.bench.compressors import in_rounds
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 
 SHAPES = {
@@ -62,22 +63,12 @@ def _our_step(
     out: Tensor,
     grad: Tensor,
 ) -> None:
-    for residual, piece in zip(residuals, grad.split([r.numel() for r in residuals]), strict=True):
+    sizes = [r.numel() for r in residuals]
+    for residual, piece in zip(residuals, grad.split(sizes), strict=True):
         residual.add_(piece)
-    own: list = []
-    rounds = compressor.rounds(residuals, [cf] * len(keys), keys, 1, own.extend)
-    handed = next(rounds)
-    try:
-        while True:
-            dist.all_reduce(handed)
-            handed = rounds.send(handed)
-    except StopIteration as stop:
-        for residual, payload in zip(residuals, own, strict=True):
-            compressor.subtract_from(residual, payload)
-        for piece, payload in zip(
-            out.split([r.numel() for r in residuals]), stop.value, strict=True
-        ):
-            compressor.write_to(piece, payload)
+    found = in_rounds(compressor, residuals, cf, keys, dist.all_reduce)
+    for piece, payload in zip(out.split(sizes), found, strict=True):
+        compressor.write_to(piece, payload)
 
 
 def bench_lowrank(rounds: int, seed: int) -> list[Row]:

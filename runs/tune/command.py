@@ -36,13 +36,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tune(given: dict[str, Any]) -> int:
-    from runs.tune.report import make_report
-    from runs.tune.run import check_all, conduct, place
-    from runs.tune.settings import make_tunings
+    from runs.tune.report import make_report, make_summary
+    from runs.tune.run import Place, check_all, conduct
     from runs.tune.storage import LostStorageError, needed
-    from runs.tune.summary import make_summary
+    from runs.tune.tuning import make_tunings
 
-    where = place(os.environ)
+    where = Place.of_environment()
     tunings = make_tunings(where.options(given))
     records = check_all(list(tunings.values()))
     as_json = bool(given.get("json", False))

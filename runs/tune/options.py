@@ -12,9 +12,6 @@ from runs.options import (
 )
 from runs.parser import number, whole
 from runs.policy_options import add_policy_arguments
-from runs.tune.objective import ACCEPTED
-from runs.tune.space import GRAMMAR
-from runs.tune.tuning import STUDY_FILE
 
 PLANS = ("tpe", "random")
 PRUNERS = ("median", "hyperband", "none")
@@ -25,6 +22,24 @@ EVALUATIONS = 10
 """In a trial, unless --eval-every says otherwise."""
 REPLAYS, KEPT = 1000, 8
 """Screened on a record, and handed to real runs, unless the command says otherwise."""
+
+STUDY_FILE = "study.db"
+
+ACCEPTED = {
+    ("quality",): False,
+    ("bytes",): True,
+    ("seconds",): True,
+    ("quality", "bytes"): False,
+    ("quality", "seconds"): False,
+}
+"""The objectives that there are, and whether they need a target."""
+
+OBJECTIVES = ", ".join(" ".join(names) for names in ACCEPTED)
+
+GRAMMAR = """\
+What is searched is written NAME, NAME=LOW..HIGH or NAME=A,B,C: lr, epsilon=0.1..0.9, base=topk,dgc.
+A policy's own settings are searched by default; base, memory, lr and clip_norm on request. A
+setting that is given as an option (--epsilon 0.4) is fixed, and not searched."""
 
 HELP = f"""\
 Search for the settings that train best, with Optuna. Every trial is a real run of all workers.
@@ -91,7 +106,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective",
         nargs="+",
         metavar="WHAT",
-        help=f"{accepted()} (quality bytes; with --target seconds)",
+        help=f"{OBJECTIVES} (quality bytes; with --target seconds)",
     )
     what.add_argument(
         "--target",
@@ -144,8 +159,3 @@ def _add_screen_arguments(parser: argparse.ArgumentParser) -> None:
         "--replays", type=whole(1), metavar="N", help=f"settings to replay ({REPLAYS})"
     )
     screen.add_argument("--keep", type=whole(1), metavar="N", help=f"for real runs ({KEPT})")
-
-
-def accepted() -> str:
-    """The objectives that there are, in words."""
-    return ", ".join(" ".join(names) for names in ACCEPTED)

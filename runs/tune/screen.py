@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
+import multiprocessing
+import os
+import signal
+import sys
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 import optuna
+from optuna.samplers import RandomSampler
 
 from policies import DENSE
 from policies.base import Context
@@ -29,11 +33,8 @@ from runs.replay.replay import replay
 from runs.replay.reports import Reports
 from runs.replay.source import Source, read_source
 from runs.stages import counted
-from runs.tune.cores import in_order
-from runs.tune.describe import settings_text
-from runs.tune.parameter import Value
-from runs.tune.sampler import seed_of
-from runs.tune.space import BY_POLICY
+from runs.tune.space import BY_POLICY, Parameter, Value
+from runs.tune.study import seed_of, settings_text
 from runs.tune.tuning import Tuning
 
 SCREEN_FILE = "screen.json"
@@ -135,8 +136,7 @@ def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
 
     def try_one(number: int) -> tuple[Screened, bytes] | None:
         """None for settings that do not go together."""
-        rng = random.Random(seed_of(tuning.plan_seed, number))
-        values = {parameter.name: parameter.draw(rng) for parameter in parameters}
+        values = draw(parameters, seed_of(tuning.plan_seed, number))
         try:
             t_comp, run = record.t_comp(tuning.config(values))
         except (ValueError, TypeError, UsageError):
@@ -151,6 +151,16 @@ def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
     if not best:
         raise UsageError("--proxy replay: none of the settings can be replayed on this record")
     return sorted(best.values(), key=lambda one: -one.t_comp), len(best)
+
+
+def draw(parameters: Sequence[Parameter], seed: int) -> dict[str, Value]:
+    """A setting at random, as Optuna draws it; of no study."""
+    sampler, none = RandomSampler(seed=seed), cast(Any, None)
+    drawn = {
+        one.name: sampler.sample_independent(none, none, one.name, one.distribution)
+        for one in parameters
+    }
+    return {one.name: one.value(drawn[one.name]) for one in parameters}
 
 
 def _screened_names(tuning: Tuning) -> set[str]:
@@ -174,7 +184,49 @@ def _basis(tuning: Tuning, record: Record) -> list[str]:
     return notes
 
 
-def promised(attrs: Mapping[str, Any]) -> float | None:
-    """What the proxy said of a trial; None if it was not screened."""
-    value: float | None = attrs.get(SCREENED)
-    return value
+# -- on all processors ---------------------------------------------------------------------------
+
+Result = TypeVar("Result")
+
+FEW = 50
+"""Done right here, before there are others: starting them must pay, and they inherit what the work
+has remembered by then."""
+
+AT_A_TIME = 10
+"""Pieces of work that a process is handed together."""
+
+_work: Callable[[int], object]
+
+
+def in_order(work: Callable[[int], Result], total: int) -> Iterator[Result]:
+    """work(0), work(1), ..., work(total - 1), each as soon as those before it are there.
+
+    Only processes that are forked know `work` without importing everything anew, which takes
+    longer than hundreds of replays. They open no file and call nothing of torch.
+    """
+    yield from map(work, range(min(FEW, total)))
+    rest = range(FEW, total)
+    processes = min(_processors(), -(-len(rest) // AT_A_TIME))
+    if processes < 2:
+        yield from map(work, rest)
+        return
+    forked = multiprocessing.get_context("fork")
+    with forked.Pool(processes, initializer=_begin, initargs=(work,)) as pool:
+        yield from pool.imap(_do, rest, chunksize=AT_A_TIME)
+
+
+def _processors() -> int:
+    """That may be used; 1 where forking a process that has threads is not safe."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+
+
+def _begin(work: Callable[[int], object]) -> None:
+    """In a new process. Ctrl-C goes to all; the first process ends the others, by SIGTERM."""
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _do(number: int) -> object:
+    return _work(number)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
+
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from adaptive.config import MEMORIES
 from compressors import make_compressor
 from policies.base import SCALINGS, GainKind
 from runs.parser import UsageError
 from runs.policy_options import POLICY_OPTIONS
-from runs.tune.parameter import Choice, Parameter, Range, Value
 
 BY_POLICY = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
@@ -24,18 +26,35 @@ BY_POLICY = {
 """Policies that can be tuned, and what is searched unless the command says otherwise."""
 
 ON_REQUEST = ("base", "memory", "lr", "clip_norm")
-_NAMES = {
-    "scaling": tuple(sorted(SCALINGS)),
-    "gain": get_args(GainKind),
-    "memory": MEMORIES,
-}
 HARRIS = ("lr", "clip_norm")
 """Searched by --plan random: each compression setting has its own best learning rate."""
 
-GRAMMAR = """\
-What is searched is written NAME, NAME=LOW..HIGH or NAME=A,B,C: lr, epsilon=0.1..0.9, base=topk,dgc.
-A policy's own settings are searched by default; base, memory, lr and clip_norm on request. A
-setting that is given as an option (--epsilon 0.4) is fixed, and not searched."""
+DIGITS = 3
+"""Significant digits of a searched number: what is printed is then exactly what ran."""
+
+Value = float | int | str
+Numbers = FloatDistribution | IntDistribution
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A searched option, and which of its values are tried."""
+
+    name: str
+    distribution: Numbers | CategoricalDistribution
+
+    def value(self, drawn: Value) -> Value:
+        """What is run with, of a value that Optuna has drawn."""
+        if not isinstance(self.distribution, FloatDistribution):
+            return drawn
+        low, high = self.distribution.low, self.distribution.high
+        return min(high, max(low, float(f"{drawn:.{DIGITS}g}")))
+
+    def __str__(self) -> str:
+        one = self.distribution
+        if isinstance(one, CategoricalDistribution):
+            return f"{self.name}={','.join(map(str, one.choices))}"
+        return f"{self.name}={one.low:g}..{one.high:g}{' (log)' if one.log else ''}"
 
 
 def parse(spec: str, policy: str, steps: int, lr: float) -> Parameter:
@@ -49,12 +68,10 @@ def parse(spec: str, policy: str, steps: int, lr: float) -> Parameter:
         owner = next((o for o, names in POLICY_OPTIONS.items() if name in names), None)
         why = f"{name!r} is for --policy {owner}" if owner else f"{name!r} is unknown"
         raise UsageError(f"--search {spec}: {why}; accepted: {', '.join(accepted)}")
-    default = _default(name, steps, lr)
-    if not equals:
-        return default
-    if ".." in text:
-        return _range(spec, default, text)
-    return _choice(spec, default, text)
+    usual = _usual(name, steps, lr)
+    if equals:
+        usual = _range(spec, name, usual, text) if ".." in text else _choice(spec, usual, text)
+    return Parameter(name, usual)
 
 
 def setting(spec: str) -> str:
@@ -78,71 +95,81 @@ def search(
     return tuple(found.values())
 
 
-def _default(name: str, steps: int, lr: float) -> Parameter:
-    window = max(2, steps // 100), max(4, steps // 6)  # so that a ladder of five fits into a run
-    interval = max(2, steps // 50), max(4, steps // 4)
-    table: dict[str, Callable[[], Parameter]] = {
-        "epsilon": lambda: Range(name, 0.05, 0.9),
-        "omega": lambda: Range(name, 0.01, 0.5, log=True),
-        "window": lambda: Range(name, *window, whole=True, log=True),
-        "scaling": lambda: Choice(name, tuple(sorted(SCALINGS))),
-        "gain": lambda: Choice(name, get_args(GainKind)),
-        "eta": lambda: Range(name, 0.05, 1.0),
-        "interval": lambda: Range(name, *interval, whole=True, log=True),
-        "cf": lambda: Range(name, 2, 1000, log=True),
-        "warmup_steps": lambda: Range(name, 1, max(2, steps // 5), whole=True, log=True),
-        "margin": lambda: Range(name, 0.01, 0.5, log=True),
-        "power": lambda: Range(name, 0.1, 4, log=True),
-        "share": lambda: Range(name, 0.02, 0.8, log=True),
-        "base": lambda: Choice(name, ("topk", "topk+bf16", "dgc", "sidco")),
-        "memory": lambda: Choice(name, ("residual", "momentum")),
-        "lr": lambda: Range(name, lr / 20, 2 * lr, log=True),  # sparsifiers prefer lower ones
-        "clip_norm": lambda: Range(name, 0.1, 10, log=True),
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "scaling": tuple(sorted(SCALINGS)),
+    "gain": get_args(GainKind),
+    "base": ("topk", "topk+bf16", "dgc", "sidco"),
+    "memory": ("residual", "momentum"),
+}
+_EVENLY = {"epsilon": (0.05, 0.9), "eta": (0.05, 1.0)}
+_BY_LOGARITHM = {
+    "omega": (0.01, 0.5),
+    "cf": (2.0, 1000.0),
+    "margin": (0.01, 0.5),
+    "power": (0.1, 4.0),
+    "share": (0.02, 0.8),
+    "clip_norm": (0.1, 10.0),
+}
+
+
+def _usual(name: str, steps: int, lr: float) -> Numbers | CategoricalDistribution:
+    """What is tried of an option unless the command says otherwise."""
+    whole = {
+        # So that a ladder of five fits into a run.
+        "window": (max(2, steps // 100), max(4, steps // 6)),
+        "interval": (max(2, steps // 50), max(4, steps // 4)),
+        "warmup_steps": (1, max(2, steps // 5)),
     }
-    return table[name]()
+    if name in _CHOICES:
+        return CategoricalDistribution(_CHOICES[name])
+    if name in whole:
+        return IntDistribution(*whole[name], log=True)
+    if name in _EVENLY:
+        return FloatDistribution(*_EVENLY[name])
+    around = (lr / 20, 2 * lr)  # sparsifiers prefer lower ones
+    return FloatDistribution(*_BY_LOGARITHM.get(name, around), log=True)
 
 
-def _range(spec: str, default: Parameter, text: str) -> Parameter:
-    if isinstance(default, Choice):
-        listed = ",".join(map(str, default.choices))
+def _range(
+    spec: str, name: str, usual: Numbers | CategoricalDistribution, text: str
+) -> Numbers | CategoricalDistribution:
+    if isinstance(usual, CategoricalDistribution):
+        listed = ",".join(map(str, usual.choices))
         raise UsageError(
-            f"--search {spec}: {default.name} has no range; accepted: names, as in "
-            f"{default.name}={listed}"
+            f"--search {spec}: {name} has no range; accepted: names, as in {name}={listed}"
         )
-    low, high = (_number(spec, part, default.whole) for part in text.split("..", 1))
-    if not (low <= high and (low > 0 or not default.log)):
+    low, high = (_number(spec, part, usual) for part in text.split("..", 1))
+    if not (low <= high and (low > 0 or not usual.log)):
         raise UsageError(
-            f"--search {spec}: must be LOW..HIGH with {'0 < ' if default.log else ''}LOW <= HIGH"
+            f"--search {spec}: must be LOW..HIGH with {'0 < ' if usual.log else ''}LOW <= HIGH"
         )
-    return Range(default.name, low, high, default.whole, default.log)
+    if isinstance(usual, IntDistribution):
+        return IntDistribution(int(low), int(high), log=usual.log)
+    return FloatDistribution(low, high, log=usual.log)
 
 
-def _choice(spec: str, default: Parameter, text: str) -> Parameter:
+def _choice(
+    spec: str, usual: Numbers | CategoricalDistribution, text: str
+) -> CategoricalDistribution:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts) or len(set(parts)) < len(parts):
         raise UsageError(f"--search {spec}: must be NAME=A,B,C, each once, or NAME=LOW..HIGH")
-    values: list[Value] = list(parts)
-    if isinstance(default, Range):
-        values = [_number(spec, part, default.whole) for part in parts]
-    elif default.name == "base":
-        _check_bases(spec, parts)
-    elif unknown := [part for part in parts if part not in _NAMES[default.name]]:
-        raise UsageError(
-            f"--search {spec}: {unknown[0]!r} is no {default.name}; accepted: "
-            f"{', '.join(_NAMES[default.name])}"
-        )
-    return Choice(default.name, tuple(values))
-
-
-def _check_bases(spec: str, bases: Sequence[str]) -> None:
-    for base in bases:
+    if not isinstance(usual, CategoricalDistribution):
+        return CategoricalDistribution([_number(spec, part, usual) for part in parts])
+    name = setting(spec)
+    for part in parts:
         try:
-            make_compressor(base)
+            if name == "base":
+                make_compressor(part)
+            elif part not in (known := MEMORIES if name == "memory" else _CHOICES[name]):
+                raise ValueError(f"{part!r} is no {name}; accepted: {', '.join(known)}")
         except ValueError as error:
             raise UsageError(f"--search {spec}: {error}") from error
+    return CategoricalDistribution(parts)
 
 
-def _number(spec: str, text: str, whole: bool) -> float:
+def _number(spec: str, text: str, usual: Numbers) -> float:
+    whole = isinstance(usual, IntDistribution)
     try:
         value = int(text) if whole else float(text)
     except ValueError:

@@ -12,14 +12,19 @@ from urllib.parse import quote, quote_plus
 import optuna
 from filelock import FileLock
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from runs.parser import UsageError
 
-BEAT, GRACE = 20, 120
+BEAT, GRACE = 10, 60
 """Seconds between signs of life of a running trial, and without one until it is given up."""
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    RETRY = RetryHeartbeatStaleTrialCallback()
+"""Queues the parameters of a trial that was given up."""
 
 ATTEMPTS = 6
 """To open the storage: processes that make its tables at the same time disturb each other."""
@@ -60,7 +65,7 @@ def open_storage(url: str) -> RDBStorage:
         )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    # We ask and tell, and so give the signs of life ourselves (desk.py).
+    # We ask and tell, and so give the signs of life ourselves (`Desk`).
     warnings.filterwarnings("ignore", message="Heartbeat of storage")
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # we say it, in one line
     patient = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
@@ -68,7 +73,11 @@ def open_storage(url: str) -> RDBStorage:
         began = time.monotonic()
         try:
             return RDBStorage(
-                url, engine_kwargs=patient, heartbeat_interval=BEAT, grace_period=GRACE
+                url,
+                engine_kwargs=patient,
+                heartbeat_interval=BEAT,
+                grace_period=GRACE,
+                heartbeat_stale_trial_callback=RETRY,
             )
         except Exception as error:  # each database has its own
             hopeless = isinstance(error, (ImportError, ArgumentError))
@@ -153,10 +162,7 @@ def _parts(url: str) -> URL | None:
 
 def _was_hidden(url: str) -> bool:
     """It was copied from where it is shown without its secrets."""
-    parts = _parts(url)
-    if parts is None:
-        return url.endswith(HIDDEN)
-    return HIDDEN in (parts.host, parts.password, *_secret(parts).values())
+    return url.endswith(HIDDEN) or f":{HIDDEN}@" in url or f"={HIDDEN}" in url
 
 
 def _secret(parts: URL) -> dict[str, str | tuple[str, ...]]:

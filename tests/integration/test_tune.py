@@ -16,11 +16,9 @@ from optuna.trial import TrialState, create_trial
 
 from runs.__main__ import main
 from runs.records import read_records
-from runs.tune.desk import SETTINGS
-from runs.tune.make import make_tuning
-from runs.tune.storage import open_storage
-from runs.tune.study import AGAIN, OWNER, REASON, open_study
-from runs.tune.tuning import Tuning
+from runs.tune.storage import RETRY, open_storage
+from runs.tune.study import OWNER, REASON, SETTINGS, open_study
+from runs.tune.tuning import Tuning, make_tuning
 from tests.integration.commands import Command, Start, assert_refused, python_m, torchrun
 
 TUNE = python_m("tune")
@@ -110,10 +108,10 @@ def test_its_files_and_its_front(shared: tuple[Case, list[Command]], capfd: Any)
         assert read_records(run / "timeline.jsonl").bytes_sent == trial["values"][1]
         assert made["command"] == trial["command"]
         assert made["config"]["lr"] == trial["settings"]["lr"]
-    for name in ("history.png", "pareto.png"):
+    for name in ("history-quality.png", "history-bytes.png", "pareto.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
     assert "diverged" in page
     names: dict[str, Any] = {}
     exec(result["snippet"], names)
@@ -164,7 +162,7 @@ def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: St
     assert "the same command goes on" in first.out
     again = case.study.trials[2]
     assert case.study.trials[1].user_attrs[REASON] == "interrupted"
-    assert (again.state, again.user_attrs[AGAIN]) == (TrialState.WAITING, 1)
+    assert (again.state, RETRY.retried_trial_number(again)) == (TrialState.WAITING, 1)
     assert case.study.trials[0].state == TrialState.COMPLETE
 
     case.study.enqueue_trial({"lr": 1.0})

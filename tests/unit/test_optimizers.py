@@ -15,8 +15,8 @@ from runs.optimizers import OPTIMIZERS, learning_rate, lr_factor, make_optimizer
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.tasks import Task
-from runs.tune.make import make_tuning
 from runs.tune.study import check_signature
+from runs.tune.tuning import make_tuning
 
 
 def _config(**options: Any) -> TrainConfig:

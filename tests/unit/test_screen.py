@@ -23,10 +23,9 @@ from runs.replay.options import start_policy
 from runs.replay.replay import replay
 from runs.replay.reports import Reports
 from runs.replay.source import Source
-from runs.tune import cores, screen
-from runs.tune.make import make_tuning
+from runs.tune import screen
 from runs.tune.screen import Record
-from runs.tune.tuning import Tuning
+from runs.tune.tuning import Tuning, make_tuning
 
 STEPS = 60
 SENT = (1.0, 10.0, 20.0, 160.0)
@@ -109,9 +108,7 @@ def test_a_setting_is_judged_by_what_its_replay_alone_gives(
     shared = Record(source)
     runs = set()
     for number in range(SETTINGS):
-        rng = random.Random(number)
-        values = {parameter.name: parameter.draw(rng) for parameter in tuning.space}
-        config = tuning.config(values)
+        config = tuning.config(screen.draw(tuning.space, number))
         found = shared.t_comp(config)
         assert found == _alone(config, source)
         assert found == shared.t_comp(config)
@@ -122,11 +119,11 @@ def test_a_setting_is_judged_by_what_its_replay_alone_gives(
 def test_processes_find_what_one_alone_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "FEW", 4)
+    monkeypatch.setattr(screen, "FEW", 4)
     tuning = _tuning("gravac", tmp_path, settings=35)
     found = []
     for processors in (1, 3):
-        monkeypatch.setattr(cores, "_processors", lambda n=processors: n)
+        monkeypatch.setattr(screen, "_processors", lambda n=processors: n)
         found.append(screen._replay_all(tuning, Record(_source(True, tmp_path))))
     assert found[0] == found[1]
     assert found[0][1] > 1
@@ -139,11 +136,11 @@ def _fails(number: int) -> int:
 
 
 def test_an_error_in_another_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "FEW", 4)
-    monkeypatch.setattr(cores, "_processors", lambda: 2)
-    assert list(cores.in_order(_fails, 8)) == list(range(8))
+    monkeypatch.setattr(screen, "FEW", 4)
+    monkeypatch.setattr(screen, "_processors", lambda: 2)
+    assert list(screen.in_order(_fails, 8)) == list(range(8))
     with pytest.raises(RuntimeError, match="number 9"):
-        list(cores.in_order(_fails, 40))
+        list(screen.in_order(_fails, 40))
 
 
 def test_reports_that_fill_the_memory_are_made_again(

@@ -5,11 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import random
-import socket
-import subprocess
-import sys
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +17,12 @@ import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from optuna.distributions import FloatDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import TrialState, create_trial
 
 from adaptive import LinkSpec
@@ -31,29 +32,22 @@ from runs.compare.exploration import exploration
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
-from runs.tune.desk import Desk
-from runs.tune.findings import find, knee, pareto_front
-from runs.tune.make import make_tuning
-from runs.tune.objective import ACCEPTED, Metrics, Objective, measure, values
-from runs.tune.options import HARRIS_SETTINGS
-from runs.tune.parameter import Choice, Range
-from runs.tune.sampler import SeededByTrial, make_pruner
-from runs.tune.settings import make_tunings
-from runs.tune.snippet import make_snippet
-from runs.tune.space import BY_POLICY, ON_REQUEST, parse
-from runs.tune.storage import open_storage
+from runs.tune.options import ACCEPTED, HARRIS_SETTINGS
+from runs.tune.report import draw_all, find, knee, make_page, make_snippet, pareto_front
+from runs.tune.screen import draw
+from runs.tune.space import BY_POLICY, ON_REQUEST, Parameter, parse
+from runs.tune.storage import RETRY, open_storage
 from runs.tune.study import (
-    AGAIN,
     INTERRUPTED,
-    OWNER,
     REASON,
     SURPLUS,
-    give_up_dead,
+    Desk,
+    SeededByTrial,
+    make_pruner,
     open_study,
-    owner,
     trials_that_count,
 )
-from runs.tune.tuning import Tuning
+from runs.tune.tuning import Metrics, Objective, Tuning, make_tuning, make_tunings, measure, values
 
 # -- what is searched ----------------------------------------------------------------------------
 
@@ -62,22 +56,22 @@ from runs.tune.tuning import Tuning
     st.integers(4, 100_000),
     st.floats(1e-4, 10),
     st.sampled_from([(p, name) for p, names in BY_POLICY.items() for name in names + ON_REQUEST]),
-    st.integers(0, 2**32),
+    st.integers(0, 2**32 - 1),
 )
 def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
     steps: int, lr: float, what: tuple[str, str], seed: int
 ) -> None:
     policy, name = what
     parameter = parse(name, policy, steps, lr)
-    value = parameter.draw(random.Random(seed))
-    if isinstance(parameter, Choice):
-        assert value in parameter.choices
+    (value,) = draw([parameter], seed).values()
+    one = parameter.distribution
+    if isinstance(one, CategoricalDistribution):
+        assert value in one.choices
     else:
-        assert parameter.low <= float(value) <= parameter.high
-        assert isinstance(value, int) == parameter.whole
-    assert parameter.draw(random.Random(seed)) == value
-    fixed = optuna.trial.FixedTrial({name: value})
-    assert parameter.suggest(fixed) == value  # type: ignore[arg-type]
+        assert one.low <= float(value) <= one.high
+        assert isinstance(value, int) == isinstance(one, IntDistribution)
+    assert draw([parameter], seed) == {name: value}
+    assert parameter.value(value) == value
     other = {"schedule": ("0:10",)} if policy == "schedule" else {}
     config = make_config({"policy": policy, **other, name: value, "log_dir": "x"})
     assert getattr(config, name) == value
@@ -86,22 +80,22 @@ def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("epsilon=0.1..0.5", Range("epsilon", 0.1, 0.5)),
-        ("window=4..9", Range("window", 4, 9, whole=True, log=True)),
-        ("window=10,20", Choice("window", (10, 20))),
-        ("lr=0.1,1", Choice("lr", (0.1, 1.0))),
-        ("base=topk,dgc+bf16", Choice("base", ("topk", "dgc+bf16"))),
-        ("clip-norm=1..2", Range("clip_norm", 1, 2, log=True)),
+        ("epsilon=0.1..0.5", FloatDistribution(0.1, 0.5)),
+        ("window=4..9", IntDistribution(4, 9, log=True)),
+        ("window=10,20", CategoricalDistribution((10, 20))),
+        ("lr=0.1,1", CategoricalDistribution((0.1, 1.0))),
+        ("base=topk,dgc+bf16", CategoricalDistribution(("topk", "dgc+bf16"))),
+        ("clip-norm=1..2", FloatDistribution(1, 2, log=True)),
     ],
 )
-def test_ranges_and_choices(spec: str, expected: Range | Choice) -> None:
-    assert parse(spec, "gravac", 300, 1.0) == expected
+def test_ranges_and_choices(spec: str, expected: BaseDistribution) -> None:
+    name = spec.partition("=")[0].replace("-", "_")
+    assert parse(spec, "gravac", 300, 1.0) == Parameter(name, expected)
 
 
 def test_searched_numbers_have_few_digits_so_that_what_is_printed_is_what_ran() -> None:
-    trial = optuna.trial.FixedTrial({"epsilon": 0.123456789})
-    assert Range("epsilon", 0.05, 0.9).suggest(trial) == 0.123  # type: ignore[arg-type]
-    assert Range("epsilon", 0.1234567, 0.9).suggest(trial) == 0.1234567  # type: ignore[arg-type]
+    assert Parameter("epsilon", FloatDistribution(0.05, 0.9)).value(0.123456789) == 0.123
+    assert Parameter("epsilon", FloatDistribution(0.1234567, 0.9)).value(0.12345678) == 0.1234567
 
 
 def _tuning(folder: Path, **given: Any) -> Tuning:
@@ -151,13 +145,13 @@ def test_metrics_are_those_at_the_first_evaluation_at_the_target() -> None:
         0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, (), exploration([])
     )
     ends = (1.0, 2.0, 3.0, 4.0)
-    assert measure(_objective("quality", "bytes"), digest, ends) == Metrics(4, 40, 4, 2, True)
-    assert measure(_objective("bytes", target=5.5), digest, ends) == Metrics(4, 30, 3, 2, True)
+    assert measure(_objective("quality", "bytes"), digest, ends) == Metrics(4, 40, 4, True)
+    assert measure(_objective("bytes", target=5.5), digest, ends) == Metrics(4, 30, 3, True)
     missed = measure(_objective("seconds", target=3.0), digest, ends)
     assert not missed.reached
-    both = [Metrics(4, 40, 4, 2, True), Metrics(6, 20, 8, 2, True)]
+    both = [Metrics(4, 40, 4, True), Metrics(6, 20, 8, True)]
     assert values(_objective("quality", "seconds"), both) == [5, 6]
-    assert all(math.isnan(v) for v in values(_objective("seconds"), [Metrics(1, 1, nan, 1, True)]))
+    assert all(math.isnan(v) for v in values(_objective("seconds"), [Metrics(1, 1, nan, True)]))
 
 
 def test_the_pruner_compares_qualities_in_the_direction_of_the_study() -> None:
@@ -177,9 +171,9 @@ def test_the_pruner_compares_qualities_in_the_direction_of_the_study() -> None:
     st.booleans(),
 )
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]], higher: bool) -> None:
-    objective = _objective("quality", "bytes", higher=higher)
-    trials = [_trial([float(q), float(b)]) for q, b in points]
-    front = pareto_front(objective, trials)
+    study = optuna.create_study(directions=_objective("quality", "bytes", higher=higher).directions)
+    study.add_trials([_trial([float(q), float(b)]) for q, b in points])
+    front = pareto_front(study)
     kept = [tuple(trial.values) for trial in front]
     sign = -1 if higher else 1
     for quality, cost in points:
@@ -272,25 +266,38 @@ def test_a_study_of_something_else_is_refused_by_name(
 
 
 def test_trials_of_dead_processes_are_given_up_and_their_parameters_queued_once(
-    begin: Begin,
+    begin: Begin, tmp_path: Path
 ) -> None:
-    _, study = begin()
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    owners = [f"{socket.gethostname()}:{gone.pid}", owner(), "elsewhere:1"]
-    for i, whose in enumerate(owners):
-        trial = study.ask()
-        trial.suggest_float("lr", 0, 1)
-        trial.set_user_attr(OWNER, whose)
-        assert trial.number == i
-    for _ in range(2):
-        give_up_dead(study)
+    tuning, study = begin(objective=["quality"], search=["lr=0.1..1"])
+    desks = [Desk(tuning, f"process {i}", io.StringIO()) for i in range(2)]
+    first, second = (desk.ask() for desk in desks)
+    assert first is not None
+    assert second is not None
+    with sqlite3.connect(tuning.folder / "study.db") as database:  # one has not been heard of
+        database.execute("UPDATE trial_heartbeats SET heartbeat='2020-01-01' WHERE trial_id=1")
+    desks[0]._ended.set()
+    again = Desk(tuning, "process 3", io.StringIO()).ask()
+    assert again is not None
     states = [trial.state for trial in study.trials]
-    running = TrialState.RUNNING
-    assert states == [TrialState.FAIL, running, running, TrialState.WAITING]
-    assert study.trials[3].user_attrs[AGAIN] == 0
-    assert study.ask().suggest_float("lr", 0, 1) == study.trials[0].params["lr"]
-    assert os.getpid() != gone.pid
+    assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.RUNNING]
+    assert again.values == first.values != second.values
+    assert RETRY.retried_trial_number(study.trials[again.number]) == first.number
+    assert [trial.number for trial in trials_that_count(study)] == [1, 2]
+    assert study.trials[again.number].user_attrs["owner"] == "process 3"
+
+
+def test_an_interrupted_trial_is_queued_again_and_does_not_count(begin: Begin) -> None:
+    tuning, study = begin(objective=["quality"], search=["lr=0.1..1"], trials=2)
+    desk = Desk(tuning, "process", io.StringIO())
+    first = desk.ask()
+    assert first is not None
+    desk.failed(INTERRUPTED)
+    again = desk.ask()
+    assert again is not None
+    assert (again.values, again.place) == (first.values, 1)
+    desk.failed("diverged")
+    assert [study.trials[i].user_attrs[REASON] for i in (0, 1)] == [INTERRUPTED, "diverged"]
+    assert [trial.number for trial in trials_that_count(study)] == [1]
 
 
 def test_what_was_given_up_does_not_count_and_failures_do(begin: Begin) -> None:
@@ -357,6 +364,38 @@ def test_findings_leave_out_what_was_given_up(begin: Begin) -> None:
     assert len(found.trials) == 9
     assert len(found.front) == 8
     assert [shares.get("lr") for shares in found.importances] == [1.0, 1.0]
+
+
+def test_every_picture_there_is_something_to_show_in_is_on_the_page(
+    begin: Begin, tmp_path: Path
+) -> None:
+    tuning, study = begin(objective=["quality", "bytes"], search=["lr"])
+    space = {"lr": FloatDistribution(0.1, 1.0)}
+    assert draw_all(tuning.objective, study, find(study, tuning.objective), tmp_path) == []
+    for i in range(9):
+        lr = 0.1 + i / 10
+        study.add_trial(
+            create_trial(
+                values=[1 + lr, 2e6 - lr],
+                params={"lr": lr},
+                distributions=space,
+                user_attrs={"settings": {"lr": lr, "base": "<b>"}},
+            )
+        )
+    found = find(study, tuning.objective)
+    pictures = draw_all(tuning.objective, study, found, tmp_path)
+    assert {path.stem for path in pictures} == {
+        "pareto",
+        "history-quality",
+        "history-bytes",
+        "importance-quality",
+        "importance-bytes",
+    }
+    page = make_page(tuning.objective, found, "a & b", "text", None, pictures)
+    assert page.count("data:image/png;base64,") == 5
+    assert "a &amp; b" in page
+    assert "&lt;b&gt;" in page
+    assert page.count('<tr class="front">') == 9
 
 
 # -- the settings to paste -----------------------------------------------------------------------

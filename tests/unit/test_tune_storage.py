@@ -14,11 +14,11 @@ from sqlalchemy.exc import OperationalError
 
 from runs.parser import UsageError
 from runs.tune import command, storage
-from runs.tune.make import make_tuning
 from runs.tune.report import make_report
 from runs.tune.run import Place, conduct
 from runs.tune.storage import LostStorageError, needed, open_storage, shown_url
 from runs.tune.study import open_study
+from runs.tune.tuning import make_tuning
 
 SERVER = "postgresql+psycopg2://me:secret@host/studies"
 
