@@ -152,7 +152,9 @@ def test_a_row_holds_what_the_run_took_to_the_target() -> None:
     assert by_name["measured s", "all"] == "5.000"
     assert list(by_name)[-1] == ("measured s", "to target")
     text = text_of(*make_text([row], NETWORKS)).splitlines()
-    assert [line.split()[0] for line in text if line[:3] == "run"] == ["run"] * 4  # two heads and two rows
+    assert [line.split()[0] for line in text if line[:3] == "run"] == [
+        "run"
+    ] * 4  # two heads and two rows
     assert text[4].split() == ["1", "Mbit/s:"]
     assert max(map(len, text)) < 100
 
@@ -226,7 +228,7 @@ def test_a_row_is_that_of_the_dashboard() -> None:
     ((row,), _) = (pictures := make_pictures(make_rows([run], {}, ()), {}, ())[0]).rows, pictures
     assert row["band"]["cf"] == [10, 40]
     assert row["band"]["step"] == [0, 2]
-    assert row["quality"] == {"tag": "perplexity", "step": [1], "second": [0], "values": [6]}
+    assert row["quality"] == {"tag": "perplexity", "step": [1], "second": [0.5], "values": [6]}
     assert row["totals"]["sent"] == [1000, 2000, 3000, 4000]
     assert row["totals"]["moves"] == [0, 0, 1, 1]
     assert row["layers"]["names"] == ["a"]
