@@ -121,24 +121,29 @@ def headline(
     dense_share: float = 0.0,
     network: str = "",
     quality: str = "",
+    gossip: bool = False,
 ) -> str:
     """Whether compression was worth it, in one sentence without the field's words.
 
     seconds: of a step, the mean over the run; nan if not known. dense: a dense step on the same
     network. saved_share: of the bytes of a dense run, what was not sent; negative if more were
     sent. dense_share: of the steps, those that were sent dense. network: "emulated 10 Mbit/s link";
-    "": the real one. quality: how it compares with a dense run's, where that is known.
+    "": the real one. quality: how it compares with a dense run's, where that is known. gossip: no
+    mean of the gradients is made, and what that does to quality does not show in steps.
     """
     where = f"on this {network or 'network'}"
-    sent = bytes_in_words(saved_share)
+    sent, than_dense = bytes_in_words(saved_share), bytes_in_words(saved_share, "dense")
     how, took = "measured" if dense.measured else "modelled", seconds_in_words(dense.seconds)
     here = seconds_in_words(seconds)
-    if dense_share == 1:
+    if gossip and not quality:
+        told = f"gossip: {bytes_in_words(saved_share, 'a dense all-reduce')}"
+        told += f", {here} a step {where}" if isfinite(seconds) else ""
+    elif dense_share == 1:
         told = "dense all along" + (f": {here} a step {where}" if isfinite(seconds) else "")
     elif not isfinite(seconds):
-        told = f"{sent} than dense; no step was timed"
+        told = f"{than_dense}; no step was timed"
     elif not isfinite(dense.seconds):
-        told = f"{sent} than dense, {here} a step; dense was not timed {where}"
+        told = f"{than_dense}, {here} a step; dense was not timed {where}"
     elif dense.seconds > (1 + ALIKE) * seconds:
         times = dense.seconds / seconds
         factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"

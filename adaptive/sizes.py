@@ -236,4 +236,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         network=network_in_words(settings.clock, settings.link),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
+        gossip=settings.gossip is not None,
     )

@@ -9,7 +9,7 @@ from adaptive.exchange.collectives import Traffic
 from adaptive.headline import NOT_TIMED, DenseStep, headline
 from policies import DENSE
 from policies.state import Stateful
-from policies.words import bytes_in_words, named, seconds_in_words
+from policies.words import named
 
 _SAVED = {"saved": True}
 """Of fields that are part of the state, and arguments as well (`policies.state.saved`)."""
@@ -70,16 +70,13 @@ class Summary(Stateful):
         if not self.bytes_sent:
             return "nothing was sent: there is nobody to send gradients to"
         saved = 1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0
-        if self.gossip:  # what it does to quality is not known from steps
-            took = self.step_seconds
-            each = f", {seconds_in_words(took)} a step" if isfinite(took) else ""
-            return f"gossip: {bytes_in_words(saved)} than a dense all-reduce{each}"
         return headline(
             self.step_seconds,
             self.dense_step,
             saved,
             dense_share=self.steps_at_cf.get(DENSE, 0) / max(1, self.steps),
             network=self.network,
+            gossip=bool(self.gossip),
         )
 
     @property

@@ -41,15 +41,16 @@ def progress(ratio: float, other: str) -> str:
     return f"{percent(ratio - 1)} {'more' if ratio >= 1 else 'less'} progress a second than {other}"
 
 
-def bytes_in_words(saved: float) -> str:
+def bytes_in_words(saved: float, other: str = "") -> str:
     """Of a share of bytes that is not sent, negative if more are: "98% fewer bytes"; never rounded
-    to all of them."""
+    to all of them. other: what they are compared with."""
     if not isfinite(saved) or abs(saved) < 0.005:
-        return "as many bytes"
+        return f"as many bytes as {other}" if other else "as many bytes"
     if saved <= -1:
-        return f"{1 - saved:.2g} times the bytes"
+        return f"{1 - saved:.2g} times the bytes{f' of {other}' if other else ''}"
     share = 100 * abs(saved)
     digits = 0 if share < 99 else 1
     while digits < 6 and share < 100 and float(f"{share:.{digits}f}") == 100:
         digits += 1
-    return f"{share:.{digits}f}% {'fewer' if saved > 0 else 'more'} bytes"
+    told = f"{share:.{digits}f}% {'fewer' if saved > 0 else 'more'} bytes"
+    return f"{told} than {other}" if other else told

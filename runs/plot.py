@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from adaptive import StepRecord
-from adaptive.timeline.records import headline_of
 from policies.base import GainKind
 from policies.words import bytes_in_words
 from runs.records import Recorded, planned
@@ -25,10 +24,7 @@ def draw_timeline(recorded: Recorded, path: Path, title: str, gain: GainKind = "
     """
     if not recorded.steps:
         raise ValueError("recorded must have steps to draw")
-    network = recorded.header.network if recorded.header is not None else ""
-    told = headline_of(recorded.steps[-1], network)
-    heading = f"{title}\n{told}" if told else title
-    with picture(path, heading, heights=(3, 2, 1.2), size=(9, 6.6)) as (cf, gains, traffic):
+    with picture(path, title, heights=(3, 2, 1.2), size=(9, 6.6)) as (cf, gains, traffic):
         _draw_cf(cf, recorded)
         _draw_gain(gains, recorded.steps, gain)
         _draw_bytes(traffic, recorded)
@@ -76,10 +72,8 @@ def _draw_bytes(axes: Any, recorded: Recorded) -> None:
     steps(axes, xs, share, "sent", color=BLUE, linewidth=1)
     axes.set_ylim(0, 1.1 * max([100.0, *filter(isfinite, share)]))
     axes.set_ylabel("bytes sent,\n% of dense")
-    factor = recorded.wire_factor
-    axes.set_title(
-        f"whole run: {bytes_in_words(1 - 1 / factor)} than dense (wire factor {factor:.1f})"
-    )
+    saved = bytes_in_words(1 - 1 / recorded.wire_factor, "dense")
+    axes.set_title(f"whole run: {saved} (wire factor {recorded.wire_factor:.1f})")
 
 
 def _numbers(records: list[StepRecord]) -> list[int]:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from adaptive import LinkSpec, Summary
 from adaptive.exchange.link import ServerSpec
+from policies import DENSE
 from policies.words import named
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
@@ -44,13 +45,34 @@ def title(config: TrainConfig) -> str:
     model = config.model or TASKS[config.task].models[0]
     model += f", adapters of rank {config.lora}" if config.lora is not None else ""
     model += f", from {config.init}" if config.init is not None else ""
-    how = "plain DDP, no hook" if config.policy == "off" else f"{config.policy} over {config.base}"
-    how = f"DDP with PyTorch's {config.ddp_hook} hook" if config.ddp_hook else how
+    how = f"{config.policy} over {config.base}"
+    if config.policy == "off":
+        how = (
+            f"DDP with PyTorch's {config.ddp_hook} hook"
+            if config.ddp_hook
+            else "plain DDP, no hook"
+        )
+    elif config.policy == "fixed":
+        dense = config.base == "none" or config.cf == DENSE
+        how = "dense" if dense else f"{config.base} at {named(config.cf or DENSE)}"
+    if config.exchange is not None:
+        how += f", {config.exchange} exchange"
+    if config.local_steps is not None:
+        how += f", {config.local_steps} local steps a round"
+    how += f", delay {config.delay}" if config.delay else ""
     link = f", {emulated(config)}" if config.link else ""
     link += f", {real_links(config.netlab)}" if config.netlab else ""
     kind = "simulated worker" if config.simulated else "worker"
     workers = f"{config.workers} {kind}{'s' if config.workers > 1 else ''}"
     return f"{config.task} ({model}), {workers}, {how}{link}"
+
+
+def is_dense(config: TrainConfig) -> bool:
+    """Every step exchanges all of every gradient, and its mean moves the model: what compression is
+    compared with. Not so gossip, local steps and delayed means, whatever they send."""
+    alike = config.exchange != "gossip" and config.local_steps in (None, 1) and not config.delay
+    sends_all = config.base == "none" or config.cf == DENSE
+    return config.policy == "off" or (config.policy == "fixed" and sends_all and alike)
 
 
 def header(config: TrainConfig, first_step: int) -> str:
@@ -121,7 +143,8 @@ def save_result(
     if recorded.steps:
         path = config.folder / PLOT_FILE
         try:
-            draw_timeline(recorded, path, title(config), gain_kind(config))
+            heading = f"{title(config)}\n{outcome.summary.headline}"
+            draw_timeline(recorded, path, heading, gain_kind(config))
         except ImportError:
             notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
         except OSError as error:

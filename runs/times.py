@@ -10,7 +10,7 @@ from statistics import median
 from adaptive import StepRecord
 from runs.build import modelled_clock
 from runs.config import TrainConfig
-from runs.records import Recorded, local_steps
+from runs.records import Recorded, exchanges, local_steps
 
 
 def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -52,19 +52,23 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     return clock.now
 
 
-def pauses(steps: Iterable[int], evaluated: Collection[int], every: int, trained: int) -> set[int]:
-    """Of these steps, those whose time has an evaluation or a checkpoint in it: the step before the
-    pause on the rank that makes it, the step after on the others, which wait for that rank there.
+def pauses(
+    records: Sequence[StepRecord], evaluated: Iterable[int], every: int, trained: int
+) -> set[int]:
+    """Of these records, by their place, those whose time has an evaluation or a checkpoint in it:
+    the one before the pause on the rank that makes it, the one after on the others, which wait for
+    that rank there.
 
-    evaluated: steps done at each evaluation. every: steps between checkpoints; 0: there are none.
-    trained: steps done in all.
+    evaluated: steps of the optimizer done at each evaluation. every: steps between checkpoints; 0:
+    there are none. trained: steps done in all.
     """
-    done = set(evaluated)
-
-    def pauses_at(step: int) -> bool:
-        return step in done or (every > 0 and 0 < step < trained and step % every == 0)
-
-    return {step for step in steps if pauses_at(step) or pauses_at(step + 1)}
+    if any(record.local_steps > 1 for record in records):
+        place = {step: count - 1 for step, count in enumerate(exchanges(records))}
+    else:  # which may lack steps
+        place = {record.report.step: i for i, record in enumerate(records)}
+    done = {*evaluated, *(range(every, trained, every) if every else ())}
+    before = {place[last - 1] for last in done if last - 1 in place}
+    return before | {i + 1 for i in before}
 
 
 def step_seconds(records: Sequence[StepRecord], pauses: Collection[int]) -> list[float]:
@@ -76,7 +80,7 @@ def step_seconds(records: Sequence[StepRecord], pauses: Collection[int]) -> list
     by_cf: dict[float, list[float]] = {}
     for i, (record, after) in enumerate(pairwise(records)):
         report = after.report
-        if report.timed_cf == record.report.cf and record.report.step not in pauses:
+        if report.timed_cf == record.report.cf and i not in pauses:
             times[i] = report.seconds
             if isfinite(report.seconds):
                 by_cf.setdefault(record.report.cf, []).append(report.seconds)

@@ -120,10 +120,8 @@ class Trainer:
         return Densities(self.step, density(own), density(p.grad for p in parameters))
 
     def measured(self) -> AbstractContextManager[None]:
-        """A context in which the model is the one whose quality counts."""
-        if self.compressor is None or self._config.exchange != "gossip":
-            return nullcontext()
-        return self.compressor.averaged()
+        """A context in which the model is the one whose quality counts, the mean of all ranks'."""
+        return nullcontext() if self.compressor is None else self.compressor.averaged()
 
     def summary(self) -> Summary:
         """What was sent so far."""
@@ -389,8 +387,8 @@ class _Keeper:
 
 class _Examiner:
     """Rank 0 measures the model, and the others do not wait before they have to: on them nothing is
-    ever known. With gossip no rank has the model that is trained, the mean of all, which is then
-    put together on all ranks.
+    ever known. With gossip, local steps and delayed means no rank has the model that is trained,
+    the mean of all, which is then put together on all ranks.
 
     quality: the last one that was measured, or that of the best model once there is a conclusion.
     beside, test: see `Outcome`."""

@@ -40,7 +40,8 @@ class Header:
     and the bytes of a step, statistics not counted. layers: shapes of the parameters that may have
     CFs of their own, if they are known. local_steps: numbers of them that the policy could choose
     from. overlap: of these, how many may pass while an exchange is under way; None: half. network:
-    an emulated or modelled link, in words; "" for the real one. version: of the records; a reader
+    an emulated or modelled link, in words; "" for the real one. gossip: whether ranks send their
+    parameters to neighbours, and make no mean. version: of the records; a reader
     must ignore fields that it does not know.
     """
 
@@ -61,6 +62,7 @@ class Header:
     network: str = ""
     expression: str = ""
     gain: GainKind = "gradient"
+    gossip: bool = False
     version: int = VERSION
 
 
@@ -115,9 +117,9 @@ class StepRecord:
         return self.active / self.active_steps if self.active_steps else nan
 
 
-def headline_of(record: StepRecord, network: str = "") -> str:
-    """Whether compression was worth it so far; "" of a record that does not tell. network: see
-    `Header`."""
+def headline_of(record: StepRecord, network: str = "", gossip: bool = False) -> str:
+    """Whether compression was worth it so far; "" of a record that does not tell. network, gossip:
+    see `Header`."""
     if not (record.sent > 0 and record.dense > 0):
         return ""
     return headline(
@@ -126,6 +128,7 @@ def headline_of(record: StepRecord, network: str = "") -> str:
         1 - record.sent / record.dense,
         dense_share=record.dense_steps / (record.report.step + 1),
         network=network,
+        gossip=gossip,
     )
 
 

@@ -165,10 +165,10 @@ class TensorBoardTimeline(ThinnedTimeline):
         self._whole: list[Header | StepRecord | Event] | None = [] if records else None
         self._recent_cfs: list[float] = []
         self._t_comp: dict[float, tuple[float, int]] = {}  # sum and number of steps, by CF
-        self._network, self._headline_due = "", 0.0
+        self._network, self._gossip, self._headline_due = "", False, 0.0
 
     def start(self, header: Header) -> None:
-        self._network = header.network
+        self._network, self._gossip = header.network, header.gossip
         known = settings_of(header)
         given = {name: v for name, v in self._hparams.items() if v is not None or name not in known}
         columns = dict.fromkeys([*_COLUMNS, *self._hparams])
@@ -207,8 +207,9 @@ class TensorBoardTimeline(ThinnedTimeline):
         """Whether compression was worth it so far, for the text page and the dashboard."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        text = "" if self._last is None else headline_of(self._last, self._network)
-        if self._last is not None and text:
+        if self._last is None:
+            return
+        if text := headline_of(self._last, self._network, self._gossip):
             values = [
                 string_value("policy/headline", "text", text.encode()),
                 string_value(HEADLINE, PLUGIN, text.encode()),

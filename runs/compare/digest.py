@@ -131,8 +131,7 @@ def _read(
 def _clock(
     records: Sequence[StepRecord], evaluations: Sequence[tuple[int, float]], config: TrainConfig
 ) -> tuple[float, ...]:
-    steps = [record.report.step for record in records]
-    paused = pauses(steps, [done for done, _ in evaluations], 0, config.steps)
+    paused = pauses(records, [done for done, _ in evaluations], 0, config.steps)
     ends = list(accumulate(step_seconds(records, paused)))
     return tuple(seconds_by_step(records, ends))
 

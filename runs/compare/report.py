@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from rich.console import RenderableType
 
-from policies import DENSE
 from runs.compare.digest import Digest, read_digest
 from runs.compare.options import Comparison
 from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
@@ -21,6 +20,7 @@ from runs.compare.table import make_tables
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
+from runs.result import is_dense
 from runs.tables import faint, strong, text_of
 from runs.tasks import TASKS
 from runs.verdict import verdict
@@ -176,7 +176,7 @@ def _read(comparison: Comparison) -> tuple[dict[str, list[Digest]], str | None]:
         runs = [read_digest(c, *how) for c in configs if is_finished(c)]
         if runs:
             found[contender.label] = runs
-        if dense is None and _is_dense(configs[0]):
+        if dense is None and is_dense(configs[0]):
             dense = contender.label
     return found, dense
 
@@ -194,12 +194,6 @@ def _headlines(standings: list[Standing], dense: str | None, config: TrainConfig
         for label, one in ended.items()
         if label != dense
     }
-
-
-def _is_dense(config: TrainConfig) -> bool:
-    return config.policy == "off" or (
-        config.policy == "fixed" and (config.base == "none" or config.cf == DENSE)
-    )
 
 
 def _goal(comparison: Comparison) -> str:

@@ -33,7 +33,7 @@ from runs.report.target import Target
 DETAIL = 4
 """Times as many points as a screen of the dashboard, which would ask for more at a zoom."""
 
-BUCKETS, STRETCHES = 240, 40
+BUCKETS, STRETCHES = 240, 12
 """Points of a gain's curve, each the mean of the steps in it: of one that was sent, and of one of
 the shadow ladder, where single steps say little."""
 
@@ -300,6 +300,8 @@ class Records:
             layers = {**dict.fromkeys(layers, cf), **record.layer_cfs}
             own = {f"{LAYER}{name}": value for name, value in layers.items()}
             for tag, value in (scalars(record) | own).items():
+                if tag == ACTIVE:  # as the table has it, not by the record's own medians
+                    value = run.seconds_by(step + 1)
                 if tag in _KEPT or tag in own or NUMBERS.fullmatch(tag):
                     self._add(tag, step, record.elapsed, value)
         if not run.records and run.history:  # plain DDP

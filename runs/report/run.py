@@ -30,13 +30,13 @@ from runs.records import (
     seconds_by_step,
     stretches,
 )
-from runs.result import title
+from runs.result import is_dense, title
 from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
 from runs.times import pauses, step_seconds
 from runs.verdict import Ended
 
-_IN_TITLE = ("base", "link")
+_IN_TITLE = ("base", "cf", "link", "exchange", "local_steps", "delay")
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,10 @@ class Run:
     @property
     def is_dense(self) -> bool:
         """It sent everything uncompressed, all along and on purpose."""
-        config, header = self.config, self.recorded.header
-        if config is None:
+        header = self.recorded.header
+        if self.config is None:
             return header is not None and header.settings.get("send") == DENSE
-        return config.policy == "off" or (
-            config.policy == "fixed" and (config.base == "none" or config.cf == DENSE)
-        )
+        return is_dense(self.config)
 
     @property
     def finished(self) -> bool:
@@ -233,7 +231,9 @@ class Run:
         """Whether compression was worth it, as its own record tells; "" if that does not."""
         header = self.recorded.header
         network = self.link if header is None else header.network or self.link
-        return headline_of(self.records[-1], network) if self.records else ""
+        gossip = self.config is not None and self.config.exchange == "gossip"
+        gossip = gossip or (header is not None and header.gossip)
+        return headline_of(self.records[-1], network, gossip) if self.records else ""
 
     @property
     def scaling_efficiency(self) -> float:
@@ -280,7 +280,7 @@ class Run:
     @cached_property
     def _pauses(self) -> set[int]:
         every = self.config.checkpoint_every if self.config is not None else 0
-        return pauses(self._steps, [done for done, _ in self.evaluations], every, self.trained)
+        return pauses(self.records, [done for done, _ in self.evaluations], every, self.trained)
 
 
 def _title_of(header: Header | None) -> str:

@@ -99,6 +99,8 @@ def test_what_is_only_modelled_is_no_verdict_for_dense():
 def test_bytes_are_never_all_saved():
     assert bytes_in_words(0.98) == "98% fewer bytes"
     assert bytes_in_words(0.99996) == "99.996% fewer bytes"
+    assert bytes_in_words(0.98, "dense") == "98% fewer bytes than dense"
+    assert bytes_in_words(0.0, "dense") == "as many bytes as dense"
     assert bytes_in_words(-0.5) == "50% more bytes"
     assert bytes_in_words(-2.0) == "3 times the bytes"
     assert bytes_in_words(0.001) == bytes_in_words(nan) == "as many bytes"

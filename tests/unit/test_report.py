@@ -227,7 +227,7 @@ def test_a_row_is_that_of_the_dashboard() -> None:
     ((row,), _) = (pictures := make_pictures(make_rows([run], {}, ()), {}, ())[0]).rows, pictures
     assert row["band"]["cf"] == [10, 40]
     assert row["band"]["step"] == [0, 2]
-    assert row["quality"] == {"tag": "perplexity", "step": [1], "second": [0], "values": [6]}
+    assert row["quality"] == {"tag": "perplexity", "step": [1], "second": [0.5], "values": [6]}
     assert row["totals"]["sent"] == [1000, 2000, 3000, 4000]
     assert row["totals"]["moves"] == [0, 0, 1, 1]
     assert row["layers"]["names"] == ["a"]

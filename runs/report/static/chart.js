@@ -81,7 +81,8 @@ export class Chart {
     const curves = lines.map((line) => this.places(line));
     const known = curves.flat().filter(Boolean);
     const ends = known.map(([at]) => at);
-    const domain = this.span ?? [xs[this.x].log ? Math.min(...ends) : 0, Math.max(...ends)];
+    const [first, end] = [xs[this.x].log ? Math.min(...ends) : 0, Math.max(...ends)];
+    const domain = this.span ?? [first, end + 0.01 * (end - first)];
     Object.assign(this.pointer, {domain, left: LEFT});
     const [low, high] = this.range(known, domain);
     const {context, width, height, x} = pen(this.canvas, {domain, left: LEFT});
@@ -123,9 +124,6 @@ export class Chart {
     context.lineWidth = 1;
     context.setLineDash([2, 3]);
     path(context, [[LEFT, y], [width, y]]);
-    context.textAlign = 'left'; // where lines are seldom, since they come down to it
-    context.textBaseline = 'bottom';
-    context.fillText(limit.title, LEFT + 4, y - 2);
   }
 
   drawLegend() {
@@ -136,6 +134,7 @@ export class Chart {
         swatch.style.borderTop = `3px ${line.dash ? 'dashed' : 'solid'} ${lineColour(line)}`;
         return element('span', {}, swatch, line.name);
       }),
+      ...(this.what.limit ? [element('span', {}, limitSwatch(), this.what.limit.title)] : []),
     );
   }
 
@@ -151,6 +150,12 @@ export class Chart {
     }
     return told;
   }
+}
+
+function limitSwatch() {
+  const swatch = element('i');
+  swatch.style.borderTop = `2px dotted ${cssColour('--line')}`;
+  return swatch;
 }
 
 function lineColour(line) {
