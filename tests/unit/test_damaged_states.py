@@ -206,9 +206,20 @@ def _check(run: _Run, damaged: dict[str, Any]) -> None:
         assert same(_without_time(run.state()), _without_time(run.good))
 
 
-@settings(max_examples=15)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_damaged_state_changes_nothing_or_loads_whole(run: _Run, data: st.DataObject) -> None:
+    _damage_and_check(run, data)
+
+
+@pytest.mark.long
+@settings(max_examples=25)
+@given(data=st.data())
+def test_more_damaged_states(run: _Run, data: st.DataObject) -> None:
+    _damage_and_check(run, data)
+
+
+def _damage_and_check(run: _Run, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(_places(run.good))))
     how = data.draw(st.sampled_from(("missing", "type", "not finite", "shape", "truncated")))
     _check(run, _with(run.good, path, how, data.draw(st.integers(0, 50))))
