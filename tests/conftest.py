@@ -1,11 +1,14 @@
 """Property-based tests search at random on a developer's machine, and repeatably in CI; how long an
 example takes is no matter in either, since the machine may be busy. Without a GPU, Triton's kernels
-are interpreted."""
+are interpreted. `make test` leaves a part of the tests to `make long-test`."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -17,3 +20,23 @@ _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 settings.register_profile("local", _ANY_SPEED)
 settings.register_profile("ci", _ANY_SPEED, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with real processes and four or more sets of parameters, `make test` takes every
+    third, `make long-test` the others."""
+    processes = Path(__file__).parent / "distributed"
+    quick = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and item.path.is_relative_to(processes)
+        and item.get_closest_marker("long") is None
+    ]
+    several = Counter((item.path, item.originalname) for item in quick)
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in quick:
+        test = item.path, item.originalname
+        if several[test] >= 4 and seen[test] % 3:
+            item.add_marker(pytest.mark.long)
+        seen[test] += 1

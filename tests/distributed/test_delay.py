@@ -118,6 +118,7 @@ def _reference(ranks: int, optimizer: str, delay: int) -> list[Tensor]:
     return [flat_parameters(model) for model in models]
 
 
+@pytest.mark.long
 def test_uncompressed_it_is_delayed_gradient_averaging() -> None:
     delays = [1, 3]
     found = run_ranks(2, _uncompressed, delays)

@@ -100,7 +100,7 @@ def test_the_prediction_is_what_the_cf_then_delivers_on_a_real_task(granularity:
     assert large["predicted"][10.0] == pytest.approx(small["delivered"], rel=0.15)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+@pytest.mark.parametrize("granularity", quick("bucket", of=["layer", "bucket"]))
 def test_the_sample_can_be_the_whole_of_a_large_model(granularity: str) -> None:
     def off(sample: float) -> float:
         found = run_ranks(2, _real_task, 100.0, 6, granularity, "topk+fp32", sample)[0]

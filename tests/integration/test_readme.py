@@ -44,6 +44,7 @@ def _output(script: str, path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_five_lines_make_the_script_in_the_readme_a_win(tmp_path: Path) -> None:
     diff = re.search(r"```diff\n(.*?)```", _text("README.md"), re.S)
     assert diff
