@@ -291,14 +291,18 @@ def _pictures(
         log_axis(front.xaxis, [trial.values[1] for trial in found.of(TrialState.COMPLETE)])
         yield "pareto", front
     elif any(trial.intermediate_values for trial in found.trials):
-        yield "intermediate", plots.plot_intermediate_values(study)
+        curves = plots.plot_intermediate_values(study)
+        log_axis(curves.yaxis, [v for t in found.trials for v in t.intermediate_values.values()])
+        yield "intermediate", curves
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
         of = f"-{name}" if len(names) > 1 else ""
 
         def shown(trial: FrozenTrial, i: int = i) -> float:
             return objective.shown(trial.values)[i]
 
-        history = plots.plot_optimization_history(study, target=shown, target_name=label)
+        # Without a target Optuna draws the best so far, too.
+        target = shown if len(names) > 1 or name == "bytes" else None
+        history = plots.plot_optimization_history(study, target=target, target_name=label)
         log_axis(history.yaxis, [shown(trial) for trial in found.of(TrialState.COMPLETE)])
         yield f"history{of}", history
         if found.importances[i]:
