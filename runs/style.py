@@ -62,11 +62,12 @@ def picture(
     heights: Sequence[float] = (1,),
     size: tuple[float, float] = (8, 5),
     across: str = "step",
+    columns: int = 1,
 ) -> Iterator[list[Any]]:
-    """Draw on the axes that this gives, one below the other, and the PNG is written at the end.
+    """Draw on the axes that this gives, row by row, and the PNG is written at the end.
 
-    heights: of each, in proportion. size: inches. across: what the horizontal axis is, which all
-    share. ImportError without matplotlib.
+    heights: of the rows, in proportion. size: inches. across: what the horizontal axes are, which a
+    column shares. ImportError without matplotlib.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -75,12 +76,13 @@ def picture(
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
-        panels = grid[:, 0].tolist()
+        shared: dict[str, Any] = {"sharex": "col", "sharey": "row", "squeeze": False}
+        grid = figure.subplots(len(heights), columns, height_ratios=heights, **shared)
         lines = [fill(line, int(13 * size[0])) for line in title.splitlines()]  # none is cut off
         figure.suptitle("\n".join(lines), x=0.01, ha="left")
-        panels[-1].set_xlabel(across)
-        yield panels
+        for axes in grid[-1]:
+            axes.set_xlabel(across)
+        yield grid.ravel().tolist()
         figure.savefig(not_a_link(path))
 
 
