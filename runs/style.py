@@ -110,17 +110,18 @@ def cf_axis(axes: Any, cfs: Iterable[float]) -> None:
     axes.set_ylabel("compression factor")
 
 
-def log_axis(axis: Any, values: Iterable[float], spread: float = _LOG_FROM) -> None:
-    """Make an axis logarithmic if its values spread so far, with numbers as people write them."""
+def log_axis(axis: Any, values: Iterable[float], decades: bool = False) -> None:
+    """Make an axis logarithmic if its values spread, with numbers as people write them; decades: of
+    powers of ten alone."""
     known = [value for value in values if isfinite(value)]
-    if known and 0 < spread * min(known) < max(known):
-        _logarithmic(axis)
+    if known and 0 < _LOG_FROM * min(known) < max(known):
+        _logarithmic(axis, (1,) if decades else (1, 2, 5))
 
 
-def _logarithmic(axis: Any) -> None:
+def _logarithmic(axis: Any, ticks: tuple[int, ...] = (1, 2, 5)) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(LogLocator(subs=ticks))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
