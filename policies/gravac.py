@@ -164,7 +164,7 @@ class GraVAC(DeclaredPolicy):
         why = self._step_exploration() if explores else self._step_choice(report)
         chooses = explores and self._chosen is not None  # and has told of its step time
         if self._send != sent and not chooses:
-            why += f" ({self._statistics.costs_of(self._send, sent)})"
+            why += f"; {self._statistics.costs_of(self._send, sent)}"
         if not why and self._probe != probed:
             listed = ", ".join(f"{cf:g}" for cf in self._probe or probed)
             why = f"looks {'again' if self._probe else 'no longer'} at the gains of CF {listed}"

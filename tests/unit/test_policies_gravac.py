@@ -244,8 +244,8 @@ def test_scale_down_after_settling_and_up_again():
     plans = run.run(10)
     assert sends(plans) == [160.0, 10.0]
     assert reasons(plans) == [
-        "scale down 160 -> 10: gain 0.275 < epsilon 0.3 "
-        "(1.0 s a step instead of 0.30 s, 16 times the bytes)"
+        "scale down 160 -> 10: gain 0.275 < epsilon 0.3; "
+        "1.0 s a step instead of 0.30 s, 16 times the bytes"
     ]
     assert plans[-1].probe == (160.0,)
 
@@ -273,8 +273,8 @@ def test_both_fail_at_once():
     assert sends(plans) == [160.0, 10.0, DENSE]
     assert [plan.send for plan in plans].count(10.0) == 5
     assert reasons(plans)[-1] == (
-        "back to dense from CF 10: gain 0.1 < epsilon 0.3 "
-        "(4.0 s a step instead of 1.0 s, 10 times the bytes)"
+        "back to dense from CF 10: gain 0.1 < epsilon 0.3; "
+        "4.0 s a step instead of 1.0 s, 10 times the bytes"
     )
 
 

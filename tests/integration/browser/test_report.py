@@ -39,7 +39,7 @@ def test_pictures_tell_what_is_under_the_pointer(report: Page) -> None:
     assert report.rows() == ["gravac", STRANGE, "no hook"]
     assert [name.text for name in report.all("h3")] == report.rows()
     chart = report.all(".curves")[0]
-    (verdict,) = report.all(".verdict")
+    (verdict,) = report.all("article.verdict")
     assert "dense" in verdict.text
     assert verdict.location["y"] < chart.location["y"]  # before all pictures and numbers
     legend = report.all(".lines")[0].text
