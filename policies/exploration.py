@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass
 from enum import IntEnum
+from math import nan
 
 from policies.base import DENSE, GainKind, StepReport
 from policies.estimators import Averages, Backoff
 from policies.signal_gain import SignalGain
 from policies.state import Stateful, saved
 from policies.step_time import StepTime
-from policies.words import named, progress, seconds_in_words
+from policies.words import costs, named, progress, seconds_in_words
 
 MAX_DOUBLINGS = 6
 """The cooldown of the send rule grows to 64 times the first."""
@@ -170,6 +171,12 @@ class CandidateStatistics(Stateful):
             return ""
         told = f"; {seconds_in_words(now)} a step"
         return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
+
+    def costs_of(self, cf: float, here: float) -> str:
+        """What a switch to a CF from another changes, in words: the step time, where both were
+        run, and the bytes."""
+        saved = 1 - self.nbytes(cf) / (self.nbytes(here) or nan)
+        return costs(self.time.measured(cf), self.time.measured(here), saved)
 
     def why_dense_wins(self) -> str:
         """Why no CF can beat dense, not even with nothing on the wire, the fastest compression and

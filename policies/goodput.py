@@ -45,7 +45,7 @@ from policies.estimators import Averages
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import saved, together
 from policies.step_time import STRIDE_STEPS, StepTime
-from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
+from policies.words import costs, named, percent, progress
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
@@ -280,12 +280,9 @@ class Goodput(DeclaredPolicy):
         if now is None or then is None:
             return told
         unit = "a round" if self._local_steps > 1 else "a step"
-        sent = bytes_in_words(1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan))
+        saved = 1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan)
         gains = [f"{self.gain_at(each) or nan:.2f}" for each in (cf, here)]
-        return (
-            f"{told} ({seconds_in_words(then)} {unit} instead of {seconds_in_words(now)}, {sent}, "
-            f"gain {gains[0]} instead of {gains[1]})"
-        )
+        return f"{told} ({costs(then, now, saved, unit)}, gain {gains[0]} instead of {gains[1]})"
 
     def _check_loaded(self) -> None:
         known = self._local_steps in self._numbers

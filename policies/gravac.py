@@ -160,7 +160,11 @@ class GraVAC(DeclaredPolicy):
     def observe(self, report: StepReport) -> None:
         sent, probed = self._send, self._probe
         basis = self._statistics.observe(report, {sent, *probed})
-        why = self._step_exploration() if self._chosen is None else self._step_choice(report)
+        explores = self._chosen is None
+        why = self._step_exploration() if explores else self._step_choice(report)
+        chooses = explores and self._chosen is not None  # and has told of its step time
+        if self._send != sent and not chooses:
+            why += f"; {self._statistics.costs_of(self._send, sent)}"
         if not why and self._probe != probed:
             listed = ", ".join(f"{cf:g}" for cf in self._probe or probed)
             why = f"looks {'again' if self._probe else 'no longer'} at the gains of CF {listed}"

@@ -41,6 +41,15 @@ def progress(ratio: float, other: str) -> str:
     return f"{percent(ratio - 1)} {'more' if ratio >= 1 else 'less'} progress a second than {other}"
 
 
+def costs(then: float | None, now: float | None, saved: float, unit: str = "a step") -> str:
+    """What a CF takes instead of the one in use: seconds, where both are known, and bytes. saved:
+    see `bytes_in_words`."""
+    sent = bytes_in_words(saved)
+    if then is None or now is None:
+        return sent
+    return f"{seconds_in_words(then)} {unit} instead of {seconds_in_words(now)}, {sent}"
+
+
 def bytes_in_words(saved: float, other: str = "") -> str:
     """Of a share of bytes that is not sent, negative if more are: "98% fewer bytes"; never rounded
     to all of them. other: what they are compared with."""

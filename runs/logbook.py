@@ -31,7 +31,7 @@ from runs.config import CONFIG_FILE, TrainConfig
 from runs.densities import Densities
 from runs.parser import UsageError
 from runs.progress import Progress
-from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before
+from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before, read_header
 
 EVENTS = "TensorBoard's event file"
 
@@ -99,6 +99,9 @@ class Logbook(Timeline):
                     self._writer, hparams=_hparams(config), records=False
                 )
                 self._sinks.sinks.append(self._board)
+                with suppress(OSError, ValueError):  # which the compressor does not tell again
+                    if first and (header := read_header(config.folder / TIMELINE_FILE)):
+                        self._board.start(header)
         elif self._writer is not None:
             self._try(EVENTS, start_session, self._writer, _hparams(config))
         self._opened()

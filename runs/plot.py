@@ -10,7 +10,7 @@ from adaptive import StepRecord
 from policies.base import GainKind
 from policies.words import bytes_in_words
 from runs.records import Recorded, planned
-from runs.style import BLUE, GREEN, ORANGE, RED, cf_axis, legend, picture, steps
+from runs.style import BLUE, GREEN, ORANGE, RED, cf_axis, legend, log_axis, picture, steps
 
 PLOT_FILE = "cf_timeline.png"
 
@@ -68,9 +68,14 @@ def _draw_bytes(axes: Any, recorded: Recorded) -> None:
     sent = [record.report.wire_bytes for record in recorded.steps]
     share = [100 * a / b if b else nan for a, b in zip(sent, dense, strict=True)]
     xs = _numbers(recorded.steps)
-    axes.fill_between(xs, share, step="post", color=BLUE, alpha=0.25, linewidth=0)
+    known = [value for value in share if isfinite(value)]
+    least, most = min([100.0, *known]), max([100.0, *known])
+    low = least / 2 if 0 < least < 10 else 0.0  # a small share would not be seen
+    axes.fill_between(xs, share, low, step="post", color=BLUE, alpha=0.25, linewidth=0)
     steps(axes, xs, share, "sent", color=BLUE, linewidth=1)
-    axes.set_ylim(0, 1.1 * max([100.0, *filter(isfinite, share)]))
+    if low:
+        log_axis(axes.yaxis, [least, most], decades=True)
+    axes.set_ylim(low, 1.5 * most if low else 1.1 * most)
     axes.set_ylabel("bytes sent,\n% of dense")
     saved = bytes_in_words(1 - 1 / recorded.wire_factor, "dense")
     axes.set_title(f"whole run: {saved} (wire factor {recorded.wire_factor:.1f})")

@@ -37,6 +37,7 @@ __all__ = [
     "keep_before",
     "number",
     "planned",
+    "read_header",
     "read_metrics",
     "read_records",
     "stretches",
@@ -215,6 +216,12 @@ class _Found:
         if missing and not self._damage.count:
             said.append(f"{missing} of its steps are missing")
         return said
+
+
+def read_header(path: Path) -> Header | None:
+    """With which a timeline begins; None if it does not. OSError or ValueError if it is damaged."""
+    _, value = next(json_lines(path), (0, {}))
+    return _make(Header, value) if value.get("kind") == "header" else None
 
 
 def keep_before(path: Path, step: int) -> None:

@@ -62,11 +62,12 @@ def picture(
     heights: Sequence[float] = (1,),
     size: tuple[float, float] = (8, 5),
     across: str = "step",
+    columns: int = 1,
 ) -> Iterator[list[Any]]:
-    """Draw on the axes that this gives, one below the other, and the PNG is written at the end.
+    """Draw on the axes that this gives, row by row, and the PNG is written at the end.
 
-    heights: of each, in proportion. size: inches. across: what the horizontal axis is, which all
-    share. ImportError without matplotlib.
+    heights: of the rows, in proportion. size: inches. across: what the horizontal axes are, which a
+    column shares. ImportError without matplotlib.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -75,12 +76,13 @@ def picture(
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
-        panels = grid[:, 0].tolist()
+        shared: dict[str, Any] = {"sharex": "col", "sharey": "row", "squeeze": False}
+        grid = figure.subplots(len(heights), columns, height_ratios=heights, **shared)
         lines = [fill(line, int(13 * size[0])) for line in title.splitlines()]  # none is cut off
         figure.suptitle("\n".join(lines), x=0.01, ha="left")
-        panels[-1].set_xlabel(across)
-        yield panels
+        for axes in grid[-1]:
+            axes.set_xlabel(across)
+        yield grid.ravel().tolist()
         figure.savefig(not_a_link(path))
 
 
@@ -108,17 +110,18 @@ def cf_axis(axes: Any, cfs: Iterable[float]) -> None:
     axes.set_ylabel("compression factor")
 
 
-def log_axis(axis: Any, values: Iterable[float], spread: float = _LOG_FROM) -> None:
-    """Make an axis logarithmic if its values spread so far, with numbers as people write them."""
+def log_axis(axis: Any, values: Iterable[float], decades: bool = False) -> None:
+    """Make an axis logarithmic if its values spread, with numbers as people write them; decades: of
+    powers of ten alone."""
     known = [value for value in values if isfinite(value)]
-    if known and 0 < spread * min(known) < max(known):
-        _logarithmic(axis)
+    if known and 0 < _LOG_FROM * min(known) < max(known):
+        _logarithmic(axis, (1,) if decades else (1, 2, 5))
 
 
-def _logarithmic(axis: Any) -> None:
+def _logarithmic(axis: Any, ticks: tuple[int, ...] = (1, 2, 5)) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(LogLocator(subs=ticks))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -26,9 +26,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from adaptive import LinkSpec
 from adaptive.config import make_base
 from adaptive.exchange.choice import GOSSIP, ExchangeChoice
@@ -41,6 +38,7 @@ from runs.records import TIMELINE_FILE
 from runs.report.run import Run
 from runs.report.source import Place, read_run
 from runs.simulate.options import STEP_SECONDS
+from runs.style import RUNS, log_axis, picture
 
 PLOT_FILE = "gossip.png"
 
@@ -192,30 +190,31 @@ def _row(one: Trained, links: Sequence[LinkSpec], compute: float) -> tuple[str, 
 def draw(trained: Sequence[Trained], compute: float, path: Path) -> None:
     """Write the PNG: seconds to the target along bandwidth and along latency."""
     sizes = list(dict.fromkeys(one.workers for one in trained))
-    figure = Figure(figsize=(9, 3.2 * len(sizes)), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(sizes), 2, squeeze=False)
     along = (
         ("bandwidth, Mbit/s", [(rate / 1e6, LinkSpec(rate, AT.latency)) for rate in RATES]),
         ("latency, ms", [(s * 1e3, LinkSpec(AT.bits_per_second, s)) for s in LATENCIES]),
     )
-    for n, row in zip(sizes, panels, strict=True):
-        for (name, points), axes in zip(along, row, strict=True):
+    places = [(n, *how) for n in sizes for how in along]
+    size = (9, 3.2 * len(sizes))
+    with picture(path, "", [1] * len(sizes), size, across="", columns=2) as panels:
+        for (n, name, points), axes in zip(places, panels, strict=True):
+            heights = []
             for i, one in enumerate(each for each in trained if each.workers == n):
                 if one.to_target is None:
                     continue
                 for lecture, style in ((False, "-"), (True, ":")):
                     y = [one.seconds(link, compute, lecture) for _, link in points]
+                    heights += y
                     label = None if lecture else one.label
-                    x = [at for at, _ in points]
-                    axes.loglog(x, y, style, color=f"C{i}", linewidth=1.3, label=label)
-            axes.set_title(f"{n} workers", fontsize=9, loc="left")
-            axes.set_xlabel(name, fontsize=9)
-            axes.tick_params(labelsize=8)
-            axes.grid(color="#dddddd", linewidth=0.6)
-        row[0].set_ylabel("seconds to the quality", fontsize=9)
-        row[1].legend(fontsize=6, frameon=False)
-    figure.savefig(path)
+                    colour = RUNS[i % len(RUNS)]
+                    axes.plot([at for at, _ in points], y, style, color=colour, label=label)
+            log_axis(axes.xaxis, [at for at, _ in points])
+            log_axis(axes.yaxis, heights)
+            axes.set_title(f"{n} workers", loc="left")
+            axes.set_xlabel(name)
+        for axes in panels[::2]:
+            axes.set_ylabel("seconds to the quality")
+        panels[1].legend()
 
 
 def main(words: list[str] | None = None) -> None:

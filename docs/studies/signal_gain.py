@@ -23,9 +23,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, get_args
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from adaptive import StepReport
 from docs.studies.common import columns, train, write
 from policies.base import GainKind
@@ -34,6 +31,7 @@ from runs.files import read_json
 from runs.progress import cf_name
 from runs.records import TIMELINE_FILE, read_records
 from runs.result import RESULT_FILE
+from runs.style import GREY, RUNS, picture
 
 DROP = 0.6
 """Share of the steps after which the learning rate is a tenth."""
@@ -214,28 +212,23 @@ def table_of_ends(runs: Sequence[Run], folder: Path) -> str:
 def draw(reports: Sequence[StepReport], cfs: Sequence[float], drop: int, path: Path) -> None:
     """Write the PNG: signal gain of each CF over training as a policy sees it, by the ranks'
     products (left) and the next step's (right)."""
-    figure = Figure(figsize=(8, 3), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, name in zip(panels, ("peers", "next step"), strict=True):
-        gain = SignalGain()
-        ratio = gain.peers if name == "peers" else gain.next
-        lines: dict[float, list[float]] = {cf: [] for cf in cfs}
-        for report in reports:
-            gain.observe(report)
-            for cf in cfs:
-                value = ratio.value(cf)
-                lines[cf].append(value if ratio.clear and isfinite(value) else nan)
-        for cf, values in lines.items():
-            axes.plot(values, linewidth=1.4, label=f"CF {cf:g}")
-        axes.axvline(drop, color="#444444", linewidth=0.8, linestyle=":")
-        axes.set_title(f"against {name}, where clear", fontsize=9, loc="left")
-        axes.set_xlabel("step", fontsize=9)
-        axes.set_ylim(-0.05, 1.05)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    panels[0].set_ylabel("signal gain", fontsize=9)
-    panels[0].legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    with picture(path, "", size=(8, 3), columns=2) as panels:
+        for axes, name in zip(panels, ("peers", "next step"), strict=True):
+            gain = SignalGain()
+            ratio = gain.peers if name == "peers" else gain.next
+            lines: dict[float, list[float]] = {cf: [] for cf in cfs}
+            for report in reports:
+                gain.observe(report)
+                for cf in cfs:
+                    value = ratio.value(cf)
+                    lines[cf].append(value if ratio.clear and isfinite(value) else nan)
+            for (cf, values), colour in zip(lines.items(), RUNS * len(lines), strict=False):
+                axes.plot(values, color=colour, label=f"CF {cf:g}")
+            axes.axvline(drop, color=GREY, linewidth=0.8, linestyle=":")
+            axes.set_title(f"against {name}, where clear", loc="left")
+            axes.set_ylim(-0.05, 1.05)
+        panels[0].set_ylabel("signal gain")
+        panels[0].legend()
 
 
 def main(words: list[str] | None = None) -> None:

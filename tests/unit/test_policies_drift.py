@@ -311,7 +311,8 @@ def test_the_step_time_shows_what_the_wait_does_not():
     plan = next(plan for plan in run.run(40) if plan.reason)
     assert plan.reason == (
         "back to dense from CF 40: explores again, step time without compression at CF 40 went "
-        "from 0.125 s to 0.175 s, a change of 40% (30% counts), 2 windows in a row"
+        "from 0.125 s to 0.175 s, a change of 40% (30% counts), 2 windows in a row; "
+        "40 times the bytes"
     )
 
 
@@ -362,7 +363,7 @@ def test_a_gain_that_drifts_opens_exploration_and_keeps_the_times():
     plans = run.run(40)
     assert reasons(plans)[0] == (
         "scale down 40 -> 10: explores again, gain at CF 40 went from 0.68 to 1, a change of "
-        "47% (30% counts), 2 windows in a row"
+        "47% (30% counts), 2 windows in a row; 0.22 s a step instead of 0.14 s, 4 times the bytes"
     )
     plans += run.run(300)
     assert DENSE not in {plan.send for plan in plans}  # its time is still good
@@ -408,7 +409,8 @@ def test_a_candidate_below_epsilon_is_looked_at_again_and_tried():
     plans = run.run(2 * 120 + 8)  # the wait has doubled
     assert reasons(plans[:-1])[-1].startswith("looks again")
     assert plans[-1].reason == (
-        "scale down 40 -> 10: explores again, CF 1000 has not been sent and has gain 0.7 >= 0.33"
+        "scale down 40 -> 10: explores again, CF 1000 has not been sent and has gain 0.7 >= 0.33; "
+        "0.22 s a step instead of 0.14 s, 4 times the bytes"
     )
     run.steps_until(1000.0)
 

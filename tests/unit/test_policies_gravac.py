@@ -243,7 +243,10 @@ def test_scale_down_after_settling_and_up_again():
     run.gain[160.0] = 0.1
     plans = run.run(10)
     assert sends(plans) == [160.0, 10.0]
-    assert reasons(plans) == ["scale down 160 -> 10: gain 0.275 < epsilon 0.3"]
+    assert reasons(plans) == [
+        "scale down 160 -> 10: gain 0.275 < epsilon 0.3; "
+        "1.0 s a step instead of 0.30 s, 16 times the bytes"
+    ]
     assert plans[-1].probe == (160.0,)
 
     run.gain[10.0] = 0.1  # the floor fails too
@@ -269,7 +272,10 @@ def test_both_fail_at_once():
     # The floor was not measured of late: it is sent until its gain is known.
     assert sends(plans) == [160.0, 10.0, DENSE]
     assert [plan.send for plan in plans].count(10.0) == 5
-    assert reasons(plans)[-1] == "back to dense from CF 10: gain 0.1 < epsilon 0.3"
+    assert reasons(plans)[-1] == (
+        "back to dense from CF 10: gain 0.1 < epsilon 0.3; "
+        "4.0 s a step instead of 1.0 s, 10 times the bytes"
+    )
 
 
 def test_after_a_promoted_floor_it_falls_to_the_bottom_of_the_ladder():

@@ -3,14 +3,16 @@
 import {cfName, element, last, short} from './page.js';
 
 const NAMES = {
-  'throughput/t_sys': 'throughput, T_sys',
-  'throughput/t_comp': 'throughput x gain, T_comp',
-  'bytes/sent': 'bytes sent',
+  'throughput/t_sys': 'samples a second, T_sys',
+  'throughput/t_comp': 'samples a second x gain, T_comp',
+  'bytes/sent': 'bytes sent in the step',
   'bytes/wire_factor': 'wire factor',
-  'time/step': 'step time, s',
+  'time/step': 'seconds of the step',
   'cf/candidate': 'candidate CF',
   'cf/floor': 'floor CF',
   'gain/sent': 'gain',
+  'gain/candidate': 'gain of the candidate CF',
+  'gain/floor': 'gain of the floor CF',
 };
 
 export const Tip = {

@@ -41,7 +41,14 @@ def test_rows_are_the_runs_and_a_hover_tells_the_reason(
         assert f"since step {switch['step']}: {switch['reason']}" in tip
         assert f"\nCF {switch['cf']:g}\n" in tip or (switch["cf"] == 1 and "\ndense\n" in tip)
     tip = page.hover("gravac", (switches[1]["step"] - 0.5) / STEPS)  # the end of a stretch
-    for word in ("T_sys", "T_comp", "gain", "bytes sent", "wire factor", "eval/quality"):
+    for word in (
+        "T_sys",
+        "T_comp",
+        "gain",
+        "bytes sent in the step",
+        "wire factor",
+        "eval/quality",
+    ):
         assert re.search(rf"^.*{word}\n[\d.]+", tip, re.M), tip
     facts = page.all(".run[data-run='gravac'] .facts")[0].text
     assert re.search(r"\d% (fewer|more) bytes than dense \([\d.]+ MB sent\)", facts), facts

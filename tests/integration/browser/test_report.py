@@ -39,6 +39,12 @@ def test_pictures_tell_what_is_under_the_pointer(report: Page) -> None:
     assert report.rows() == ["gravac", STRANGE, "no hook"]
     assert [name.text for name in report.all("h3")] == report.rows()
     chart = report.all(".curves")[0]
+    (verdict,) = report.all("article.verdict")
+    assert "dense" in verdict.text
+    assert verdict.location["y"] < chart.location["y"]  # before all pictures and numbers
+    legend = report.all(".lines")[0].text
+    assert all(f"{name}: " in legend for name in report.rows())
+    assert "target" in legend
 
     def tip(canvas: Any, share: float) -> str:
         def shown() -> list[Any]:
@@ -53,8 +59,13 @@ def test_pictures_tell_what_is_under_the_pointer(report: Page) -> None:
     assert all(name in told for name in ("gravac", STRANGE, "no hook"))
     assert "seconds" in told
     assert "gravac, step 25" in tip(report.canvas("gravac"), 0.51)
+    colour = report.column(report.canvas("gravac"), 0.3)[1]
     report.drag(report.canvas("gravac"), 0.2, 0.4)
     report.wait(lambda: "step 10" in tip(report.canvas("gravac"), 0.01))
+    assert report.column(report.canvas("gravac"), 0.5)[1] == colour  # that step, as before
+    for axis in report.all(".over select")[0].find_elements("css selector", "option"):
+        axis.click()
+        assert axis.text in report.all(".lines .unit")[0].text
     asked = "return performance.getEntriesByType('resource').length"
     assert report.driver.execute_script(asked) == 0
     assert report.errors() == []
