@@ -2,44 +2,76 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from importlib import import_module
+from importlib.util import find_spec
 from textwrap import dedent
 
-from runs.parser import OneLineParser
+from runs.parser import UsageError, fail, read, split_command
 from runs.pipes import outlive_readers
 
 COMMANDS = {
     "train": ("runs.cli", "train a model with adaptive gradient compression on several workers"),
-    "compare": ("runs.compare", "train with several contenders in turn, and compare them"),
-    "tune": ("runs.tune", "search for the best settings with Optuna, or on a recorded timeline"),
-    "replay": ("runs.replay", "run a policy over a recorded timeline, without training"),
-    "netlab": ("runs.netlab", "run a command or a script over real slow links on this machine"),
+    "compare": ("runs.compare.command", "train with several contenders in turn, and compare them"),
+    "tune": (
+        "runs.tune.command",
+        "search for the best settings with Optuna, or on a recorded timeline",
+    ),
+    "replay": ("runs.replay.command", "run a policy over a recorded timeline, without training"),
+    "netlab": (
+        "runs.netlab.command",
+        "run a command or a script over real slow links on this machine",
+    ),
     "doctor": ("runs.doctor", "say what compression would bring a training script of your own"),
-    "simulate": ("runs.simulate", "train on n simulated workers in one process, modelled network"),
-    "report": ("runs.report", "make one page of runs that are done: table, pictures, reasons"),
-    "bench": ("runs.bench", "measure speed and memory of the library, as ratios"),
+    "simulate": (
+        "runs.simulate.command",
+        "train on n simulated workers in one process, modelled network",
+    ),
+    "report": (
+        "runs.report.command",
+        "make one page of runs that are done: table, pictures, reasons",
+    ),
+    "bench": ("runs.bench.command", "measure speed and memory of the library, as ratios"),
 }
+
+WITH_COMMAND = ("netlab", "doctor")
+"""Commands whose options are followed by another command or a script."""
+
+SAY = 5.0
+"""Seconds that the first worker under torchrun gets to say what is wrong."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (2 for a wrong command line)."""
     words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in COMMANDS:
-        module = import_module(COMMANDS[words[0]][0])
-        parser = OneLineParser(f"python -m runs {words[0]}", getattr(module, "HELP", None))
-        module.add_arguments(parser)
-        return int(module.main(parser.parse_args(words[1:])))
     if words and words[0] in ("-h", "--help"):
         print(_usage())
         return 0
-    given = f"got {words[0]!r}" if words else "none given"
-    print(
-        f"python -m runs: error: COMMAND must be one of {', '.join(COMMANDS)}; {given} "
-        f"(python -m runs --help says more)",
-        file=sys.stderr,
-    )
-    return 2
+    if not (words and words[0] in COMMANDS):
+        told = f"got {words[0]!r}" if words else "none given"
+        accepted = f"COMMAND must be one of {', '.join(COMMANDS)}; {told}"
+        return fail("python -m runs", UsageError(f"{accepted} (python -m runs --help says more)"))
+    name = words[0]
+    if find_spec("tyro") is None:
+        missing = "needs the tyro package: pip install 'adaptive-compression[runs]'"
+        return fail(f"python -m runs {name}", UsageError(missing))
+    module = import_module(COMMANDS[name][0])
+    try:
+        if name in WITH_COMMAND:
+            own, behind = split_command(words[1:])
+            given = {**read(name, module.OPTIONS, module.HELP, own), "command": behind}
+        else:
+            given = read(name, module.OPTIONS, module.HELP, words[1:])
+        return int(module.main(given))
+    except UsageError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SAY)  # the first worker says it; torchrun ends all when one has ended
+            return 2
+        return fail(f"python -m runs {name}", error)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _usage() -> str:

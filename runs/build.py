@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,46 +11,27 @@ from typing import Any
 import torch
 
 from adaptive import (
-    Accordion,
-    AccordionPaper,
     AdaptiveCompressor,
-    Budget,
     Fixed,
-    Goodput,
-    GraVAC,
-    GraVACPaper,
     Layerwise,
     LinkSpec,
     ModelledClock,
     Policy,
     Schedule,
     Timeline,
-    Warmup,
 )
 from adaptive.exchange.link import ServerSpec
+from policies import DENSE
 from runs.config import TrainConfig
 from runs.initial import initial_model
 from runs.optimizers import learning_rate
-from runs.option_rules import HOOK_OPTIONS, check_optimizer
+from runs.options import HOOK_OPTIONS, check_optimizer
 from runs.parser import UsageError, option
-from runs.policy_expression import policy_from
-from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, schedule_pieces
+from runs.policy_expression import OFF, policy_from
+from runs.settings import DEFAULT_CF
 from runs.tasks import Task, make_task
 
-_POLICIES: dict[str, Callable[..., Policy]] = {
-    "gravac": GraVAC,
-    "gravac-paper": GraVACPaper,
-    "accordion": Accordion,
-    "accordion-paper": AccordionPaper,
-    "fixed": Fixed,
-    "warmup": Warmup,
-    "goodput": Goodput,
-    "budget": Budget,
-    "layerwise": Layerwise,
-    "expression": policy_from,
-    "schedule": lambda schedule, **gain: Schedule(schedule_pieces(schedule), **gain),
-}
-_ARGUMENTS = {"warmup_steps": "steps"}
+CF_RANGE = (10.0, 1000.0)
 _ELSEWHERE = ("layerwise", "base", "cf_range", "rungs", "fixed_clock", "model_mb", "server")
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
@@ -68,22 +49,34 @@ def build_task(config: TrainConfig) -> Task:
 
 
 def build_policy(config: TrainConfig) -> Policy:
-    """The policy with the settings that were given, its own defaults otherwise."""
-    settings = policy_settings(config)
-    policy = _POLICIES[config.policy](**settings)
+    """The policy of the library's hook. ValueError if it cannot be read, or its settings are out
+    of range; an UntrustedPolicyError if a file names a class that is not the library's."""
+    policy = policy_from(config.policy)
     return Layerwise(policy) if config.layerwise else policy
 
 
-def policy_settings(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of the policy's class that were given. ValueError if there is no such policy,
-    as a configuration that was read from a file may have it."""
-    if config.policy not in POLICY_OPTIONS:
-        raise ValueError(
-            f"policy={config.policy!r} is unknown; accepted: {', '.join(POLICY_OPTIONS)}"
-        )
-    names = POLICY_OPTIONS[config.policy]
-    given = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
-    return {_ARGUMENTS.get(name, name): value for name, value in given.items()}
+def cf_range(config: TrainConfig, policy: Policy) -> tuple[float, float]:
+    """Smallest and largest CF beside dense: those that were given, else the policy's own."""
+    if config.cf_range is not None:
+        return config.cf_range
+    if isinstance(policy, Fixed):
+        cf = DENSE if config.base == "none" else DEFAULT_CF if policy.cf is None else policy.cf
+        return cf, cf
+    if isinstance(policy, Schedule):
+        cfs = [float(cf) for cf in policy.pieces.values() if cf != DENSE] or [DENSE]
+        return min(cfs), max(cfs)
+    return CF_RANGE
+
+
+def sends_dense(config: TrainConfig) -> bool:
+    """It sends everything uncompressed, all along and on purpose."""
+    if config.policy == OFF or config.base == "none":
+        return True
+    try:
+        policy = policy_from(config.policy)
+    except ValueError:
+        return False
+    return isinstance(policy, Fixed) and policy.cf == DENSE
 
 
 def build_compressor(
@@ -97,14 +90,15 @@ def build_compressor(
     ValueError or TypeError for settings out of range.
     """
     assert config.base is not None, "policy off has no compressor"
-    settings = compressor_settings(config)
+    policy = build_policy(config)
+    settings = compressor_settings(config, policy)
     clock = modelled_clock(config, numel)
     if clock is not None:  # the link's time is modelled too, not waited for
         settings.pop("link", None)
         settings["clock"] = clock
     return AdaptiveCompressor(
         config.base,
-        policy=build_policy(config),
+        policy=policy,
         samples_per_step=samples_per_step,
         timeline=list(timeline),
         **settings,
@@ -123,20 +117,29 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
     return ModelledClock(config.fixed_clock, link, scale, config.overlap, delay, server)
 
 
-def compressor_settings(config: TrainConfig) -> dict[str, Any]:
+def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:
     """The arguments of `AdaptiveCompressor` that were given, beside base and policy."""
     settings = {n: getattr(config, n) for n in _OPTIONAL if getattr(config, n) is not None}
-    if config.policy == "fixed" and not config.layerwise:
-        cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
-        settings["cf_range"] = (cf, cf)
-    elif config.cf_range is not None:
-        settings["cf_range"] = config.cf_range
+    if config.cf_range is not None or cf_range(config, policy) != CF_RANGE:
+        settings["cf_range"] = cf_range(config, policy)
+    _check_pieces(config, policy)
     if config.rungs is False:
         settings["rungs"] = None
     if config.residual_dtype is not None:
         given = config.residual_dtype
         settings["residual_dtype"] = getattr(torch, given, given)  # an unknown one is refused
     return settings
+
+
+def _check_pieces(config: TrainConfig, policy: Policy) -> None:
+    """ValueError for a schedule that leaves the CF range; it would be refused in training."""
+    low, high = cf_range(config, policy)
+    for step, cf in policy.pieces.items() if isinstance(policy, Schedule) else ():
+        if cf != DENSE and not low <= cf <= high:
+            raise ValueError(
+                f"policy {config.policy}: CF {cf:g} from step {step} must be 1 or inside "
+                f"--cf-range {low:g} {high:g}"
+            )
 
 
 def check(config: TrainConfig, resumed: bool = False) -> None:
@@ -159,7 +162,7 @@ def check(config: TrainConfig, resumed: bool = False) -> None:
 def check_compression(config: TrainConfig) -> None:
     """The part of `check` that reads no data."""
     try:
-        if config.policy != "off":
+        if config.policy != OFF:
             build_compressor(config, samples_per_step=1)
     except (ValueError, TypeError) as error:
         raise UsageError(_with_option(str(error))) from error

@@ -2,53 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import time
 from collections.abc import Mapping
+from typing import Any
 
-from runs.options import HELP, add_arguments
-from runs.parser import UsageError, fail
+from runs.parser import options
+from runs.settings import (
+    Compressing,
+    Keeping,
+    Modelling,
+    Optimizing,
+    PolicyArguments,
+    Resuming,
+    Training,
+)
 
-__all__ = ["HELP", "add_arguments", "main"]
+HELP = """\
+Train a model with adaptive gradient compression, on several workers.
 
-SAY = 5.0
-"""Seconds that the first worker under torchrun gets to say what is wrong."""
+examples:
+  python -m runs train
+      a byte-level LSTM on Python's own sources, two workers, goodput over top-k
+  python -m runs train --link 100mbit --steps 500
+      the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
+  python -m runs train --cf 100
+      one compression factor all along; --policy off is plain DDP without the library
+  python -m runs train --model gpt --optimizer adamw --warmup 30 --lr-schedule cosine --clip-grad 1
+      as people train transformers: betas 0.9 0.95, weight decay 0.1
+  python -m runs train --model gpt --data FILE --init logs/base --lora 8 --optimizer adamw
+      fine-tune what the run in logs/base has learnt, with low-rank adapters
+  python -m runs train --task cifar10 --data DIR --model resnet20 --policy accordion
+  python -m runs train --checkpoint-every 100 --log-dir logs/mine
+  python -m runs train --resume logs/mine --steps 1000
+      go on where it stopped, with the same options; up to step 1000 in all
+  torchrun --nproc-per-node 4 -m runs train --workers 4
+      under torchrun the processes are there already; --workers may be left out
+
+Ctrl-C stops all workers after the step they are in and saves a checkpoint (exit code 130); a
+second Ctrl-C ends at once. Wrong options end with exit code 2, a failed worker with 1. A run that
+diverges, by its loss or its parameters, stops with 3 and keeps the last checkpoint before. One
+whose result or last checkpoint cannot be written, on a full disk, trains to the end and ends with
+4: records that cannot be written are dropped with a warning."""
+
+OPTIONS = {
+    "training": options(Training),
+    "optimizer": options(Optimizing),
+    "compression": options(Compressing),
+    "policy": options(PolicyArguments),
+    "output": options(Keeping),
+    "resume": options(Resuming),
+    "modelling": options(Modelling),
+}
 
 
-def main(args: argparse.Namespace) -> int:
+def main(given: dict[str, Any]) -> int:
     """Run the job; returns the exit code."""
     torchrun = {"RANK", "WORLD_SIZE"} <= set(os.environ)
-    try:
-        return _as_torchrun_worker(args, os.environ) if torchrun else _launch(args)
-    except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SAY)  # the first worker says it; torchrun ends all when one has ended
-            return 2
-        return fail("python -m runs train", error)
-    except KeyboardInterrupt:
-        return 130
+    return _as_torchrun_worker(given, os.environ) if torchrun else _launch(given)
 
 
 # torch is imported late, so that help and wrong options need not wait for it.
 
 
-def _launch(args: argparse.Namespace) -> int:
+def _launch(given: dict[str, Any]) -> int:
     from runs.job import claimed, make_job
     from runs.launch import launch
     from runs.worker import run_worker
 
-    with claimed(make_job(vars(args), None)) as job:
+    with claimed(make_job(given, None)) as job:
         workers = "1 worker" if job.config.workers == 1 else f"{job.config.workers} workers"
         # It takes seconds, in which they import torch.
         print(f"starting {workers}", file=sys.stderr, flush=True)
         return launch(run_worker, job, job.config.workers)
 
 
-def _as_torchrun_worker(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def _as_torchrun_worker(given: dict[str, Any], environment: Mapping[str, str]) -> int:
     from runs.job import make_job
     from runs.worker import run_torchrun_worker
 
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return run_torchrun_worker(make_job(vars(args), world_size), rank, world_size)
+    return run_torchrun_worker(make_job(given, world_size), rank, world_size)

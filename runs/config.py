@@ -5,121 +5,33 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from sys import float_info
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from runs.files import not_a_link, read_json
+from runs.policy_expression import with_arguments
+from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
 
 CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The options of `python -m runs train` and `simulate`; None takes the default of the task or
-    library.
+class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
+    """The settings of one run of `python -m runs train` or `simulate`; None takes the default of
+    the task or library.
 
-    init: the folder of a run with whose weights this one starts. lora: rank of the adapters that
-    are trained in place of the weights. batch_size: items a worker a step. policy: "off" is plain
-    DDP without a hook.
-    lr_drop: step from which on the learning rate is a tenth, or several steps. warmup: steps in
-    which it rises from 0. lr_schedule: how it goes on then, to 0 at the last step unless it is
-    "constant".
-    clip_grad: the norm to which the gradients that were exchanged are clipped, all as one vector.
-    ddp_hook: with policy "off", PyTorch's communication hook of that name.
-    base: None only with policy "off". masking: True, False or the CF from which on to mask.
-    schedule: pieces "STEP:CF".
-    eval_every, checkpoint_every: steps, 0 for only at the end, never. threads: of each worker.
-    fixed_clock: nothing waits; a step is taken to last so many seconds, and what its bytes take
-    over the link. model_mb: and as if the gradients were so large. server: and as if one made the
-    means, with a link of this rate, or of two, up and down. one_worker_seconds: of a step of
-    one worker alone, for scaling efficiency. json: result on stdout.
+    policy: by name or as Python writes it (runs/policy_expression.py), "off" is plain DDP without a
+    hook. base: None only with policy "off". fixed_clock: of `simulate`, its step seconds.
     simulated: by `simulate`, all workers in one process.
-    patience: evaluations in a row without a better quality after which to stop, 0 for never.
-    clip_local: the norm to which each worker's gradient, as one vector, is clipped before it is
-    compressed, times the root of the workers. densities: steps from one histogram of the gradients
-    to the next, 0 for none.
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     """
 
-    log_dir: str
-    task: str = "text"
-    model: str | None = None
-    data: str | None = None
-    init: str | None = None
-    lora: int | None = None
-    workers: int = 2
-    steps: int = 300
-    batch_size: int | None = None
-    lr: float | None = None
-    lr_drop: int | tuple[int, ...] | None = None
-    momentum: float | None = None
-    optimizer: str = "sgd"
-    betas: tuple[float, float] | None = None
-    weight_decay: float | None = None
-    warmup: int = 0
-    lr_schedule: str = "constant"
-    clip_grad: float | None = None
-    seed: int = 0
-    policy: str = "goodput"
-    ddp_hook: str | None = None
-    epsilon: float | None = None
-    omega: float | None = None
-    window: int | None = None
-    scaling: str | None = None
-    gain: str | None = None
-    cf: float | None = None
-    probe: tuple[float, ...] | None = None
-    eta: float | None = None
-    interval: int | None = None
-    per_layer: bool | None = None
-    epoch: int | None = None
-    warmup_steps: int | None = None
-    margin: float | None = None
-    power: float | None = None
-    share: float | None = None
-    layerwise: bool | None = None
-    schedule: tuple[str, ...] | None = None
-    expression: str | None = None
-    base: str | None = "topk"
-    cf_range: tuple[float, float] | None = None
-    exchange: str | None = None
-    down_cf: float | None = None
-    server_memory: bool | None = None
-    granularity: str | None = None
-    rungs: bool | None = None
-    dense_below: int | None = None
-    memory: str | None = None
-    residual_dtype: str | None = None
-    momentum_lag: float | None = None
-    masking: bool | float | None = None
-    clip_norm: float | None = None
-    shadow_sample: float | None = None
-    local_steps: int | str | None = None
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    overlap: int | None = None
-    delay: int | None = None
-    checksum: bool | None = None
-    topology: str | None = None
-    gossip: str | None = None
-    consensus_step: float | None = None
-    link: str | None = None
-    eval_every: int = 0
-    checkpoint_every: int = 0
-    threads: int = 1
-    fixed_clock: float | None = None
-    model_mb: float | None = None
-    server: str | None = None
-    one_worker_seconds: float | None = None
-    json: bool = False
     simulated: bool = False
-    patience: int = 0
-    clip_local: float | None = None
-    densities: int = 0
     netlab: tuple[str, ...] | None = None
 
     @property
@@ -164,6 +76,7 @@ class TrainConfig:
         types of the fields, and numbers are not negative."""
         if not isinstance(saved, dict):
             raise ValueError("must be a JSON object")
+        saved = as_today(saved)
         known = {option.name for option in fields(cls)}
         unknown = sorted(set(saved) - known - {"command"})
         if unknown or "log_dir" not in saved:
@@ -181,7 +94,7 @@ def load_config(folder: Path) -> TrainConfig | None:
     """The configuration in a run's folder, with that folder as its own; None if there is none.
 
     ValueError names the file and what is wrong with it. Whoever is to run what it says must check
-    it first, and its `expression` names a policy of the library or none (see `policy_from`).
+    it first, and its `policy` names one of the library or none (see `policy_from`).
     """
     path = folder / CONFIG_FILE
     if not path.exists():
@@ -195,6 +108,35 @@ def load_config(folder: Path) -> TrainConfig | None:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+_ARGUMENTS = (
+    *("epsilon", "omega", "window", "scaling", "gain", "cf", "probe", "eta", "interval", "epoch"),
+    *("per_layer", "warmup_steps", "margin", "power", "share", "schedule", "expression"),
+)
+"""Of policies, which once had entries of their own in a configuration."""
+
+
+def as_today(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration as it would be saved today: with the policy's arguments in `policy`.
+    ValueError if they are none of its."""
+    made = {name: value for name, value in saved.items() if name not in _ARGUMENTS}
+    given = {name: saved[name] for name in _ARGUMENTS if saved.get(name) is not None}
+    expression = given.pop("expression", None)
+    if not given and expression is None and "policy" not in made:
+        return made
+    policy = expression or made.get("policy", TrainConfig.policy)
+    if not isinstance(policy, str):
+        raise ValueError(f"policy must be str, got {repr(policy)[:80]}")
+    if expression is not None and made.get("cf_range") is None:
+        made["cf_range"] = [10.0, 1000.0]  # also for Fixed and Schedule, which now have their own
+    if "schedule" in given:
+        pieces = given.pop("schedule")
+        if not (isinstance(pieces, list) and all(isinstance(each, str) for each in pieces)):
+            raise ValueError(f"schedule must be STEP:CF each, got {repr(pieces)[:80]}")
+        steps = (piece.split(":", 1) for piece in pieces)
+        given["pieces"] = {int(step): float(cf) for step, cf in steps}
+    return {**made, "policy": with_arguments(policy, given)}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -216,7 +158,7 @@ def write_text(path: Path, text: str) -> None:
 def _checked(name: str, value: Any, kind: Any) -> Any:
     """A value read from a file, as the field's type has it. ValueError if it is another's."""
     least = 1 if name in ("workers", "steps", "threads", "batch_size", "local_steps", "lora") else 0
-    for one in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+    for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         parts = get_args(one) if get_origin(one) is tuple else ()
         if parts and isinstance(value, (list, tuple)):
             of_each = parts[:1] * len(value) if parts[-1] is ... else parts

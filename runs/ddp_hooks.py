@@ -20,7 +20,7 @@ ONE_BUCKET = 10_000
 
 
 class OtherHook:
-    """A hook of PyTorch's on a model. name: one of `runs.choices.DDP_HOOKS`; None: DDP as it is."""
+    """A hook of PyTorch's on a model. name: one of runs.settings.DDP_HOOKS; None: DDP as it is."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name

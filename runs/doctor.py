@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from runs.interrupt import INTERRUPTED
-from runs.parser import UsageError, fail, whole
+from runs.option_types import at_least, metavar, spec
+from runs.parser import UsageError, options
 from runs.script import Script, run_script, run_words
 
 if TYPE_CHECKING:
     from adaptive.doctor import Verdict
-
-__all__ = ["HELP", "add_arguments", "main"]
 
 HELP = """\
 Find out in thirty steps of a training script of your own what compression would bring it here.
@@ -38,17 +35,19 @@ to the bit.
 In a script, compressor.doctor() does the same after attach(), and training goes on, compressed."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; what is not given is not in the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("--workers", type=whole(2), metavar="N", help="processes (2)")
-    parser.add_argument("--steps", type=whole(25), metavar="N", help="steps to look at (30)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the verdict's numbers to this file as well"
-    )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help="and its arguments"
-    )
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """How to look at a script, which follows with its arguments: -- SCRIPT."""
+
+    workers: Annotated[int, spec("N", at_least(2))] = 2
+    """Processes."""
+    steps: Annotated[int, spec("N", at_least(25))] = 30
+    """Steps to look at."""
+    json: Annotated[str | None, metavar("FILE")] = None
+    """Write the verdict's numbers to this file as well."""
+
+
+OPTIONS = {"doctor": options(DoctorOptions)}
 
 
 @dataclass(frozen=True)
@@ -60,24 +59,19 @@ class Visit:
     report: str | None
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the script under the doctor's eyes; returns the exit code."""
-    try:
-        given = vars(args)
-        words = [word for i, word in enumerate(given["command"]) if (i, word) != (0, "--")]
-        if not words:
-            raise UsageError("-- SCRIPT: none given; accepted: doctor -- my_script.py ...")
-        visit = Visit(Script.of(words), given.get("steps", 30), given.get("json"))
-        if {"RANK", "WORLD_SIZE"} <= set(os.environ):
-            watched = _watch(visit)
-            return watched(run_words(visit.script))
-        from runs.launch import launch
+def main(given: dict[str, Any]) -> int:
+    """Run the script, whose words are given["command"], under the doctor's eyes; its exit code."""
+    words = given.pop("command")
+    if not words:
+        raise UsageError("-- SCRIPT: none given; accepted: doctor -- my_script.py ...")
+    asked = DoctorOptions(**given)
+    visit = Visit(Script.of(words), asked.steps, asked.json)
+    if {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        watched = _watch(visit)
+        return watched(run_words(visit.script))
+    from runs.launch import launch
 
-        return launch(visit_script, visit, given.get("workers", 2))
-    except UsageError as error:
-        return fail("python -m runs doctor", error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return launch(visit_script, visit, asked.workers)
 
 
 def visit_script(visit: Visit, rank: int, world_size: int, init_method: str) -> int:

@@ -12,8 +12,9 @@ from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig
-from runs.options import NEWEST, RESUME_OPTIONS, make_config
+from runs.options import RESUME_OPTIONS, make_config
 from runs.parser import UsageError, check_writable, option
+from runs.policy_expression import canonical
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _made_folder(wanted: Path) -> str:
 
 def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulated: bool) -> Job:
     folder = options.pop("log_dir", None)
-    if resume != NEWEST and folder not in (None, resume):
+    if resume and folder not in (None, resume):
         raise UsageError(f"--log-dir {folder}: --resume {resume} goes on in its own folder")
     for name, value in options.items():
         if name not in RESUME_OPTIONS:
@@ -106,10 +107,13 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
             f"--resume {checkpoint.config.log_dir}: is a run of {program}; accepted: {program} "
             f"--resume {checkpoint.config.log_dir}"
         )
-    if options.get("expression", checkpoint.config.expression) != checkpoint.config.expression:
+    policy = checkpoint.config.policy
+    if "policy" in options:
+        options["policy"] = canonical(options["policy"])
+    if options.get("policy", policy) != policy:
         raise UsageError(
-            f"--expression {options['expression']!r}: the run in {checkpoint.config.log_dir} has "
-            f"{checkpoint.config.expression!r}; accepted: the same, or leave it out"
+            f"--policy {options['policy']}: the run in {checkpoint.config.log_dir} has "
+            f"{policy}; accepted: the same, or leave it out"
         )
     workers = checkpoint.world_size if workers is None else workers
     config = replace(checkpoint.config, **{"json": False, **options, "workers": workers})

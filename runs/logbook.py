@@ -30,6 +30,7 @@ from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.densities import Densities
 from runs.parser import UsageError
+from runs.policy_expression import policy_name, written_arguments
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before, read_header
 
@@ -269,7 +270,9 @@ class _Handler(logging.Handler):
 def _hparams(config: TrainConfig) -> dict[str, Any]:
     """The settings that the HParams page shows, the unset ones too: then all runs name the same.
     Values of the compressor's own come with its header; config.json has all there are."""
-    compressor = {name: getattr(config, name) for name in ("policy", "base", "cf", "epsilon")}
+    written = written_arguments(config.policy)
+    compressor = {"policy": policy_name(config.policy), "base": config.base}
+    compressor |= {name: written.get(name) for name in ("cf", "epsilon")}
     later = dict.fromkeys(("cf_range", "memory"))
     names = ("task", "model", "optimizer", "lr", "seed", "link")
     task = {name: getattr(config, name) for name in names}

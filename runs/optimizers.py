@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn, optim
 
-from runs.choices import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, WITH_BETAS
 from runs.config import TrainConfig
+from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, LR, WITH_BETAS
 from runs.tasks import Task, trainable
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {

@@ -1,37 +1,120 @@
-"""An argument parser whose errors are one line, and argument types that say what is accepted."""
+"""The command line: options made of the groups in settings.py, read by tyro, errors on one line."""
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from functools import reduce
+from io import StringIO
+from operator import or_
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from runs.policy_expression import moved_option
 
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the message names the option and what is accepted."""
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Prints `PROG: error: ...` without the usage, and exits with 2."""
+def read(
+    command: str, groups: Mapping[str, type], text: str, words: Sequence[str]
+) -> dict[str, Any]:
+    """What the words of a command line say, by option; what is not given is not there.
 
-    def __init__(self, prog: str, description: str | None = None) -> None:
-        text, _, epilog = (description or "").partition("\n\n")
-        super().__init__(
-            prog=prog,
-            description=text or None,
-            epilog=epilog or None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+    groups: dataclasses of options, by what they are about (see `options`). text: of the help; a
+    first line that says what the command does, and more.
+    SystemExit after --help. UsageError for wrong words."""
+    import tyro  # late, so that whoever imports this module need not have it
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
+    markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    prog, errors = f"python -m runs {command}".strip(), StringIO()
+    parts = [(name, Annotated[group, tyro.conf.OmitArgPrefixes]) for name, group in groups.items()]
+    kind: Any = make_dataclass("Options", parts)
+    try:
+        with redirect_stderr(errors):
+            found = tyro.cli(kind, prog=prog, description=text, args=list(words), config=markers)
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        names = [each.name for group in groups.values() for each in fields(group)]
+        moved = moved_option(words, names) if "policy" in names else ""
+        raise UsageError(moved or _first_words(errors.getvalue())) from None
+    told = {}
+    for name in groups:
+        group = getattr(found, name)
+        for each in fields(group):
+            value = getattr(group, each.name)
+            if each.default is MISSING or value != each.default:
+                told[each.name] = value
+    return told
+
+
+def options(
+    group: type, without: Iterable[str] = (), told: Mapping[str, str] | None = None
+) -> type:
+    """The options of a group of settings, a dataclass whose fields have a type and a docstring, the
+    help. What has a default is None unless it is given, so that it is known what was; the help says
+    the default. without: fields that are left out. told: another help of some."""
+    from docstring_parser import parse_from_object
+    from tyro.conf import Positional, arg
+
+    made: list[tuple[str, Any, Field[Any]]] = []
+    hints = get_type_hints(group, include_extras=True)
+    helps = {each.arg_name: each.description or "" for each in parse_from_object(group).params}
+    helps |= told or {}
+    for each in fields(group):
+        if each.name in without:
+            continue
+        kinds, metadata = _parts(hints[each.name])
+        default, text = each.default, " ".join(helps.get(each.name, "").split()).removesuffix(".")
+        is_flag = default is False or default == ()
+        said = default is MISSING or default is None or is_flag or text.endswith(")")
+        metadata.insert(0, arg(help=text, help_behavior_hint="" if said else f"({default})"))
+        if Positional not in metadata and not is_flag:
+            kinds, default = (*kinds, type(None)), None
+        kind = reduce(or_, kinds)
+        made.append((each.name, Annotated[(kind, *metadata)], field(default=default)))
+    return make_dataclass(group.__name__, made, namespace={"__doc__": group.__doc__})
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own words, and those of the command that it is to run: behind a --, or from the
+    first word on that is no option's (each of which takes a value)."""
+    end = 0
+    while end < len(words) and words[end].startswith("-") and words[end] != "--":
+        end += 1 if "=" in words[end] or words[end] in ("-h", "--help") else 2
+    return list(words[:end]), list(words[end + 1 if words[end : end + 1] == ["--"] else end :])
+
+
+def _parts(hint: Any) -> tuple[tuple[Any, ...], list[Any]]:
+    """The types of a union, without None, and all that is annotated on it or on one of them."""
+    if get_origin(hint) is Annotated:
+        kinds, metadata = _parts(hint.__origin__)
+        return kinds, [*metadata, *hint.__metadata__]
+    if get_origin(hint) in (UnionType, Union):
+        parts = [_parts(each) for each in get_args(hint) if each is not type(None)]
+        kinds = tuple(kind for each, _ in parts for kind in each)
+        return kinds, [one for _, metadata in parts for one in metadata]
+    return (hint,), []
+
+
+def _first_words(box: str) -> str:
+    """The message in the box that tyro draws around an error, and the nearest option."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│ \n") for line in plain.splitlines() if line.startswith("│")]
+    end = next((n for n, line in enumerate(lines) if set(line) == {"─"}), len(lines))
+    message = " ".join(lines[:end]).removeprefix("Error parsing ")
+    if "Perhaps you meant:" in lines:
+        message += f"; perhaps {' or '.join(line for line in lines if line.startswith('--'))}"
+    return message or plain
 
 
 def fail(prog: str, error: Exception) -> int:
@@ -55,96 +138,6 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:  # /proc looks as if it could be written to
         raise UsageError(f"--log-dir {folder}: {above}: {error.strerror}") from error
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """An argument type: an integer >= `least`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
-        return value
-
-    return parse
-
-
-def whole_or_auto(least: int) -> Callable[[str], int | str]:
-    """An argument type: an integer >= `least`, or auto."""
-
-    def parse(text: str) -> int | str:
-        if text == "auto":
-            return text
-        try:
-            return whole(least)(text)
-        except argparse.ArgumentTypeError:
-            told = f"must be an integer >= {least} or auto, got {text!r}"
-            raise argparse.ArgumentTypeError(told) from None
-
-    return parse
-
-
-def number(text: str) -> float:
-    """An argument type: a finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-    return value
-
-
-def positive(text: str) -> float:
-    """An argument type: a finite number > 0."""
-    try:
-        value = number(text)
-    except argparse.ArgumentTypeError:
-        value = 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be a finite number > 0, got {text!r}")
-    return value
-
-
-def below_one(text: str) -> float:
-    """An argument type: a number in [0, 1)."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
-    return value
-
-
-def switch(text: str) -> bool:
-    """An argument type: on or off."""
-    if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"must be on or off, got {text!r}")
-    return text == "on"
-
-
-def piece(text: str) -> str:
-    """An argument type: STEP:CF, the CF that a schedule has from a step on; as it was written."""
-    step, colon, cf = text.partition(":")
-    try:
-        if not colon or whole(0)(step) < 0 or number(cf) < 1:
-            raise argparse.ArgumentTypeError
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"must be STEP:CF with a step >= 0 and a CF >= 1, as in 100:10, got {text!r}"
-        ) from None
-    return text
-
-
-def switch_or_number(text: str) -> bool | float:
-    """An argument type: on, off, or a number."""
-    if text in ("on", "off"):
-        return text == "on"
-    try:
-        return number(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be on, off or a CF >= 1, got {text!r}") from None
 
 
 def typed() -> str:

@@ -1,4 +1,6 @@
-"""A policy written as Python writes it: `Warmup(steps=50, then=GraVAC(window=20))`.
+"""A policy as it is written on a command line and in config.json: by its name, `gravac`, or as
+Python writes it, with all of its settings and with other policies in it:
+`Warmup(steps=50, then=GraVAC(window=20))`.
 
 Read, not evaluated: calls of policies, whose arguments are literals or such calls. A class of the
 user's own, MODULE.CLASS, has to be imported, which runs its code. So only the command line may name
@@ -8,7 +10,10 @@ one (see `Typed`); what is written in a run's folder is looked up among the libr
 from __future__ import annotations
 
 import ast
+import re
 import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -16,21 +21,26 @@ import policies
 from policies import Policy
 
 EXAMPLE = "Warmup(steps=50, then=GraVAC(window=20))"
+OFF = "off"
+"""In a policy's place: plain DDP, without the library."""
 
 SHOWN = 200
-"""Characters of an expression that an error repeats."""
+"""Characters of a policy that an error repeats."""
 
-_CLASSES = {
+_CLASSES: dict[str, Any] = {
     name: each
     for name, each in vars(policies).items()
     if isinstance(each, type) and issubclass(each, Policy) and each is not Policy
 }
+BY_NAME = {each.name: each for each in _CLASSES.values()}
+"""The library's policies, by the names that `AdaptiveCompressor(policy=...)` takes, too."""
+
 _OURS = ("policies", "adaptive")
 """Modules that export these classes, so that they may stand before their names."""
 
 
 class Typed(str):
-    """An expression that the user has typed on the command line. It stays one where it is copied,
+    """A policy that the user has typed on the command line. It stays one where it is copied,
     pickled or kept in a configuration; what is read from a file is a mere `str`, and may not name
     a module."""
 
@@ -39,63 +49,219 @@ class UntrustedPolicyError(ValueError):
     """A run's folder names a policy that would have to be imported."""
 
 
-def policy_from(expression: str) -> Policy:
-    """The policy that an expression calls for: of the library, by the names of its classes, or, if
-    it is `Typed`, of the user's own, as MODULE.CLASS. ValueError names the expression and what is
-    wrong with it; it is an UntrustedPolicyError if a class of the user's own is named by a file."""
+def policy_from(text: str) -> Policy:
+    """The policy that is written there: of the library, or, if it is `Typed`, of the user's own, as
+    MODULE.CLASS. ValueError says what is wrong with it; it is an UntrustedPolicyError if a class of
+    the user's own is named by a file."""
     try:
-        made = _value(ast.parse(expression.strip(), mode="eval").body, expression)
+        if text in BY_NAME:
+            return policies.make_policy(text)
+        made = _value(_parsed(text), text)
     except UntrustedPolicyError:
         raise
+    except TypeError as error:
+        if text in BY_NAME:
+            call = f"{BY_NAME[text].__name__}({', '.join(argument_names(text))})"
+            raise ValueError(f"policy {text} needs arguments, written as {call}") from error
+        raise ValueError(f"policy {_shown(text)}: {error}") from error
     except (RecursionError, MemoryError):
-        raise ValueError(_must_be(expression, "it is nested too deep")) from None
-    except (ValueError, TypeError, SyntaxError, ArithmeticError, AttributeError) as error:
-        what = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ValueError(_must_be(expression, what)) from error
+        raise ValueError(f"policy {_shown(text)}: is nested too deep") from None
+    except (ValueError, ArithmeticError, AttributeError) as error:
+        raise ValueError(f"policy {_shown(text)}: {error}") from error
     if not isinstance(made, Policy):
-        raise ValueError(f"expression must be a policy, as in {EXAMPLE}, got {_shown(expression)}")
+        raise ValueError(f"policy {_shown(text)}: must be a policy, as in {EXAMPLE}")
     return made
 
 
-def _must_be(expression: str, what: str) -> str:
-    return f"expression must be as in {EXAMPLE}, got {_shown(expression)}: {what}"
+def is_name(text: str) -> bool:
+    """Whether it is a mere name, and no call."""
+    return re.fullmatch(r"[\w-]+", text) is not None
 
 
-def _shown(expression: str) -> str:
-    whole = repr(str(expression))
-    return whole if len(whole) <= SHOWN else f"{whole[:SHOWN]}... ({len(expression)} characters)"
+def policy_name(text: str) -> str:
+    """The name of the policy: `gravac` of GraVAC(window=5); a class of the user's own is called by
+    its own name. ValueError if the library has no policy of a name that stands alone."""
+    head = text.partition("(")[0].strip()
+    last = head.rpartition(".")[2]
+    if is_name(text) and text not in (*BY_NAME, OFF):
+        raise ValueError(
+            f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got {text!r}"
+        )
+    return str(_CLASSES[last].name) if last in _CLASSES else last
 
 
-def _value(node: ast.expr, expression: str) -> Any:
+def argument_names(text: str) -> tuple[str, ...]:
+    """The arguments of a policy of the library; none of others."""
+    policy = BY_NAME.get(policy_name(text))
+    return () if policy is None else tuple(each.name for each in fields(policy) if each.init)
+
+
+def written_arguments(text: str) -> dict[str, Any]:
+    """The arguments that a policy is written with; a policy among them as it is written. ValueError
+    if they cannot be read."""
+    call = None if is_name(text) else _parsed(text)
+    if not isinstance(call, ast.Call):
+        return {}
+    found = dict(zip(argument_names(text), call.args, strict=False))
+    found |= {str(each.arg): each.value for each in call.keywords}
+    return {
+        name: ast.unparse(node) if isinstance(node, ast.Call) else ast.literal_eval(node)
+        for name, node in found.items()
+    }
+
+
+def canonical(text: str) -> str:
+    """The same for all ways to write a policy, and one of them; what cannot be read is as it is."""
+    if is_name(text):
+        return text
+    try:
+        call = _parsed(text)
+        for node in ast.walk(call):
+            if isinstance(node, ast.Call):
+                name, last = ast.unparse(node.func), ast.unparse(node.func).rpartition(".")[2]
+                ours = BY_NAME[name].__name__ if name in BY_NAME else last
+                node.func = ast.Name(ours) if ours in _CLASSES else node.func
+                node.keywords.sort(key=lambda each: str(each.arg))
+        made = ast.unparse(call)
+    except (ValueError, RecursionError, MemoryError):
+        return text
+    if made.endswith("()") and made[:-2] in _CLASSES:
+        return type(text)(_CLASSES[made[:-2]].name)
+    # In double quotes, since a shell's are single ones.
+    return type(text)(made if '"' in made else made.replace("'", '"'))
+
+
+def with_arguments(text: str, given: Mapping[str, Any]) -> str:
+    """The same policy, `canonical`, with further arguments, which may have its name before theirs:
+    warmup_steps is Warmup(steps=...). ValueError for arguments that it has not, or has already."""
+    if not given:
+        return canonical(text)
+    name, known = policy_name(text), argument_names(text)
+    named = {key.removeprefix(f"{name}_"): value for key, value in given.items()}
+    for key, value in named.items():
+        if key not in known:
+            owners = [one for one, cls in BY_NAME.items() if key in argument_names(one)]
+            whose = f"is for --policy {' or '.join(owners)}" if owners else "is unknown"
+            raise ValueError(
+                f"{key} {_plain(value)} {whose}; got --policy {name}, which takes "
+                f"{', '.join(known) or 'none'}"
+            )
+        if key in written_arguments(text):
+            raise ValueError(f"{key} {_plain(value)}: is given twice, also in --policy {text}")
+    call = _parsed(f"{BY_NAME[name].__name__}()" if is_name(text) else text)
+    assert isinstance(call, ast.Call)
+    call.keywords += [
+        ast.keyword(key, ast.parse(_literal(value), mode="eval").body)
+        for key, value in named.items()
+    ]
+    return canonical(type(text)(ast.unparse(call)))
+
+
+def in_python(text: str, layerwise: bool = False) -> tuple[str, list[str]]:
+    """How a script writes it, and the classes that it has to import for that. layerwise: inside of
+    a Layerwise."""
+    if is_name(text) and not layerwise:
+        return f'"{text}"', []
+    called = f"{BY_NAME[text].__name__}()" if text in BY_NAME else text
+    written = f"Layerwise({called})" if layerwise else text
+    calls = (node.func for node in ast.walk(_parsed(written)) if isinstance(node, ast.Call))
+    return written, sorted({ast.unparse(each) for each in calls} & {*_CLASSES})
+
+
+def value_of(words: Sequence[str]) -> Any:
+    """What words stand for as an argument of a policy: on is True, several are a tuple."""
+    if len(words) != 1:
+        return tuple(value_of([word]) for word in words)
+    if words[0] in ("on", "off"):
+        return words[0] == "on"
+    try:
+        return ast.literal_eval(words[0])
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return words[0]
+
+
+def moved_option(words: Sequence[str], options: Sequence[str]) -> str:
+    """What to write in place of an option that the command had once: an argument of a policy; "" if
+    there is none among these words of a command line. options: those that it has."""
+    for i, word in enumerate(words):
+        flag, equals, text = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name in options:
+            continue
+        rest = [text] if equals else list(words[i + 1 :])
+        values = rest[: next((n for n, one in enumerate(rest) if one.startswith("--")), None)]
+        for policy, each in sorted(BY_NAME.items(), key=lambda item: item[0] != "gravac"):
+            own = name.removeprefix(f"{policy}_")
+            if own in argument_names(policy):
+                value = _literal(value_of(values))
+                call = f"{each.__name__}({own}={value})"
+                return f'{flag} is an argument of the policy: --policy "{call}"'
+        if name in ("schedule", "expression"):
+            example = EXAMPLE if name == "expression" else "Schedule({0: 10, 500: 100})"
+            return f'{flag} is --policy itself, as in --policy "{example}"'
+    return ""
+
+
+def _parsed(text: str) -> ast.expr:
+    for name in BY_NAME:
+        if "-" in name:  # which is no name in Python
+            text = text.replace(f"{name}(", f"{BY_NAME[name].__name__}(")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"must be as in {EXAMPLE}: {error.msg}") from error
+
+
+def _shown(text: str) -> str:
+    whole = repr(str(text))
+    return whole if len(whole) <= SHOWN else f"{whole[:SHOWN]}... ({len(text)} characters)"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else _literal(value)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k!r}: {_literal(v)}' for k, v in value.items())}}}"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return repr(value)
+
+
+def _value(node: ast.expr, text: str) -> Any:
     if not isinstance(node, ast.Call):
         try:
             return ast.literal_eval(node)
         except ValueError:
             raise ValueError(f"{ast.unparse(node)} is neither a literal nor a call") from None
-    factory = _named(ast.unparse(node.func), expression)
+    factory = _named(ast.unparse(node.func), text)
     if any(isinstance(each, ast.Starred) for each in node.args) or any(
         each.arg is None for each in node.keywords
     ):
         raise ValueError(f"{ast.unparse(node)} has * or **")
-    given = {str(each.arg): _value(each.value, expression) for each in node.keywords}
-    return factory(*(_value(each, expression) for each in node.args), **given)
+    given = {str(each.arg): _value(each.value, text) for each in node.keywords}
+    return factory(*(_value(each, text) for each in node.args), **given)
 
 
-def _named(name: str, expression: str) -> type[Policy]:
+def _named(name: str, text: str) -> type[Policy]:
     """A class of the library, or MODULE.CLASS of the user's own."""
     module, _, last = name.rpartition(".")
     if last in _CLASSES and module in ("", *_OURS):
         return _CLASSES[last]
+    if name in BY_NAME:
+        return BY_NAME[name]
     accepted = f"accepted: {', '.join(sorted(_CLASSES))}, or MODULE.CLASS of a policy of your own"
     if not module:
         raise ValueError(f"{name} is no policy; {accepted}")
-    if not isinstance(expression, Typed):
-        again = shlex.quote(expression) if len(expression) <= SHOWN else "POLICY"
+    if not isinstance(text, Typed):
+        again = shlex.quote(text) if len(text) <= SHOWN else "POLICY"
         raise UntrustedPolicyError(
-            f"expression: the run's folder names {_shown(expression)}, and what a folder names is "
-            f"not imported, since that would run its code; accepted, if you trust {name[:SHOWN]}: "
-            f"--expression {again} on the command line (beside --resume, or beside --policy "
-            f"expression with replay)"
+            f"policy: the run's folder names {_shown(text)}, and what a folder names is not "
+            f"imported, since that would run its code; accepted, if you trust {name[:SHOWN]}: "
+            f"--policy {again} on the command line (beside --resume, or of replay)"
         )
     try:
         found = getattr(import_module(module), last)

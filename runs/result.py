@@ -19,16 +19,18 @@ from rich.table import Table
 
 from adaptive import LinkSpec, Summary
 from adaptive.exchange.link import ServerSpec
-from policies import DENSE
 from policies.words import named
+from runs.build import sends_dense
 from runs.config import TrainConfig, write_text
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.netlab.lab import real_links
 from runs.netlab.place import told
 from runs.plot import PLOT_FILE, draw_timeline
+from runs.policy_expression import OFF, policy_name, written_arguments
 from runs.progress import number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.scaling import one_worker_seconds, scaling_efficiency
+from runs.settings import DEFAULT_CF
 from runs.tables import faint, show, strong, table
 from runs.tasks import TASKS
 from runs.times import seconds_by_clock, server_bytes, where_time_went
@@ -46,15 +48,15 @@ def title(config: TrainConfig) -> str:
     model += f", adapters of rank {config.lora}" if config.lora is not None else ""
     model += f", from {config.init}" if config.init is not None else ""
     how = f"{config.policy} over {config.base}"
-    if config.policy == "off":
+    if config.policy == OFF:
         how = (
             f"DDP with PyTorch's {config.ddp_hook} hook"
             if config.ddp_hook
             else "plain DDP, no hook"
         )
-    elif config.policy == "fixed":
-        dense = config.base == "none" or config.cf == DENSE
-        how = "dense" if dense else f"{config.base} at {named(config.cf or DENSE)}"
+    elif policy_name(config.policy) == "fixed":
+        cf = written_arguments(config.policy).get("cf", DEFAULT_CF)
+        how = "dense" if sends_dense(config) else f"{config.base} at {named(cf)}"
     if config.exchange is not None:
         how += f", {config.exchange} exchange"
     if config.local_steps is not None:
@@ -71,8 +73,7 @@ def is_dense(config: TrainConfig) -> bool:
     """Every step exchanges all of every gradient, and its mean moves the model: what compression is
     compared with. Not so gossip, local steps and delayed means, whatever they send."""
     alike = config.exchange != "gossip" and config.local_steps in (None, 1) and not config.delay
-    sends_all = config.base == "none" or config.cf == DENSE
-    return config.policy == "off" or (config.policy == "fixed" and sends_all and alike)
+    return config.policy == OFF or (alike and sends_dense(config))
 
 
 def header(config: TrainConfig, first_step: int) -> str:

@@ -21,6 +21,7 @@ Nothing hides behind compute in either.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -31,13 +32,14 @@ from adaptive.config import make_base
 from adaptive.exchange.choice import GOSSIP, ExchangeChoice
 from adaptive.exchange.topology import named
 from docs.studies.common import columns, train, write
+from runs.build import sends_dense
 from runs.compare.contender import Contender, parse_contender
 from runs.config import TrainConfig
-from runs.parser import UsageError, option, shown
+from runs.parser import UsageError
 from runs.records import TIMELINE_FILE
 from runs.report.run import Run
 from runs.report.source import Place, read_run
-from runs.simulate.options import STEP_SECONDS
+from runs.simulate.command import STEP_SECONDS
 from runs.style import RUNS, log_axis, picture
 
 PLOT_FILE = "gossip.png"
@@ -148,7 +150,7 @@ def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained
 
 def _strategy(config: TrainConfig) -> str:
     """The exchange that the run has taken, as far as latency is concerned."""
-    if config.base == "none" or config.cf == 1:
+    if sends_dense(config):
         return "all_reduce"
     exchange = config.exchange or "auto"
     base = make_base(config.base or "none", config.memory or "auto", exchange)
@@ -241,9 +243,7 @@ def main(words: list[str] | None = None) -> None:
     for n in given.sizes:
         for one in given.contenders:
             folder = given.log_dir / "runs" / f"{one.folder}-of-{n}"
-            own = [
-                w for key, value in one.given.items() for w in (option(key), *shown(value).split())
-            ]
+            own = shlex.split(one.config({"log_dir": str(folder)}).command)[4:]
             train("simulate", [*common, *own, "--workers", f"{n}"], folder)
             runs.append((one, folder))
     found = [(one.label, *read(folder)) for one, folder in runs]

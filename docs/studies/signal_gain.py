@@ -64,24 +64,25 @@ class Run:
 
 
 def all_runs(
-    cfs: Sequence[float], drop: int, corrected: str, epsilon: float, how: Sequence[str]
+    cfs: Sequence[float], drop: int, corrected: str, gravac: str, how: Sequence[str]
 ) -> Iterator[Run]:
-    """cfs: ascending. corrected: the memory that is no plain feedback. how: GraVAC's options."""
+    """cfs: ascending. corrected: the memory that is no plain feedback. gravac: its settings. how:
+    options of its runs."""
     listed = [f"{cf:g}" for cf in cfs]
     ends = ("--cf-range", listed[0], listed[-1])
-    recording = ("--policy", "fixed", "--gain", "signal", "--probe", *listed)
+    recording = ("--policy", f"Fixed(gain='signal', probe=({', '.join(listed)},))")
     yield Run("fixed", "dense", (*recording, "--cf", "1", "--memory", corrected))
     for memory in ("residual", corrected):
         for cf in listed:
             words = (*recording, "--cf", cf, "--memory", memory)
             yield Run("fixed", f"{memory} {cf}", words)
     for first, then in (listed[-2:], listed[:-3:-1]):
-        schedule = ("--policy", "schedule", "--schedule", f"0:{first}", f"{drop}:{then}")
-        words = (*schedule, "--gain", "signal", "--memory", corrected, *ends)
-        yield Run("moved", f"{first} then {then}", words)
+        schedule = f"Schedule({{0: {first}, {drop}: {then}}}, gain='signal')"
+        how_sent = ("--policy", schedule, "--memory", corrected, *ends)
+        yield Run("moved", f"{first} then {then}", how_sent)
     for gain in get_args(GainKind):
-        words = ("--policy", "gravac", "--gain", gain, "--epsilon", f"{epsilon:g}", *ends, *how)
-        yield Run("chosen", gain, words)
+        policy = f"GraVAC(gain='{gain}', {gravac})"
+        yield Run("chosen", gain, ("--policy", policy, *ends, *how))
 
 
 # -- gains, phase by phase ---------------------------------------------------------------------
@@ -248,9 +249,9 @@ def main(words: list[str] | None = None) -> None:
     common = ["--steps", f"{given.steps}", "--optimizer", given.optimizer, "--lr-drop", f"{drop}"]
     common += [*COMMON, *rest]
     window = given.window or max(5, given.steps // 20)
-    how = ("--link", given.link, "--window", f"{window}")
+    gravac, how = f"epsilon={given.epsilon:g}, window={window}", ("--link", given.link)
     corrected = "momentum" if given.optimizer == "sgd" else "updates"
-    runs = list(all_runs(cfs, drop, corrected, given.epsilon, how))
+    runs = list(all_runs(cfs, drop, corrected, gravac, how))
     for run in runs:
         train("train", [*common, *run.words], run.folder(folder))
     fixed = [run for run in runs if run.part == "fixed"]

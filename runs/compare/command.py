@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from typing import Any
 
 from runs.claim import claim
-from runs.compare.options import HELP, Comparison, add_arguments, make_comparison
+from runs.compare.options import HELP, OPTIONS, Comparison, make_comparison
 from runs.config import TrainConfig
 from runs.interrupt import INTERRUPTED, UNSAVED
 from runs.netlab.command import run_again_inside
-from runs.parser import UsageError, check_writable, fail, typed
+from runs.parser import UsageError, check_writable, typed
 
-__all__ = ["HELP", "add_arguments", "main"]
+__all__ = ["HELP", "OPTIONS", "main"]
 
 GOES_ON = "interrupted; the same command goes on from here"
 
 
-def main(args: argparse.Namespace) -> int:
+def main(given: dict[str, Any]) -> int:
     """Run the comparison; returns the exit code."""
+    rate = given.pop("netlab", None)
+    if rate is not None:
+        run_again_inside(rate, given.get("workers", TrainConfig.workers))
     try:
-        rate = vars(args).pop("netlab", None)
-        if rate is not None:
-            run_again_inside(rate, vars(args).get("workers", TrainConfig.workers))
-        comparison = make_comparison(vars(args))
+        comparison = make_comparison(given)
         _check(comparison)
         with claim(comparison.folder, f"--log-dir {comparison.folder}", typed()):
             return _compare(comparison)
-    except UsageError as error:
-        return fail("python -m runs compare", error)
     except KeyboardInterrupt:
         print(GOES_ON, file=sys.stderr)
         return INTERRUPTED

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from argparse import SUPPRESS
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from policies.papers import PRESETS
-from runs.choices import COMPRESSORS
 from runs.config import TrainConfig
-from runs.option_rules import HOOK_OPTIONS
-from runs.options import add_hook_arguments, add_task_arguments, make_config
-from runs.parser import OneLineParser, UsageError, number, option
-from runs.policy_options import POLICY_OPTIONS, add_policy_arguments
+from runs.option_types import number
+from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
+from runs.parser import UsageError, option, options, read
+from runs.policy_expression import BY_NAME, EXAMPLE, OFF, Typed, argument_names, value_of
+from runs.settings import COMPRESSORS, Compressing, Optimizing, Training
 
 GRAMMAR = """\
 A contender is NAME[@CF][:key=value,...]. NAME is
   dense          the same hook sending everything, what the others are compared with
-  a policy       gravac, accordion, warmup, ... as train's --policy
+  a policy       gravac, accordion, warmup, ... by its name
   gravac-paper, accordion-paper    as in their papers, with these papers' compression: tensor by
                  tensor, values of 32 bits, plain error feedback, base dgc and topk
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
@@ -26,15 +26,18 @@ A contender is NAME[@CF][:key=value,...]. NAME is
                  off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
   diloco         local steps that are exchanged dense, as DiLoCo: every 50, outer learning rate 0.7,
                  outer momentum 0.9, nothing overlaps
-The keys are train's options without the dashes: epsilon, omega, base, cf_range, memory, exchange,
-... A value of several numbers has slashes: cf_range=10/500; schedule:schedule=0:1/100:10 has CF 10
-from step 100 on; expression:expression=Warmup(then=GraVAC(window=20)) has one policy in another.
+  a policy with its settings, as Python writes it: "Warmup(steps=50, then=GraVAC(window=20))",
+                 "Schedule({0: 1, 100: 10})" (CF 10 from step 100 on)
+The keys are the arguments of the policy (epsilon, omega, window, ...) and train's options without
+the dashes: base, cf_range, memory, exchange, ... A value of several numbers has slashes:
+cf_range=10/500.
 steps and what belongs to the optimizer (lr, lr_drop, momentum, optimizer, betas, weight_decay,
 warmup, lr_schedule, clip_grad, clip_local) may be a contender's own, too:
 topk@100:steps=900,lr_drop=540 trains longer than others do in 600, and
 topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer."""
 
-_SHAPE = re.compile(r"(?P<name>[^@:]+)(@(?P<cf>[^@:]*))?(:(?P<keys>.*))?")
+_KEYS = {"training": options(Training), "optimizer": options(Optimizing)}
+_KEYS["compression"] = options(Compressing)
 _TRAINING = (
     "steps",
     "lr",
@@ -78,97 +81,102 @@ class Contender:
 
 def parse_contender(text: str) -> Contender:
     """UsageError names the contender, what is wrong with it and what is accepted."""
-    found = _SHAPE.fullmatch(text.strip())
-    if found is None:
+    name, cf, keys = _split(text.strip())
+    try:
+        given, takes_cf, accepted = _meaning(name)
+        if cf is not None:
+            if not takes_cf:
+                raise UsageError(
+                    f"{name} takes no @CF, got {cf!r}; accepted: a compressor at a CF, as in "
+                    f"topk@100"
+                )
+            given["cf"] = _cf(cf)
+        if keys is not None:
+            given.update(_settings(name, keys, (*accepted, *_TRAINING)))
+    except UsageError as error:
+        raise UsageError(f"--contender {text}: {error}") from error
+    return Contender(text.strip(), given)
+
+
+def _split(text: str) -> tuple[str, str | None, str | None]:
+    """NAME, CF and the keys; what is in brackets, as in a policy that is written out, is NAME's."""
+    name = next(_parts(text, ":"))
+    keys = text[len(name) + 1 :] if len(text) > len(name) else None
+    if "(" in name:
+        return name, None, keys
+    name, at, cf = name.partition("@")
+    if not name or "@" in cf:
         raise UsageError(f"--contender {text!r}: must be NAME[@CF][:key=value,...]")
-    name, cf, keys = found["name"], found["cf"], found["keys"]
-    given, takes_cf, hook_keys = _meaning(text, name)
-    accepted = (*hook_keys, *_TRAINING)
-    if cf is not None:
-        if not takes_cf:
-            raise UsageError(
-                f"--contender {text}: {name} takes no @CF, got {cf!r}; accepted: a compressor "
-                f"at a CF, as in topk@100"
-            )
-        given["cf"] = _cf(text, cf)
-    return Contender(text.strip(), {**given, **_settings(text, name, keys, accepted)})
+    return name, cf if at else None, keys
 
 
-def _meaning(text: str, name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
-    """(options, whether a CF may follow, keys of the hook that may follow) of a name."""
+def _meaning(name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+    """(options, whether a CF may follow, keys that may follow) of a name."""
     hook = tuple(key for key in HOOK_OPTIONS if key not in _ELSEWHERE)
-    if name == "off":
-        return {"policy": "off"}, False, ("ddp_hook",)
+    fixed = tuple(key for key in hook if key != "cf_range")
+    if name == OFF:
+        return {"policy": OFF}, False, ("ddp_hook",)
     if name == "diloco":
         outer = {"local_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.9, "overlap": 0}
         return {"policy": "fixed", "base": "none", **outer}, False, tuple(outer)
     if name == "dense":
         return {"policy": "fixed", "base": "none"}, False, ("probe", "exchange")
     if name == "fixed":
-        fixed = tuple(key for key in hook if key != "cf_range")
         return {"policy": "fixed"}, True, ("probe", *fixed)
-    if name in POLICY_OPTIONS:
-        return {"policy": name, **PRESETS.get(name, {})}, False, (*POLICY_OPTIONS[name], *hook)
     if name.partition("+")[0] in COMPRESSORS:
-        fixed = tuple(key for key in hook if key not in ("base", "cf_range"))
-        return {"policy": "fixed", "base": name}, True, ("probe", *fixed)
-    policies = ", ".join(POLICY_OPTIONS)
+        own = tuple(key for key in fixed if key != "base")
+        return {"policy": "fixed", "base": name}, True, ("probe", *own)
+    if name in BY_NAME:
+        own = tuple(_key(name, each) for each in argument_names(name))
+        return {"policy": name, **PRESETS.get(name, {})}, False, (*own, *hook)
+    if "(" in name:
+        return {"policy": Typed(name)}, False, hook
     raise UsageError(
-        f"--contender {text}: {name!r} is unknown; accepted: dense, a policy ({policies}) or a "
-        f"compressor ({', '.join(COMPRESSORS)}; with coded values as in topk+bf16)"
+        f"{name!r} is unknown; accepted: dense, a policy ({', '.join((*BY_NAME, OFF))}; with "
+        f"settings as in {EXAMPLE}) or a compressor ({', '.join(COMPRESSORS)}; with coded values "
+        f"as in topk+bf16)"
     )
 
 
-def _cf(text: str, cf: str) -> float:
+def _key(policy: str, argument: str) -> str:
+    """An argument whose name is an option of train has the policy's before it: warmup_steps."""
+    return f"{policy}_{argument}" if argument in CONFIG_OPTIONS else argument
+
+
+def _cf(cf: str) -> float:
     try:
         value = number(cf)
-    except Exception:
+    except ValueError:
         value = 0.0
     if value < 1:
-        raise UsageError(f"--contender {text}: the CF after @ must be a number >= 1, got {cf!r}")
+        raise UsageError(f"the CF after @ must be a number >= 1, got {cf!r}")
     return value
 
 
-def _settings(text: str, name: str, keys: str | None, accepted: tuple[str, ...]) -> dict[str, Any]:
-    if keys is None:
-        return {}
+def _settings(name: str, keys: str, accepted: tuple[str, ...]) -> dict[str, Any]:
+    """What the keys stand for: options of train, read as train reads them, and the arguments of the
+    policy."""
     words: list[str] = []
-    for part in _parts(keys):
+    arguments: dict[str, Any] = {}
+    for part in _parts(keys, ","):
         key, equals, value = part.strip().partition("=")
         if key not in accepted:
-            known = ", ".join(accepted)
-            raise UsageError(
-                f"--contender {text}: unknown key {key!r}; accepted for {name}: {known}"
-            )
+            raise UsageError(f"unknown key {key!r}; accepted for {name}: {', '.join(accepted)}")
         if not (equals and value):
-            raise UsageError(f"--contender {text}: {key!r} needs a value: {key}=VALUE")
-        words += [option(key), *value.split("/")]
-    parser = _Parser(text)
-    add_task_arguments(parser, seed=False)
-    add_hook_arguments(parser)
-    add_policy_arguments(parser)
-    return vars(parser.parse_args(words))
-
-
-def _parts(keys: str) -> list[str]:
-    """What commas part, except those inside the brackets of an expression."""
-    parts, depth = [""], 0
-    for letter in keys:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append("")
+            raise UsageError(f"{key!r} needs a value: {key}=VALUE")
+        if key in CONFIG_OPTIONS:
+            words += [option(key), *value.split("/")]
         else:
-            parts[-1] += letter
-    return parts
+            arguments[key] = value_of(value.split("/"))
+    return {**arguments, **read("compare", _KEYS, "", words)}
 
 
-class _Parser(OneLineParser):
-    """Reads values as train reads them; its errors name the contender."""
-
-    def __init__(self, contender: str) -> None:
-        super().__init__("contender")
-        self.argument_default = SUPPRESS
-        self._contender = contender
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"--contender {self._contender}: {message.removeprefix('argument ')}")
+def _parts(text: str, by: str) -> Iterator[str]:
+    """What is between the commas or colons, except those in the brackets of a policy."""
+    depth = start = 0
+    for i, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == by and depth == 0:
+            yield text[start:i]
+            start = i + 1
+    yield text[start:]

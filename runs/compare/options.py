@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import UseAppendAction
 
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.compare.suites import SUITES, Plan
 from runs.config import TrainConfig
 from runs.netlab.lab import Lab
-from runs.option_rules import check_one_worker, check_sends
-from runs.options import (
-    add_clock_argument,
-    add_densities_argument,
-    add_eval_argument,
-    add_link_argument,
-    add_one_worker_argument,
-    add_size_argument,
-    add_task_arguments,
-)
-from runs.parser import UsageError, positive, switch, whole
+from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
+from runs.options import check_modelled, check_sends
+from runs.parser import UsageError, options
+from runs.settings import Keeping, Modelling, Optimizing, Training
 
 if TYPE_CHECKING:
     from adaptive import LinkSpec
@@ -116,86 +110,68 @@ class Comparison:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; what is not given is not in the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    who = parser.add_argument_group("what to compare")
-    who.add_argument(
-        "--contender",
-        action="append",
-        metavar="C",
-        help=f"NAME[@CF][:key=value,...], see below; once for each ({', '.join(CONTENDERS)})",
-    )
-    who.add_argument(
-        "--suite",
-        metavar="PAPER",
-        help=f"the contenders of a paper's table, beside its figures: {', '.join(SUITES)}",
-    )
-    who.add_argument(
-        "--scale",
-        type=positive,
-        metavar="SHARE",
-        help="with --suite: of the paper's steps; from 1 on the paper's model, too (some hundred "
-        "steps of a small model)",
-    )
-    who.add_argument(
-        "--only",
-        nargs="+",
-        metavar="TEXT",
-        help="with --suite: those of its contenders in whose names one of these is (all)",
-    )
-    who.add_argument("--seeds", type=whole(0), nargs="+", metavar="N", help="seeds (0)")
-    who.add_argument(
-        "--bandwidths",
-        nargs="+",
-        metavar="RATE[,LATENCY]",
-        help=f"networks of the modelled seconds (--link, {' '.join(BANDWIDTHS)})",
-    )
-    who.add_argument(
-        "--goal-step",
-        type=whole(1),
-        metavar="N",
-        help="the quality to reach is that of dense after N steps (at its end)",
-    )
-    who.add_argument(
-        "--smooth",
-        type=whole(1),
-        metavar="N",
-        help="take the mean of the last N evaluations for the quality, everywhere (1)",
-    )
-    who.add_argument(
-        "--slice",
-        type=whole(0),
-        metavar="N",
-        help=f"steps to a turn; 0: whole runs (a {SLICES}th of the steps; 0 with --fixed-clock)",
-    )
-    add_task_arguments(parser, seed=False)
-    how = parser.add_argument_group("how, for all contenders")
-    add_link_argument(how)
-    how.add_argument(
-        "--netlab",
-        metavar="RATE[,DELAY]",
-        help="run all workers over real links of that rate (Linux): python -m runs netlab --help",
-    )
-    add_eval_argument(how, f"a {EVALUATIONS}th of the steps")
-    add_clock_argument(how)
-    how.add_argument(
-        "--simulated",
-        type=switch,
-        metavar="on|off",
-        help="with --fixed-clock: all workers of a run take turns in this process, as `simulate` "
-        "has them, and come to the same results (off)",
-    )
-    add_one_worker_argument(how)
-    add_size_argument(how, "modelled seconds, and with --fixed-clock what policies see of them,")
-    output = parser.add_argument_group("what is kept")
-    add_densities_argument(output)
-    output.add_argument(
-        "--log-dir", metavar="DIR", help="where the files go (logs/compare-TASK-OPTIONS)"
-    )
-    output.add_argument(
-        "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Comparing:
+    """What to compare."""
+
+    contender: Annotated[UseAppendAction[tuple[str, ...]], metavar("C")] = ()
+    """NAME[@CF][:key=value,...], see above; once for each (dense, topk@100, goodput, gravac,
+    accordion)."""
+    suite: Annotated[str | None, metavar("PAPER")] = None
+    """The contenders of a paper's table, beside its figures: gravac, accordion, harris, dgc or
+    liu."""
+    scale: Annotated[Positive | None, metavar("SHARE")] = None
+    """With --suite: of the paper's steps; from 1 on the paper's model, too (some hundred steps of a
+    small model)."""
+    only: Texts | None = None
+    """With --suite: those of its contenders in whose names one of these is (all)."""
+    seeds: Wholes | None = None
+    """Seeds (0)."""
+    bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
+    """Networks of the modelled seconds (--link, 100mbit 1gbit)."""
+    goal_step: Count | None = None
+    """The quality to reach is that of dense after N steps (at its end)."""
+    smooth: Count = 1
+    """Take the mean of the last N evaluations for the quality, everywhere."""
+    slice: Whole | None = None
+    """Steps to a turn; 0: whole runs (a 4th of the steps; 0 with --fixed-clock)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How, for all contenders."""
+
+    link: Rate | None = None
+    """Emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms."""
+    netlab: Annotated[str | None, metavar("RATE[,DELAY]")] = None
+    """Run all workers over real links of that rate (Linux): python -m runs netlab --help."""
+    simulated: Switch | None = None
+    """With --fixed-clock: all workers of a run take turns in this process, as `simulate` has them,
+    and come to the same results (off)."""
+
+
+OPTIONS = {
+    "comparison": options(Comparing),
+    "training": options(Training, without=("seed",)),
+    "optimizer": options(Optimizing),
+    "conditions": options(Conditions),
+    "modelling": options(
+        Modelling,
+        without=("server",),
+        told={
+            "model_mb": "for modelled seconds, and with --fixed-clock for what policies see of "
+            "them, as if the gradients were so large"
+        },
+    ),
+    "output": options(
+        Keeping,
+        without=("checkpoint_every",),
+        told={
+            "log_dir": "where the files go (logs/compare-TASK-OPTIONS)",
+            "eval_every": "measure quality on held-out data every N steps (a 10th of them)",
+        },
+    ),
+}
 
 
 def make_comparison(given: dict[str, Any]) -> Comparison:
@@ -218,7 +194,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     wanted = given.pop("bandwidths", (*own, *BANDWIDTHS))
     networks = tuple(dict.fromkeys(map(parse_network, wanted)))
     check_sends(given)
-    check_one_worker(given)
+    check_modelled({name: value for name, value in given.items() if name != "model_mb"})
     if given.get("simulated") and "fixed_clock" not in given:
         raise UsageError("--simulated on: needs --fixed-clock, the seconds of a step")
     alone = given.pop("one_worker_seconds", None)  # for the table alone, not for the runs

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from runs.interrupt import INTERRUPTED
+from tyro.conf import UseAppendAction
+
 from runs.netlab.lab import Lab, Link
-from runs.parser import UsageError, fail, whole
+from runs.option_types import Count, metavar
+from runs.parser import UsageError, options
 
 INSIDE = ("train", "compare", "doctor")
 """The commands of `python -m runs` that start workers, which then have their places in the lab."""
@@ -37,51 +41,33 @@ its result.json. Nothing has to be cleaned up: the kernel takes namespaces and l
 command ends, also when it is killed."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; what is not given is not in the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    parser.add_argument(
-        "--rate",
-        metavar="RATE[,DELAY]",
-        required=True,
-        help="of each worker's link, each way, as 100mbit or 1gbit,5ms",
-    )
-    parser.add_argument(
-        "--workers", type=whole(1), metavar="N", help="places in the lab (the command's, or 2)"
-    )
-    parser.add_argument(
-        "--slow-rank",
-        action="append",
-        metavar="RANK:RATE[,DELAY]",
-        help="a worker whose link is another; once for each",
-    )
-    parser.add_argument(
-        "--rate-at",
-        action="append",
-        metavar="STEP:RATE",
-        help="the rate of all other links after so many steps; once for each change",
-    )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help=f"{', '.join(INSIDE)} with its options, or a script with its arguments",
-    )
+@dataclass(frozen=True, kw_only=True)
+class LabOptions:
+    """The links, and how many there are. What is run follows them: -- COMMAND."""
+
+    rate: Annotated[str | None, metavar("RATE[,DELAY]")] = None
+    """Of each worker's link, each way, as 100mbit or 1gbit,5ms."""
+    workers: Count | None = None
+    """Places in the lab (the command's, or 2)."""
+    slow_rank: Annotated[UseAppendAction[tuple[str, ...]], metavar("RANK:RATE[,DELAY]")] = ()
+    """A worker whose link is another; once for each."""
+    rate_at: Annotated[UseAppendAction[tuple[str, ...]], metavar("STEP:RATE")] = ()
+    """The rate of all other links after so many steps; once for each change."""
 
 
-def main(args: argparse.Namespace) -> int:
-    """Build the lab and run the command in it; returns its exit code."""
-    try:
-        given = vars(args)
-        words = [word for i, word in enumerate(given["command"]) if (i, word) != (0, "--")]
-        words, given["workers"] = _agree_on_workers(_check_command(words), given.get("workers"))
-        lab = make_lab(given)
-        lab.opened().tell()
-        return _run(words, lab.workers)
-    except UsageError as error:
-        return fail("python -m runs netlab", error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+OPTIONS = {"links": options(LabOptions)}
+
+
+def main(given: dict[str, Any]) -> int:
+    """Build the lab and run the command, given["command"], in it; returns its exit code."""
+    if "rate" not in given:
+        raise UsageError("--rate: must be given, as in --rate 100mbit")
+    words, given["workers"] = _agree_on_workers(
+        _check_command(given["command"]), given.get("workers")
+    )
+    lab = make_lab(given)
+    lab.opened().tell()
+    return _run(words, lab.workers)
 
 
 def make_lab(given: dict[str, object]) -> Lab:
@@ -139,23 +125,21 @@ def _check_command(words: list[str]) -> list[str]:
 
 def _agree_on_workers(words: list[str], given: int | None) -> tuple[list[str], int]:
     """The command's words, and how many workers there are by these or as `given` (2)."""
-    name, *options = words
+    name, *own = words
     if name not in INSIDE:
         return words, given or 2
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--workers", type=whole(1))
-    before = options[: options.index("--")] if "--" in options else options
-    try:
-        asked: int | None = own.parse_known_args(before)[0].workers
-    except argparse.ArgumentError:
+    before = own[: own.index("--")] if "--" in own else own
+    found = re.findall(r"(?<!\S)--workers[= ](\S+)", " ".join(before))
+    if found and not (found[-1].isdecimal() and int(found[-1])):
         return words, given or 2  # the command says what is wrong with it
+    asked = int(found[-1]) if found else None
     if asked is not None and given is not None and asked != given:
         raise UsageError(
             f"--workers {given}: {name} is told --workers {asked}; accepted: one of them"
         )
     if asked is not None:
         return words, asked
-    return [name, "--workers", str(given or 2), *options], given or 2
+    return [name, "--workers", str(given or 2), *own], given or 2
 
 
 def _run(words: list[str], workers: int) -> int:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from runs.parser import UsageError, fail
-from runs.replay.expected import departure_notes
-from runs.replay.options import HELP, add_arguments, make_config_for, start_policy
-from runs.replay.plot import draw_replay
-from runs.replay.replay import replay
-from runs.replay.result import make_result, make_table
-from runs.replay.source import read_source
-from runs.tables import show
+from runs.parser import UsageError
+from runs.replay.options import HELP, OPTIONS
 
-__all__ = ["HELP", "add_arguments", "main"]
+__all__ = ["HELP", "OPTIONS", "main"]
 
 
-def main(args: argparse.Namespace) -> int:
+def main(given: dict[str, Any]) -> int:
     """Replay; returns the exit code."""
-    given = dict(vars(args))
-    try:
-        return _replay(given.pop("timeline"), given)
-    except UsageError as error:
-        return fail("python -m runs replay", error)
+    # torch is imported late, so that help and wrong options need not wait for it.
+    from runs.replay.expected import departure_notes
+    from runs.replay.make import make_config_for, start_policy
+    from runs.replay.plot import draw_replay
+    from runs.replay.replay import replay
+    from runs.replay.result import make_result, make_table
+    from runs.replay.source import read_source
+    from runs.tables import show
 
-
-def _replay(timeline: str, given: dict[str, object]) -> int:
+    timeline = given.pop("timeline")
     as_json, plot = bool(given.pop("json", False)), given.pop("plot", None)
     source = read_source(timeline)
     config = make_config_for(source, given)

@@ -9,14 +9,14 @@ from typing import Any
 
 from adaptive import StepRecord
 from policies import DENSE, Plan, Policy
-from runs.build import policy_settings
+from runs.build import build_policy, cf_range
 from runs.config import TrainConfig
 from runs.progress import cf_name
-from runs.replay.options import CF_RANGE, make_context
+from runs.replay.make import make_context
 from runs.replay.replay import Replayed
 from runs.replay.source import Source
 
-_TOLD = ("policy", "layerwise", "base", "memory", "exchange", "workers")
+_TOLD = ("layerwise", "base", "memory", "exchange", "workers")
 """Of a run's options, what a policy is told of beside its settings and the CF range."""
 
 SHOWN = 80
@@ -48,23 +48,22 @@ def departure_notes(
 def _same_options(config: TrainConfig, source: Source) -> bool:
     """By config.json, where only what was given is set."""
     recorded = source.config
-    if recorded is None or recorded.policy != config.policy:
-        return False
-    if policy_settings(config) != policy_settings(recorded):
+    if recorded is None or config.policy != recorded.policy:
         return False
     if any(getattr(config, name) != getattr(recorded, name) for name in _TOLD):
         return False
-    return (config.cf_range or CF_RANGE) == (recorded.cf_range or CF_RANGE)
+    policy = build_policy(config)
+    return cf_range(config, policy) == cf_range(recorded, policy)
 
 
 def _same_header(config: TrainConfig, source: Source, policy: Policy) -> bool:
     """By the timeline itself, where all settings are; not those of a policy inside another."""
     header = source.recorded.header
-    nested = config.layerwise or config.policy == "expression"
+    nested = config.layerwise or config.policy.count("(") > 1
     if header is None or nested or header.policy != policy.name:
         return False
     return (
-        make_context(config, source).cf_range == header.cf_range
+        make_context(config, source, policy).cf_range == header.cf_range
         and config.workers == header.world_size
         and (config.base or "topk") == header.base.partition("+")[0]  # then how values are packed
         and _settings(policy) == _plain(header.settings)

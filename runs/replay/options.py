@@ -1,29 +1,16 @@
-"""The options of `python -m runs replay`, and the policy that they name."""
+"""The options of `python -m runs replay`."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from math import prod
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from adaptive import Header
-from adaptive.config import make_base
-from adaptive.sizes import are_updates
-from compressors import Compressor
-from policies import Policy
-from policies.base import DENSE, Context
-from runs.build import build_policy, build_task, check_compression
-from runs.config import TrainConfig
-from runs.initial import initial_model
-from runs.options import make_config
-from runs.parser import UsageError, number, whole
-from runs.policy_options import DEFAULT_CF, POLICY_OPTIONS, add_policy_arguments
-from runs.replay.costs import RecordedCosts
-from runs.replay.source import Source
-from runs.tasks import trainable
+from tyro.conf import Positional
 
-CF_RANGE = (10.0, 1000.0)
+from runs.option_types import Count, Pair, metavar, spec
+from runs.parser import options
+from runs.policy_expression import Typed
+from runs.settings import PolicyArguments
 
 HELP = """\
 Run a policy over a recorded run: which CFs it would have chosen, and why. Nothing is trained.
@@ -34,7 +21,7 @@ examples:
   python -m runs replay mine.jsonl
       the same of a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl")), or
       a TensorBoardTimeline, whose folder is then named
-  python -m runs replay logs/demo --policy gravac --epsilon 0.5 --window 100
+  python -m runs replay logs/demo --policy "GraVAC(epsilon=0.5, window=100)"
   python -m runs replay logs/demo/timeline.jsonl --policy accordion --cf-range 10 200 --json
 
 As long as the policy plans what was recorded, it sees what was recorded. From then on it sees a
@@ -42,192 +29,38 @@ model: gains of each CF as last measured (interpolated in log CF between those m
 from a + b x bytes + compress fitted to the CFs that were really sent, bytes in proportion. The
 gradients stay those of the recorded run, whatever CF the policy chooses: the model says what the
 policy would have decided, not how well the network would have trained. A record that measured many
-CFs tells most (train --policy fixed --probe 10 20 40 100 160 1000). A policy that reads each layer
-(accordion with --per-layer on, --layerwise on) is replayed on records of the same readings only."""
+CFs tells most (train --policy "Fixed(probe=(10, 40, 100, 1000))"). A policy that reads each layer
+("Accordion(per_layer=True)", --layerwise on) is replayed on records of the same readings only."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; what is not given is not in the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    what = "log folder, timeline file, or folder of event files"
-    parser.add_argument("timeline", metavar="TIMELINE", help=what)
-    which = parser.add_argument_group("which policy")
-    which.add_argument(
-        "--policy",
-        choices=[name for name in POLICY_OPTIONS if name != "off"],
-        help="(the recorded one, with the recorded settings)",
-    )
-    which.add_argument(
-        "--cf-range",
-        type=number,
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="smallest and largest CF beside dense (the recorded run's, else 10 1000)",
-    )
-    which.add_argument("--base", metavar="NAME", help="compressor (the recorded run's, else topk)")
-    which.add_argument(
-        "--workers", type=whole(1), metavar="N", help="of the run, if nothing recorded tells (2)"
-    )
-    add_policy_arguments(parser)
-    output = parser.add_argument_group("what is kept")
-    output.add_argument(
-        "--plot", metavar="FILE", help="the picture (replay-POLICY.png beside the timeline)"
-    )
-    output.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+@dataclass(frozen=True, kw_only=True)
+class Replaying:
+    """What to replay, and which policy."""
+
+    timeline: Annotated[Positional[str], metavar("TIMELINE")]
+    """Log folder, timeline file, or folder of event files."""
+    policy: Annotated[str | None, spec("POLICY", Typed)] = None
+    """As of train (the recorded one, with the recorded settings)."""
+    cf_range: Pair | None = None
+    """Smallest and largest CF beside dense (the recorded run's, else 10 1000)."""
+    base: Annotated[str | None, metavar("NAME")] = None
+    """Compressor (the recorded run's, else topk)."""
+    workers: Count | None = None
+    """Of the run, if nothing recorded tells (2)."""
 
 
-def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
-    """The run that the policy is to be imagined in. UsageError names the option."""
-    given = dict(given)
-    recorded = source.config
-    given["log_dir"] = str(source.path.parent)
-    if "policy" not in given:
-        if recorded is None or recorded.policy == "off":
-            raise UsageError(
-                f"--policy must be given: neither a config.json beside {source.path} nor the "
-                f"record says which it was; accepted: "
-                f"{', '.join(name for name in POLICY_OPTIONS if name != 'off')}"
-            )
-        extra = sorted(set(given) - {"log_dir"})
-        if not extra:
-            if not source.by_header:
-                check_compression(recorded)
-            return recorded
-        raise UsageError(
-            f"--{extra[0].replace('_', '-')} needs --policy; without, the recorded policy is "
-            f"replayed with its own settings"
-        )
-    if recorded is not None:
-        given.setdefault("workers", recorded.workers)
-        chosen = recorded.cf_range is not None and len({*recorded.cf_range}) == 2
-        if chosen and given["policy"] not in ("fixed", "schedule"):
-            given.setdefault("cf_range", recorded.cf_range)
-        if recorded.base not in (None, "none") and _known_base(recorded) is not None:
-            given.setdefault("base", recorded.base)
-    elif source.recorded.header is not None:
-        given.setdefault("workers", source.recorded.header.world_size)
-    config = make_config(given)
-    check_compression(config)
-    return config
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What is kept."""
+
+    plot: Annotated[str | None, metavar("FILE")] = None
+    """The picture (replay-POLICY.png beside the timeline)."""
+    json: bool = False
+    """Print the result as JSON on stdout."""
 
 
-def start_policy(config: TrainConfig, source: Source) -> Policy:
-    """The policy, started as the controller does it. UsageError if the settings do not fit."""
-    context = make_context(config, source)
-    _check_layers(config, source, context)
-    try:
-        policy = build_policy(config)
-        policy.start(context)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--policy {config.policy}: {error}") from error
-    return policy
-
-
-def make_context(config: TrainConfig, source: Source) -> Context:
-    """What the controller would have told the policy."""
-    supported, base = _supported(config, source), _known_base(config)
-    header = source.recorded.header
-    layers, layer_bytes = recorded_layers(header, base)
-    if config.policy == "fixed" and not config.layerwise:
-        cf = 1.0 if config.base == "none" else DEFAULT_CF if config.cf is None else config.cf
-        low = high = cf
-    else:
-        low, high = config.cf_range or CF_RANGE
-    ends = supported(low), supported(high)
-    return Context(
-        (min(low, *ends), max(high, *ends)),
-        config.workers,
-        supported,
-        assumed={} if header is None else header.assumed,
-        wire_bytes=RecordedCosts(source.recorded.steps, header).computed,
-        layers=layers,
-        layer_bytes=layer_bytes,
-        local_steps=(1,) if header is None else header.local_steps,
-        overlap=0 if header is None else header.overlap,
-        updates=header is not None and are_updates(header.memory, header.local_steps),
-    )
-
-
-def recorded_layers(
-    header: Header | None, base: Compressor | None
-) -> tuple[dict[str, int], Callable[[str, float], float]]:
-    """Elements of each layer, and payload bytes of a layer at a CF; no layers without a header.
-    base: None for one that is not known, which is taken to send the fewer the larger the CF."""
-    shapes = {name: tuple(shape) for name, shape in (header.layers if header else {}).items()}
-
-    def nbytes(layer: str, cf: float) -> float:
-        shape = shapes[layer]
-        if cf == DENSE or base is None:
-            return 4.0 * prod(shape) / cf
-        return base.exchanged_nbytes(shape, cf)
-
-    return {name: prod(shape) for name, shape in shapes.items()}, nbytes
-
-
-def _check_layers(config: TrainConfig, source: Source, context: Context) -> None:
-    """UsageError if layers are to have CFs of their own and nothing says which there are."""
-    per_layer = config.per_layer
-    if per_layer is None:
-        per_layer = config.policy == "accordion-paper"
-    layerwise = config.layerwise or config.policy == "layerwise"
-    if context.layers or not (per_layer or layerwise):
-        return
-    what = "--per-layer" if per_layer else "--layerwise"
-    raise UsageError(
-        f"{what} on: the layers are not known, since the header of {source.path} names none (it is "
-        f"older than that, or of --granularity bucket); accepted: {what} off, or a record of "
-        f"train --policy {config.policy} {what} on --granularity layer"
-    )
-
-
-def _supported(config: TrainConfig, source: Source) -> Callable[[float], float]:
-    """The CF that the base can really do on the model's largest tensor, as in training: of a base
-    of the user's own, what the header says of some CFs.
-
-    The model is built only for a base whose CFs depend on it, where the header does not name its
-    layers.
-    """
-    base, header = _known_base(config), source.recorded.header
-    if base is None:
-        told = {} if header is None else header.supported
-        return lambda cf: told.get(cf, cf)
-    shape: tuple[int, ...] = (_numel(source),)
-    if header is not None and header.layers:
-        shape = max((tuple(sizes) for sizes in header.layers.values()), key=prod)
-    elif source.config is not None and not source.by_header and _asks_for_shape(base, shape):
-        try:
-            task = build_task(source.config)
-            model = initial_model(source.config, task, read_weights=False)
-        except (ValueError, OSError) as error:
-            raise UsageError(
-                f"--base {config.base}: its CFs depend on the model, which cannot be built: {error}"
-            ) from error
-        shape = max((tuple(p.shape) for p in trainable(model)), key=prod)
-    return lambda cf: base.supported_for(cf, shape) if cf != 1 else 1.0
-
-
-def _asks_for_shape(base: Compressor, shape: tuple[int, ...]) -> bool:
-    return any(base.supported_for(cf, shape) != cf for cf in (2.0, 10.0, 40.0, 1000.0))
-
-
-def _known_base(config: TrainConfig) -> Compressor | None:
-    """None for a compressor of the user's own."""
-    try:
-        return make_base(config.base or "topk", config.memory, config.exchange)
-    except ValueError:
-        return None
-
-
-def _numel(source: Source) -> int:
-    """Elements of the model; in older records roughly, from the bytes of a dense step on two
-    ranks. UsageError if nothing tells."""
-    if source.recorded.header is not None:
-        return source.recorded.header.numel
-    dense = (record.report.dense_wire_bytes for record in source.recorded.steps)
-    known = next((nbytes for nbytes in dense if nbytes > 0), None)
-    if known is None:
-        raise UsageError(
-            f"TIMELINE: {source.path} has neither a header nor the bytes of a dense step, so the "
-            f"size of the model is not known; accepted: a record that has one of them"
-        )
-    return max(1, int(known / 4))
+OPTIONS = {
+    "replay": options(Replaying),
+    "policy": options(PolicyArguments),
+    "output": options(Output),
+}

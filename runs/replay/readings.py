@@ -98,5 +98,5 @@ class LayerReadings:
             f"TIMELINE: at step {step} this policy reads each layer's statistics since step "
             f"{first}, which cannot be told from the record, since no policy read them there; "
             f"accepted: a record of the same policy with the same interval (train --policy "
-            f"accordion --per-layer on, or --layerwise on), or one CF for all layers"
+            f"'Accordion(per_layer=True)', or --layerwise on), or one CF for all layers"
         )

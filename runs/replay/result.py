@@ -15,7 +15,7 @@ from policies.words import named
 from runs.config import TrainConfig
 from runs.logbook import gain_kind
 from runs.parser import shown
-from runs.policy_options import POLICY_OPTIONS
+from runs.policy_expression import policy_name, written_arguments
 from runs.progress import cf_name
 from runs.records import Recorded
 from runs.replay.replay import Replayed
@@ -35,7 +35,7 @@ def make_result(
     theirs = [record.report.cf for record in recorded.steps]
     return {
         "timeline": str(source.path),
-        "policy": policy.name if config.policy == "expression" else config.policy,
+        "policy": policy_name(config.policy),
         "settings": _settings(config),
         "steps": len(ours),
         "identical": replayed.identical and _same_events(replayed, recorded),
@@ -109,7 +109,7 @@ def _was(source: Source) -> str:
     """The policy of the record."""
     header = source.recorded.header
     if source.config is not None and not source.by_header:
-        return source.config.policy
+        return policy_name(source.config.policy)
     return header.policy if header is not None else "unknown policy"
 
 
@@ -171,14 +171,14 @@ def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
         return []
     return [
         "signal gain was not recorded: the root of the error-fed gain stands in for it, which "
-        "is smaller (train --gain signal records it)"
+        "is smaller (train --policy \"Fixed(gain='signal')\" records it)"
     ]
 
 
 def _unread_notes(config: TrainConfig, replayed: Replayed) -> list[str]:
     plans = replayed.plans
     sums = any(plan.accumulate for plan in plans) and not any(plan.read_sum for plan in plans)
-    layerwise = config.layerwise or config.policy == "layerwise"
+    layerwise = config.layerwise or policy_name(config.policy) == "layerwise"
     layers = layerwise and not any(plan.read_layers for plan in plans)
     if not (sums or layers):
         return []
@@ -191,9 +191,9 @@ def _unread_notes(config: TrainConfig, replayed: Replayed) -> list[str]:
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Those that are not the policy's defaults."""
-    names = (*POLICY_OPTIONS[config.policy], "cf_range")
-    values = {name: getattr(config, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
+    return written_arguments(config.policy) | (
+        {} if config.cf_range is None else {"cf_range": config.cf_range}
+    )
 
 
 def _same_events(replayed: Replayed, recorded: Recorded) -> bool:

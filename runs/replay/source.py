@@ -12,6 +12,7 @@ from adaptive.config import make_base
 from runs.config import TrainConfig, load_config
 from runs.events import has_events
 from runs.parser import UsageError
+from runs.policy_expression import canonical
 from runs.records import TIMELINE_FILE, Recorded, read_records
 
 ACCEPTED = (
@@ -61,8 +62,7 @@ def _config_of(header: Header, folder: Path) -> TrainConfig:
     """As far as a policy is concerned."""
     return TrainConfig(
         log_dir=str(folder),
-        policy="expression",
-        expression=header.expression,
+        policy=canonical(header.expression),
         base=_base_of(header),
         cf_range=header.cf_range,
         workers=header.world_size,

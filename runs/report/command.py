@@ -1,96 +1,115 @@
-"""The report command."""
+"""The report command: its options."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from runs.config import write_text
-from runs.parser import UsageError, fail
-from runs.report.options import HELP, ReportOptions, add_arguments, make_options
-from runs.report.page import make_page
-from runs.report.pictures import make_pictures
-from runs.report.result import headline_lines, make_result, run_notes
-from runs.report.run import Run
-from runs.report.source import NoStepError, Place, find_places, read_run
-from runs.report.table import link_notes, make_rows, make_text, own_networks
-from runs.report.target import choose_targets
-from runs.stages import told
-from runs.tables import faint, show, strong
+from tyro.conf import Positional
 
-__all__ = ["HELP", "add_arguments", "main"]
+from runs.compare.options import parse_network
+from runs.option_types import Number, Texts, metavar
+from runs.parser import UsageError, options
 
-PAGE_FILE, RESULT_FILE = "report.html", "report.json"
+if TYPE_CHECKING:
+    from adaptive import LinkSpec
+
+FOLDER = "report"
+
+HELP = f"""\
+Make one page of one or several runs: quality against time, a table, and which CF was sent when.
+Nothing is trained; the page opens in a browser without a server, and its pictures, which are in it,
+answer to pointing and zooming.
+
+examples:
+  python -m runs report logs/demo
+      one run, into logs/demo/{FOLDER}/report.html
+  python -m runs report logs/dense logs/gravac logs/goodput --target 5.8 --out report
+      three runs side by side; the time that each took to a perplexity of 5.8
+  python -m runs report logs/compare-text-1a2b3c4d --title "LSTM, 100 Mbit/s"
+      all runs of a comparison
+  python -m runs report mine.jsonl
+      a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl")), or a
+      TensorBoardTimeline, whose folder is then named
+  python -m runs report logs/demo --bandwidths 50mbit 1gbit,1ms --json
+
+The target quality of "time to target" is, unless --target says otherwise, the final quality of the
+dense run: the worst of them if there are several, and the worst of all runs if there is none. Runs
+that did not finish set no target while others did.
+
+Seconds are measured: the steps' own times, without evaluations, checkpoints and a run's first
+step (a step that was not timed counts as the median of its CF). Modelled seconds are those of
+python -m runs compare: compute + compression (both measured) + latency + bytes x 8 / rate.
+
+files in the folder: report.html, report.json."""
 
 
-def main(args: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of `python -m runs report`.
+
+    given: log folders as the user wrote them. target: None is chosen from the runs.
+    networks: of the modelled seconds; empty: the runs' own links, and others. json: the result on
+    stdout.
+    """
+
+    given: tuple[str, ...]
+    out: Path
+    target: float | None
+    networks: tuple[LinkSpec, ...]
+    title: str | None
+    json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Showing:
+    """What is shown, and where it goes."""
+
+    logdir: Annotated[Positional[tuple[str, ...]], metavar("LOGDIR ...")]
+    """Log folder of a run or of a comparison, timeline file, or folder of event files."""
+    target: Number | None = None
+    """Quality of "time to target", see above."""
+    bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
+    """Networks of the modelled seconds (the runs' own links, 100mbit 1gbit)."""
+    title: Annotated[str | None, metavar("TEXT")] = None
+    """Heading of the page."""
+    out: Annotated[str | None, metavar("DIR")] = None
+    """Where the files go (report/ in LOGDIR; of several, beside the first)."""
+    json: bool = False
+    """Print the result as JSON on stdout, all else on stderr."""
+
+
+OPTIONS = {"report": options(Showing)}
+
+
+def main(given: dict[str, Any]) -> int:
     """Make the report; returns the exit code."""
-    try:
-        return _report(make_options(vars(args)))
-    except UsageError as error:
-        return fail("python -m runs report", error)
-    except KeyboardInterrupt:
-        return 130
+    from runs.report.make import make_report  # torch is imported late
+
+    return make_report(make_options(given))
 
 
-def _report(options: ReportOptions) -> int:
-    places, notes = find_places(options.given, PAGE_FILE)
-    runs = _read(places, notes)
-    lone = len(runs) == 1 and options.target is None  # which has nobody to catch up with
-    targets = {} if lone else choose_targets(runs, options.target)
-    networks = options.networks or own_networks(runs)
-    rows = make_rows(runs, targets, networks)
-    pictures, missing = make_pictures(rows, targets, networks)
-    notes += [*missing, *link_notes(runs)]
-    title = options.title or _title(runs)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        result = make_result(rows, targets, networks, title, notes)
-        page = make_page(title, rows, targets, networks, pictures, notes)
-        write_text(options.out / PAGE_FILE, page)
-        result["page"] = str(options.out / PAGE_FILE)
-        text = json.dumps(result, indent=2, allow_nan=False)
-        write_text(options.out / RESULT_FILE, text + "\n")
-    except OSError as error:
-        raise UsageError(
-            f"--out {options.out}: cannot be written: {error.strerror or error}; accepted: a "
-            f"folder that can be written to"
-        ) from error
-    out = sys.stderr if options.json else sys.stdout
-
-    def of(task: str) -> str:
-        return f" of {task}" if len(targets) > 1 else ""
-
-    notes += [f"{run.name}: {note}" for run in runs for note in run_notes(run)]
-    show(
-        out,
-        *make_text(rows, networks),
-        *(f"target{of(task)}: {goal.quality:.4g}, {goal.basis}" for task, goal in targets.items()),
-        *(faint(f"note: {note}") for note in notes),
-        f"page in {options.out / PAGE_FILE}",
-        *(strong(line) for line in headline_lines(runs)),
+def make_options(given: dict[str, Any]) -> ReportOptions:
+    """UsageError names the option, its value and what is accepted."""
+    folders = tuple(dict.fromkeys(given["logdir"]))
+    if not folders:
+        raise UsageError("LOGDIR: must be given, one or more")
+    out = given.get("out")
+    if out == "":
+        raise UsageError("--out '': must name a folder")
+    return ReportOptions(
+        given=folders,
+        out=Path(out) if out is not None else _out(folders),
+        target=given.get("target"),
+        networks=tuple(dict.fromkeys(map(parse_network, given.get("bandwidths", ())))),
+        title=given.get("title"),
+        json=given.get("json", False),
     )
-    if options.json:
-        print(json.dumps(result, allow_nan=False))
-    return 0
 
 
-def _read(places: list[Place], notes: list[str]) -> list[Run]:
-    """All runs; one that has not begun is a note among others, and an error alone."""
-    runs: list[Run] = []
-    for place in told([(place.name, place) for place in places], "reading"):
-        try:
-            runs.append(read_run(place))
-        except NoStepError:
-            if place is places[-1] and not runs:
-                raise
-            notes.append(f"{place.name} holds no step yet, and was passed over")
-    return runs
-
-
-def _title(runs: list[Run]) -> str:
-    if len(runs) == 1:
-        return f"{runs[0].name}: {runs[0].title}"
-    tasks = sorted({run.task for run in runs if run.task})
-    return f"{len(runs)} runs" + (f" of {' and '.join(tasks)}" if tasks else "")
+def _out(given: tuple[str, ...]) -> Path:
+    first = Path(given[0])
+    if len(given) == 1 and first.is_dir():
+        return first / FOLDER
+    return first.absolute().parent / FOLDER

@@ -19,9 +19,8 @@ from policies.base import GainKind
 from runs.config import TrainConfig
 from runs.densities import Densities
 from runs.logbook import emulated, gain_kind
-from runs.option_rules import HOOK_OPTIONS
+from runs.options import HOOK_OPTIONS
 from runs.policy_expression import UntrustedPolicyError
-from runs.policy_options import POLICY_OPTIONS
 from runs.records import (
     Recorded,
     Stretch,
@@ -82,8 +81,7 @@ class Run:
         """The run in one line, with the settings that were given."""
         if self.config is None:
             return _title_of(self.recorded.header)
-        names = (*POLICY_OPTIONS[self.config.policy], *HOOK_OPTIONS)
-        values = {name: getattr(self.config, name) for name in names if name not in _IN_TITLE}
+        values = {n: getattr(self.config, n) for n in HOOK_OPTIONS if n not in _IN_TITLE}
         told = [f"{n} {shown(v)}" for n, v in values.items() if v is not None]
         return ", ".join([title(self.config), *told])
 

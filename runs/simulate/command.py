@@ -2,36 +2,101 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from runs.config import write_text
-from runs.interrupt import INTERRUPTED, STOPPING, Interrupt
-from runs.parser import UsageError, fail
-from runs.simulate.options import HELP, add_arguments, with_defaults
+from runs.interrupt import STOPPING, Interrupt
+from runs.option_types import Positive, metavar
+from runs.parser import UsageError, options
+from runs.policy_expression import OFF
+from runs.settings import (
+    Compressing,
+    Keeping,
+    Modelling,
+    Optimizing,
+    PolicyArguments,
+    Resuming,
+    Training,
+)
 
 if TYPE_CHECKING:
     from runs.job import Job
 
-__all__ = ["HELP", "add_arguments", "main"]
-
 TRACE_FILE = "error.txt"
+WORKERS = 8
+STEP_SECONDS = 0.1
+
+HELP = """\
+Train on n simulated workers in one process, under a modelled network.
+
+The library runs as it would on n machines: each worker has its replica, its batches, its residual
+and its own controller. They take turns, and exchange in memory what they would send. Quality, CF
+decisions and bytes are those of `train` with as many processes; step times are modelled, since
+how long one process takes says nothing about a cluster.
+
+examples:
+  python -m runs simulate --workers 16 --link 1gbit --step-seconds 0.2 --policy goodput
+      what 16 machines would do that compute for 0.2 s a step and are joined by 1 Gbit/s
+  python -m runs simulate --workers 16 --link 1gbit --step-seconds 0.2 --model-mb 102
+      the same as if the model had the gradients of a ResNet-50: bytes take so much longer
+  python -m runs simulate --workers 32 --link 100mbit --exchange all_gather --steps 100
+  python -m runs simulate --workers 8 --policy fixed --cf 100 --memory none
+      how quality goes at one CF, here without error feedback; no network: only compute takes time
+  python -m runs simulate --resume logs/sim16 --steps 600
+
+A run leaves the files that train leaves: report, replay and TensorBoard read them alike. Memory
+grows with the workers, by a replica and what its compressor keeps. Ctrl-C stops after the step
+and saves a checkpoint (exit code 130); a second Ctrl-C ends at once. Wrong options end with exit
+code 2, a failed worker with 1."""
 
 
-def main(args: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step takes."""
+
+    step_seconds: Annotated[Positive, metavar("SECONDS")] = STEP_SECONDS
+    """Of forward, backward and optimizer on a worker; --link's seconds come on top."""
+
+
+OPTIONS = {
+    "training": options(Training, told={"workers": "simulated in turn (8)"}),
+    "optimizer": options(Optimizing),
+    "compression": options(
+        Compressing, told={"link": "model a network between the workers, e.g. 1gbit,5ms"}
+    ),
+    "policy": options(PolicyArguments),
+    "output": options(Keeping),
+    "resume": options(Resuming),
+    "step_time": options(StepTime),
+    "modelling": options(Modelling, without=("fixed_clock", "one_worker_seconds")),
+}
+
+
+def main(given: dict[str, Any]) -> int:
     """Run the simulation; returns the exit code."""
-    try:
-        # torch is imported late, so that help and wrong options need not wait for it.
-        from runs.job import claimed, make_job
+    # torch is imported late, so that help and wrong options need not wait for it.
+    from runs.job import claimed, make_job
 
-        with claimed(make_job(with_defaults(vars(args)), None, simulated=True)) as job:
-            return simulate(job)
-    except UsageError as error:
-        return fail("python -m runs simulate", error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    with claimed(make_job(with_defaults(given), None, simulated=True)) as job:
+        return simulate(job)
+
+
+def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """The options as train has them. UsageError for what only train can do."""
+    given = dict(given)
+    if "step_seconds" in given:
+        given["fixed_clock"] = given.pop("step_seconds")
+    if given.get("policy") == OFF:
+        raise UsageError(
+            "--policy off leaves out the library's hook, which models the step times; accepted: "
+            "any other --policy (fixed with --cf 1 for a dense run)"
+        )
+    if "resume" in given:
+        return given
+    return {"workers": WORKERS, "fixed_clock": STEP_SECONDS, **given}
 
 
 def simulate(job: Job) -> int:

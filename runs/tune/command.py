@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
-import time
+from importlib.util import find_spec
 from typing import Any
 
 from runs.interrupt import INTERRUPTED
 from runs.parser import UsageError, fail
-from runs.tune.options import HELP, add_arguments
+from runs.tune.options import HELP, OPTIONS
 
-__all__ = ["HELP", "add_arguments", "main"]
+__all__ = ["HELP", "OPTIONS", "main"]
 
 GOES_ON = "interrupted; the same command goes on from here"
-SAY = 5.0
-"""Seconds that the first worker under torchrun gets to say what is wrong."""
 
 
-def main(args: argparse.Namespace) -> int:
+def main(given: dict[str, Any]) -> int:
     """Run the study, or one for each setting; returns the exit code."""
+    if find_spec("optuna") is None:
+        raise UsageError("needs the optuna package: pip install 'adaptive-compression[tune]'")
     try:
-        _need_optuna()
-        return _tune(dict(vars(args)))
-    except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SAY)  # the first worker says it; torchrun ends all when one has ended
-            return 2
-        return fail("python -m runs tune", error)
+        return _tune(given)
     except KeyboardInterrupt:
         print(GOES_ON, file=sys.stderr)
         return INTERRUPTED
@@ -73,12 +65,3 @@ def _tune(given: dict[str, Any]) -> int:
         if as_json:
             print(json.dumps(result, allow_nan=False), flush=True)
     return code
-
-
-def _need_optuna() -> None:
-    try:
-        import optuna  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            "needs the optuna package: pip install 'adaptive-compression[tune]'"
-        ) from error

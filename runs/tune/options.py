@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
+from typing import Annotated
 
-from runs.options import (
-    add_clock_argument,
-    add_eval_argument,
-    add_hook_arguments,
-    add_task_arguments,
+from tyro.conf import UseAppendAction
+
+from runs.option_types import Count, Number, Texts, Whole, Wholes, metavar, one_of
+from runs.parser import options
+from runs.settings import (
+    Compressing,
+    Keeping,
+    Modelling,
+    Optimizing,
+    PolicyArguments,
+    Training,
 )
-from runs.parser import number, whole
-from runs.policy_options import add_policy_arguments
 
 PLANS = ("tpe", "random")
 PRUNERS = ("median", "hyperband", "none")
@@ -73,89 +78,68 @@ files in the log folder: {STUDY_FILE}, tune.json, table.txt, report.html, the pl
 trial's own in runs/; tensorboard --logdir LOGDIR shows them under HParams."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; what is not given is not in the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    _add_study_arguments(parser)
-    _add_screen_arguments(parser)
-    add_task_arguments(parser, seed=False)
-    add_hook_arguments(parser)
-    add_policy_arguments(parser)
-    output = parser.add_argument_group("what is kept")
-    output.add_argument(
-        "--log-dir", metavar="DIR", help="where the files go (logs/tune-TASK-OPTIONS)"
-    )
-    output.add_argument(
-        "--storage",
-        metavar="URL",
-        help=f"Optuna's storage, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/{STUDY_FILE})",
-    )
-    add_eval_argument(output, f"a {EVALUATIONS}th of the steps")
-    output.add_argument(
-        "--json", action="store_true", help="print the result as JSON on stdout, all else on stderr"
-    )
-    add_clock_argument(output)
+@dataclass(frozen=True, kw_only=True)
+class Searching:
+    """What to search for."""
+
+    trials: Count | None = None
+    """In all, by all processes (30)."""
+    objective: Annotated[Texts | None, metavar("WHAT ...")] = None
+    """Quality, bytes, seconds, quality bytes or quality seconds (quality bytes; with --target
+    seconds)."""
+    target: Number | None = None
+    """Count bytes or seconds until held-out quality is as good as this."""
+    bandwidth: Annotated[str | None, metavar("RATE[,LATENCY]")] = None
+    """Seconds modelled on this network, as compare does (as measured)."""
+    search: Annotated[Texts | None, metavar("S ...")] = None
+    """Search exactly these, see above (the policy's own; with --setting lr clip_norm)."""
+    also: Annotated[Texts | None, metavar("S ...")] = None
+    """Search these too."""
+    setting: Annotated[UseAppendAction[tuple[str, ...]], metavar("C")] = ()
+    """NAME[@CF][:key=value,...] as compare's contenders; once for each: a study for every one of
+    them."""
+    plan: Annotated[str | None, one_of(*PLANS)] = None
+    """Random: Harris's procedure, see above (tpe)."""
+    plan_seed: Whole | None = None
+    """Of the plan (0)."""
+    pruner: Annotated[str | None, one_of(*PRUNERS)] = None
+    """Stop trials whose quality falls behind (median; with two objectives or --plan random
+    none)."""
+    seeds: Wholes | None = None
+    """Training seeds of a trial (0)."""
+    storage: Annotated[str | None, metavar("URL")] = None
+    """Optuna's storage, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/study.db)."""
 
 
-def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what to search for")
-    what.add_argument(
-        "--trials", type=whole(1), metavar="N", help=f"in all, by all processes ({TRIALS})"
-    )
-    what.add_argument(
-        "--objective",
-        nargs="+",
-        metavar="WHAT",
-        help=f"{OBJECTIVES} (quality bytes; with --target seconds)",
-    )
-    what.add_argument(
-        "--target",
-        type=number,
-        metavar="QUALITY",
-        help="count bytes or seconds until held-out quality is as good as this",
-    )
-    what.add_argument(
-        "--bandwidth",
-        metavar="RATE[,LATENCY]",
-        help="seconds modelled on this network, as compare does (as measured)",
-    )
-    what.add_argument(
-        "--search",
-        nargs="+",
-        metavar="S",
-        help="search exactly these, see above (the policy's own; with --setting lr clip_norm)",
-    )
-    what.add_argument("--also", nargs="+", metavar="S", help="search these too")
-    what.add_argument(
-        "--setting",
-        action="append",
-        metavar="C",
-        help="NAME[@CF][:key=value,...] as compare's contenders; once for each: a study for every "
-        "one of them",
-    )
-    what.add_argument("--plan", choices=PLANS, help="random: Harris's procedure, see below (tpe)")
-    what.add_argument("--plan-seed", type=whole(0), metavar="N", help="of the plan (0)")
-    what.add_argument(
-        "--pruner",
-        choices=PRUNERS,
-        help="stop trials whose quality falls behind (median; none with two objectives or "
-        "--plan random)",
-    )
-    what.add_argument(
-        "--seeds", type=whole(0), nargs="+", metavar="N", help="training seeds of a trial (0)"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Screening:
+    """Screening on a recorded timeline."""
+
+    proxy: Annotated[str | None, one_of("replay")] = None
+    """Replay many settings of the policy on --timeline first, by modelled compression throughput: a
+    proxy, a replay has no quality."""
+    timeline: Annotated[str | None, metavar("LOGDIR")] = None
+    """Log folder or timeline.jsonl."""
+    replays: Count | None = None
+    """Settings to replay (1000)."""
+    keep: Count | None = None
+    """For real runs (8)."""
 
 
-def _add_screen_arguments(parser: argparse.ArgumentParser) -> None:
-    screen = parser.add_argument_group("screening on a recorded timeline")
-    screen.add_argument(
-        "--proxy",
-        choices=("replay",),
-        help="replay many settings of the policy on --timeline first, by modelled compression "
-        "throughput: a proxy, a replay has no quality",
-    )
-    screen.add_argument("--timeline", metavar="LOGDIR", help="log folder or timeline.jsonl")
-    screen.add_argument(
-        "--replays", type=whole(1), metavar="N", help=f"settings to replay ({REPLAYS})"
-    )
-    screen.add_argument("--keep", type=whole(1), metavar="N", help=f"for real runs ({KEPT})")
+OPTIONS = {
+    "search": options(Searching),
+    "screening": options(Screening),
+    "training": options(Training, without=("seed",)),
+    "optimizer": options(Optimizing),
+    "compression": options(Compressing),
+    "policy": options(PolicyArguments),
+    "output": options(
+        Keeping,
+        without=("checkpoint_every", "densities"),
+        told={
+            "log_dir": "where the files go (logs/tune-TASK-OPTIONS)",
+            "eval_every": "measure quality on held-out data every N steps (a 10th of them)",
+        },
+    ),
+    "modelling": options(Modelling, without=("model_mb", "server", "one_worker_seconds")),
+}

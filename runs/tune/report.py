@@ -6,7 +6,7 @@ import json
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import optuna
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
-from runs.build import build_policy, compressor_settings, policy_settings
+from runs.build import build_policy, compressor_settings
 from runs.config import TrainConfig, write_text
 from runs.pages import render
-from runs.policy_options import schedule_pieces
+from runs.policy_expression import in_python
 from runs.result import title
 from runs.style import log_axis
 from runs.tables import table, text_of
@@ -344,8 +344,8 @@ WIDTH = 88
 
 def make_snippet(config: TrainConfig) -> str:
     """Imports and an `AdaptiveCompressor`; the learning rate as a comment, if it was searched."""
-    policy, names = _policy(config)
-    settings = compressor_settings(config)
+    policy, names = in_python(config.policy, bool(config.layerwise))
+    settings = compressor_settings(config, build_policy(config))
     given: dict[str, Any] = {"base": config.base}
     if "cf_range" in settings:
         given["cf_range"] = settings["cf_range"]
@@ -361,17 +361,6 @@ def make_snippet(config: TrainConfig) -> str:
             ["compressor = AdaptiveCompressor(", *(f"    {line}," for line in lines), ")"]
         )
     return "\n".join([*text, joined])
-
-
-def _policy(config: TrainConfig) -> tuple[str, list[str]]:
-    """The policy as an expression, and the classes in it."""
-    made = build_policy(replace(config, layerwise=None))
-    name = type(made).__name__
-    arguments = ", ".join(_assignments(policy_settings(config)))
-    if config.schedule is not None:
-        arguments = repr(schedule_pieces(config.schedule))
-    text = f"{name}({arguments})"
-    return (f"Layerwise({text})", ["Layerwise", name]) if config.layerwise else (text, [name])
 
 
 def _assignments(values: Mapping[str, Any]) -> list[str]:

@@ -25,10 +25,11 @@ from optuna.samplers import RandomSampler
 
 from policies import DENSE
 from policies.base import Context
-from runs.build import build_policy
+from runs.build import build_policy, cf_range
 from runs.config import TrainConfig, write_text
 from runs.parser import UsageError
-from runs.replay.options import make_context
+from runs.policy_expression import policy_name
+from runs.replay.make import make_context
 from runs.replay.replay import replay
 from runs.replay.reports import Reports
 from runs.replay.source import Source, read_source
@@ -63,10 +64,10 @@ class Record:
     def t_comp(self, config: TrainConfig) -> tuple[float, bytes]:
         """Of a policy, and a digest of the CFs that it would have sent. ValueError if it cannot
         start."""
-        key = config.cf if config.policy == "fixed" else None
-        if key not in self._contexts:
-            self._contexts[key] = make_context(config, self.source)
         policy = build_policy(config)
+        key = cf_range(config, policy)
+        if key not in self._contexts:
+            self._contexts[key] = make_context(config, self.source, policy)
         policy.start(self._contexts[key])
         plans = replay(policy, self.source.recorded, self.reports).plans
         cfs = array("d", (plan.send for plan in plans))
@@ -83,7 +84,7 @@ def read(tuning: Tuning) -> Record:
     if not _screened_names(tuning):
         raise UsageError(
             f"--proxy replay: none of the policy's own settings is searched, and a replay tells "
-            f"nothing of others; accepted: one of {', '.join(BY_POLICY[tuning.config().policy])}"
+            f"nothing of others; accepted: one of {', '.join(_own(tuning))}"
         )
     try:
         record = Record(read_source(given))
@@ -164,8 +165,11 @@ def draw(parameters: Sequence[Parameter], seed: int) -> dict[str, Value]:
 
 
 def _screened_names(tuning: Tuning) -> set[str]:
-    own = BY_POLICY[tuning.config().policy]
-    return {parameter.name for parameter in tuning.space if parameter.name in own}
+    return {parameter.name for parameter in tuning.space if parameter.name in _own(tuning)}
+
+
+def _own(tuning: Tuning) -> tuple[str, ...]:
+    return BY_POLICY[policy_name(tuning.config().policy)]
 
 
 def _basis(tuning: Tuning, record: Record) -> list[str]:

@@ -12,7 +12,7 @@ from adaptive.config import MEMORIES
 from compressors import make_compressor
 from policies.base import SCALINGS, GainKind
 from runs.parser import UsageError
-from runs.policy_options import POLICY_OPTIONS
+from runs.policy_expression import BY_NAME, argument_names
 
 BY_POLICY = {
     "gravac": ("epsilon", "omega", "window", "scaling", "gain"),
@@ -65,7 +65,7 @@ def parse(spec: str, policy: str, steps: int, lr: float) -> Parameter:
     name, (_, equals, text) = setting(spec), spec.partition("=")
     accepted = (*BY_POLICY[policy], *ON_REQUEST)
     if name not in accepted:
-        owner = next((o for o, names in POLICY_OPTIONS.items() if name in names), None)
+        owner = next((each for each in BY_NAME if name in argument_names(each)), None)
         why = f"{name!r} is for --policy {owner}" if owner else f"{name!r} is unknown"
         raise UsageError(f"--search {spec}: {why}; accepted: {', '.join(accepted)}")
     usual = _usual(name, steps, lr)

@@ -24,7 +24,7 @@ from optuna.storages import RDBStorage, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
 
 from runs.build import check_compression
-from runs.config import TrainConfig
+from runs.config import TrainConfig, as_today
 from runs.parser import UsageError
 from runs.tune.space import Value
 from runs.tune.storage import BEAT, RETRY, open_storage, shown_url, turn
@@ -110,6 +110,7 @@ def open_study(tuning: Tuning, storage: RDBStorage) -> optuna.Study:
 def check_signature(tuning: Tuning, saved: Mapping[str, Any]) -> None:
     """UsageError naming the first option in which the study differs from this command."""
     defaults = {field.name: field.default for field in fields(TrainConfig)}
+    saved = as_today(saved)
     for name, value in tuning.signature.items():
         before = saved.get(name, defaults.get(name))  # an option may be newer than the study
         if before != value:

@@ -18,9 +18,9 @@ from runs.compare.digest import Digest
 from runs.compare.network import seconds_to
 from runs.config import TrainConfig
 from runs.optimizers import learning_rate
-from runs.options import make_config
+from runs.options import CONFIG_OPTIONS, make_config, policy_for
 from runs.parser import UsageError, option
-from runs.policy_options import POLICY_OPTIONS, policy_for
+from runs.policy_expression import argument_names, policy_name, written_arguments
 from runs.tasks import TASKS
 from runs.tune.options import (
     ACCEPTED,
@@ -242,13 +242,13 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
     as_json, folder = given.pop("json", False), given.pop("log_dir", None)
     url, screen = given.pop("storage", None), _screen(given)
     wanted, also = given.pop("search", None), given.pop("also", ())
+    objective = _objective(given, quality_alone=plan == "random")
+    pruner = _pruner(given.pop("pruner", None), objective, plan)
     if plan == "random" and wanted is None:
         given.setdefault("policy", "fixed")
         wanted = [name for name in HARRIS if name not in given]
     if "policy" not in given:
         given["policy"] = _policy(given, [*(wanted or ()), *also])
-    objective = _objective(given, quality_alone=plan == "random")
-    pruner = _pruner(given.pop("pruner", None), objective, plan)
     steps = given.setdefault("steps", TrainConfig.steps)
     given.setdefault("eval_every", max(1, steps // EVALUATIONS))
     config = make_config({**given, "log_dir": "."})
@@ -276,10 +276,10 @@ def _policy(given: dict[str, Any], specs: Sequence[str]) -> str:
     """The one that is trained by default, if it has the settings that were given and those that are
     to be searched, else the first that has."""
     chosen, named = policy_for(given), set(map(setting, specs))
-    own = {name for names in POLICY_OPTIONS.values() for name in names}.intersection(given)
+    own = {name for name in given if name not in CONFIG_OPTIONS}
     for policy in (chosen, *BY_POLICY):
         searched = {*BY_POLICY.get(policy, ()), *ON_REQUEST}
-        if own <= {*POLICY_OPTIONS[policy]} and named <= searched:
+        if own <= {*argument_names(policy)} and named <= searched:
             return policy
     return chosen
 
@@ -297,17 +297,20 @@ def _pruner(name: str | None, objective: Objective, plan: str) -> str:
 def _space(
     config: TrainConfig, given: dict[str, Any], wanted: Sequence[str] | None, also: Sequence[str]
 ) -> tuple[Parameter, ...]:
-    if config.policy not in BY_POLICY:
+    policy = policy_name(config.policy)
+    if policy not in BY_POLICY:
         raise UsageError(
             f"--policy {config.policy}: has nothing to search; accepted: {', '.join(BY_POLICY)}"
             + (" (for a dense run --base none)" if config.policy == "off" else "")
         )
-    own = () if config.base == "none" else BY_POLICY[config.policy]
-    specs = [name for name in own if name not in given] if wanted is None else list(wanted)
+    written, ours = written_arguments(config.policy), BY_POLICY[policy]
+    fixed = [*given, *(name for name in ours if name.removeprefix(f"{policy}_") in written)]
+    own = () if config.base == "none" else ours
+    specs = [name for name in own if name not in fixed] if wanted is None else list(wanted)
     task = TASKS.get(config.task)
     rates = {} if task is None else task.learning_rates
     lr = learning_rate(config) or rates.get(config.model or "", next(iter(rates.values()), 1.0))
-    space = search([*specs, *also], config.policy, config.steps, lr, tuple(given))
+    space = search([*specs, *also], policy, config.steps, lr, fixed)
     if not space:
         raise UsageError("--search: nothing is left to search; accepted: lr, for one")
     return space
@@ -361,7 +364,9 @@ def _command(given: dict[str, Any]) -> str:
             value = "on" if value else "off"
         value = shown_url(value) if name == "storage" else value
         parts = value if isinstance(value, list | tuple) else [value]
-        words += [option(name), *(f"{v:g}" if isinstance(v, float) else str(v) for v in parts)]
+        said = [f"{v:g}" if isinstance(v, float) else str(v) for v in parts]
+        several = name == "setting"  # which is given once for each
+        words += [w for v in said for w in (option(name), v)] if several else [option(name), *said]
     return shlex.join(words)
 
 

@@ -105,7 +105,7 @@ def words(
     given = ["--data", data, "--log-dir", log_dir, "--steps", steps]
     given += ["--checkpoint-every", every] if every else []
     given += ["--seed", seed, "--fixed-clock", 0.02, "--link", "100mbit", "--batch-size", 1]
-    return [*given, "--policy", "gravac", "--window", 3]
+    return [*given, "--policy", "GraVAC(window=3)"]
 
 
 def free_port() -> int:

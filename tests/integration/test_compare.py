@@ -52,10 +52,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "omega": 0.1,
         "base": "dgc",
     },
-    "schedule:schedule=0:1/9:10": {"policy": "schedule", "schedule": ["0:1", "9:10"]},
+    "Schedule({0: 1, 9: 10}):base=dgc": {"policy": "Schedule({0: 1, 9: 10})", "base": "dgc"},
     "accordion:cf_range=10/500,masking=off": {
         "policy": "accordion",
-        "cf_range": [10.0, 500.0],
+        "cf_range": (10.0, 500.0),
         "masking": False,
     },
     "topk@40:steps=9,lr_drop=6,lr=0.2": {
@@ -63,7 +63,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "base": "topk",
         "cf": 40.0,
         "steps": 9,
-        "lr_drop": [6],
+        "lr_drop": (6,),
         "lr": 0.2,
     },
     "dense:lr=3e-3,clip_grad=1": {
@@ -83,10 +83,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "base": "topk",
         "cf": 100.0,
         "optimizer": "adamw",
-        "betas": [0.8, 0.99],
+        "betas": (0.8, 0.99),
         "weight_decay": 0.0,
     },
-    "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": [20.0, 100.0]},
+    "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": (20.0, 100.0)},
 }
 
 
@@ -106,8 +106,8 @@ BAD = {
     "--contender topk@": ["''", ">= 1"],
     "--contender gravac:eps=1": ["unknown key 'eps'", "epsilon, omega"],
     "--contender gravac:epsilon": ["'epsilon' needs a value"],
-    "--contender gravac:epsilon=x": ["--epsilon", "'x'", "finite number"],
-    "--contender gravac:epsilon=7": ["--epsilon", "7", "(0, 1]"],
+    "--contender gravac:epsilon=x": ["epsilon='x'", "in (0, 1]"],
+    "--contender gravac:epsilon=7": ["epsilon=7", "(0, 1]"],
     "--contender goodput:base=qsgd": ["'signal'", "topk", "'qsgd'"],
     "--contender dense:steps=0": ["--contender dense:steps=0", "--steps", "'0'", ">= 1"],
     "--optimizer adam --contender dense:momentum=0.5": [

@@ -21,9 +21,9 @@ from tests.integration.commands import assert_refused
 STEPS = 12
 POLICIES = {
     "recorded": [],
-    "gravac": ["--policy", "gravac", "--window", "3"],
+    "gravac": ["--policy", "GraVAC(window=3)"],
     "goodput": ["--policy", "goodput"],
-    "accordion": ["--policy", "accordion", "--interval", "4"],
+    "accordion": ["--policy", "Accordion(interval=4)"],
 }
 
 
@@ -66,9 +66,8 @@ def _lines() -> list[dict[str, Any]]:
 
 
 def _folder(path: Path, lines: list[dict[str, Any]], **config: Any) -> Path:
-    TrainConfig(
-        log_dir=str(path), steps=STEPS, policy="gravac", window=4, checkpoint_every=1
-    ).save()
+    policy = "GraVAC(window=4)"
+    TrainConfig(log_dir=str(path), steps=STEPS, policy=policy, checkpoint_every=1).save()
     if config:
         saved = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**saved, **config}))
@@ -227,7 +226,12 @@ def test_what_lies_beside_may_be_no_file_either(
         *({"steps": "12"}, {"steps": -1}, {"steps": 10**400}, {"workers": 0}, {"lr": "x"}),
         *({"policy": "what"}, {"policy": []}, {"task": "what"}, {"base": "what"}, {"link": "x"}),
         *({"cf_range": [1, 2, 3]}, {"cf_range": ["1", "2"]}, {"probe": 3}, {"masking": "x"}),
-        *({"schedule": ["x"], "policy": "schedule"}, {"window": 1e308}, {"momentum": nan}),
+        *(
+            {"schedule": ["x"], "policy": "schedule"},
+            {"policy": "(" * 5000},
+            {"window": 1e308},
+            {"momentum": nan},
+        ),
         *({"threads": None}, {"what": 1}, {"expression": "-" * 5000, "policy": "expression"}),
     ],
     ids=lambda wrong: str(wrong)[:40],
@@ -246,7 +250,7 @@ def test_a_hostile_configuration_is_one_line_or_no_matter(
 
 def test_what_a_file_says_does_not_steer_the_terminal(tmp_path: Path, capfd: Any) -> None:
     folder = _folder(tmp_path / "run", _lines(), policy="expression", expression="\x1b[2J\x07.X()")
-    assert_refused(capfd, "replay", folder, parts=["--expression"])
+    assert_refused(capfd, "replay", folder, parts=["--policy"])
     folder = _folder(tmp_path / "other", _lines(), task="\x1b[2Jx")
     assert main(["report", str(folder)]) == 2
     assert "\x1b" not in capfd.readouterr().err

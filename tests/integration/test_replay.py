@@ -14,7 +14,7 @@ from runs.compare.options import make_comparison
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.records import read_records
-from runs.replay.options import start_policy
+from runs.replay.make import start_policy
 from runs.replay.replay import replay
 from runs.replay.source import read_source
 from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
@@ -27,7 +27,7 @@ RUNS = (
     "gravac:window=6",
     "accordion:interval=7,cf_range=10/200",
     "topk@20:probe=100/500",
-    f"expression:expression={NESTED}",
+    NESTED,
 )
 
 
@@ -85,14 +85,14 @@ def test_the_file_alone_is_enough_with_the_same_settings(
 ) -> None:
     path = tmp_path / "somewhere.jsonl"
     path.write_bytes((folders[RUNS[0]] / "timeline.jsonl").read_bytes())
-    assert _result(capfd, path, "--policy", "gravac", "--window", 6)["identical"]
+    assert _result(capfd, path, "--policy", "GraVAC(window=6)")["identical"]
     assert (tmp_path / "replay-gravac.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_policy_is_modelled_and_says_so(folders: dict[str, Path], capfd: Any) -> None:
     folder = folders[RUNS[2]]
     # CF 20 of the record is on the way from 10 to 1000: measured at 20, 100 and 500.
-    result = _result(capfd, folder, "--policy", "gravac", "--window", 5, "--epsilon", 0.05)
+    result = _result(capfd, folder, "--policy", "GraVAC(window=5)", "--epsilon", 0.05)
     assert not result["identical"]
     assert result["followed"] == 0  # it begins dense
     assert result["switches"]
@@ -111,11 +111,11 @@ def test_another_policy_is_modelled_and_says_so(folders: dict[str, Path], capfd:
     assert fixed["recorded_bytes"] == recorded.bytes_sent
     assert fixed["same_cf_steps"] == 0
 
-    schedule = ("--policy", "schedule", "--schedule", "0:1", "20:10", "50:100")
+    schedule = ("--policy", "Schedule({0: 1, 20: 10, 50: 100})")
     scheduled = _result(capfd, folder, *schedule)
     assert scheduled["share_at_cf"] == [[1, 1 / 3], [10, 1 / 2], [100, 1 / 6]]
 
-    accordion = _result(capfd, folder, "--policy", "accordion", "--interval", 10)
+    accordion = _result(capfd, folder, "--policy", "Accordion(interval=10)")
     assert any("norms of summed gradients" in note for note in accordion["notes"])
     assert dict(map(tuple, accordion["share_at_cf"])).keys() <= {10, 1000}
 

@@ -49,7 +49,7 @@ def _states(folder: Path) -> list[dict[str, Any]]:
 def test_it_does_what_train_does_to_the_bit(text: Path, tmp_path: Path, capsys: Any) -> None:
     ours, theirs = tmp_path / "simulated", tmp_path / "real"
     common = ("--workers", "2", "--steps", "16", "--checkpoint-every", "16", "--eval-every", "8")
-    common += ("--model-mb", "8", "--policy", "gravac", "--window", "3")
+    common += ("--model-mb", "8", "--policy", "GraVAC(window=3)")
     train = ("--data", str(text), *SHORT, *common, "--fixed-clock", "0.02")
     assert main(["train", *train, "--log-dir", str(theirs)]) == 0
     capsys.readouterr()

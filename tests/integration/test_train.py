@@ -90,7 +90,7 @@ def test_every_knob_of_compression_on_three_workers(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
     options = "--steps 8 --batch-size 1 --workers 3 --json --base dgc+int8 --cf-range 4 1000"
-    options += " --policy warmup --warmup-steps 1 --exchange sharded --dense-below 500"
+    options += " --policy Warmup(steps=1) --exchange sharded --dense-below 500"
     command = start(*TRAIN, "--data", text, "--log-dir", tmp_path / "log", *options.split())
     assert command.end() == 0, command.err
     history = [(p["first"], p["last"], p["cf"]) for p in json.loads(command.out)["cf_history"]]
@@ -141,7 +141,7 @@ def test_interrupted_and_resumed_equals_straight_under_torchrun(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
     options = ("--data", text, "--steps", 60, "--batch-size", 1, "--fixed-clock", 0.1)
-    options += ("--window", 6, "--checkpoint-every", 30)
+    options += ("--policy", "GraVAC(window=6)", "--checkpoint-every", 30)
     straight = start(*torchrun("train"), *options, "--log-dir", tmp_path / "straight")
     assert straight.end() == 0, straight.err
 
@@ -237,7 +237,7 @@ def test_a_schedule_with_a_learning_rate_that_drops_and_no_momentum(
     text: Path, start: Start, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    words = "--policy schedule --schedule 0:10 2:20 --gain signal --lr-drop 3 --momentum 0"
+    words = "--policy Schedule({0:10,2:20},gain='signal') --lr-drop 3 --momentum 0"
     options = (*words.split(), "--lr", "0.5", "--steps", "5", "--data", text, "--log-dir", log)
     command = start(*TRAIN, *options)
     assert command.end() == 0, command.err
@@ -247,5 +247,6 @@ def test_a_schedule_with_a_learning_rate_that_drops_and_no_momentum(
     assert all(set(report.signal) == {10.0, 20.0} for report in reports)
     assert reports[0].peers_total == 0 != reports[1].peers_total
     saved = json.loads((log / "config.json").read_text())
-    assert TrainConfig.from_json(saved).schedule == ("0:10", "2:20")
+    policy = 'Schedule({0: 10, 2: 20}, gain="signal")'
+    assert TrainConfig.from_json(saved).policy == policy
     assert "--momentum 0" in saved["command"]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from runs.__main__ import main
+from runs.cli import HELP, OPTIONS
 from runs.config import TrainConfig
-from runs.options import add_arguments, make_config
-from runs.parser import OneLineParser
+from runs.options import make_config
+from runs.parser import read
 from tests.integration.commands import assert_refused
 
 BAD = {
@@ -35,35 +36,40 @@ BAD = {
     "--granularity x": ["--granularity", "'x'", "one of 'auto', 'bucket', 'layer'"],
     "--dense-below -1": ["--dense-below", "'-1'", ">= 0"],
     "--base fp16 --dense-below 9": ["--dense-below", "9", "half"],
-    "--policy budget --share 1.5": ["--share", "1.5", "(0, 1"],
-    "--policy goodput --margin 0": ["--margin", "0", "(0, 1]"],
-    "--policy schedule": ["--policy schedule", "--schedule STEP:CF"],
-    "--policy schedule --schedule 0:1 9": ["--schedule", "STEP:CF", "'9'"],
-    "--policy schedule --schedule 0:0.5": ["--schedule", "CF >= 1", "'0:0.5'"],
-    "--policy schedule --schedule -1:2": ["--schedule"],
-    "--policy schedule --schedule 5:2 05:3": ["--schedule", "step 5 twice"],
-    "--policy schedule --schedule 5:2 --cf-range 10 20": ["CF 2", "--cf-range 10 20"],
-    "--policy gravac --schedule 0:1 5:2": ["--schedule 0:1 5:2", "--policy schedule"],
-    "--policy gravac --warmup-steps 5": ["--warmup-steps", "5", "--policy warmup"],
+    "--policy Budget(share=1.5)": ["--policy", "share=1.5", "(0, 1"],
+    "--policy Goodput(margin=0)": ["--policy", "margin=0", "(0, 1]"],
+    "--policy schedule": ["--policy schedule", "Schedule(pieces, gain)"],
+    "--policy Schedule({0:0.5})": ["--policy", "pieces[0]=0.5", ">= 1"],
+    "--policy Schedule({-1:2})": ["--policy", "step=-1", ">= 0"],
+    "--policy Schedule({5:2}) --cf-range 10 20": ["CF 2", "--cf-range 10 20"],
+    "--schedule 0:1 5:2": ["--schedule", '--policy "Schedule({0: 10, 500: 100})"'],
+    "--policy gravac --window 5": ["--window", '--policy "GraVAC(window=5)"'],
+    "--warmup-steps 5": ["--warmup-steps", '--policy "Warmup(steps=5)"'],
+    "--probe 10 20 --steps 3": ["--probe", '--policy "Fixed(probe=(10, 20))"'],
+    "--gain=raw": ["--gain", """--policy "GraVAC(gain='raw')\""""],
+    "--per-layer on": ["--per-layer", '--policy "Accordion(per_layer=True)"'],
+    "--expression GraVAC()": ["--expression", '--policy "Warmup(steps=50'],
+    "--step 3": ["--step", "--steps N"],
     "--cf-range 1000 10": ["--cf-range", "1000", "must not exceed"],
     "--cf-range 0 10": ["--cf-range", "0.0", ">= 1"],
-    "--cf-range 10": ["--cf-range", "expected 2"],
+    "--cf-range 10": ["--cf-range", "Expected 2"],
     "--cf-range nan 10": ["--cf-range", "'nan'", "finite"],
-    "--epsilon 1.5": ["--epsilon", "1.5", "(0, 1]"],
-    "--omega 0": ["--omega", "0", "(0, 1]"],
-    "--scaling x": ["--scaling", "'x'", "'geometric'"],
-    "--gain x": ["--gain", "'x'", "'error_fed'"],
+    "--epsilon 1.5": ["--policy", "epsilon=1.5", "(0, 1]"],
+    "--omega 0": ["--policy", "omega=0", "(0, 1]"],
+    "--policy GraVAC(scaling='x')": ["scaling='x'", "'geometric'"],
+    "--policy GraVAC(gain='x')": ["gain='x'", "'error_fed'"],
+    "--policy GraVAC(epsilon=0.5) --epsilon 0.5": ["epsilon 0.5", "twice"],
+    "--policy GraVAC --steps 9": ["--policy", "'GraVAC'", "gravac", "Warmup(steps=50"],
     "--memory x": ["--memory", "'x'", "momentum"],
     "--momentum-lag 0": ["--momentum-lag", "0", "(0, 1]"],
     "--masking x": ["--masking", "'x'", "on, off"],
     "--masking 0.5": ["--masking", "0.5", ">= 1"],
     "--link slow": ["--link", "'slow'", "100mbit,5ms"],
     "--policy gravac --cf 10": ["--cf", "10", "--policy fixed"],
-    "--policy accordion --gain raw": ["--gain", "raw", "--policy gravac"],
-    "--policy goodput --gain raw": ["--gain", "'raw'", "'signal'"],
-    "--base powersgd --policy gravac --gain x": ["--gain", "'x'", "'signal'"],
+    "--policy Accordion(gain='raw')": ["--policy", "'gain'"],
+    "--policy Goodput(gain='raw')": ["gain='raw'", "'signal'"],
     "--policy goodput --base qsgd": ["policy", "'signal'", "topk", "'qsgd'"],
-    "--policy gravac --gain signal --base qsgd": ["policy", "'signal'", "'qsgd'"],
+    "--policy GraVAC(gain='signal') --base qsgd": ["policy", "'signal'", "'qsgd'"],
     "--layerwise on --granularity bucket": ["--granularity", "'layer'", "'bucket'"],
     "--local-steps 0": ["--local-steps", "'0'", ">= 1", "auto"],
     "--local-steps auto --policy gravac": ["--local-steps", "'gravac'", "'goodput'", "'auto'"],
@@ -75,10 +81,9 @@ BAD = {
     "--policy off --local-steps 4": ["--local-steps", "--policy off"],
     "--shadow-sample 2": ["--shadow-sample", "2", "(0, 1]"],
     "--policy off --shadow-sample 1": ["--shadow-sample", "--policy off"],
-    "--policy expression": ["--expression", "GraVAC(window=20)"],
-    "--policy gravac --expression GraVAC()": ["--expression GraVAC()", "--policy expression"],
-    "--policy expression --expression Nope()": [
-        "--expression",
+    "--policy expression": ["--policy", "'expression'", "GraVAC(window=20)"],
+    "--policy Nope()": [
+        "--policy",
         "'Nope()'",
         "Accordion, AccordionPaper, Budget",
     ],
@@ -86,7 +91,7 @@ BAD = {
     "--lr-drop 0": ["--lr-drop", "'0'", ">= 1"],
     "--optimizer lion": ["--optimizer", "'lion'", "sgd", "adagrad"],
     "--optimizer adamw --momentum 0.5": ["--momentum 0.5", "--optimizer adamw", "sgd"],
-    "--optimizer adam --betas 0.9": ["--betas", "expected 2"],
+    "--optimizer adam --betas 0.9": ["--betas", "Expected 2"],
     "--optimizer adam --betas 0.9 1": ["--betas", "'1'", "[0, 1)"],
     "--betas 0.9 0.99": ["--betas 0.9 0.99", "--optimizer sgd", "adamw, adam"],
     "--weight-decay -1": ["--weight-decay", "'-1'", ">= 0"],
@@ -95,11 +100,11 @@ BAD = {
     "--lr-schedule x": ["--lr-schedule", "'x'", "cosine"],
     "--clip-grad 0": ["--clip-grad", "'0'", "> 0"],
     "--resume /nowhere --clip-grad 1": ["--clip-grad", "1", "--steps"],
-    "--policy fixed --cf 0.5": ["--cf", "0.5", ">= 1"],
+    "--policy fixed --cf 0.5": ["cf=0.5", ">= 1"],
     "--policy fixed --cf-range 10 20": ["--cf-range", "10 20", "--cf"],
-    "--share 0.3 --cf 10": ["--share is for --policy budget", "--cf is for --policy fixed"],
+    "--epsilon 0.3 --cf 10": ["--epsilon 0.3", "--cf 10", "of one policy"],
     "--policy accordion --epsilon 0.5": ["--epsilon", "0.5", "--policy gravac"],
-    "--policy accordion --eta 0": ["--eta", "0", "> 0"],
+    "--policy Accordion(eta=0)": ["eta=0", "> 0"],
     "--policy off --link 1gbit": ["--link", "1gbit", "--policy off"],
     "--base none --policy gravac": ["--base none", "--policy gravac"],
     "--memory residual --masking on": ["--masking", "on", "--memory momentum"],
@@ -151,23 +156,21 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_where_nothing_is
     [
         "--link 1gbit,5ms --steps 7 --lr 0.25 --epsilon 0.4 --cf-range 1.5 200 --seed 3",
         "--policy fixed --cf 1 --masking off --clip-norm 2.5 --memory momentum",
-        "--policy accordion --eta 0.3 --interval 9 --momentum-lag 0.25 --masking 50 --eval-every 4",
+        "--policy Accordion(eta=0.3,interval=9) --momentum-lag 0.25 --masking 50 --eval-every 4",
         "--policy off --task text --model gpt --batch-size 2 --checkpoint-every 5",
         "--optimizer adamw --betas 0.8 0.999 --weight-decay 0 --warmup 9 --lr-schedule cosine",
-        "--policy warmup --warmup-steps 3 --warmup 7 --lr-schedule linear --clip-grad 0.5",
+        "--policy Warmup(steps=3) --warmup 7 --lr-schedule linear --clip-grad 0.5",
         "--model gpt-10m --init logs/base --lora 8 --policy off",
         "--base none --threads 2",
-        "--policy goodput --margin 0.1 --cf-range 5 50",
-        "--policy budget --share 0.1",
-        "--policy schedule --schedule 0:1 100:10 300:12.5",
-        "--base dgc+bf16 --policy warmup --warmup-steps 3 --exchange sharded --dense-below 99",
+        "--policy Goodput(margin=0.1) --cf-range 5 50",
+        "--policy Budget(share=0.1)",
+        "--policy Schedule({0:1,100:10,300:12.5})",
+        "--base dgc+bf16 --policy Warmup(steps=3) --exchange sharded --dense-below 99",
     ],
 )
 def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
     def config(words: list[str]) -> TrainConfig:
-        parser = OneLineParser("train")
-        add_arguments(parser)
-        return make_config(vars(parser.parse_args([*words, "--log-dir", "logs/x"])))
+        return make_config(read("train", OPTIONS, HELP, [*words, "--log-dir", "logs/x"]))
 
     made = config(options.split())
     assert config(shlex.split(made.command)[4:]) == made
@@ -180,15 +183,13 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
         ("", "goodput"),
         ("--base qsgd", "gravac"),
         ("--base none", "fixed"),
-        ("--cf 100", "fixed"),
-        ("--gain error_fed", "goodput"),
-        ("--epsilon 0.5 --gain raw", "gravac"),
-        ("--interval 9", "accordion"),
-        ("--schedule 0:1 100:10", "schedule"),
-        ("--expression GraVAC(patience=3)", "expression"),
+        ("--cf 100", "Fixed(cf=100)"),
+        ("--epsilon 0.5 --omega 0.2", "GraVAC(epsilon=0.5, omega=0.2)"),
+        ("--policy gravac-paper --epsilon 0.5", "GraVACPaper(epsilon=0.5)"),
+        ("--policy GraVAC(patience=3) --epsilon 0.5", "GraVAC(epsilon=0.5, patience=3)"),
+        ("--policy layerwise", "layerwise"),
     ],
 )
 def test_settings_choose_their_policy(options: str, policy: str) -> None:
-    parser = OneLineParser("train")
-    add_arguments(parser)
-    assert make_config(vars(parser.parse_args(options.split()))).policy == policy
+    given = read("train", OPTIONS, HELP, options.split())
+    assert make_config(given).policy == policy

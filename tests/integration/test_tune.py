@@ -281,7 +281,7 @@ BAD = {
     "--search epsilon --epsilon 0.5": ["--search epsilon", "--epsilon fixes it"],
     "--base none": ["nothing is left to search", "lr"],
     "--policy off --also lr": ["--policy off", "--base none"],
-    "--epsilon 7": ["--epsilon", "7", "(0, 1]"],
+    "--epsilon 7": ["--policy", "epsilon=7", "(0, 1]"],
     "--trials 0": ["--trials", "'0'", ">= 1"],
     "--setting nothing": ["--setting nothing", "dense", "topk"],
     "--setting topk@50 --setting topk@50": ["--setting topk@50", "twice"],

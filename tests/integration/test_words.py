@@ -54,7 +54,7 @@ def _metrics(folder: Path) -> list[str]:
 def test_a_resumed_run_is_one_that_was_never_stopped(
     words: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    options = ("--policy", "gravac", "--window", 2, "--densities", 3, "--clip-local", 0.1)
+    options = ("--policy", "GraVAC(window=2)", "--densities", 3, "--clip-local", 0.1)
     options += ("--patience", 5, "--checkpoint-every", 5)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert _simulate(words, whole, "--steps", 20, *options) == 0

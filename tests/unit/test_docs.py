@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from runs.__main__ import COMMANDS, WITH_COMMAND
+from runs.compare.contender import parse_contender
+from runs.options import make_config
+from runs.parser import read, split_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,3 +57,24 @@ def test_every_page_is_found_from_the_readme() -> None:
 
 def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+_COMMAND = re.compile(r"^ *(?:\$ )?(python -m runs [a-z]+ (?:.*\\\n)*.*)$", re.M)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *COMMANDS], ids=lambda page: getattr(page, "name", page))
+def test_commands_that_are_shown_are_understood(page: Path | str) -> None:
+    """Options there are, with values that they take, and policies that can be written so."""
+    text = page.read_text() if isinstance(page, Path) else import_module(COMMANDS[page][0]).HELP
+    for shown in _COMMAND.findall(text):
+        line = shown.replace("\\\n", " ").replace("--cf CF", "--cf 9").replace(" ... ", " ")
+        _, _, _, command, *words = shlex.split(line, comments=True)
+        if command not in COMMANDS or "--help" in words:
+            continue
+        if command in WITH_COMMAND:
+            words = split_command(words)[0]
+        given = read(command, import_module(COMMANDS[command][0]).OPTIONS, "", words)
+        for contender in given.get("contender", ()):
+            parse_contender(contender).config({"log_dir": "x"})
+        if command == "train" and "resume" not in given:
+            make_config({**given, "log_dir": "x"})

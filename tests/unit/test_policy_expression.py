@@ -11,13 +11,31 @@ from typing import Any
 
 import pytest
 
-from policies import Accordion, Fixed, Goodput, GraVAC, Layerwise, Schedule, Warmup
+from policies import (
+    Accordion,
+    Fixed,
+    Goodput,
+    GraVAC,
+    Layerwise,
+    Schedule,
+    Warmup,
+    make_policy,
+    policy_names,
+)
 from runs.__main__ import main
 from runs.compare.contender import parse_contender
 from runs.config import TrainConfig
 from runs.job import make_job
 from runs.options import make_config
-from runs.policy_expression import EXAMPLE, Typed, UntrustedPolicyError, policy_from
+from runs.policy_expression import (
+    BY_NAME,
+    EXAMPLE,
+    Typed,
+    UntrustedPolicyError,
+    canonical,
+    policy_from,
+    with_arguments,
+)
 from tests.integration.commands import assert_refused
 
 OWN = """
@@ -58,18 +76,18 @@ def test_a_class_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_was_typed_stays_so_in_a_configuration() -> None:
     """Worker processes, contenders and studies get copies."""
-    config = make_config({"policy": "expression", "expression": Typed("a.B()"), "log_dir": "x"})
+    config = make_config({"policy": Typed("a.B()"), "log_dir": "x"})
     for same in (
         replace(config, steps=7),
         copy.deepcopy(config),
         pickle.loads(pickle.dumps(config)),
     ):
-        assert isinstance(same.expression, Typed)
+        assert isinstance(same.policy, Typed)
     read = TrainConfig.from_json(json.loads(json.dumps(config.as_json())))
     assert read == config
-    assert not isinstance(read.expression, Typed)
-    contender = parse_contender("expression:expression=Warmup(then=a.B(cf=2))")
-    assert isinstance(contender.given["expression"], Typed)
+    assert not isinstance(read.policy, Typed)
+    contender = parse_contender("Warmup(then=a.B(cf=2))")
+    assert isinstance(contender.given["policy"], Typed)
 
 
 def test_the_librarys_own_may_be_named_with_their_module_by_anyone() -> None:
@@ -94,9 +112,7 @@ class Folder:
 
     def __init__(self, path: Path, expression: str) -> None:
         self.path, self.expression = path, expression
-        config = TrainConfig(
-            log_dir="elsewhere", steps=4, policy="expression", expression=expression
-        )
+        config = TrainConfig(log_dir="elsewhere", steps=4, policy=expression)
         self.path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(config.as_json()))
         steps = [
@@ -133,7 +149,7 @@ def folder(
 )
 def test_a_folder_cannot_have_its_code_run(folder: Folder, words: list[str], capfd: Any) -> None:
     command, *options = (str(folder.path) if word == "RUN" else word for word in words)
-    parts = ["--expression: the run's folder names", "is not imported", "on the command line"]
+    parts = ["the run's folder names", "is not imported", "--policy", "on the command line"]
     assert_refused(capfd, command, *options, parts=parts)
     assert not folder.imported
 
@@ -151,17 +167,17 @@ def test_who_names_it_again_goes_on_with_it(
 ) -> None:
     if ".X()" in folder.expression:
         pytest.skip("names no policy")
-    again = ["--policy", "expression", "--expression", folder.expression]
+    again = ["--policy", folder.expression]
     assert main(["replay", str(folder.path), *again]) == 0
     assert folder.imported
     given = {"resume": str(folder.path), "steps": 9}
     monkeypatch.setattr("runs.job.check", lambda config, resumed: None)  # reads data
-    job = make_job({**given, "expression": Typed(folder.expression)}, None)
-    assert isinstance(job.config.expression, Typed)
-    assert not isinstance(make_job(given, None).config.expression, Typed)
-    other = ["--resume", folder.path, "--steps", 9, "--expression", "Goodput()"]
+    job = make_job({**given, "policy": Typed(folder.expression)}, None)
+    assert isinstance(job.config.policy, Typed)
+    assert not isinstance(make_job(given, None).config.policy, Typed)
+    other = ["--resume", folder.path, "--steps", 9, "--policy", "Goodput()"]
     capfd.readouterr()
-    assert_refused(capfd, "train", *other, parts=["--expression 'Goodput()'", "accepted: the same"])
+    assert_refused(capfd, "train", *other, parts=["--policy goodput", "accepted: the same"])
 
 
 def test_an_unimportable_name_in_a_folder_is_not_even_looked_for() -> None:
@@ -175,11 +191,11 @@ def test_an_unimportable_name_in_a_folder_is_not_even_looked_for() -> None:
     ids=["minus", "brackets", "lists", "calls"],
 )
 def test_what_is_nested_too_deep_is_one_short_line(expression: str, capfd: Any) -> None:
-    parts = ["--expression", "must be"]
-    with pytest.raises(ValueError, match=r"^expression must be") as error:
+    parts = ["--policy"]
+    with pytest.raises(ValueError, match=r"^policy ") as error:
         policy_from(expression)
     assert len(str(error.value)) < 1000
-    words = ["--policy", "expression", f"--expression={expression}"]
+    words = [f"--policy={expression}"]
     assert_refused(capfd, "train", *words, parts=parts)
 
 
@@ -189,6 +205,7 @@ def test_what_is_nested_too_deep_is_one_short_line(expression: str, capfd: Any) 
         ("Warmup(", "never closed"),
         ("3", "must be a policy"),
         ("GraVAC", "neither a literal nor a call"),
+        ("schedule", "needs arguments, written as Schedule(pieces, gain)"),
         ("Nope()", "Nope is no policy; accepted: Accordion, AccordionPaper, Budget"),
         ("Policy()", "Policy is no policy"),
         ("GraVAC(eps=1)", "'eps'"),
@@ -205,18 +222,70 @@ def test_what_is_nested_too_deep_is_one_short_line(expression: str, capfd: Any) 
     ],
 )
 def test_what_it_is_not(expression: str, says: str) -> None:
-    with pytest.raises(ValueError, match=r"^expression must be") as error:
+    with pytest.raises(ValueError, match=r"^policy ") as error:
         policy_from(Typed(expression))
     assert says in str(error.value)
-    assert repr(expression) in str(error.value)
+    assert expression in str(error.value) or repr(expression) in str(error.value)
 
 
-def test_commas_of_an_expression_are_not_those_of_a_contender() -> None:
+def test_brackets_of_a_policy_are_none_of_a_contenders() -> None:
     text = "Warmup(steps=5, then=Schedule({0: 10, 9: 20}))"
-    contender = parse_contender(f"expression:expression={text},base=dgc,cf_range=10/50")
-    assert contender.given == {
-        "policy": "expression",
-        "expression": text,
-        "base": "dgc",
-        "cf_range": [10.0, 50.0],
-    }
+    contender = parse_contender(f"{text}:base=dgc,cf_range=10/50")
+    assert contender.given == {"policy": text, "base": "dgc", "cf_range": (10.0, 50.0)}
+
+
+def test_names_are_those_of_the_library() -> None:
+    """The same in AdaptiveCompressor(policy=...) and on the command line."""
+    assert {*BY_NAME} == {*policy_names()}
+    for name in BY_NAME:
+        try:
+            wanted = make_policy(name)
+        except TypeError:
+            with pytest.raises(ValueError, match=f"^policy {name} needs arguments"):
+                policy_from(name)
+        else:
+            assert type(policy_from(name)) is type(wanted)
+            assert type(policy_from(f"{name}()")) is type(wanted)
+
+
+def test_arguments_are_written_into_a_policy() -> None:
+    assert with_arguments("gravac", {}) == "gravac"
+    assert (
+        with_arguments("gravac", {"window": 5, "epsilon": 0.5}) == "GraVAC(epsilon=0.5, window=5)"
+    )
+    assert with_arguments("warmup", {"warmup_steps": 7}) == "Warmup(steps=7)"
+    assert with_arguments("gravac-paper(window=9)", {"gain": "raw"}) == (
+        'GraVACPaper(gain="raw", window=9)'
+    )
+    typed = with_arguments(Typed("policies.Fixed()"), {"cf": 100.0, "probe": (10.0, 20.5)})
+    assert isinstance(typed, Typed)
+    assert typed == "Fixed(cf=100, probe=(10, 20.5))"
+    for text, given, says in (
+        ("accordion", {"epsilon": 1}, "is for --policy gravac or gravac-paper"),
+        ("GraVAC(epsilon=0.5)", {"epsilon": 1}, "twice"),
+        ("a.B()", {"cf": 2}, "which takes none"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            with_arguments(text, given)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"policy": "gravac", "epsilon": 0.5, "window": 5}, "GraVAC(epsilon=0.5, window=5)"),
+        ({"policy": "accordion", "per_layer": True}, "Accordion(per_layer=True)"),
+        ({"policy": "warmup", "warmup_steps": 5}, "Warmup(steps=5)"),
+        ({"policy": "schedule", "schedule": ["0:1", "9:10.5"]}, "Schedule(pieces={0: 1, 9: 10.5})"),
+        ({"policy": "fixed", "cf": 10.0, "probe": [20.0]}, "Fixed(cf=10, probe=(20,))"),
+        ({"policy": "expression", "expression": EXAMPLE}, canonical(EXAMPLE)),
+        ({"policy": "expression", "expression": "Fixed(cf=20)"}, "Fixed(cf=20)"),
+        ({"policy": "off"}, "off"),
+        ({}, "goodput"),
+    ],
+)
+def test_configurations_with_entries_of_policies_are_read(before: dict[str, Any], now: str) -> None:
+    unset = dict.fromkeys(("epsilon", "eta", "margin", "share", "schedule", "expression"))
+    config = TrainConfig.from_json({"log_dir": "x", **unset, **before})
+    assert config.policy == now
+    assert (config.cf_range == (10, 1000)) == ("expression" in before)  # those had the default
+    assert TrainConfig.from_json(json.loads(json.dumps(config.as_json()))) == config

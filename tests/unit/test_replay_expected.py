@@ -15,7 +15,7 @@ from runs.config import TrainConfig
 from runs.options import make_config
 from runs.records import Recorded
 from runs.replay.expected import departure_notes
-from runs.replay.options import start_policy
+from runs.replay.make import start_policy
 from runs.replay.replay import replay
 from runs.replay.result import make_result
 from runs.replay.source import Source

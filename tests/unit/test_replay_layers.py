@@ -17,7 +17,7 @@ from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.records import Recorded
-from runs.replay.options import start_policy
+from runs.replay.make import start_policy
 from runs.replay.replay import replay
 from runs.replay.source import Source
 
@@ -170,7 +170,7 @@ def test_another_interval_cannot_be_told_from_the_record(interval: int, by_layer
     first = interval - 1
     with pytest.raises(UsageError, match=f"at step {first} .*since step 0, which cannot be told"):
         replay(_accordion(interval), by_layer)
-    with pytest.raises(UsageError, match=r"cannot be told.*train --policy accordion --per-layer"):
+    with pytest.raises(UsageError, match=r"cannot be told.*train --policy 'Accordion"):
         replay(_layerwise(interval), _record_of(_layerwise(8))[1])
 
 
@@ -230,8 +230,8 @@ def test_a_record_that_names_no_layers_says_what_to_do(
     policy = "accordion" if option == "per_layer" else "gravac"
     config: TrainConfig = make_config({"policy": policy, option: True, "log_dir": str(tmp_path)})
     source = Source(tmp_path / "timeline.jsonl", recorded, None)
-    named = f"--{option.replace('_', '-')}"
+    named = "--policy Accordion(per_layer=True)" if option == "per_layer" else "--layerwise on"
     with pytest.raises(UsageError) as error:
         start_policy(config, source)
-    for part in (f"{named} on", "layers are not known", f"{named} off", "train --policy"):
+    for part in (named, "layers are not known", "train --policy", "without CFs of layers"):
         assert part in str(error.value)

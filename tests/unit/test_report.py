@@ -97,7 +97,7 @@ def test_the_target_is_the_worst_dense_run_that_finished() -> None:
     runs = [
         _run("a", evaluations=((5, 9.0), (10, 5.0))),
         _run("dense0", evaluations=((10, 4.0),), **DENSE),
-        _run("dense1", evaluations=((10, 4.5),), policy="fixed", cf=1.0),
+        _run("dense1", evaluations=((10, 4.5),), policy="Fixed(cf=1)"),
         _run("off", evaluations=((10, 4.2),), policy="off", base=None),
         _run("stopped", evaluations=((10, 99.0),), steps=20, **DENSE),
     ]
@@ -251,7 +251,12 @@ def test_scripts_are_one_file_without_imports() -> None:
 
 
 def test_seeds_share_a_colour_and_settings_do_not() -> None:
-    runs = [_run("a", seed=0), _run("b", seed=1), _run("c", epsilon=0.5), _run("d", **DENSE)]
+    runs = [
+        _run("a", seed=0),
+        _run("b", seed=1),
+        _run("c", policy="GraVAC(epsilon=0.5)"),
+        _run("d", **DENSE),
+    ]
     look = looks(runs)
     assert look == {"a": (0, 0), "b": (0, 1), "c": (1, 0), "d": (None, 0)}
 

@@ -19,7 +19,7 @@ from runs.options import make_config
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
 from runs.replay.gains import RecordedGains
-from runs.replay.options import start_policy
+from runs.replay.make import start_policy
 from runs.replay.replay import replay
 from runs.replay.reports import Reports
 from runs.replay.source import Source

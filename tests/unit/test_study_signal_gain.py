@@ -67,8 +67,8 @@ def test_it_trains_at_every_cf_and_compares_what_was_chosen_with_fixed_ones(
     signal_gain.main(words)
     assert len(trained) == 1 + 4 + 2 + 4
     assert all("--lr-drop 12 --base topk+fp32" in line and "--seed 3" in line for line in trained)
-    assert [line for line in trained if "--schedule 0:10 12:100" in line]
-    assert [line for line in trained if "--schedule 0:100 12:10" in line]
+    assert [line for line in trained if "Schedule({0: 10, 12: 100}" in line]
+    assert [line for line in trained if "Schedule({0: 100, 12: 10}" in line]
     text = (tmp_path / "table.txt").read_text()
     gains_of_dense = next(line for line in text.splitlines() if line.startswith("dense"))
     assert "0.80/0.08 (" in gains_of_dense

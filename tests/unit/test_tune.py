@@ -32,6 +32,7 @@ from runs.compare.exploration import exploration
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
+from runs.policy_expression import policy_name, written_arguments
 from runs.tune.options import ACCEPTED, HARRIS_SETTINGS
 from runs.tune.report import draw_all, find, knee, make_page, make_snippet, pareto_front
 from runs.tune.screen import draw
@@ -72,9 +73,11 @@ def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
         assert isinstance(value, int) == isinstance(one, IntDistribution)
     assert draw([parameter], seed) == {name: value}
     assert parameter.value(value) == value
-    other = {"schedule": ("0:10",)} if policy == "schedule" else {}
-    config = make_config({"policy": policy, **other, name: value, "log_dir": "x"})
-    assert getattr(config, name) == value
+    written = "Schedule({0: 10})" if policy == "schedule" else policy
+    config = make_config({"policy": written, name: value, "log_dir": "x"})
+    own = written_arguments(config.policy)
+    argument = name.removeprefix(f"{policy}_")
+    assert (own[argument] if argument in own else getattr(config, name)) == value
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,11 @@ def _tuning(folder: Path, **given: Any) -> Tuning:
 def test_what_is_given_is_not_searched_and_what_is_asked_for_is(tmp_path: Path) -> None:
     names = [p.name for p in _tuning(tmp_path, epsilon=0.4, also=["lr", "base"]).space]
     assert names == ["omega", "window", "scaling", "gain", "lr", "base"]
+    written = _tuning(tmp_path, policy="GraVAC(gain='raw', patience=3)", epsilon=0.4)
+    assert [p.name for p in written.space] == ["omega", "window", "scaling"]
+    assert written.config({"window": 7}).policy == (
+        'GraVAC(epsilon=0.4, gain="raw", patience=3, window=7)'
+    )
     assert [p.name for p in _tuning(tmp_path, search=["lr"]).space] == ["lr"]
     harris = _tuning(tmp_path, plan="random", base="dgc", cf=100.0, policy="fixed")
     assert [p.name for p in harris.space] == ["lr", "clip_norm"]
@@ -123,10 +131,8 @@ def test_harris_searches_each_compression_setting_on_its_own(tmp_path: Path) -> 
         assert [parameter.name for parameter in tuning.space] == ["lr", "clip_norm"]
         assert tuning.folder.parent == tmp_path
     configs = [tuning.config() for tuning in tunings.values()]
-    assert [(c.policy, c.base, c.cf) for c in configs[:2]] == [
-        ("fixed", "none", None),
-        ("fixed", "topk", 50.0),
-    ]
+    policies = [(config.policy, config.base) for config in configs[:2]]
+    assert policies == [("fixed", "none"), ("Fixed(cf=50)", "topk")]
     assert len({tuning.name for tuning in tunings.values()}) == len(tunings)
     one = make_tunings({"plan": "random", "policy": "gravac", "log_dir": str(tmp_path)})
     assert [tuning.config().policy for tuning in one.values()] == ["gravac"]
@@ -215,7 +221,7 @@ def test_the_policy_is_the_default_one_or_the_one_whose_settings_are_named(
     given: dict[str, Any], policy: str, searched: list[str], tmp_path: Path
 ) -> None:
     tuning = make_tuning({**given, "log_dir": str(tmp_path)})
-    assert tuning.config().policy == policy
+    assert policy_name(tuning.config().policy) == policy
     assert [parameter.name for parameter in tuning.space] == searched
 
 
@@ -410,7 +416,7 @@ def test_every_picture_there_is_something_to_show_in_is_on_the_page(
         {"policy": "accordion", "eta": 0.25, "interval": 9, "cf_range": (10.0, 200.0)},
         {"policy": "warmup", "warmup_steps": 5, "masking": False, "link": "1gbit"},
         {"policy": "goodput", "margin": 0.1},
-        {"policy": "schedule", "schedule": ("0:1", "20:50.5")},
+        {"policy": "Schedule({0: 1, 20: 50.5}, gain='raw')"},
         {"policy": "gravac", "epsilon": 0.2, "layerwise": True},
         {"policy": "budget", "share": 0.3, "exchange": "sharded"},
     ],

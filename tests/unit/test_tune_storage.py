@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -174,8 +173,8 @@ def test_a_lost_storage_is_one_line_and_exit_code_1(
         raise error
 
     monkeypatch.setattr("runs.tune.run.conduct", lose)
-    given = {"log_dir": str(tmp_path), "storage": SERVER, "steps": 5}
-    assert command.main(Namespace(**given)) == 1
+    given: dict[str, object] = {"log_dir": str(tmp_path), "storage": SERVER, "steps": 5}
+    assert command.main(given) == 1
     _, err = capfd.readouterr()
     assert err.count("\n") == 1
     assert "--storage postgresql+psycopg2://me:***@host/studies: connection to host failed" in err

@@ -167,8 +167,8 @@ def train(folder: Path, policy: str, *options: str) -> None:
 def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     clock = ("--fixed-clock", "0.1")  # decides alike on idle and on busy machines
-    train(folder / "gravac", "gravac", "--window", "6", *clock)
-    train(folder / "accordion", "accordion", "--interval", "10", "--per-layer", "on", *clock)
+    train(folder / "gravac", "GraVAC(window=6)", *clock)
+    train(folder / "accordion", "Accordion(interval=10, per_layer=True)", *clock)
     train(folder / "no hook", "off")
     return folder
 

@@ -1,0 +1,110 @@
+"""What the words behind an option may be: types for tyro, whose errors say what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from tyro.conf import FlagConversionOff, arg
+from tyro.constructors import PrimitiveConstructorSpec
+
+Parse = Callable[[str], Any]
+
+
+def spec(metavar: str, parse: Parse, nargs: Any = 1) -> PrimitiveConstructorSpec[Any]:
+    """A type of one word or of several, each read by `parse`, which raises ValueError. nargs: how
+    many words, "*" for any number; with one, the value is no tuple, with (0, 1) it may be ""."""
+
+    def value(words: list[str]) -> Any:
+        if nargs in (1, (0, 1)):
+            return parse("".join(words))
+        return tuple(map(parse, words))
+
+    return PrimitiveConstructorSpec(
+        nargs=nargs,
+        metavar=metavar,
+        instance_from_str=value,
+        is_instance=lambda value: value is not None,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def metavar(text: str) -> object:
+    """What stands for an option's value in the help."""
+    return arg(metavar=text)
+
+
+def number_that(
+    fits: Callable[[float], bool], wanted: str, kind: Callable[[str], float] = float
+) -> Parse:
+    """Reads a finite number that fits."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
+            raise ValueError(f"must be {wanted}, got {text!r}")
+        return value
+
+    return parse
+
+
+def at_least(least: int) -> Parse:
+    """Reads an integer >= `least`."""
+    return number_that(lambda value: value >= least, f"an integer >= {least}", int)
+
+
+def one_of(*names: str) -> PrimitiveConstructorSpec[Any]:
+    """One of these names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"must be one of {', '.join(names)}, got {text!r}")
+        return text
+
+    return spec(f"{{{','.join(names)}}}", parse)
+
+
+def _or(names: dict[str, Any], parse: Parse, wanted: str) -> Parse:
+    def read(text: str) -> Any:
+        if text in names:
+            return names[text]
+        try:
+            return parse(text)
+        except ValueError:
+            raise ValueError(f"must be {wanted}, got {text!r}") from None
+
+    return read
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError
+
+
+number = number_that(lambda value: True, "a finite number")
+_positive = number_that(lambda value: value > 0, "a finite number > 0")
+_below_one = number_that(lambda value: 0 <= value < 1, "a number in [0, 1)")
+_SWITCH = {"on": True, "off": False}
+
+Count = Annotated[int, spec("N", at_least(1))]
+Whole = Annotated[int, spec("N", at_least(0))]
+Counts = Annotated[tuple[int, ...], spec("N ...", at_least(1), "*")]
+Wholes = Annotated[tuple[int, ...], spec("N ...", at_least(0), "*")]
+Number = Annotated[float, spec("X", number)]
+Pair = Annotated[tuple[float, float], spec("LOW HIGH", number, 2)]
+Positive = Annotated[float, spec("X", _positive)]
+NotNegative = Annotated[float, spec("X", number_that(lambda v: v >= 0, "a number >= 0"))]
+BelowOne = Annotated[float, spec("X", _below_one)]
+TwoBelowOne = Annotated[tuple[float, float], spec("B1 B2", _below_one, 2)]
+Switch = Annotated[bool, FlagConversionOff, spec("on|off", _or(_SWITCH, _no_number, "on or off"))]
+SwitchOrNumber = Annotated[
+    bool | float, FlagConversionOff, spec("on|off|CF", _or(_SWITCH, number, "on, off or a CF >= 1"))
+]
+CountOrAuto = Annotated[
+    int | str, spec("N|auto", _or({"auto": "auto"}, at_least(1), "an integer >= 1 or auto"))
+]
+Texts = Annotated[tuple[str, ...], spec("TEXT ...", str, "*")]
+Rate = Annotated[str, arg(metavar="RATE[,LATENCY]")]

@@ -1,0 +1,262 @@
+"""The settings of a run: each once, with its type, its default and its help, in groups that the
+commands share. `TrainConfig` has them all; `parser.options` makes a command's options of them.
+
+None takes the default of the task or the library. Names of the library and of torch are written
+down here, so that help need not wait for torch; a test holds them to what the library has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from runs.option_types import (
+    BelowOne,
+    Count,
+    CountOrAuto,
+    NotNegative,
+    Number,
+    Pair,
+    Positive,
+    Rate,
+    Switch,
+    SwitchOrNumber,
+    TwoBelowOne,
+    Whole,
+    at_least,
+    metavar,
+    one_of,
+    spec,
+)
+from runs.policy_expression import Typed
+
+OPTIMIZERS = ("sgd", "adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
+WITH_BETAS = ("adamw", "adam", "nadam", "radam")
+BETAS = (0.9, 0.95)
+"""As people train transformers; torch's own second one is 0.999."""
+
+ADAMW_DECAY = 0.1
+LR, ADAGRAD_LR = 1e-3, 1e-2
+"""Of every optimizer but SGD, for which each task has its own."""
+
+LR_SCHEDULES = ("constant", "cosine", "linear")
+
+EXCHANGES = (
+    *("auto", "all_reduce", "all_gather", "sharded", "voted_indices"),
+    *("shared_indices", "shared_indices_by_energy", "gossip"),
+)
+TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
+GOSSIP_ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
+
+DDP_HOOKS = ("bf16", "powersgd")
+"""PyTorch's own, see `runs/ddp_hooks.py`."""
+
+OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
+"""Of local steps."""
+
+COMPRESSORS = (
+    *("adacomp", "bf16", "dgc", "fp16", "int8", "natural", "none", "onebit", "powersgd", "qsgd"),
+    *("randomk", "redsync", "sidco", "signsgd", "sketch", "terngrad", "threshold", "topk"),
+    "twobit",
+)
+DEFAULT_CF = 10.0
+"""Of policy fixed."""
+
+EMULATED = "emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What to train, and for how long."""
+
+    task: str = "text"
+    """Text (bytes, no download), words, cifar10, cifar100 or fashion-mnist."""
+    model: str | None = None
+    """Text: lstm, gpt, gpt-10m; images: resnet8, resnet20, ..., resnet101, vgg16; words:
+    lstm-small, lstm-medium, lstm-large, lstm-2x1500 (the task's first)."""
+    data: Annotated[str | None, metavar("DIR")] = None
+    """Text file or folder, or the folder of the image data set in its standard format; for words a
+    folder with train.txt, valid.txt, test.txt, as WikiText-2."""
+    init: Annotated[str | None, metavar("RUN")] = None
+    """Folder of a run of the same task and model: start with the weights of its checkpoint (random
+    weights)."""
+    lora: Annotated[Count | None, metavar("RANK")] = None
+    """Freeze all weights, and train adapters of this rank beside the linear layers of a
+    transformer's blocks (all weights are trained)."""
+    workers: Count = 2
+    """Processes."""
+    steps: Count = 300
+    """Steps in all."""
+    batch_size: Count | None = None
+    """Items a worker a step (the task's)."""
+    seed: Whole = 0
+    """Of weights, order, augmentation."""
+    threads: Count = 1
+    """CPU threads a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizing:
+    """The optimizer, and how its learning rate goes."""
+
+    optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "sgd"
+    """The class of torch.optim of that name."""
+    lr: Positive | None = None
+    """Learning rate (sgd: the task's own; adagrad: 0.01; others: 0.001)."""
+    warmup: Whole = 0
+    """The learning rate rises to its value in even steps over so many steps."""
+    lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "constant"
+    """How the learning rate goes on after the warm-up: cosine and linear reach 0 at the last of
+    --steps."""
+    lr_drop: Annotated[int | tuple[int, ...] | None, spec("STEP ...", at_least(1), "*")] = None
+    """A tenth of it from this step on, and again from each further one (never)."""
+    momentum: BelowOne | None = None
+    """Of sgd alone, in [0, 1) (0.9)."""
+    betas: TwoBelowOne | None = None
+    """Of adamw, adam, nadam and radam, in [0, 1) (0.9 0.95, as people train transformers)."""
+    weight_decay: NotNegative | None = None
+    """Of the optimizer; adamw leaves out tensors of fewer than two dimensions (sgd: the task's own;
+    adamw: 0.1; others: 0)."""
+    clip_grad: Annotated[Positive | None, metavar("NORM")] = None
+    """Clip the exchanged gradients, as one vector, before the optimizer's step, by torch's
+    clip_grad_norm_; with sgd this ends momentum correction, which --clip-norm keeps (none)."""
+    clip_local: Annotated[Positive | None, metavar("NORM")] = None
+    """Clip each worker's gradient, as one vector, to NORM / sqrt(workers) before it is compressed,
+    as Deep Gradient Compression does; takes a second backward pass (none)."""
+    patience: Whole = 0
+    """Early stopping: end after N evaluations in a row (--eval-every) that were no better than the
+    best, and take the best model (0: never)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressing:
+    """How gradients are compressed and exchanged."""
+
+    policy: Annotated[str, spec("POLICY", Typed)] = "goodput"
+    """What chooses the compression factor, CF: goodput, gravac, accordion, ... by name, or with
+    settings as Python writes it: "GraVAC(window=20)", "Warmup(steps=50, then=Goodput())", or
+    MODULE.CLASS(...) of your own; off: plain DDP, no hook (goodput; gravac for a base that does not
+    keep the largest elements)."""
+    ddp_hook: Annotated[str | None, one_of(*DDP_HOOKS)] = None
+    """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
+    of rank 4, dense in its first 2 steps, in one bucket)."""
+    layerwise: Switch | None = None
+    """Share the bytes of the policy's CF out among the layers, so that least waits; --policy
+    layerwise: those of gravac's (off)."""
+    base: Annotated[str | None, metavar("NAME")] = "topk"
+    """Compressor: adacomp, bf16, dgc, fp16, int8, natural, none, onebit, powersgd, qsgd, randomk,
+    redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's values travel
+    in 4 bits, or as its name says: topk+fp32, topk+bf16, ..."""
+    cf_range: Pair | None = None
+    """Smallest and largest CF beside dense (10 1000)."""
+    exchange: str | None = None
+    """How payloads become the mean: auto, all_reduce, all_gather, sharded, voted_indices,
+    shared_indices, shared_indices_by_energy, gossip (auto)."""
+    down_cf: Annotated[Number | None, metavar("CF")] = None
+    """With --exchange sharded: of the means on their way back; 1: compressed on the way up only
+    (that of the gradients)."""
+    server_memory: Switch | None = None
+    """With --exchange sharded: what compressing a mean loses waits by itself for the next mean, not
+    in the residual of the worker that has compressed it (off)."""
+    granularity: str | None = None
+    """Compress tensor by tensor (layer), or a whole bucket as one (bucket); auto: bucket where the
+    base keeps the largest elements of all (auto)."""
+    rungs: Switch | None = None
+    """Of goodput with a sparsifier: below cf-range it also finds CF 2 (bf16) and 4 (int8) (on)."""
+    dense_below: Whole | None = None
+    """Send tensors of fewer elements than this uncompressed (0)."""
+    memory: str | None = None
+    """What becomes of what is not sent: auto, residual, momentum or none (auto)."""
+    residual_dtype: Annotated[str | None, one_of("float32", "bfloat16")] = None
+    """What is not sent waits in this; bfloat16 takes half the memory, not with momentum correction
+    (float32)."""
+    momentum_lag: Annotated[Number | None, metavar("SHARE")] = None
+    """Share of the momentum's lag that velocities keep while gradients are compressed, in (0, 1]
+    (1.2 / CF^(1/3) where the base keeps the largest elements; with dgc and others 1)."""
+    masking: SwitchOrNumber | None = None
+    """Momentum factor masking, always, never, or from a CF on (off, with dgc on)."""
+    clip_norm: Annotated[Positive | None, metavar("NORM")] = None
+    """Clip local gradients, each parameter's at NORM / sqrt(workers)."""
+    shadow_sample: Annotated[Number | None, metavar("SHARE")] = None
+    """Of the elements, what the gains of all CFs are told from, in (0, 1] (0.015625)."""
+    local_steps: CountOrAuto | None = None
+    """Each worker takes so many steps by itself between two exchanges; auto: as goodput chooses,
+    with adamw and others like it (1)."""
+    outer_lr: Positive | None = None
+    """Of local steps: by how much of their mean all workers move (1)."""
+    outer_momentum: Number | None = None
+    """Of local steps: Nesterov momentum of these moves (0)."""
+    overlap: Whole | None = None
+    """Of local steps: so many may pass while an exchange is under way (half of them)."""
+    delay: Whole | None = None
+    """Each worker takes its own step at once, and the mean of all takes the place of that so many
+    steps later: up to N exchanges are under way while they compute (0)."""
+    checksum: Switch | None = None
+    """A checksum behind each payload, so that bytes changed on the way end the run (off)."""
+    topology: Annotated[str | None, one_of(*TOPOLOGIES)] = None
+    """With --exchange gossip: who a worker's neighbours are (ring)."""
+    gossip: Annotated[str | None, one_of(*GOSSIP_ALGORITHMS)] = None
+    """With --exchange gossip: how (d-psgd with --base none, dcd-psgd where the base is unbiased,
+    else choco-sgd)."""
+    consensus_step: Positive | None = None
+    """Of deepsqueeze and choco-sgd: the share of its neighbours' weighted difference that a worker
+    moves by, in (0, 1] (2 / CF and 5 / CF, at most 1)."""
+    link: Rate | None = None
+    """Emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyArguments:
+    """The arguments of policies that are asked for most, to be given beside a policy's name."""
+
+    epsilon: Number | None = None
+    """With --policy gravac: smallest gain worth sending, in (0, 1]."""
+    omega: Number | None = None
+    """With --policy gravac: relative change that counts as none, in (0, 1]."""
+    cf: Number | None = None
+    """With --policy fixed: the CF; 1 is dense (10)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What is kept, and when."""
+
+    log_dir: Annotated[str, metavar("DIR")]
+    """Where the files of this run go (logs/TASK-POLICY-TIME)."""
+    eval_every: Whole = 0
+    """Measure quality on held-out data every N steps (0: at the end only)."""
+    checkpoint_every: Whole = 0
+    """Save a checkpoint every N steps and at the end (0: only when interrupted)."""
+    densities: Whole = 0
+    """Every N steps, keep histograms of the gradient before and after compression, for `report` (0:
+    never)."""
+    json: bool = False
+    """Print the result as JSON on stdout, all else on stderr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resuming:
+    """Going on with a run."""
+
+    resume: Annotated[str | None, spec("[LOGDIR]", str, (0, 1))] = None
+    """Go on from the checkpoint in LOGDIR (the newest in logs/), with its options; only --steps,
+    --eval-every, --checkpoint-every, --json can be given anew, and --workers, to go on with
+    another number of them; a --policy that names a class of your own has to be given again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modelling:
+    """What step times are modelled by, so that a run is repeatable to the bit."""
+
+    fixed_clock: Annotated[Positive | None, metavar("SECONDS")] = None
+    """Nothing waits: step times are modelled, so much and what --link takes for the bytes."""
+    model_mb: Annotated[Positive | None, metavar("MB")] = None
+    """With --fixed-clock, step times as if the gradients were so large (ResNet-101 170, VGG-16 528,
+    a large LSTM 252)."""
+    server: Annotated[str | None, metavar("RATE[/RATE]")] = None
+    """With --fixed-clock, a server makes the means, and its link, e.g. 1gbit or 1gbit/500mbit (up
+    and down), carries what all workers send and are sent; --exchange is sharded, or all_reduce
+    (the workers themselves make them)."""
+    one_worker_seconds: Annotated[Positive | None, metavar("SECONDS")] = None
+    """Of a step with --workers 1 and the same batch a worker (1 / its steps/s): tells scaling
+    efficiency."""
