@@ -35,7 +35,7 @@ from runs.tasks import TASKS
 from runs.times import pauses, step_seconds
 from runs.verdict import Ended
 
-_IN_TITLE = ("base", "cf", "link", "exchange", "local_steps", "delay")
+_IN_TITLE = ("base", "link", "exchange", "local_steps", "delay")
 
 
 @dataclass(frozen=True)
