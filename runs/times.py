@@ -66,8 +66,12 @@ def pauses(
         place = {step: count - 1 for step, count in enumerate(exchanges(records))}
     else:  # which may lack steps
         place = {record.report.step: i for i, record in enumerate(records)}
-    done = {*evaluated, *(range(every, trained, every) if every else ())}
-    before = {place[last - 1] for last in done if last - 1 in place}
+    done = {*evaluated}
+
+    def is_before(last: int) -> bool:  # a damaged record may claim 2^53 steps, so none are listed
+        return last in done or (every > 0 and last % every == 0 and last < trained)
+
+    before = {i for step, i in place.items() if is_before(step + 1)}
     return before | {i + 1 for i in before}
 
 
