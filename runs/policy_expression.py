@@ -85,7 +85,8 @@ def policy_name(text: str) -> str:
     last = head.rpartition(".")[2]
     if is_name(text) and text not in (*BY_NAME, OFF):
         raise ValueError(
-            f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got {text!r}"
+            f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got "
+            f"{_shown(text)}"
         )
     return str(_CLASSES[last].name) if last in _CLASSES else last
 
