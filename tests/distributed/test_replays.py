@@ -14,7 +14,7 @@ from compressors import make_compressor
 from policies import Accordion, Budget, Context, Goodput, GraVAC, Layerwise, Plan, Policy
 from runs.records import Recorded, read_records
 from runs.replay.costs import RecordedCosts
-from runs.replay.options import recorded_layers
+from runs.replay.make import recorded_layers
 from runs.replay.replay import replay
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
