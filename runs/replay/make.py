@@ -44,6 +44,8 @@ def make_config_for(source: Source, given: dict[str, Any]) -> TrainConfig:
             f"--{extra[0].replace('_', '-')} needs --policy; without, the recorded policy is "
             f"replayed with its own settings"
         )
+    if given["policy"] == OFF:
+        raise UsageError(f"--policy 'off': chooses no CF; accepted: {', '.join(BY_NAME)}")
     if recorded is not None:
         given.setdefault("workers", recorded.workers)
         chosen = recorded.cf_range is not None and len({*recorded.cf_range}) == 2

@@ -128,7 +128,7 @@ BAD = {
     "RUN --policy off": ["--policy", "'off'"],
     "RUN --epsilon 0.5": ["--epsilon needs --policy"],
     "RUN --policy accordion --epsilon 0.5": ["--epsilon", "--policy gravac"],
-    "RUN --policy gravac --epsilon 7": ["--epsilon", "7", "(0, 1]"],
+    "RUN --policy gravac --epsilon 7": ["--policy", "epsilon=7", "(0, 1]"],
     "RUN --policy gravac --cf-range 1000 10": ["--cf-range", "must not exceed"],
     "RUN --policy fixed --cf-range 10 20": ["--cf-range", "--cf"],
     "RUN --policy gravac --base x": ["--base", "'x'", "topk"],
