@@ -98,7 +98,8 @@ class Standing:
             dense=Spread.of(run.dense_bytes for run in self.runs).mean,
             dense_share=steps[True] / max(1, steps.total()),
             modelled=isfinite(modelled),
-            steps=steps.total() // max(1, len(self.runs)),
+            # Of the optimizer: a record may be of a round of several, and plain DDP has none.
+            steps=max((done for run in self.runs for done, _ in run.evaluations), default=0),
         )
 
     @property
