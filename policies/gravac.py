@@ -163,12 +163,12 @@ class GraVAC(DeclaredPolicy):
         explores = self._chosen is None
         why = self._step_exploration() if explores else self._step_choice(report)
         chooses = explores and self._chosen is not None  # and has told of its step time
-        if self._send != sent and not chooses:
-            why += f"; {self._statistics.costs_of(self._send, sent)}"
+        switches = self._send != sent and not chooses
+        costs = self._statistics.costs_of(self._send, sent) if switches else ""
         if not why and self._probe != probed:
             listed = ", ".join(f"{cf:g}" for cf in self._probe or probed)
             why = f"looks {'again' if self._probe else 'no longer'} at the gains of CF {listed}"
-        self._reason = change(sent, self._send, "; ".join(filter(None, (why, basis))))
+        self._reason = change(sent, self._send, "; ".join(filter(None, (why, costs, basis))))
 
     # Exploring: a window of steps for dense, for the floor, and for each candidate
 

@@ -137,7 +137,7 @@ class Layerwise(WrappingPolicy):
         return self._solved[cf]
 
     def _spared(self, cf: float, chosen: Mapping[str, float]) -> float:
-        """The share of what all layers at one CF leave unsent that the CFs chosen send as well."""
+        """By which share less energy is left unsent with the chosen CFs than with one for all."""
         options = {name: self._options(name, cf) for name in chosen}
         alike = sum(each[0].worth for each in options.values())
         found = sum(next(o.worth for o in options[n] if o.cf == its) for n, its in chosen.items())

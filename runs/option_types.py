@@ -91,7 +91,6 @@ _SWITCH = {"on": True, "off": False}
 
 Count = Annotated[int, spec("N", at_least(1))]
 Whole = Annotated[int, spec("N", at_least(0))]
-Counts = Annotated[tuple[int, ...], spec("N ...", at_least(1), "*")]
 Wholes = Annotated[tuple[int, ...], spec("N ...", at_least(0), "*")]
 Number = Annotated[float, spec("X", number)]
 Pair = Annotated[tuple[float, float], spec("LOW HIGH", number, 2)]

@@ -152,7 +152,7 @@ def with_arguments(text: str, given: Mapping[str, Any]) -> str:
     call = _parsed(f"{BY_NAME[name].__name__}()" if is_name(text) else text)
     assert isinstance(call, ast.Call)
     call.keywords += [
-        ast.keyword(key, ast.parse(_literal(value), mode="eval").body)
+        ast.keyword(key, ast.parse(literal(value), mode="eval").body)
         for key, value in named.items()
     ]
     return canonical(type(text)(ast.unparse(call)))
@@ -194,7 +194,7 @@ def moved_option(words: Sequence[str], options: Sequence[str]) -> str:
         for policy, each in sorted(BY_NAME.items(), key=lambda item: item[0] != "gravac"):
             own = name.removeprefix(f"{policy}_")
             if own in argument_names(policy):
-                value = _literal(value_of(values))
+                value = literal(value_of(values))
                 call = f"{each.__name__}({own}={value})"
                 return f'{flag} is an argument of the policy: --policy "{call}"'
         if name in ("schedule", "expression"):
@@ -219,14 +219,15 @@ def _shown(text: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else _literal(value)
+    return value if isinstance(value, str) else literal(value)
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """A value as Python writes it; a whole number without its point."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{k!r}: {_literal(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{k!r}: {literal(v)}' for k, v in value.items())}}}"
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return repr(value)

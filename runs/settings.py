@@ -62,8 +62,6 @@ COMPRESSORS = (
 DEFAULT_CF = 10.0
 """Of policy fixed."""
 
-EMULATED = "emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

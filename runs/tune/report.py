@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from runs.build import build_policy, compressor_settings
 from runs.config import TrainConfig, write_text
 from runs.pages import render
-from runs.policy_expression import in_python
+from runs.policy_expression import in_python, literal
 from runs.result import title
 from runs.style import log_axis
 from runs.tables import table, text_of
@@ -364,15 +364,8 @@ def make_snippet(config: TrainConfig) -> str:
 
 
 def _assignments(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={_literal(value)}" for name, value in values.items()]
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    written = {k: json.dumps(v) if isinstance(v, str) else literal(v) for k, v in values.items()}
+    return [f"{name}={value}" for name, value in written.items()]
 
 
 # -- several compression settings ----------------------------------------------------------------

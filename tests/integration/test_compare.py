@@ -12,9 +12,9 @@ import pytest
 
 from adaptive import LinkSpec, StepRecord, StepReport
 from runs.__main__ import main
+from runs.compare.command import count_turns, turns
 from runs.compare.contender import parse_contender
-from runs.compare.digest import Digest, rate, sent_by
-from runs.compare.exploration import Exploration, exploration
+from runs.compare.digest import Digest, Exploration, exploration, rate, sent_by
 from runs.compare.network import (
     compute_seconds,
     model_bytes,
@@ -25,7 +25,6 @@ from runs.compare.network import (
 from runs.compare.options import make_comparison
 from runs.compare.standing import Spread, stand
 from runs.compare.table import compact, make_tables
-from runs.compare.turns import count_turns, turns
 from runs.records import Stretch
 from runs.tables import text_of
 from tests.integration.commands import Start, assert_refused, python_m

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runs.compare.command import turns
 from runs.compare.digest import smoothed
 from runs.compare.options import make_comparison
-from runs.compare.turns import turns
 
 
 def test_a_quality_is_the_mean_of_the_last_evaluations() -> None:

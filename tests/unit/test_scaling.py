@@ -10,8 +10,7 @@ import pytest
 
 from adaptive import LinkSpec, StepRecord, Summary
 from policies import StepReport
-from runs.compare.digest import Digest
-from runs.compare.exploration import Exploration
+from runs.compare.digest import Digest, Exploration
 from runs.compare.options import make_comparison
 from runs.compare.standing import stand
 from runs.compare.table import make_tables

@@ -9,8 +9,7 @@ import pytest
 
 from policies.papers import PRESETS
 from runs.build import check_compression
-from runs.compare.digest import Digest
-from runs.compare.exploration import Exploration
+from runs.compare.digest import Digest, Exploration
 from runs.compare.options import make_comparison
 from runs.compare.standing import Standing
 from runs.compare.suite_table import suite_notes, suite_rows, suite_table

@@ -27,8 +27,7 @@ from optuna.trial import TrialState, create_trial
 
 from adaptive import LinkSpec
 from runs.build import build_compressor
-from runs.compare.digest import Digest
-from runs.compare.exploration import exploration
+from runs.compare.digest import Digest, exploration
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
