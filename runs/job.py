@@ -126,9 +126,9 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
 
 
 def _check_folder(config: TrainConfig) -> None:
+    check_writable(config.folder)
     if (config.folder / CONFIG_FILE).exists():
         raise UsageError(
             f"--log-dir {config.log_dir}: holds a run already; accepted: another folder, or "
             f"--resume {config.log_dir} to go on with it"
         )
-    check_writable(config.folder)

@@ -3,6 +3,7 @@ others would be passed over in silence), and what follows from them."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -195,5 +196,7 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def _new_folder(name: str) -> str:
-    """A folder's name; whoever makes it sees whether it is there already."""
-    return str(Path("logs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    """A folder's name; whoever makes it sees whether it is there already. name: may have in it what
+    somebody typed, and is cut to what a file system takes."""
+    plain = re.sub(r"[^\w.-]+", "-", name)[:80]
+    return str(Path("logs", f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"))

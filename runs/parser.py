@@ -129,8 +129,11 @@ def fail(prog: str, error: Exception) -> int:
 def check_writable(folder: Path) -> None:
     """UsageError unless --log-dir `folder` can be made, or is there and can be written to."""
     above = folder
-    while not above.exists():
-        above = above.parent
+    try:
+        while not above.exists():
+            above = above.parent
+    except OSError as error:  # its name is too long, for one
+        raise UsageError(f"--log-dir {str(folder)[:200]}: {error.strerror}") from error
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UsageError(f"--log-dir {folder}: {above} is not a folder that can be written to")
     try:

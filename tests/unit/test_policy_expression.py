@@ -190,7 +190,11 @@ def test_an_unimportable_name_in_a_folder_is_not_even_looked_for() -> None:
     ["-" * 5000 + "1", "(" * 5000, "[" * 150 + "]" * 150, "Warmup(then=" * 3000 + ")" * 3000],
     ids=["minus", "brackets", "lists", "calls"],
 )
-def test_what_is_nested_too_deep_is_one_short_line(expression: str, capfd: Any) -> None:
+def test_what_is_nested_too_deep_is_one_short_line(
+    expression: str, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("logs").mkdir()  # where runs go that are not given a folder
     parts = ["--policy"]
     with pytest.raises(ValueError, match=r"^policy ") as error:
         policy_from(expression)
