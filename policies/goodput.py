@@ -118,7 +118,7 @@ class Goodput(DeclaredPolicy):
         ladder = context.ladder(self.step_size)
         self._assumed = context.assumed
         self._candidates = tuple(sorted({*ladder, *context.assumed}))
-        self._time = StepTime(context.wire_bytes, context.overlap)
+        self._time = StepTime(context.wire_bytes, context.overlap, watched=True)
         weight = WEIGHT_OF_UPDATES if context.updates else WEIGHT
         self._signal = SignalGain(weight) if self.gain == "signal" else None
         self._updates = context.updates
@@ -290,7 +290,7 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """It stays at its CF for a cooldown and measures the step times anew."""
-        self._time = StepTime(self._time.nbytes, self._time.overlap)
+        self._time = StepTime(self._time.nbytes, self._time.overlap, watched=True)
         self._since, self._came_from = 0, None
         if self._signal is not None:
             self._signal.rescale()

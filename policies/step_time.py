@@ -60,10 +60,12 @@ def overlapped(overlap: int | None, steps: int) -> int:
 @dataclass(eq=False)
 class StepTime(Stateful):
     """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF. overlap:
-    see `overlapped`."""
+    see `overlapped`. watched: gains are measured in every step, dense ones too, so that what this
+    takes is a part of a dense step as of all others; else it ends when dense is sent for good."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
+    watched: bool = False
 
     _work: Averages = saved(Averages(WEIGHT))  # the same at any CF: all of it is added to DENSE
     _compress: Averages = saved(Averages(WEIGHT))
@@ -132,10 +134,11 @@ class StepTime(Stateful):
         return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds that compressing and decoding take; dense needs neither. Where a CF that was not
-        run sends fewer bytes than the two nearest, it is on the line through them; else compression
-        takes as long as at the nearest CF, and decoding grows with the bytes."""
-        if cf == DENSE:
+        """Seconds that compressing and decoding take, and measuring gains; dense needs at most the
+        last, which shows once it was run. Where a CF that was not run sends fewer bytes than the
+        two nearest, it is on the line through them; else compression takes as long as at the
+        nearest CF, and decoding grows with the bytes."""
+        if cf == DENSE and not (self.watched and DENSE in self._compress.cfs()):
             return 0.0
         if cf in self._compress.cfs():
             return self._compress[cf] + self._decode[cf]

@@ -115,10 +115,11 @@ def log_axis(axis: Any, values: Iterable[float], decades: bool = False) -> None:
     powers of ten alone."""
     known = [value for value in values if isfinite(value)]
     if known and 0 < _LOG_FROM * min(known) < max(known):
-        _logarithmic(axis, (1,) if decades else (1, 2, 5))
+        few = max(known) < 10 * min(known)  # of 1, 2 and 5 perhaps one alone would be inside
+        _logarithmic(axis, (1,) if decades else (1, 1.5, *range(2, 10)) if few else (1, 2, 5))
 
 
-def _logarithmic(axis: Any, ticks: tuple[int, ...] = (1, 2, 5)) -> None:
+def _logarithmic(axis: Any, ticks: tuple[float, ...] = (1, 2, 5)) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")

@@ -146,6 +146,24 @@ def test_a_larger_cf_has_less_to_pack(search: float, pack: float, decode: float)
     assert model.seconds(10.0) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_measuring_gains_takes_is_a_part_of_dense_where_it_never_ends(watched: bool) -> None:
+    """As of a policy with a shadow ladder; where dense is only probed it is no reason to leave."""
+    model = StepTime(lambda cf: 1e6 / cf, watched=watched)
+    measuring, compressing = 0.01, 0.02
+    for step in range(12):
+        cf = 10.0 if step < 6 else DENSE
+        coding = measuring + (compressing if cf > 1 else 0.0)
+        whole = WORK + coding + 0.001 * 10 / cf
+        times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.001 * 10 / cf}
+        model.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=coding, **times))
+        if step < 6:  # nothing tells yet what of it dense would need
+            assert model.coding(DENSE) == 0
+    assert model.coding(10.0) == pytest.approx(measuring + compressing)
+    assert model.coding(DENSE) == (pytest.approx(measuring) if watched else 0)
+    assert model.seconds(DENSE) == pytest.approx(WORK + 0.01 + (measuring if watched else 0))
+
+
 def test_what_slower_ranks_make_the_others_wait_is_work() -> None:
     """It is there at any CF, whatever the bytes."""
     model, waits = StepTime(lambda cf: 1e6 / cf), 0.02
