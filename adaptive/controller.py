@@ -160,7 +160,7 @@ class Controller(saved.Stateful):
 
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
-        requested, shadow = self.requested, not self.forced_dense
+        requested, shadow = self.requested, not (self.forced_dense or plan.rest)
         layers = requested.layers if plan.read_layers else None
         peers = requested.peers if shadow else None
         # The first local step of ranks that part does not count.

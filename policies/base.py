@@ -90,6 +90,7 @@ class Plan:
     # Steps of its own that each rank takes until the next exchange, one of `Context.local_steps`;
     # 0: as many as before.
     local_steps: int = 0
+    rest: bool = False  # measure no gains of the shadow ladder in this step
 
 
 @dataclass(frozen=True)

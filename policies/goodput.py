@@ -13,6 +13,9 @@ as long as a hundred compressed ones. Nor at a large CF: the first gradients are
 they wait in the residual until a later, smaller CF sends them all at once, training is set back.
 From a large CF it comes down in strides, and measures the network anew at each.
 
+Where dense is right, gains need not be measured in every step: that takes longest where there is
+nothing to gain. Step times go on being measured, so a network that slows down is seen at once.
+
 Where it may choose how many local steps the ranks take between two exchanges, these have a gain as
 well. In its own steps a rank follows its own gradient alone, and only one step in H averages the
 noise of N ranks. So the gain is a + (1 - a) / H, with a what a lone rank's step is worth beside one
@@ -64,6 +67,9 @@ steps may follow, these cost less than the largest CFs (docs/defaults.md)."""
 
 FOREIGN = 3
 """So many reports after a switch tell of gradients from before it."""
+
+WATCHED, RESTING = 50, 200
+"""While dense is sent, gains are measured in so many steps, then not in so many, and so on."""
 
 UP = 2.0
 """A larger CF must be better by so many standard errors of its T_comp."""
@@ -129,13 +135,17 @@ class Goodput(DeclaredPolicy):
     def plan(self) -> Plan:
         chosen = self._local_steps if len(self._numbers) > 1 else 0
         meets = chosen == 1 and 0 < self._filling == self._steps
-        return Plan(DENSE if meets else self._send, reason=self._reason, local_steps=chosen)
+        send = DENSE if meets else self._send
+        rest = self._turn is not None and self._turn >= WATCHED
+        return Plan(send, reason=self._reason, local_steps=chosen, rest=rest)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
         for cf, gain in report.steady.items():
             self._gains.add(cf, gain)
-        if self._filling and self._steps - self._filling < FOREIGN:
+        turn = self._turn
+        rested = turn is not None and turn < 2 * FOREIGN and self._since > WATCHED
+        if rested or (self._filling and self._steps - self._filling < FOREIGN):
             report = replace(report, signal_total=nan, peers_total=nan)
         elif report.peers_energy > 0 and self._ranks > 1:
             cosine = report.peers_total / report.peers_energy / (self._ranks - 1)
@@ -145,6 +155,13 @@ class Goodput(DeclaredPolicy):
         self._reason = "" if self._signal is None else self._signal.observe(report)
         if self._since >= self._wait:
             self._consider()
+
+    @property
+    def _turn(self) -> int | None:
+        """While dense is sent, steps since gains began to be measured again; None while they are
+        measured in every step."""
+        always = self._send != DENSE or len(self._numbers) > 1
+        return None if always else self._since % (WATCHED + RESTING)
 
     @property
     def _wait(self) -> int:

@@ -101,6 +101,7 @@ class Layerwise(WrappingPolicy):
             reason="; ".join(filter(None, (plan.reason, self._told))),
             layers={cf: of_layers for cf, of_layers in layers.items() if of_layers},
             read_layers=self._step % self.window == self.window - 1,
+            rest=False,  # what is read of layers is of every step
         )
 
     def observe(self, report: StepReport) -> None:

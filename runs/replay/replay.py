@@ -69,10 +69,11 @@ def replay(
             events.append(Event(step, before, plan.send, plan.reason, details))
         if followed == i and _same_plan(plan, record):
             followed += 1
+        wanted = () if plan.rest else ladder
         if followed > i:
-            report, modelled = reports.recorded_at(i, ladder)
+            report, modelled = reports.recorded_at(i, wanted)
         else:
-            report, modelled = reports.modelled_at(i, plan, before, ladder)
+            report, modelled = reports.modelled_at(i, plan, before, wanted)
         guessed += modelled
         sum_norm, by_layer = sums.read(i, plan.read_sum), layers.read(i, plan)
         reads = plan.read_sum or plan.read_layers

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
-from policies.goodput import FILLED, STRIDE_STEPS
+from policies.goodput import FILLED, FOREIGN, RESTING, STRIDE_STEPS, WATCHED
 from policies.step_time import StepTime
 from policies.words import percent
 
@@ -62,12 +62,18 @@ def report(step, cf, rate, **changes):
 
 def run(policy, rates):
     """CFs sent, when step i runs on a network of rates[i] bytes a second."""
-    sent = []
+    return run_resting(policy, rates)[0]
+
+
+def run_resting(policy, rates):
+    """The same, and whether gains were left unmeasured."""
+    sent, rests = [], []
     for step, rate in enumerate(rates):
         plan = policy.plan()
         sent.append(plan.send)
-        policy.observe(report(step, plan.send, rate))
-    return sent
+        rests.append(plan.rest)
+        policy.observe(report(step, plan.send, rate, steady={} if plan.rest else GAINS))
+    return sent, rests
 
 
 @pytest.mark.parametrize("rate", [1e9, 1e8, 3e7, 1e7, 3e6, 1e6, 1e5, 1e4])
@@ -122,6 +128,51 @@ def test_a_median_that_lags_behind_does_not_hold_it_up(before, after):
     assert sent[59] != sent[70]
     assert set(sent[70:]) == {sent[70]}
     assert t_comp(sent[70], after) >= t_comp(best(after), after) / 1.05
+
+
+def test_where_dense_is_right_gains_are_measured_by_turns():
+    sent, rests = run_resting(started(), [1e9] * 700)
+    begin = sent.index(DENSE)
+    turn = [False] * WATCHED + [True] * RESTING
+    assert set(sent[begin:]) == {DENSE}
+    assert rests == [False] * begin + (turn * 3)[: 700 - begin]
+
+
+@pytest.mark.parametrize("asleep", [0, 1, 60, RESTING])
+def test_a_network_that_slows_down_is_seen_while_gains_rest(asleep):
+    at = run(started(), [1e9] * 30).index(DENSE) + WATCHED + asleep
+    sent, rests = run_resting(started(), [1e9] * at + [1e6] * 40)
+    assert sent[at - 1] == DENSE
+    assert rests[at - 1] or not asleep
+    assert sent[at + 20] == best(1e6)
+    assert not any(rests[at + 20 :])
+
+
+def test_compressed_steps_never_rest():
+    sent, rests = run_resting(started(), [1e6] * 400)
+    assert DENSE not in sent
+    assert not any(rests)
+
+
+def test_products_with_what_was_before_a_rest_are_passed_over():
+    """The first ones after it are with a gradient of RESTING steps ago, the wrong way round."""
+
+    def ended(strange):
+        policy = started("signal")
+        for step in range(20 + WATCHED + RESTING + 2 * FOREIGN):
+            plan = policy.plan()
+            since = policy._since - WATCHED - RESTING
+            total = -4.0 if strange and 0 <= since < 2 * FOREIGN else 4.0
+            products = {cf: total * gain for cf, gain in GAINS.items()}
+            values = {"peers": products, "peers_total": total, "grad_norm": 2.0}
+            values |= {"signal": products, "signal_total": total}
+            if plan.rest:
+                values = {"steady": {}}
+            policy.observe(report(step, plan.send, 1e9, **values))
+        assert policy.plan().send == DENSE
+        return policy.state_dict()
+
+    assert ended(strange=True) == ended(strange=False)
 
 
 @pytest.mark.parametrize(("rate", "says"), [(1e9, "dense is right"), (1e6, "")])
