@@ -79,8 +79,8 @@ class Place:
 
         assert self.model is not None
         self.first = self.steps = step
-        if self.lab.changes and self.rank == 0:
-            self.lab.shape(self.lab.at(step))
+        if self.lab.rate_at and self.rank == 0:
+            self.lab.shape(step)
         dist.barrier(self.model.process_group)  # what was sent before has arrived
         self._began, self.sent = Sent.now(), Sent()
 
@@ -93,10 +93,9 @@ class Place:
             self.first, self._began = self.steps, Sent.now()
             self._reported = self._bytes_of_compressor() or 0.0
         self.sent = Sent.now() - self._began
-        if self.rank == 0 and any(since == self.steps for since, _ in self.lab.changes):
+        if self.rank == 0 and self.lab.changes_at(self.steps):
             # On a thread, since it takes a while, and its thread goes round the namespaces.
-            links = self.lab.at(self.steps)
-            threading.Thread(target=self.lab.shape, args=(links,), daemon=True).start()
+            threading.Thread(target=self.lab.shape, args=(self.steps,), daemon=True).start()
 
     def reported(self) -> float | None:
         """Bytes that the model's AdaptiveCompressor says it has sent since the first step; None if
