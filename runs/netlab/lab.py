@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction
 
@@ -204,7 +204,8 @@ class Lab:
         told = json.loads(os.environ.get(VARIABLE, "null"))
         if told is None:
             return None
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items()})
+        values: dict[str, Any] = {k: tuple(v) if type(v) is list else v for k, v in told.items()}
+        return cls(**values)
 
     def _join(self) -> None:
         """Cables between the workers and the bridge, or what delays frames in its stead."""
