@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -32,6 +31,7 @@ from policies import Policy
 from runs.bench.compressors import KEY, our_step
 from runs.bench.ddp import LADDER, Shadowed
 from runs.bench.timing import Row, describe, group, interleaved, median_ratio
+from runs.ddp_hooks import OtherHook
 from runs.models.gpt import ByteGPT
 from runs.parser import UsageError
 
@@ -213,8 +213,9 @@ def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
         ladder: partial(_attach, "topk+int4", Shadowed(cf=CF, gain="signal")),
         "int8": partial(_attach, "int8", Fixed(cf=4)),
         f"{fixed}, residual in bf16": half,
-        **(_torch_hooks() if cuda else {}),
     }
+    for name in ("bf16", "powersgd") if cuda else ():
+        hooks[f"PyTorch's {name} hook"] = partial(_register, OtherHook(name))
     with group("nccl" if cuda else "gloo"):
         made = {name: _gpt_step(device, sizes, hook) for name, hook in hooks.items()}
         steps = {name: step for name, (step, _) in made.items()}
@@ -246,17 +247,8 @@ def _attach(base: str, policy: Policy, model: DDP, optimizer: Optimizer, **optio
     compressor.attach(model, optimizer=optimizer)
 
 
-def _torch_hooks() -> dict[str, Hook]:
-    """The peers; the first needs NCCL."""
-
-    def bf16(model: DDP, optimizer: Optimizer) -> None:
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-
-    def powersgd(model: DDP, optimizer: Optimizer) -> None:
-        state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    return {"PyTorch's bf16 hook": bf16, "PyTorch's PowerSGD hook, rank 4": powersgd}
+def _register(other: OtherHook, model: DDP, optimizer: Optimizer) -> None:
+    other.register(model)
 
 
 def _gpt_step(device: torch.device, sizes: Sizes, hook: Hook) -> tuple[Callable[[], None], int]:

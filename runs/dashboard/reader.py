@@ -35,12 +35,7 @@ class Reader:
 
     def tags(self, run: str) -> list[str]:
         """Scalar tags of one run; empty if there is no such run, or none that sent a CF."""
-        only = RunTagFilter(runs=[run])
-        listed = self._provider.list_scalars(
-            **self._asked, plugin_name="scalars", run_tag_filter=only
-        )
-        tags = sorted(listed.get(run, ()))
-        return tags if SENT in tags else []
+        return self.runs().get(run, [])
 
     def scalars(self, run: str, tags: list[str]) -> dict[str, Series]:
         """The tags of a run that have points. Any program can write event files: a CF below 1, or
