@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from runs.netlab import lab as labs
+from runs.netlab import place as places
 from runs.netlab.command import HELP, OPTIONS, _agree_on_workers
 from runs.netlab.lab import Lab, Link, missing, real_links
-from runs.netlab.place import HEADERS, Sent, told
+from runs.netlab.place import HEADERS, Place, told
 from runs.parser import UsageError, read
 from tests.integration.commands import assert_refused
 
@@ -80,11 +82,17 @@ def test_child_processes_learn_of_the_lab(monkeypatch: pytest.MonkeyPatch) -> No
     assert Lab.of_environment() == opened
 
 
-def test_headers_are_told_from_data() -> None:
-    sent = Sent(1000 + HEADERS * 3, 3) - Sent(HEADERS, 1)
-    assert sent.data == 1000
-    counted = {"steps": 4, "interface_bytes": 1100, "data_bytes": 1000, "reported_bytes": 1000.0}
-    assert "1.100 and 1.000 of the 0.001 MB reported" in told(counted)
+def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(Lab("100mbit"), rank=1)
+    place.model = model = torch.nn.Linear(2, 2)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sent in ((70, 1), (1070 + 3 * HEADERS, 4), (2070 + 5 * HEADERS, 6)):
+        monkeypatch.setattr(places, "sent_so_far", lambda sent=sent: sent)
+        place._stepped(optimizer, (), {})
+    counted = place.counted(2000.0)
+    assert (counted["steps"], counted["data_bytes"]) == (2, 2000)
+    assert counted["interface_bytes"] == 2000 + 5 * HEADERS
+    assert "1.165 and 1.000 of the 0.002 MB reported" in told(counted)
     assert "reported" not in told({**counted, "reported_bytes": None})
 
 
