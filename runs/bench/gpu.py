@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -31,7 +33,6 @@ from policies import Policy
 from runs.bench.compressors import KEY, our_step
 from runs.bench.ddp import LADDER, Shadowed
 from runs.bench.timing import Row, describe, group, interleaved, median_ratio
-from runs.ddp_hooks import OtherHook
 from runs.models.gpt import ByteGPT
 from runs.parser import UsageError
 
@@ -214,8 +215,10 @@ def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
         "int8": partial(_attach, "int8", Fixed(cf=4)),
         f"{fixed}, residual in bf16": half,
     }
-    for name in ("bf16", "powersgd") if cuda else ():
-        hooks[f"PyTorch's {name} hook"] = partial(_register, OtherHook(name))
+    if cuda:  # bf16_compress_hook needs NCCL
+        state = theirs.PowerSGDState(None, 4, start_powerSGD_iter=2)
+        hooks["PyTorch's bf16 hook"] = partial(_register, None, default_hooks.bf16_compress_hook)
+        hooks["PyTorch's PowerSGD hook, rank 4"] = partial(_register, state, theirs.powerSGD_hook)
     with group("nccl" if cuda else "gloo"):
         made = {name: _gpt_step(device, sizes, hook) for name, hook in hooks.items()}
         steps = {name: step for name, (step, _) in made.items()}
@@ -247,8 +250,8 @@ def _attach(base: str, policy: Policy, model: DDP, optimizer: Optimizer, **optio
     compressor.attach(model, optimizer=optimizer)
 
 
-def _register(other: OtherHook, model: DDP, optimizer: Optimizer) -> None:
-    other.register(model)
+def _register(state: Any, hook: Any, model: DDP, optimizer: Optimizer) -> None:
+    model.register_comm_hook(state, hook)
 
 
 def _gpt_step(device: torch.device, sizes: Sizes, hook: Hook) -> tuple[Callable[[], None], int]:
