@@ -21,9 +21,8 @@ from adaptive import LinkSpec
 from adaptive.timeline.thinned import scalars
 from policies import DENSE
 from runs import dashboard
-from runs.dashboard.series import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series
 from runs.dashboard.thin import Switch
-from runs.dashboard.timeline import timeline
+from runs.dashboard.timeline import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series, timeline
 from runs.densities import edges
 from runs.progress import cf_name
 from runs.report.run import Run
