@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,30 +14,17 @@ from runs.build import build_task
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
 from runs.config import TrainConfig, load_config, write_text
-from runs.files import json_lines
 from runs.interrupt import INTERRUPTED, UNSAVED, Interrupt
 from runs.launch import launch
 from runs.logbook import Logbook
 from runs.parser import UsageError
+from runs.report.run import Slice
+from runs.report.source import SLICES_FILE, read_slices
 from runs.result import RESULT_FILE, save_result
 from runs.simulate.ranks import WorkerError, run_ranks
 from runs.tasks import Task
 from runs.train import Outcome, train
 from runs.worker import join
-
-SLICES_FILE = "slices.jsonl"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Steps first..last-1. seconds: of all but the first of them, in which a new process warms up;
-    evaluations and checkpoints are not in it. interface_bytes: that a worker's interface has sent,
-    where links are real."""
-
-    first: int
-    last: int
-    seconds: float
-    interface_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,12 +70,6 @@ def train_until(config: TrainConfig, until: int) -> int:
     if is_finished(config):
         shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
     return code
-
-
-def read_slices(folder: Path) -> list[Slice]:
-    """The slices that were recorded, in order."""
-    path = folder / SLICES_FILE
-    return [Slice(**value) for _, value in json_lines(path)] if path.exists() else []
 
 
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
@@ -158,20 +138,17 @@ def _keep(config: TrainConfig, outcome: Outcome, logbook: Logbook) -> bool:
         print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
     seconds = outcome.seconds - outcome.first_seconds
     interface = 0 if outcome.netlab is None else outcome.netlab["interface_bytes"]
+    made = Slice(outcome.first_step, outcome.steps_done, seconds, interface)
     try:
-        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds, interface))
+        # What was made after the checkpoint is made anew.
+        kept = [old for old in read_slices(config.folder) if old.last <= made.first]
+        lines = (json.dumps(asdict(one)) + "\n" for one in (*kept, made))
+        write_text(config.folder / SLICES_FILE, "".join(lines))
     except OSError as error:
         unsaved.append(f"{config.folder / SLICES_FILE} could not be written: {error.strerror}")
     for problem in unsaved:
         print(f"error: {problem}", file=sys.stderr, flush=True)
     return not unsaved
-
-
-def _note(folder: Path, made: Slice) -> None:
-    """Add a slice to those before it; what was made after the checkpoint is made anew."""
-    kept = [old for old in read_slices(folder) if old.last <= made.first]
-    lines = (json.dumps(asdict(one)) + "\n" for one in (*kept, made))
-    write_text(folder / SLICES_FILE, "".join(lines))
 
 
 def _checkpoint(config: TrainConfig) -> Checkpoint | None:
