@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from policies.papers import PRESETS
@@ -36,21 +36,8 @@ warmup, lr_schedule, clip_grad, clip_local) may be a contender's own, too:
 topk@100:steps=900,lr_drop=540 trains longer than others do in 600, and
 topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer."""
 
-_KEYS = {"training": options(Training), "optimizer": options(Optimizing)}
-_KEYS["compression"] = options(Compressing)
-_TRAINING = (
-    "steps",
-    "lr",
-    "lr_drop",
-    "momentum",
-    "optimizer",
-    "betas",
-    "weight_decay",
-    "warmup",
-    "lr_schedule",
-    "clip_grad",
-    "clip_local",
-)
+_KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compressing)}
+_TRAINING = ("steps", *(each.name for each in fields(Optimizing)))
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 
 

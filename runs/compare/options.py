@@ -98,17 +98,6 @@ class Comparison:
         """Of each of its runs."""
         return int(contender.given.get("steps", self.steps))
 
-    @property
-    def interleaving(self) -> str:
-        """How the machine's noise was shared out, in words."""
-        turns = ceil(max(self.steps_of(one) for one in self.contenders) / self.slice)
-        if turns == 1:
-            return "contenders took turns seed by seed, a whole run each"
-        return (
-            f"contenders took turns, {self.slice} steps each ({turns} turns a run), who began "
-            f"going round"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparing:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite, nan
 from typing import Any
 
-import torch
 from rich.console import RenderableType
 
 from adaptive import LinkSpec
@@ -92,11 +90,6 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
         "rows": [row_as_json(everything, row) for row in rows],
         "notes": notes,
         "log_dir": str(comparison.folder),
-        "machine": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "processor": platform.machine(),
-        },
     }
     dumped = json.dumps(result, indent=2, allow_nan=False)
     write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
@@ -163,7 +156,8 @@ def _notes(
     after = "at its end" if goal is None else f"after {goal} steps"
     notes = [
         f"± is the standard deviation over {seeds} seeds" if seeds > 1 else "one seed: no spread",
-        f"steps/s are {by}, {_network(first)}; {comparison.interleaving}",
+        f"steps/s are {by}, {_network(first)}; contenders took turns of {comparison.slice} steps, "
+        f"and who began went round",
         f"the target is the quality of {dense} {after}, same seed; evaluations are "
         f"{first.eval_every} steps apart"
         if dense

@@ -19,10 +19,9 @@ Pair = tuple[Figure, Spread]
 
 def suite_pairs(plan: Plan, rows: Sequence[Row]) -> list[list[Pair]]:
     """Of each row, the contenders of the suite and those that were added, one for each column."""
-    figures = {entry.name: entry.figures.get(plan.part.task, ()) for entry in plan.suite.entries}
     pairs = []
     for row in rows:
-        theirs = dict(enumerate(figures.get(row.label, ())))
+        theirs = dict(enumerate(plan.figures(row.label)))
         here = [_measured(column, plan, row, rows) for column in plan.suite.columns]
         pairs.append([(theirs.get(i), ours) for i, ours in enumerate(here)])
     return pairs

@@ -74,7 +74,7 @@ def columns(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[Column]:
         Column(("wire_factor",), "wire factor", lambda run: run.wire_factor, 3),
         Column(("steps_per_second",), "steps/s", lambda run: run.steps_per_second, 3),
         Column(("scaling_efficiency",), "scaling eff.", lambda run: run.scaling_efficiency, 3),
-        Column(("explored", "steps"), "explored", lambda run: _explored(run, len), 2),
+        Column(("explored", "steps"), "explored", lambda run: _explored(run, len), 1),
         Column(("explored", "bytes_sent"), "MB so", lambda run: _explored(run, sum), 4, MEGA),
         Column(("to_target", "steps"), "steps", lambda run: run.steps_to_goal, 1, group=TARGET),
         Column(("to_target", "bytes_sent"), "MB", _at_goal(Run.sent_by), 4, MEGA, TARGET),
