@@ -132,7 +132,7 @@ def side_by_side(
         for run in row.runs
         if row.label == dense
     }
-    everyone = [run for row in rows for run in row.runs if not run.diverged]
+    everyone = [run for row in rows for run in row.runs if not run.ending.diverged]
 
     def first(seed: int, network: LinkSpec) -> float:
         ends = (run.modelled_in_all(network) for run in everyone if run.seed == seed)
@@ -171,10 +171,10 @@ def _notes(
             f"and compression in proportion, compute and statistics as they were"
         )
     notes += [
-        f"{row.label}, seed {run.seed}, has diverged: {run.diverged}"
+        f"{row.label}, seed {run.seed}, has diverged: {run.ending.diverged}"
         for row in rows
         for run in row.runs
-        if run.diverged
+        if run.ending.diverged
     ]
     return notes
 

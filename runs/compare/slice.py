@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from contextlib import closing, nullcontext
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,8 @@ from runs.tasks import Task
 from runs.train import Outcome, train
 from runs.worker import join
 
-
-@dataclass(frozen=True)
-class _Part:
-    config: TrainConfig
-    checkpoint: Checkpoint | None
-    until: int
+_Part = tuple[TrainConfig, Checkpoint | None, int]
+"""A run, what it is at, and to how many steps it is to be brought."""
 
 
 def steps_done(config: TrainConfig) -> int:
@@ -64,7 +61,7 @@ def train_until(config: TrainConfig, until: int) -> int:
     checkpoint = _checkpoint(config)
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
-    part = _Part(config, checkpoint, until)
+    part = config, checkpoint, until
     with claim(config.folder, f"--log-dir: {config.folder}", config.command):
         code = _simulate(part) if config.simulated else launch(_run, part, config.workers)
     if is_finished(config):
@@ -74,7 +71,7 @@ def train_until(config: TrainConfig, until: int) -> int:
 
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     """A worker's share, in a process of its own."""
-    interrupt = join(part.config.threads, rank, world_size, init_method)
+    interrupt = join(part[0].threads, rank, world_size, init_method)
     code = _work(part, rank, interrupt)
     dist.destroy_process_group()
     return code
@@ -82,7 +79,7 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
 
 def _simulate(part: _Part) -> int:
     """All workers' shares, in this process; the exit code."""
-    config = part.config
+    config = part[0]
     torch.set_num_threads(config.threads)
     task, interrupt = build_task(config), Interrupt(own_parent=False)
     try:
@@ -105,23 +102,18 @@ def _work(
     voters: dist.ProcessGroup | None = None,
 ) -> int:
     """One rank's training of this turn, in a group that is there; the exit code."""
-    config, checkpoint = part.config, part.checkpoint
-    logbook = None
-    if rank == 0:
-        logbook = Logbook(config, checkpoint.step if checkpoint is not None else 0)
-    try:
+    config, checkpoint, until = part
+    first = checkpoint.step if checkpoint is not None else 0
+    with closing(Logbook(config, first)) if rank == 0 else nullcontext() as logbook:
         outcome = train(
             config,
             checkpoint=checkpoint,
             interrupt=interrupt,
             logbook=logbook,
-            pause_at=part.until,
+            pause_at=until,
             task=task,
             voters=voters,
         )
-    finally:
-        if logbook is not None:
-            logbook.close()
     if logbook is not None and not _keep(config, outcome, logbook):
         return UNSAVED
     # Also after its last step, or the next contender's turn would come.

@@ -104,11 +104,11 @@ def _value(column: Column, plan: Plan, run: Run) -> float:
     seconds = run.modelled_in_all(next(iter(run.modelled))) if run.modelled else nan
     return {
         "quality": lambda: next(iter(run.beside.values()), nan) if plan.part.top5 else run.quality,
-        "test": lambda: run.test,
+        "test": lambda: run.ending.test,
         "seconds": lambda: seconds,
         "epoch": lambda: seconds / run.trained * plan.part.epoch,
         "bytes": lambda: run.bytes_sent,
-        "floats": lambda: run.floats_sent,
+        "floats": lambda: run.ending.floats_sent,
     }[column.measure]()
 
 

@@ -41,19 +41,17 @@ def make_page(
         quality=pictures.quality,
         groups=[("", 1), *groups],
         columns=["run", *(column.name for column in columns)],
-        runs=[
-            {"cells": [column.text(row) for column in columns], **_run(row.run, pictures)}
-            for row in rows
-        ],
+        runs=[{"cells": [column.text(row) for column in columns], **_run(row.run)} for row in rows],
         warnings=notes,
         reading=[*reading(columns, rows), *goals],
+        charts=pictures.charts,
         timelines=bool(pictures.rows),
         data=Markup(pictures.as_json()),
         scripts=Markup(scripts()),
     )
 
 
-def _run(run: Run, pictures: Pictures) -> dict[str, Any]:
+def _run(run: Run) -> dict[str, Any]:
     """What the template tells of a run."""
     stayed = bool(run.records) and len(run.history) == 1
     settings = run.config.as_json().items() if run.config is not None else ()
@@ -68,8 +66,6 @@ def _run(run: Run, pictures: Pictures) -> dict[str, Any]:
         "switches": _switches(run),
         "by_cf": _by_cf(run),
         "gain_kind": run.gain_kind,
-        "gains": pictures.gains.get(run.name),
-        "densities": pictures.densities.get(run.name),
         "settings": [(n, shown(v)) for n, v in settings if v is not None and n != "command"],
     }
 

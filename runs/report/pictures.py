@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,12 @@ _Place = Callable[[Run, int], float]
 
 @dataclass(frozen=True)
 class Pictures:
-    """Everything that a page draws. quality: names of charts and what can be said of them in words,
-    in the order of the page. gains, densities: the name of a run's chart, by its name."""
+    """Everything that a page draws. charts: by name, as "gains RUN" and "densities RUN". quality:
+    names of charts and what can be said of them in words, in the order of the page."""
 
     charts: dict[str, Any]
     rows: list[dict[str, Any]]
     quality: list[tuple[str, str]]
-    gains: dict[str, str]
-    densities: dict[str, str]
 
     def as_json(self) -> str:
         """For a script element: no text of a user's can end it."""
@@ -67,7 +66,7 @@ def make_pictures(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> tuple[Pi
     """All that the runs have the data for, and notes on those that they have not."""
     look = looks(runs)
     charts: dict[str, Any] = {}
-    quality, gains, notes = [], {}, []
+    quality, notes = [], []
     for task in dict.fromkeys(run.task for run in runs if run.has_quality):
         some = [run for run in runs if run.task == task and run.has_quality]
         some.sort(key=lambda run: not run.is_dense)  # first, and so behind the others
@@ -75,20 +74,19 @@ def make_pictures(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> tuple[Pi
         quality.append((f"quality {task}", _told(some)))
     for run in runs:
         if lines := _gains(run):
-            gains[run.name] = f"gains {run.name}"
-            charts[gains[run.name]] = {
+            charts[f"gains {run.name}"] = {
                 "xs": [{"title": "step", "log": False}],
                 "lines": lines,
                 "y": {"title": "gain", "log": False, "low": 0, "high": 1},
             }
-    densities = {run.name: f"densities {run.name}" for run in runs if run.densities}
-    charts |= {densities[run.name]: _densities(run) for run in runs if run.densities}
+        if run.densities:
+            charts[f"densities {run.name}"] = _densities(run)
     drawn = [row for run in runs if (row := _timeline(run)) is not None]
     if not quality:
         notes.append("no run was evaluated: no quality to draw")
     if not drawn:
         notes.append("no run has a timeline: no CFs to draw")
-    return Pictures(charts, drawn, quality, gains, densities), notes
+    return Pictures(charts, drawn, quality), notes
 
 
 def scripts() -> str:
@@ -109,19 +107,14 @@ def looks(runs: Sequence[Run]) -> dict[str, tuple[int | None, int]]:
     same settings, a dash for each."""
     kinds: dict[object, list[Run]] = {}
     for run in runs:
-        kind: object = run.name
-        if run.config is not None:
-            kind = replace(run.config, seed=0, log_dir="", json=False)
+        kind = replace(run.config, seed=0, log_dir="", json=False) if run.config else run.name
         kinds.setdefault(kind, []).append(run)
     found: dict[str, tuple[int | None, int]] = {}
-    coloured = 0
-    grey = 0
+    coloured, grey = count(), count()
     for alike in kinds.values():
-        dense = alike[0].is_dense
+        colour = None if alike[0].is_dense else next(coloured)
         for i, run in enumerate(alike):
-            found[run.name] = (None, grey + i) if dense else (coloured, i)
-        grey += len(alike) if dense else 0
-        coloured += not dense
+            found[run.name] = colour, next(grey) if colour is None else i
     return found
 
 
@@ -135,7 +128,7 @@ def _quality(
     where = links.pop() if len(links) == 1 else "of different links: do not compare"
     measured = f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})"
     places: list[tuple[str, _Place]] = [
-        (f"seconds on {network}, modelled", _modelled(network))
+        (f"seconds on {network}, modelled", partial(Run.modelled_by, network=network))
         for network in networks
         if any(run.records for run in runs)
     ]
@@ -145,40 +138,28 @@ def _quality(
     places.append(("steps", lambda run, done: done))
     qualities = [q for run in runs for _, q in run.evaluations if isfinite(q)]
     goal = runs[0].goal
+    sent = [run.sent_by(run.evaluations[-1][0]) for run in runs]
+    sent = [nbytes for nbytes in sent if isfinite(nbytes)]
+    spread = bool(sent) and 0 < min(sent) < max(sent) / 30  # of dense and of compressed runs
     return {
-        "xs": [{"title": name, "log": _spreads(runs, name, place)} for name, place in places],
-        "lines": [_line(run, places, look) for run in runs],
+        "xs": [{"title": name, "log": spread and name.startswith("MB")} for name, _ in places],
+        "lines": [
+            {
+                "name": f"{run.name}: {run.quality:.4g} at the end",
+                "run": look[run.name][0],
+                "dash": look[run.name][1] % 4,
+                "x": [
+                    _known(place(run, done) for done, _ in run.evaluations) for _, place in places
+                ],
+                "y": _known(quality for _, quality in run.evaluations),
+            }
+            for run in runs
+        ],
         "y": {
             "title": runs[0].quality_name,
             "log": 0 < LOG_FROM * min(qualities) < max(qualities),
         },
         "limit": {"value": goal, "title": f"target {goal:.4g}"} if isfinite(goal) else None,
-    }
-
-
-def _modelled(network: LinkSpec) -> _Place:
-    return lambda run, done: run.modelled_by(network, done)
-
-
-def _spreads(runs: Sequence[Run], name: str, place: _Place) -> bool:
-    """Bytes of dense and compressed runs differ by orders of magnitude."""
-    ends = [place(run, run.evaluations[-1][0]) for run in runs]
-    ends = [end for end in ends if isfinite(end)]
-    return name.startswith("MB") and bool(ends) and 0 < min(ends) < max(ends) / 30
-
-
-def _line(
-    run: Run,
-    places: Sequence[tuple[str, _Place]],
-    look: Mapping[str, tuple[int | None, int]],
-) -> dict[str, Any]:
-    colour, dash = look[run.name]
-    return {
-        "name": f"{run.name}: {run.quality:.4g} at the end",
-        "run": colour,
-        "dash": dash % 4,
-        "x": [_known(place(run, done) for done, _ in run.evaluations) for _, place in places],
-        "y": _known(quality for _, quality in run.evaluations),
     }
 
 
@@ -234,9 +215,9 @@ def curve(
     x: list[float | None] = []
     y: list[float | None] = []
     last = min(sums)
-    for at, (place, part, whole, count) in sorted(sums.items()):
+    for at, (place, part, whole, many) in sorted(sums.items()):
         gap = [None] if at > last + 1 else []
-        x += [*gap, float(f"{place / count:.5g}")]
+        x += [*gap, float(f"{place / many:.5g}")]
         y += [*gap, float(f"{min(1.0, max(0.0, part / whole)):.5g}") if whole > 0 else None]
         last = at
     return {"x": [x], "y": y}

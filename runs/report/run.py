@@ -50,16 +50,17 @@ class Slice:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended, from result.json. bytes_sent, dense_bytes: a worker's. floats_sent: elements
-    that it sent, indices not counted. test: the quality on test data, nan for a task that has none.
-    best_step: with early stopping, the steps after which the model was that of `quality`; else 0.
-    beside: what was measured beside the quality. diverged: why it ended early, if it did."""
+    """How a run ended, from result.json; nan for what is not known of it, or for a run without.
+    bytes_sent, dense_bytes: a worker's. floats_sent: elements that it sent, indices not counted.
+    test: the quality on test data, nan for a task that has none. best_step: with early stopping,
+    the steps after which the model was that of `quality`; else 0. beside: what was measured beside
+    the quality. diverged: why it ended early, if it did."""
 
-    steps: int
-    quality: float
-    bytes_sent: float
-    dense_bytes: float
-    steps_per_second: float
+    steps: int = 0
+    quality: float = nan
+    bytes_sent: float = nan
+    dense_bytes: float = nan
+    steps_per_second: float = nan
     floats_sent: float = nan
     test: float = nan
     best_step: int = 0
@@ -73,9 +74,8 @@ class Run:
 
     name: unique among those beside it. config: None if only the timeline is there. trained: steps
     done, as far as the files tell. evaluations: (steps done, quality) in order, nan for what was
-    not finite. slices: its turns in a comparison. ending: None if the run has no result yet.
-    damage: what was left out of its files, in sentences. densities: of gradients, in order of their
-    steps.
+    not finite. slices: its turns in a comparison. damage: what was left out of its files, in
+    sentences. densities: of gradients, in order of their steps.
 
     What it is compared by: modelled: when each step would have ended, by network (empty without
     records). goal: the quality to be reached, nan if there is none. limits: by network, the seconds
@@ -89,7 +89,7 @@ class Run:
     trained: int
     evaluations: tuple[tuple[int, float], ...]
     slices: tuple[Slice, ...] = ()
-    ending: Ending | None = None
+    ending: Ending = Ending()
     damage: tuple[str, ...] = ()
     densities: tuple[Densities, ...] = ()
     modelled: Mapping[LinkSpec, Sequence[float]] = field(default_factory=dict)
@@ -140,13 +140,8 @@ class Run:
     @property
     def finished(self) -> bool:
         """It made all of its steps; also if nothing tells how many those are."""
-        ended_early = self.ending is not None and self.ending.best_step > 0
-        return self.config is None or ended_early or self.trained >= self.config.steps
-
-    @property
-    def diverged(self) -> str:
-        """Why it ended early, if it did."""
-        return self.ending.diverged if self.ending is not None else ""
+        early = self.ending.best_step > 0
+        return self.config is None or early or self.trained >= self.config.steps
 
     @cached_property
     def gain_kind(self) -> GainKind:
@@ -174,21 +169,15 @@ class Run:
     def quality(self) -> float:
         """On held-out data, the last there is, with early stopping the best; nan if there is none,
         and if the run has diverged."""
-        if self.ending is not None and (self.ending.best_step or self.diverged):
+        if self.ending.best_step or self.ending.diverged:
             return self.ending.quality
         return self.evaluations[-1][1] if self.evaluations else nan
 
     @property
-    def test(self) -> float:
-        """The quality on test data, nan for a task that has none."""
-        return self.ending.test if self.ending is not None else nan
-
-    @property
     def beside(self) -> dict[str, float]:
         """What was measured beside the quality in the end, and the quality on test data."""
-        found = {} if self.ending is None else dict(self.ending.beside)
-        test = {f"test {self.quality_name}": self.test} if isfinite(self.test) else {}
-        return found | test
+        test = {f"test {self.quality_name}": self.ending.test}
+        return {**self.ending.beside, **(test if isfinite(self.ending.test) else {})}
 
     @property
     def has_quality(self) -> bool:
@@ -244,24 +233,15 @@ class Run:
     @property
     def bytes_sent(self) -> float:
         """A worker's, in all; nan if it is not known."""
-        if self.records:
-            return self.recorded.bytes_sent
-        return self.ending.bytes_sent if self.ending is not None else nan
+        return self.recorded.bytes_sent if self.records else self.ending.bytes_sent
 
     @property
     def wire_factor(self) -> float:
         """Bytes of dense fp32 all-reduce / bytes sent; nan if it is not known."""
         if self.records:
             return self.recorded.wire_factor
-        ending = self.ending
-        if ending is None:
-            return nan
-        return ending.dense_bytes / ending.bytes_sent if ending.bytes_sent else 1.0
-
-    @property
-    def floats_sent(self) -> float:
-        """Elements that a worker sent, indices not counted; nan if it is not known."""
-        return self.ending.floats_sent if self.ending is not None else nan
+        sent = self.ending.bytes_sent
+        return self.ending.dense_bytes / sent if sent else 1.0
 
     @property
     def interface_bytes(self) -> float:
@@ -300,7 +280,7 @@ class Run:
         spent = sum(part.seconds for part in self.slices)
         if spent > 0:
             return sum(part.last - part.first - 1 for part in self.slices) / spent
-        return self.ending.steps_per_second if self.ending is not None else nan
+        return self.ending.steps_per_second
 
     @property
     def scaling_efficiency(self) -> float:
@@ -316,7 +296,7 @@ class Run:
         rate = self.steps_per_second
         return done / rate if rate > 0 else nan
 
-    def modelled_by(self, network: LinkSpec, done: int) -> float:
+    def modelled_by(self, done: int, network: LinkSpec) -> float:
         """Seconds that so many steps would have taken on a network; nan if it is not known."""
         return self.at(self.modelled.get(network, ()), done)
 
@@ -369,8 +349,8 @@ class Run:
             notes.append(f"no config.json: {unknown} are not known")
         elif not self.finished:
             notes.append(f"not finished: {self.trained} of {config.steps} steps")
-        if self.diverged:
-            notes.append(f"has diverged: {self.diverged}")
+        if self.ending.diverged:
+            notes.append(f"has diverged: {self.ending.diverged}")
         if self.unknown_policy:
             notes.append(
                 "its policy is not one of the library's and was not imported: gains are shown as "

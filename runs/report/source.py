@@ -104,11 +104,11 @@ def _read_run(place: Place, smooth: int) -> Run:
     ending = _ending(folder / RESULT_FILE)
     if recorded.steps:
         trained = max(trained, recorded.steps[-1].report.step + 1)
-    elif ending is not None:
+    else:
         trained = max(trained, ending.steps)
     if config is None:
         evaluations = ()  # of what, and whether more is better, is not known
-    elif not evaluations and ending is not None and isfinite(ending.quality):
+    elif not evaluations and isfinite(ending.quality):
         evaluations = ((ending.steps, ending.quality),)
     slices = read_slices(folder)
     if not trained and metrics.damage:
@@ -197,9 +197,9 @@ def _config(folder: Path) -> TrainConfig | None:
     return config
 
 
-def _ending(path: Path) -> Ending | None:
+def _ending(path: Path) -> Ending:
     if not path.exists():
-        return None
+        return Ending()
     try:
         result = read_json(path)
         diverged = result.get("diverged") or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isfinite, isnan, nan
 from typing import Any
 
@@ -86,7 +87,7 @@ def columns(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[Column]:
 
 def _modelled(network: LinkSpec, quality: str) -> list[Column]:
     name, group = str(network), f"{network}: modelled s"
-    to_target = _at_goal(lambda run, done: run.modelled_by(network, done))
+    to_target = _at_goal(partial(Run.modelled_by, network=network))
     return [
         Column(
             ("modelled_seconds", name), "all", lambda run: run.modelled_in_all(network), group=group

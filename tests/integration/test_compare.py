@@ -110,7 +110,7 @@ BAD = {
         "--contender dense:momentum=0.5",
         "--momentum 0.5 is for --optimizer sgd",
     ],
-    "--contender off:base=topk": ["unknown key 'base'", "steps, lr, lr_drop"],
+    "--contender off:base=topk": ["unknown key 'base'", "steps, optimizer, lr"],
     "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
     "--contender dense --contender dense": ["dense", "twice"],

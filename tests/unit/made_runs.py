@@ -41,4 +41,6 @@ def made(
     config = TrainConfig(log_dir=name, **{"steps": 10, **settings})
     steps = [record(i) for i in range(10)] if records is None else list(records)
     trained = len(steps) or 10
-    return Run(name, Path(name), config, Recorded(steps, []), trained, evaluations, (), ending)
+    return Run(
+        name, Path(name), config, Recorded(steps, []), trained, evaluations, (), ending or Ending()
+    )
