@@ -265,7 +265,10 @@ class Run:
 
     @cached_property
     def step_seconds(self) -> list[float]:
-        """Of each recorded step, pauses left out; nan throughout if no step was timed."""
+        """Of each recorded step, pauses left out, of which a modelled clock knows nothing; nan
+        throughout if no step was timed."""
+        if self.config is not None and self.config.fixed_clock is not None:
+            return step_seconds(self.records, ())
         every = self.config.checkpoint_every if self.config is not None else 0
         evaluated = [done for done, _ in self.evaluations]
         return step_seconds(self.records, pauses(self.records, evaluated, every, self.trained))
