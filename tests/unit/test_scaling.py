@@ -73,3 +73,9 @@ def test_it_is_not_to_be_given_where_the_clock_is_modelled() -> None:
         make_config({"one_worker_seconds": 0.2, "fixed_clock": 0.1})
     with pytest.raises(UsageError, match="--one-worker-seconds"):
         make_comparison({"one_worker_seconds": 0.2, "fixed_clock": 0.1})
+
+
+def test_no_evaluation_is_in_the_time_of_a_modelled_step() -> None:
+    """After every step there is one, and all are known all the same."""
+    evaluations = tuple((i + 1, 5.0) for i in range(10))
+    assert made(evaluations=evaluations, fixed_clock=0.5).steps_per_second == pytest.approx(2)
