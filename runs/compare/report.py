@@ -18,6 +18,7 @@ from runs.compare.suite_table import suite_json, suite_notes, suite_table
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
+from runs.parser import UsageError
 from runs.progress import cf_name
 from runs.records import Stretch
 from runs.report.rows import UNKNOWN, Row, modelled
@@ -115,7 +116,10 @@ def read_rows(comparison: Comparison) -> tuple[list[Row], str | None]:
 
 def _read(comparison: Comparison, config: TrainConfig) -> Run:
     alone = comparison.one_worker_seconds
-    run = read_folder(config.folder, f"--log-dir {comparison.folder}", comparison.smooth)
+    try:
+        run = read_folder(config.folder, f"--log-dir {comparison.folder}", comparison.smooth)
+    except UsageError as error:
+        raise UsageError(f"{error}; remove the run's folder, and it is trained again") from error
     own = config if alone is None else replace(config, one_worker_seconds=alone)
     return modelled(replace(run, config=own), comparison.networks, comparison.model_mb)
 

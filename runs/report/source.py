@@ -87,7 +87,8 @@ def read_run(place: Place, smooth: int = 1) -> Run:
         return _read_run(place, smooth)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{place.given}: {place.folder}: {said}") from error
+        where = "" if str(place.folder) in said else f"{place.folder}: "
+        raise UsageError(f"{place.given}: {where}{said}") from error
 
 
 def read_folder(folder: Path, given: str, smooth: int = 1) -> Run:
