@@ -35,6 +35,7 @@ __all__ = [
     "amount",
     "json_lines",
     "keep_before",
+    "make",
     "number",
     "planned",
     "read_header",
@@ -168,7 +169,7 @@ class _Found:
         """ValueError if the value is no record."""
         kind = value.get("kind")
         if kind == "step":
-            record = _make(StepRecord, value)
+            record = make(StepRecord, value)
             step = record.report.step
             if step in self.steps:
                 self._again.append(f"step {step} in line {line}")
@@ -178,7 +179,7 @@ class _Found:
             self.steps[step] = record
             self._newest, self._events_before = step, len(self.events)
         elif kind == "event":
-            self.events.append(_make(Event, value))
+            self.events.append(make(Event, value))
         elif kind == "header":
             version = whole_number("version", value.get("version", VERSION))
             if version != VERSION:
@@ -186,7 +187,7 @@ class _Found:
                     f"its records are of version {version}, and are read as those of version "
                     f"{VERSION}: what they have besides is passed over"
                 )
-            self.header = _make(Header, value)
+            self.header = make(Header, value)
         else:
             raise ValueError(f"kind must be step, event or header, got {_shown(kind)}")
 
@@ -221,7 +222,7 @@ class _Found:
 def read_header(path: Path) -> Header | None:
     """With which a timeline begins; None if it does not. OSError or ValueError if it is damaged."""
     _, value = next(json_lines(path), (0, {}))
-    return _make(Header, value) if value.get("kind") == "header" else None
+    return make(Header, value) if value.get("kind") == "header" else None
 
 
 def keep_before(path: Path, step: int) -> None:
@@ -321,7 +322,7 @@ def _step_of(value: dict[str, Any]) -> int:
 # -- from JSON to dataclasses, each field by its declared type -------------------------------------
 
 
-def _make(kind: Callable[..., _T], value: Mapping[str, Any]) -> _T:
+def make(kind: Callable[..., _T], value: Mapping[str, Any]) -> _T:
     """A dataclass from the entries that it has; others are passed over. ValueError names the one
     that is missing or wrong."""
     made = {}
@@ -436,7 +437,7 @@ def _by_name(name: str, value: Any) -> dict[str, float]:
 
 def _measurements(name: str, value: Any) -> dict[float, Measurement]:
     found = _object(name, value)
-    return {_key(name, cf): _make(Measurement, _object(cf, one)) for cf, one in found.items()}
+    return {_key(name, cf): make(Measurement, _object(cf, one)) for cf, one in found.items()}
 
 
 def _pair(name: str, value: Any) -> tuple[float, float]:
@@ -500,11 +501,10 @@ _READERS: dict[Any, Callable[[str, Any], Any]] = {
     tuple[int, ...]: _counts,
     Mapping[float, Measurement]: _measurements,
     Mapping[str, LayerReport]: lambda name, value: {
-        layer: _make(LayerReport, _object(layer, one))
-        for layer, one in _object(name, value).items()
+        layer: make(LayerReport, _object(layer, one)) for layer, one in _object(name, value).items()
     },
-    StepReport: lambda name, value: _make(StepReport, _object(name, value)),
-    DenseStep: lambda name, value: _make(DenseStep, _object(name, value)),
+    StepReport: lambda name, value: make(StepReport, _object(name, value)),
+    DenseStep: lambda name, value: make(DenseStep, _object(name, value)),
     tuple[float, float]: _pair,
 }
 """How a field of each type is read."""
@@ -526,7 +526,7 @@ _BY_NAME: dict[tuple[str, Any], Callable[[str, Any], Any]] = {
             *("seconds", "median_seconds", "grad_norm", "sum_norm", "energy"),
             *("kept", "total", "grad", "sample_total", "kept_norms", "grad_norms"),
             *("wire_bytes", "dense_wire_bytes", "timed_bytes", "statistics_bytes", "dense_bytes"),
-            "down_bytes",
+            *("down_bytes", "bytes_sent", "floats_sent", "steps_per_second"),
         )
     },
 }
