@@ -7,11 +7,10 @@ import shutil
 import sys
 from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 
-import torch
 import torch.distributed as dist
 
-from runs.build import build_task
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
 from runs.config import TrainConfig, load_config, write_text
@@ -22,7 +21,7 @@ from runs.parser import UsageError
 from runs.report.run import Slice
 from runs.report.source import SLICES_FILE, read_slices
 from runs.result import RESULT_FILE, save_result
-from runs.simulate.ranks import WorkerError, run_ranks
+from runs.simulate.ranks import simulate
 from runs.tasks import Task
 from runs.train import Outcome, train
 from runs.worker import join
@@ -63,7 +62,10 @@ def train_until(config: TrainConfig, until: int) -> int:
         shutil.rmtree(config.folder, ignore_errors=True)
     part = config, checkpoint, until
     with claim(config.folder, f"--log-dir: {config.folder}", config.command):
-        code = _simulate(part) if config.simulated else launch(_run, part, config.workers)
+        if config.simulated:
+            code = simulate(config, partial(_work, part))
+        else:
+            code = launch(_run, part, config.workers)
     if is_finished(config):
         shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
     return code
@@ -75,23 +77,6 @@ def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     code = _work(part, rank, interrupt)
     dist.destroy_process_group()
     return code
-
-
-def _simulate(part: _Part) -> int:
-    """All workers' shares, in this process; the exit code."""
-    config = part[0]
-    torch.set_num_threads(config.threads)
-    task, interrupt = build_task(config), Interrupt(own_parent=False)
-    try:
-        codes = run_ranks(
-            config.workers, lambda rank, group: _work(part, rank, interrupt, task, group)
-        )
-    except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        interrupt.restore()
-    return int(codes[0])
 
 
 def _work(
