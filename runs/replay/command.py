@@ -16,11 +16,9 @@ __all__ = ["HELP", "OPTIONS", "main"]
 def main(given: dict[str, Any]) -> int:
     """Replay; returns the exit code."""
     # torch is imported late, so that help and wrong options need not wait for it.
-    from runs.replay.expected import departure_notes
     from runs.replay.make import make_config_for, start_policy
-    from runs.replay.plot import draw_replay
     from runs.replay.replay import replay
-    from runs.replay.result import make_result, make_table
+    from runs.replay.result import draw_replay, make_result, make_table
     from runs.replay.source import read_source
     from runs.tables import show
 
@@ -28,10 +26,8 @@ def main(given: dict[str, Any]) -> int:
     as_json, plot = bool(given.pop("json", False)), given.pop("plot", None)
     source = read_source(timeline)
     config = make_config_for(source, given)
-    policy = start_policy(config, source)
-    replayed = replay(policy, source.recorded, told=True)
-    result = make_result(source, config, policy, replayed)
-    result["notes"] = [*departure_notes(config, source, policy, replayed), *result["notes"]]
+    replayed = replay(start_policy(config, source), source.recorded, told=True)
+    result = make_result(source, config, replayed)
     name = result["policy"]
     folder = source.path if source.path.is_dir() else source.path.parent
     path = folder / f"replay-{name}.png" if plot is None else Path(str(plot))
@@ -46,7 +42,7 @@ def main(given: dict[str, Any]) -> int:
         if plot is not None:
             raise UsageError(f"--plot {plot}: cannot be written: {error}") from error
         result["notes"].append(f"no plot, {path} cannot be written: {error}")
-    show(sys.stderr if as_json else sys.stdout, *make_table(source, result))
+    show(sys.stderr if as_json else sys.stdout, *make_table(result))
     if as_json:
         print(json.dumps(result, allow_nan=False))
     elif "plot" in result:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite, log, nan
+from typing import NamedTuple
 
 from adaptive import StepRecord
 from policies import Measurement
 from policies.base import DENSE
 
 
-@dataclass(frozen=True)
-class _Shares:
+class _Shares(NamedTuple):
     """Of one measurement: what was kept and lost, as shares of the whole and of the sample; of
     norms, where they were measured, what was kept."""
 
@@ -94,16 +93,10 @@ class RecordedGains:
         above = next((n for n, (known, _) in enumerate(points) if known >= cf), len(points) - 1)
         (low, left), (high, right) = points[max(0, above - 1)], points[above]
         part = part_of_way(cf, low, high)
-
-        def line(start: float, end: float) -> float:
-            return min(1.0, max(0.0, start + part * (end - start)))
-
-        return _Shares(
-            kept=max(0.0, left.kept + part * (right.kept - left.kept)),
-            norms=max(0.0, left.norms + part * (right.norms - left.norms)),
-            error=line(left.error, right.error),
-            sample_error=line(left.sample_error, right.sample_error),
+        kept, error, sample_error, norms = (
+            max(0.0, a + part * (b - a)) for a, b in zip(left, right, strict=True)
         )
+        return _Shares(kept, min(1.0, error), min(1.0, sample_error), norms)
 
     def _newest(self, i: int, cf: float) -> _Shares:
         return self._shares[cf][max(0, bisect_right(self._steps[cf], i) - 1)]

@@ -2,18 +2,20 @@
 
 While the policy plans what was recorded, it sees the recorded reports, bit for bit. From the first
 step on where it plans otherwise, it sees what it would have seen by a model (reports.py). Sums and
-layers it sees where its own plans read them (readings.py).
+layers it sees where its own plans read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 
 from adaptive import Event, StepRecord
-from policies import DENSE, Plan, Policy
+from policies import DENSE, LayerReport, Plan, Policy
+from runs.parser import UsageError
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
-from runs.replay.readings import LayerReadings, RecordedSums
 from runs.replay.reports import Reports
 from runs.stages import counted
 
@@ -51,11 +53,10 @@ def replay(
     recorded."""
     records = recorded.steps
     reports = Reports(recorded) if reports is None else reports
-    sums = RecordedSums(records)
     assumed = recorded.header.assumed if recorded.header is not None else {}
     known = {DENSE, *assumed}
     ladder = tuple(cf for cf in policy.candidates() if cf not in known) if policy.shadow else ()
-    layers = LayerReadings(records, ladder)
+    readings = _Readings(records, ladder)
     plans: list[Plan] = []
     events: list[Event] = []
     followed = guessed = 0
@@ -73,18 +74,18 @@ def replay(
         if followed > i:
             report, modelled = reports.recorded_at(i, wanted)
         else:
-            report, modelled = reports.modelled_at(i, plan, before, wanted)
+            report, modelled = reports.modelled_at(i, plan.send, plan.probe, before, wanted)
         guessed += modelled
-        sum_norm, by_layer = sums.read(i, plan.read_sum), layers.read(i, plan)
+        sum_norm, layers = readings.read(i, plan)
         reads = plan.read_sum or plan.read_layers
-        policy.observe(replace(report, sum_norm=sum_norm, layers=by_layer) if reads else report)
+        policy.observe(replace(report, sum_norm=sum_norm, layers=layers) if reads else report)
         before = plan.send
     return Replayed(
         tuple(plans),
         tuple(events),
         followed,
         max(reports.gains.cfs, default=DENSE),
-        sums.modelled,
+        readings.modelled,
         guessed,
         reports.costs,
         policy.verdict(),
@@ -101,3 +102,60 @@ def _same_plan(plan: Plan, record: StepRecord) -> bool:
         and measured == set(report.measurements)
         and (layers == record.layer_cfs)
     )
+
+
+class _Readings:
+    """What a replayed policy reads now and then, of all steps since it last did: the norm of the
+    summed gradient, and each layer's statistics.
+
+    Recorded ones are of the steps since the recorded policy last read. If those are others, the sum
+    of the gradients' norms stands in for the norm of their sum (modelled: how often), and nothing
+    tells what a layer's would be. ladder: the CFs whose steady-state gains are wanted.
+    """
+
+    def __init__(self, records: Sequence[StepRecord], ladder: tuple[float, ...]) -> None:
+        self._records, self._ladder = records, ladder
+        layers = [layer for record in records for layer in record.report.layers.values()]
+        self._has_gains = {cf for layer in layers for cf in layer.steady}.issuperset(ladder)
+        # Where the replayed and the recorded policy have last read:
+        self._our_sum = self._their_sum = self._our_layers = self._their_layers = 0
+        self.modelled = 0
+
+    def read(self, i: int, plan: Plan) -> tuple[float, Mapping[str, LayerReport]]:
+        """What the report of step `i` has: nan and nothing where the plan does not read. UsageError
+        for layers of which the recorded policy has not read the same."""
+        record = self._records[i]
+        report = record.report
+        read_sum = record.read_sum or isfinite(report.sum_norm)  # older records say only the latter
+        same_sum = read_sum and self._our_sum == self._their_sum
+        same_layers = bool(report.layers) and self._our_layers == self._their_layers
+        sum_norm, layers = nan, {}
+        if plan.read_layers:
+            if not (same_layers and self._has_gains and (same_sum or not plan.read_sum)):
+                raise UsageError(self._unknown(report.step))
+            layers = {name: self._asked(layer, plan) for name, layer in report.layers.items()}
+            self._our_layers = i
+        if plan.read_sum:
+            sum_norm = report.sum_norm if same_sum else self._modelled(i)
+            self._our_sum = i
+        self._their_sum = i if read_sum else self._their_sum
+        self._their_layers = i if report.layers else self._their_layers
+        return sum_norm, layers
+
+    def _modelled(self, i: int) -> float:
+        norms = [record.report.grad_norm for record in self._records[self._our_sum : i]]
+        self.modelled += bool(norms)
+        return sum(norms) if norms else nan
+
+    def _asked(self, layer: LayerReport, plan: Plan) -> LayerReport:
+        steady = {cf: gain for cf, gain in layer.steady.items() if cf in self._ladder}
+        return replace(layer, sum_norm=layer.sum_norm if plan.read_sum else nan, steady=steady)
+
+    def _unknown(self, step: int) -> str:
+        first = self._records[self._our_layers].report.step
+        return (
+            f"TIMELINE: at step {step} this policy reads each layer's statistics since step "
+            f"{first}, which cannot be told from the record, since no policy read them there; "
+            f"accepted: a record of the same policy with the same interval (train --policy "
+            f"'Accordion(per_layer=True)', or --layerwise on), or one CF for all layers"
+        )

@@ -1,15 +1,19 @@
-"""What a replay has shown, as JSON-like values and to be read."""
+"""What a replay has shown: as JSON-like values, to be read, and as a picture."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import accumulate, zip_longest
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
-from policies import Policy
+from adaptive import StepRecord
+from policies import DENSE, Plan
 from policies.base import counted_steps
 from policies.words import named
 from runs.config import TrainConfig
@@ -20,30 +24,30 @@ from runs.progress import cf_name
 from runs.records import Recorded
 from runs.replay.replay import Replayed
 from runs.replay.source import Source
+from runs.style import BLUE, GREY, cf_axis, legend, picture, steps
 from runs.tables import faint, strong, table
 
 SHOWN = 40
 """Switches in the table; the middle of more is left out."""
 
 
-def make_result(
-    source: Source, config: TrainConfig, policy: Policy, replayed: Replayed
-) -> dict[str, Any]:
-    """null stands for numbers that are not known."""
+def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict[str, Any]:
+    """null stands for numbers that are not known. beyond_measured: what the policy was told though
+    nothing in the record shows it."""
     recorded, costs = source.recorded, replayed.costs
     ours = [plan.send for plan in replayed.plans]
     theirs = [record.report.cf for record in recorded.steps]
+    settings = {} if config.cf_range is None else {"cf_range": config.cf_range}
+    beyond = dict(_beyond(config, recorded, replayed))
     return {
         "timeline": str(source.path),
         "policy": policy_name(config.policy),
-        "settings": _settings(config),
+        "settings": written_arguments(config.policy) | settings,
+        "recorded_policy": source.policy,
         "steps": len(ours),
-        "identical": replayed.identical and _same_events(replayed, recorded),
+        "identical": replayed.identical and list(replayed.events) == recorded.events,
         "followed": replayed.followed,
-        "beyond_measured": [
-            *_beyond(replayed, recorded),
-            *(["signal gains"] if _signal_notes(config, recorded) else []),
-        ],
+        "beyond_measured": list(beyond),
         "same_cf_steps": sum(a == b for a, b in zip(ours, theirs, strict=True)),
         "switches": [asdict(event) for event in replayed.events],
         "verdict": replayed.verdict,
@@ -53,23 +57,22 @@ def make_result(
         "recorded_modelled_seconds": _known(sum(map(costs.seconds, theirs))),
         "modelled_bytes": _known(sum(map(costs.nbytes, ours))),
         "recorded_bytes": _known(recorded.bytes_sent),
-        "notes": [
-            *_notes(source, replayed),
-            *_signal_notes(config, recorded),
-            *_unread_notes(config, replayed),
-        ],
+        "notes": [*_notes(source, config, replayed), *filter(None, beyond.values())],
     }
 
 
-def make_table(source: Source, result: dict[str, Any]) -> list[RenderableType]:
+def make_table(result: dict[str, Any]) -> list[RenderableType]:
     """The end of a replay, to be read."""
-    steps = result["steps"]
-    told = f"{result['policy']} replayed over {steps} steps of {source.path}: {_verdict(result)}"
-    lines: list[RenderableType] = [strong(told)]
+    number = result["steps"]
+    told = f"{result['policy']} replayed over {number} steps of {result['timeline']}"
+    lines: list[RenderableType] = [strong(f"{told}: {_verdict(result)}")]
     settings = [f"{name} {shown(value)}" for name, value in result["settings"].items()]
-    lines.append(f"  settings: {', '.join(settings) or 'the defaults'}; recorded: {_was(source)}")
+    lines.append(
+        f"  settings: {', '.join(settings) or 'the defaults'}; recorded: "
+        f"{result['recorded_policy']}"
+    )
     if not result["identical"]:
-        lines.append(f"  the CF of the record in {result['same_cf_steps']} of {steps} steps")
+        lines.append(f"  the CF of the record in {result['same_cf_steps']} of {number} steps")
     lines.append("  switches and judgements")
     switches = [f"    step {e['step']}: {e['reason'] or 'switch'}" for e in result["switches"]]
     if len(switches) > SHOWN:
@@ -93,6 +96,24 @@ def make_table(source: Source, result: dict[str, Any]) -> list[RenderableType]:
     return lines + [faint(f"  note: {note}") for note in result["notes"]]
 
 
+def draw_replay(recorded: Recorded, replayed: Replayed, path: Path, title: str) -> None:
+    """Write a PNG of what was sent, and what would have been. ImportError without matplotlib."""
+    xs = [record.report.step for record in recorded.steps]
+    theirs = [record.report.cf for record in recorded.steps]
+    ours = [plan.send for plan in replayed.plans]
+    with picture(path, title, heights=(3, 2), size=(9, 5.2)) as (above, below):
+        for name, cfs, colour, style in (
+            ("recorded", theirs, GREY, "-"),
+            ("replayed", ours, BLUE, "--"),
+        ):
+            how = {"color": colour, "linestyle": style}
+            steps(above, xs, cfs, name, **how)
+            steps(below, xs, list(accumulate(map(replayed.costs.seconds, cfs))), name, **how)
+        cf_axis(above, (*ours, *theirs))
+        legend(above)
+        below.set_ylabel("modelled seconds")
+
+
 def _verdict(result: dict[str, Any]) -> str:
     """What the rest is worth."""
     if result["identical"]:
@@ -105,99 +126,95 @@ def _verdict(result: dict[str, Any]) -> str:
     return said + (f", beyond what was measured ({'; '.join(beyond)})" if beyond else "")
 
 
-def _was(source: Source) -> str:
-    """The policy of the record."""
-    header = source.recorded.header
-    if source.config is not None and not source.by_header:
-        return policy_name(source.config.policy)
-    return header.policy if header is not None else "unknown policy"
-
-
-def _beyond(replayed: Replayed, recorded: Recorded) -> list[str]:
-    """What the policy was told though nothing in the record shows it."""
+def _beyond(
+    config: TrainConfig, recorded: Recorded, replayed: Replayed
+) -> Iterator[tuple[str, str]]:
+    """What the policy was told though nothing in the record shows it, and what stood in for it."""
     plans, largest = replayed.plans[replayed.followed :], replayed.largest
-    sent = {record.report.cf for record in recorded.steps}
-    never = sorted({plan.send for plan in plans} - sent)
-    measured = {cf for plan in plans for cf in (plan.send, *plan.probe)} - {1.0}
-    parts = {
-        "gains, of which it has none": largest == 1 and bool(measured),
-        f"gains above CF {cf_name(largest)}": 1 < largest < max(measured, default=1.0),
-        f"step times of {', '.join(map(named, never))}, never sent": bool(never),
-        "norms of summed gradients": replayed.sums > 0,
-        "steady-state gains": replayed.guessed > 0,
-    }
-    return [what for what, so in parts.items() if so]
-
-
-def _notes(source: Source, replayed: Replayed) -> list[str]:
-    notes = [source.recorded.damage] if source.recorded.damage else []
-    if not replayed.identical:
-        step = source.recorded.steps[replayed.followed].report.step
-        notes.append(
-            f"from step {step} on this is a model: the gradients are those of the recorded run, "
-            f"gains and times are recorded ones or interpolated"
-        )
-        if replayed.largest == 1:
-            notes.append("the record holds no gains: the policy saw none after that step")
-        planned = {cf for plan in replayed.plans for cf in (plan.send, *plan.probe)}
-        beyond = sorted(cf for cf in planned if cf > replayed.largest > 1)
-        if beyond:
-            notes.append(
-                f"gains of CF {', '.join(map(cf_name, beyond))} are extrapolated: none above "
-                f"{cf_name(replayed.largest)} was measured"
-            )
-    notes.append(replayed.costs.basis)
+    planned = {cf for plan in plans for cf in (plan.send, *plan.probe)} - {DENSE}
+    if planned and largest == DENSE:
+        yield "gains, of which it has none", "the policy saw no gains after the first other step"
+    elif planned and max(planned) > largest:
+        beyond = ", ".join(cf_name(cf) for cf in sorted(planned) if cf > largest)
+        yield f"gains above CF {cf_name(largest)}", f"gains of CF {beyond} are extrapolated"
+    never = {plan.send for plan in plans} - {record.report.cf for record in recorded.steps}
+    if never:
+        yield f"step times of {', '.join(map(named, sorted(never)))}, never sent", ""
     if replayed.sums:
-        notes.append(
+        yield (
+            "norms of summed gradients",
             f"{replayed.sums} norms of summed gradients were not recorded: sums of the gradients' "
-            f"norms stand in for them"
+            f"norms stand in for them",
         )
     if replayed.guessed:
-        notes.append(
+        yield (
+            "steady-state gains",
             f"steady-state gains of {replayed.guessed} steps were not recorded: error-fed gains "
-            f"stand in for them, too large for CFs that were not being sent"
+            f"stand in for them, too large for CFs that were not being sent",
         )
-    first = source.recorded.steps[0].report.step
+    reports = [record.report for record in recorded.steps]
+    totals = [one for report in reports for one in (report.peers_total, report.signal_total)]
+    if gain_kind(config) == "signal" and not any(map(isfinite, totals)):
+        yield (
+            "signal gains",
+            "signal gain was not recorded: the root of the error-fed gain stands in for it, which "
+            "is smaller (train --policy \"Fixed(gain='signal')\" records it)",
+        )
+
+
+def _notes(source: Source, config: TrainConfig, replayed: Replayed) -> Iterator[str]:
+    recorded, plans = source.recorded, replayed.plans
+    first = recorded.steps[0].report.step
+    where = departure(recorded, replayed)
+    if where and first == 0 and config == source.config:
+        yield (
+            f"the recorded policy with the recorded settings does not repeat the record ({where}): "
+            f"it seems to be of another version of the library"
+        )
+    if recorded.damage:
+        yield recorded.damage
+    if not replayed.identical:
+        yield (
+            f"from step {recorded.steps[replayed.followed].report.step} on this is a model: the "
+            f"gradients are those of the recorded run, gains and times are recorded ones or "
+            f"interpolated"
+        )
+    yield replayed.costs.basis
     if first > 0:
-        notes.append(f"the record begins with step {first}: the policy starts anew there")
+        yield f"the record begins with step {first}: the policy starts anew there"
     if source.config is None:
-        notes.append("neither config.json nor the record has CF range, workers, base: as given")
-    return notes
-
-
-def _signal_notes(config: TrainConfig, recorded: Recorded) -> list[str]:
-    totals = ((r.report.peers_total, r.report.signal_total) for r in recorded.steps)
-    if gain_kind(config) != "signal" or any(isfinite(one) for pair in totals for one in pair):
-        return []
-    return [
-        "signal gain was not recorded: the root of the error-fed gain stands in for it, which "
-        "is smaller (train --policy \"Fixed(gain='signal')\" records it)"
-    ]
-
-
-def _unread_notes(config: TrainConfig, replayed: Replayed) -> list[str]:
-    plans = replayed.plans
+        yield "neither config.json nor the record has CF range, workers, base: as given"
     sums = any(plan.accumulate for plan in plans) and not any(plan.read_sum for plan in plans)
     layerwise = config.layerwise or policy_name(config.policy) == "layerwise"
-    layers = layerwise and not any(plan.read_layers for plan in plans)
-    if not (sums or layers):
-        return []
-    what = "summed gradient" if sums else "report of its layers"
-    return [
-        f"the policy has read no {what} in these {len(plans)} steps, and so decided nothing by it: "
-        f"its interval is longer than the record"
-    ]
+    if sums or (layerwise and not any(plan.read_layers for plan in plans)):
+        what = "summed gradient" if sums else "report of its layers"
+        yield (
+            f"the policy has read no {what} in these {len(plans)} steps, and so decided nothing by "
+            f"it: its interval is longer than the record"
+        )
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Those that are not the policy's defaults."""
-    return written_arguments(config.policy) | (
-        {} if config.cf_range is None else {"cf_range": config.cf_range}
-    )
+def departure(recorded: Recorded, replayed: Replayed) -> str:
+    """The first step or reason in which a replay differs, in words; "" if none does."""
+    if not replayed.identical:
+        return _difference(recorded.steps[replayed.followed], replayed.plans[replayed.followed])
+    for theirs, ours in zip_longest(recorded.events, replayed.events):
+        if theirs != ours:
+            was, now = (f'"{each.reason}"' if each else "none" for each in (theirs, ours))
+            return f"step {(theirs or ours).step} gave as a reason {was}, in the replay {now}"
+    return ""
 
 
-def _same_events(replayed: Replayed, recorded: Recorded) -> bool:
-    return list(replayed.events) == recorded.events
+def _difference(record: StepRecord, plan: Plan) -> str:
+    report = record.report
+    where = f"step {report.step} sent {named(report.cf)}"
+    if plan.send != report.cf:
+        return f"{where}, in the replay {named(plan.send)}"
+    theirs, ours = set(report.measurements), {plan.send, *plan.probe} - {DENSE}
+    if theirs == ours:
+        return f"{where} in both, but with other CFs of layers"
+    was, now = (", ".join(map(named, sorted(each))) or "nothing" for each in (theirs, ours))
+    return f"step {report.step} measured {was}, in the replay {now}"
 
 
 def _shares(cfs: list[float]) -> list[list[float]]:

@@ -12,7 +12,7 @@ from adaptive.config import make_base
 from runs.config import TrainConfig, load_config
 from runs.events import has_events
 from runs.parser import UsageError
-from runs.policy_expression import canonical
+from runs.policy_expression import canonical, policy_name
 from runs.records import TIMELINE_FILE, Recorded, read_records
 
 ACCEPTED = (
@@ -26,12 +26,18 @@ class Source:
     """A recorded run: its timeline, and its settings where they are known.
 
     config: of the recorded run, by its config.json, else by the timeline's header; None if there is
-    neither. by_header: the latter."""
+    neither."""
 
     path: Path
     recorded: Recorded
     config: TrainConfig | None
-    by_header: bool = False
+
+    @property
+    def policy(self) -> str:
+        """The name of the recorded policy."""
+        if self.recorded.header is not None:
+            return self.recorded.header.policy
+        return "unknown policy" if self.config is None else policy_name(self.config.policy)
 
 
 def read_source(given: str) -> Source:
@@ -39,39 +45,32 @@ def read_source(given: str) -> Source:
     path = Path(given)
     if path.is_dir() and ((path / TIMELINE_FILE).exists() or not has_events(path)):
         path = path / TIMELINE_FILE
+    folder = path if path.is_dir() else path.parent
     try:
         recorded = read_records(path)
+        if not recorded.steps:
+            raise ValueError(f"{path} holds no step")
+        config = load_config(folder)
     except OSError as error:
         raise UsageError(f"TIMELINE {given}: {path}: {error.strerror}; {ACCEPTED}") from error
     except ValueError as error:
         raise UsageError(f"TIMELINE {given}: {error}; {ACCEPTED}") from error
-    if not recorded.steps:
-        raise UsageError(f"TIMELINE {given}: {path} holds no step; {ACCEPTED}")
-    folder = path if path.is_dir() else path.parent
-    try:
-        config = load_config(folder)
-    except ValueError as error:
-        raise UsageError(f"TIMELINE {given}: beside it, {error}") from error
     header = recorded.header
-    if config is not None or header is None or not header.expression:
-        return Source(path, recorded, config)
-    return Source(path, recorded, _config_of(header, folder), by_header=True)
+    if config is None and header is not None and header.expression:
+        config = _config_of(header, folder)
+    return Source(path, recorded, config)
 
 
 def _config_of(header: Header, folder: Path) -> TrainConfig:
     """As far as a policy is concerned."""
+    base = header.base
+    with suppress(ValueError):  # one of the user's own
+        if make_base(base, None, None).name != base:
+            base += "+fp32"  # a sparsifier whose values travel as they are has to say so
     return TrainConfig(
         log_dir=str(folder),
         policy=canonical(header.expression),
-        base=_base_of(header),
+        base=base,
         cf_range=header.cf_range,
         workers=header.world_size,
     )
-
-
-def _base_of(header: Header) -> str:
-    """As it is chosen: a sparsifier whose values travel as they are has to say so."""
-    with suppress(ValueError):  # one of the user's own
-        if make_base(header.base, None, None).name != header.base:
-            return f"{header.base}+fp32"
-    return header.base

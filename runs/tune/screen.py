@@ -45,9 +45,8 @@ SCREENED = "screened"
 
 @dataclass(frozen=True)
 class Screened:
-    """What a record promises of one setting.
-
-    t_comp: modelled compression throughput, gain-weighted steps/s."""
+    """What a record promises of one setting. t_comp: modelled compression throughput, gain-weighted
+    steps/s."""
 
     values: dict[str, Value]
     t_comp: float
@@ -77,14 +76,13 @@ class Record:
 
 def read(tuning: Tuning) -> Record:
     """UsageError if the record is of no use for this study."""
-    assert tuning.screen is not None
-    given = tuning.screen.timeline
+    given, own = str(tuning.timeline), BY_POLICY[policy_name(tuning.config().policy)]
     if tuning.config().layerwise:
         raise UsageError("--layerwise on: a replay knows no layers; accepted: without --proxy")
-    if not _screened_names(tuning):
+    if not _screened(tuning):
         raise UsageError(
             f"--proxy replay: none of the policy's own settings is searched, and a replay tells "
-            f"nothing of others; accepted: one of {', '.join(_own(tuning))}"
+            f"nothing of others; accepted: one of {', '.join(own)}"
         )
     try:
         record = Record(read_source(given))
@@ -92,48 +90,40 @@ def read(tuning: Tuning) -> Record:
         raise UsageError(f"--timeline: {str(error).removeprefix('TIMELINE ')}") from error
     if not record.reports.gains.cfs:
         raise UsageError(f"--timeline {given}: holds no gains; accepted: a run that compressed")
-    if not isfinite(record.reports.costs.seconds(DENSE)):
+    if not isfinite(record.reports.seconds(DENSE)):
         raise UsageError(f"--timeline {given}: holds no step times; accepted: a longer run")
     return record
 
 
 def screen(tuning: Tuning, record: Record, study: optuna.Study, out: TextIO) -> None:
     """Replay, write screen.json, and queue the best; nothing if that was done before."""
-    assert tuning.screen is not None
     if study.user_attrs.get(SCREENED):
         return
     began = time.monotonic()
-    found, ways = _replay_all(tuning, record)
-    best = found[: tuning.screen.keep]
+    found = replay_all(tuning, record)
+    best = found[: tuning.keep]
     for one in best:
         study.enqueue_trial(dict(one.values), user_attrs={SCREENED: one.t_comp})
     study.set_user_attr(SCREENED, True)
     basis = _basis(tuning, record)
-    result = {
-        "proxy": "modelled compression throughput with the recorded steady-state gains",
-        "timeline": str(record.source.path),
-        "settings": tuning.screen.settings,
-        "different": ways,
-        "notes": basis,
-        "found": [asdict(one) for one in found],
-    }
+    result = {"notes": basis, "found": [asdict(one) for one in found]}
     write_text(tuning.folder / SCREEN_FILE, json.dumps(result, indent=2) + "\n")
-    lines = [
-        f"screened {tuning.screen.settings} settings on {record.source.path} in "
-        f"{time.monotonic() - began:.1f} s; they make {ways} different runs",
+    print(
+        f"screened {tuning.replays} settings on {record.source.path} in "
+        f"{time.monotonic() - began:.1f} s; they make {len(found)} different runs",
         "  a proxy: modelled compression throughput (gain x steps/s), a replay has no quality",
         *(f"  {one.t_comp:8.4g}  {settings_text(one.values)}" for one in best),
         *(f"  note: {note}" for note in basis),
         f"  these {len(best)} go to real runs first",
-    ]
-    print("\n".join(lines), file=out, flush=True)
+        sep="\n",
+        file=out,
+        flush=True,
+    )
 
 
-def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
-    """The best settings of each different run, best first; and how many there are."""
-    assert tuning.screen is not None
-    names = _screened_names(tuning)
-    parameters = [parameter for parameter in tuning.space if parameter.name in names]
+def replay_all(tuning: Tuning, record: Record) -> list[Screened]:
+    """The first settings of each different run, best run first."""
+    parameters = _screened(tuning)
 
     def try_one(number: int) -> tuple[Screened, bytes] | None:
         """None for settings that do not go together."""
@@ -145,31 +135,28 @@ def _replay_all(tuning: Tuning, record: Record) -> tuple[list[Screened], int]:
         return Screened(values, t_comp), run
 
     best: dict[bytes, Screened] = {}
-    total = tuning.screen.settings
+    total = tuning.replays
     for tried in counted(in_order(try_one, total), total, "screening", "settings"):
         if tried is not None and isfinite(tried[0].t_comp):
-            best.setdefault(tried[1], tried[0])  # the same run: the first settings stand
+            best.setdefault(tried[1], tried[0])
     if not best:
         raise UsageError("--proxy replay: none of the settings can be replayed on this record")
-    return sorted(best.values(), key=lambda one: -one.t_comp), len(best)
+    return sorted(best.values(), key=lambda one: -one.t_comp)
 
 
 def draw(parameters: Sequence[Parameter], seed: int) -> dict[str, Value]:
     """A setting at random, as Optuna draws it; of no study."""
     sampler, none = RandomSampler(seed=seed), cast(Any, None)
-    drawn = {
-        one.name: sampler.sample_independent(none, none, one.name, one.distribution)
+    return {
+        one.name: one.value(sampler.sample_independent(none, none, one.name, one.distribution))
         for one in parameters
     }
-    return {one.name: one.value(drawn[one.name]) for one in parameters}
 
 
-def _screened_names(tuning: Tuning) -> set[str]:
-    return {parameter.name for parameter in tuning.space if parameter.name in _own(tuning)}
-
-
-def _own(tuning: Tuning) -> tuple[str, ...]:
-    return BY_POLICY[policy_name(tuning.config().policy)]
+def _screened(tuning: Tuning) -> list[Parameter]:
+    """The policy's own, of which alone a replay tells something."""
+    own = BY_POLICY[policy_name(tuning.config().policy)]
+    return [parameter for parameter in tuning.space if parameter.name in own]
 
 
 def _basis(tuning: Tuning, record: Record) -> list[str]:
@@ -182,7 +169,7 @@ def _basis(tuning: Tuning, record: Record) -> list[str]:
             "steady-state gains were not recorded for all CFs: error-fed gains stand in for them, "
             "too large for CFs that were not being sent (train --policy goodput records them)"
         )
-    others = [p.name for p in tuning.space if p.name not in _screened_names(tuning)]
+    others = [p.name for p in tuning.space if p not in _screened(tuning)]
     if others:
         notes.append(f"a replay tells nothing of {', '.join(others)}: left to the real runs")
     return notes
@@ -208,14 +195,15 @@ def in_order(work: Callable[[int], Result], total: int) -> Iterator[Result]:
     Only processes that are forked know `work` without importing everything anew, which takes
     longer than hundreds of replays. They open no file and call nothing of torch.
     """
+    global _work
+    _work = work
     yield from map(work, range(min(FEW, total)))
     rest = range(FEW, total)
     processes = min(_processors(), -(-len(rest) // AT_A_TIME))
     if processes < 2:
         yield from map(work, rest)
         return
-    forked = multiprocessing.get_context("fork")
-    with forked.Pool(processes, initializer=_begin, initargs=(work,)) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, initializer=_begin) as pool:
         yield from pool.imap(_do, rest, chunksize=AT_A_TIME)
 
 
@@ -224,13 +212,11 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
-def _begin(work: Callable[[int], object]) -> None:
+def _begin() -> None:
     """In a new process. Ctrl-C goes to all; the first process ends the others, by SIGTERM."""
-    global _work
-    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _do(number: int) -> object:
+def _do(number: int) -> Any:
     return _work(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
 from typing import get_args
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -11,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from adaptive.config import MEMORIES
 from compressors import make_compressor
 from policies.base import SCALINGS, GainKind
-from runs.parser import UsageError
+from runs.parser import UsageError, option
 from runs.policy_expression import BY_NAME, argument_names
 
 BY_POLICY = {
@@ -34,6 +35,7 @@ DIGITS = 3
 
 Value = float | int | str
 Numbers = FloatDistribution | IntDistribution
+Distribution = Numbers | CategoricalDistribution
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Parameter:
     """A searched option, and which of its values are tried."""
 
     name: str
-    distribution: Numbers | CategoricalDistribution
+    distribution: Distribution
 
     def value(self, drawn: Value) -> Value:
         """What is run with, of a value that Optuna has drawn."""
@@ -57,21 +59,28 @@ class Parameter:
         return f"{self.name}={one.low:g}..{one.high:g}{' (log)' if one.log else ''}"
 
 
-def parse(spec: str, policy: str, steps: int, lr: float) -> Parameter:
-    """The parameter that NAME, NAME=LOW..HIGH or NAME=A,B,C stands for.
-
-    steps, lr: of the task, from which default ranges come. UsageError says what is accepted.
-    """
-    name, (_, equals, text) = setting(spec), spec.partition("=")
-    accepted = (*BY_POLICY[policy], *ON_REQUEST)
-    if name not in accepted:
-        owner = next((each for each in BY_NAME if name in argument_names(each)), None)
-        why = f"{name!r} is for --policy {owner}" if owner else f"{name!r} is unknown"
-        raise UsageError(f"--search {spec}: {why}; accepted: {', '.join(accepted)}")
-    usual = _usual(name, steps, lr)
-    if equals:
-        usual = _range(spec, name, usual, text) if ".." in text else _choice(spec, usual, text)
-    return Parameter(name, usual)
+def usual(steps: int, lr: float) -> dict[str, Distribution]:
+    """What is tried of each option unless the command says otherwise. lr: the task's own."""
+    log = {"log": True}
+    return {
+        "epsilon": FloatDistribution(0.05, 0.9),
+        "omega": FloatDistribution(0.01, 0.5, **log),
+        # So that a ladder of five fits into a run.
+        "window": IntDistribution(max(2, steps // 100), max(4, steps // 6), **log),
+        "scaling": CategoricalDistribution(sorted(SCALINGS)),
+        "gain": CategoricalDistribution(get_args(GainKind)),
+        "eta": FloatDistribution(0.05, 1.0),
+        "interval": IntDistribution(max(2, steps // 50), max(4, steps // 4), **log),
+        "cf": FloatDistribution(2.0, 1000.0, **log),
+        "warmup_steps": IntDistribution(1, max(2, steps // 5), **log),
+        "margin": FloatDistribution(0.01, 0.5, **log),
+        "power": FloatDistribution(0.1, 4.0, **log),
+        "share": FloatDistribution(0.02, 0.8, **log),
+        "base": CategoricalDistribution(("topk", "topk+bf16", "dgc", "sidco")),
+        "memory": CategoricalDistribution(("residual", "momentum")),
+        "lr": FloatDistribution(lr / 20, 2 * lr, **log),  # sparsifiers prefer lower ones
+        "clip_norm": FloatDistribution(0.1, 10.0, **log),
+    }
 
 
 def setting(spec: str) -> str:
@@ -80,101 +89,69 @@ def setting(spec: str) -> str:
 
 
 def search(
-    specs: Sequence[str], policy: str, steps: int, lr: float, fixed: Sequence[str]
+    specs: Sequence[str], policy: str, steps: int, lr: float, fixed: Sequence[str] = ()
 ) -> tuple[Parameter, ...]:
-    """The parameters of the study, in the order given. fixed: options that were given values."""
+    """The parameters that the specs stand for, in the order given. steps, lr: of the task. fixed:
+    options that were given values. UsageError names the spec and what is accepted."""
     found: dict[str, Parameter] = {}
     for spec in specs:
-        parameter = parse(spec, policy, steps, lr)
-        if parameter.name in fixed:
-            raise UsageError(
-                f"--search {spec}: --{parameter.name.replace('_', '-')} fixes it; accepted: one of "
-                f"the two"
-            )
-        found[parameter.name] = parameter
+        try:
+            name = setting(spec)
+            found[name] = Parameter(name, _distribution(spec, policy, usual(steps, lr)))
+            if name in fixed:
+                raise ValueError(f"{option(name)} fixes it; accepted: one of the two")
+        except ValueError as error:
+            raise UsageError(f"--search {spec}: {error}") from error
     return tuple(found.values())
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "scaling": tuple(sorted(SCALINGS)),
-    "gain": get_args(GainKind),
-    "base": ("topk", "topk+bf16", "dgc", "sidco"),
-    "memory": ("residual", "momentum"),
-}
-_EVENLY = {"epsilon": (0.05, 0.9), "eta": (0.05, 1.0)}
-_BY_LOGARITHM = {
-    "omega": (0.01, 0.5),
-    "cf": (2.0, 1000.0),
-    "margin": (0.01, 0.5),
-    "power": (0.1, 4.0),
-    "share": (0.02, 0.8),
-    "clip_norm": (0.1, 10.0),
-}
-
-
-def _usual(name: str, steps: int, lr: float) -> Numbers | CategoricalDistribution:
-    """What is tried of an option unless the command says otherwise."""
-    whole = {
-        # So that a ladder of five fits into a run.
-        "window": (max(2, steps // 100), max(4, steps // 6)),
-        "interval": (max(2, steps // 50), max(4, steps // 4)),
-        "warmup_steps": (1, max(2, steps // 5)),
-    }
-    if name in _CHOICES:
-        return CategoricalDistribution(_CHOICES[name])
-    if name in whole:
-        return IntDistribution(*whole[name], log=True)
-    if name in _EVENLY:
-        return FloatDistribution(*_EVENLY[name])
-    around = (lr / 20, 2 * lr)  # sparsifiers prefer lower ones
-    return FloatDistribution(*_BY_LOGARITHM.get(name, around), log=True)
-
-
-def _range(
-    spec: str, name: str, usual: Numbers | CategoricalDistribution, text: str
-) -> Numbers | CategoricalDistribution:
-    if isinstance(usual, CategoricalDistribution):
-        listed = ",".join(map(str, usual.choices))
-        raise UsageError(
-            f"--search {spec}: {name} has no range; accepted: names, as in {name}={listed}"
-        )
-    low, high = (_number(spec, part, usual) for part in text.split("..", 1))
-    if not (low <= high and (low > 0 or not usual.log)):
-        raise UsageError(
-            f"--search {spec}: must be LOW..HIGH with {'0 < ' if usual.log else ''}LOW <= HIGH"
-        )
-    if isinstance(usual, IntDistribution):
-        return IntDistribution(int(low), int(high), log=usual.log)
-    return FloatDistribution(low, high, log=usual.log)
-
-
-def _choice(
-    spec: str, usual: Numbers | CategoricalDistribution, text: str
-) -> CategoricalDistribution:
+def _distribution(spec: str, policy: str, known: dict[str, Distribution]) -> Distribution:
+    """ValueError says what is accepted."""
+    name, (_, equals, text) = setting(spec), spec.partition("=")
+    accepted = (*BY_POLICY[policy], *ON_REQUEST)
+    if name not in accepted:
+        owner = next((each for each in BY_NAME if name in argument_names(each)), None)
+        why = f"{name!r} is for --policy {owner}" if owner else f"{name!r} is unknown"
+        raise ValueError(f"{why}; accepted: {', '.join(accepted)}")
+    if not equals:
+        return known[name]
+    if ".." in text:
+        return _range(name, text, known[name])
     parts = [part.strip() for part in text.split(",")]
     if not all(parts) or len(set(parts)) < len(parts):
-        raise UsageError(f"--search {spec}: must be NAME=A,B,C, each once, or NAME=LOW..HIGH")
-    if not isinstance(usual, CategoricalDistribution):
-        return CategoricalDistribution([_number(spec, part, usual) for part in parts])
-    name = setting(spec)
-    for part in parts:
-        try:
-            if name == "base":
-                make_compressor(part)
-            elif part not in (known := MEMORIES if name == "memory" else _CHOICES[name]):
-                raise ValueError(f"{part!r} is no {name}; accepted: {', '.join(known)}")
-        except ValueError as error:
-            raise UsageError(f"--search {spec}: {error}") from error
-    return CategoricalDistribution(parts)
+        raise ValueError("must be NAME=A,B,C, each once, or NAME=LOW..HIGH")
+    return CategoricalDistribution([_choice(name, part, known[name]) for part in parts])
 
 
-def _number(spec: str, text: str, usual: Numbers) -> float:
-    whole = isinstance(usual, IntDistribution)
+def _range(name: str, text: str, known: Distribution) -> Numbers:
+    if isinstance(known, CategoricalDistribution):
+        listed = ",".join(map(str, known.choices))
+        raise ValueError(f"{name} has no range; accepted: names, as in {name}={listed}")
+    low, high = (_number(part, known) for part in text.split("..", 1))
+    if not (low <= high and (low > 0 or not known.log)):
+        raise ValueError(f"must be LOW..HIGH with {'0 < ' if known.log else ''}LOW <= HIGH")
+    if isinstance(known, IntDistribution):
+        return IntDistribution(int(low), int(high), log=known.log)
+    return FloatDistribution(low, high, log=known.log)
+
+
+def _choice(name: str, text: str, known: Distribution) -> Value:
+    if not isinstance(known, CategoricalDistribution):
+        return _number(text, known)
+    if name == "base":
+        make_compressor(text)
+    elif text not in (accepted := MEMORIES if name == "memory" else known.choices):
+        raise ValueError(f"{text!r} is no {name}; accepted: {', '.join(map(str, accepted))}")
+    return text
+
+
+def _number(text: str, known: Numbers) -> float:
+    whole = isinstance(known, IntDistribution)
     try:
         value = int(text) if whole else float(text)
     except ValueError:
-        value = float("nan")
-    if value - value != 0:  # nan or infinite
+        value = nan
+    if not isfinite(value):
         what = "an integer" if whole else "a finite number"
-        raise UsageError(f"--search {spec}: {text.strip()!r} must be {what}")
+        raise ValueError(f"{text.strip()!r} must be {what}")
     return value

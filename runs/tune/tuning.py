@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from adaptive import LinkSpec
@@ -32,16 +30,13 @@ from runs.tune.options import (
     TRIALS,
 )
 from runs.tune.space import BY_POLICY, HARRIS, ON_REQUEST, Parameter, Value, search, setting
-from runs.tune.storage import shown_url
 
+SCREENING = ("timeline", "replays", "keep")
 OF_ONE_RUN = ("log_dir", "seed", "checkpoint_every", "json")
 """Entries of a run's configuration that are no part of what is tuned."""
 
-HOW = ("trials", "plan", "plan_seed", "pruner", "storage", "log_dir", "json", "setting")
+HOW = ("trials", "plan", "plan_seed", "pruner", "storage", "log_dir", "json")
 """Options that may change from one command to the next without another folder."""
-
-
-# -- what for ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,6 +76,11 @@ class Objective:
         pairs = zip(self.names, values, strict=True)
         return [value / 1e6 if name == "bytes" else value for name, value in pairs]
 
+    def told(self, values: Sequence[float]) -> str:
+        """The values as a sentence's part."""
+        pairs = zip(self.labels, self.shown(values), strict=True)
+        return ", ".join(f"{label} {value:.4g}" for label, value in pairs)
+
     def reached(self, quality: float) -> bool:
         """Is there a target, and is this quality as good?"""
         if self.target is None or not isfinite(quality):
@@ -92,45 +92,20 @@ class Objective:
         same = self.names[0] == "quality" or not self.higher_is_better
         return quality if same else -quality
 
-
-@dataclass(frozen=True)
-class Metrics:
-    """One run; nan for what is not known. bytes_sent, seconds: to the target if there is one and
-    it was reached, else of the whole run."""
-
-    quality: float
-    bytes_sent: float
-    seconds: float
-    reached: bool
-
-
-def measure(objective: Objective, run: Run, ends: Sequence[float]) -> Metrics:
-    """The metrics of a finished run. ends: when each step ended, seconds."""
-    sent, seconds = run.bytes_sent, ends[-1] if ends else nan
-    reached = objective.target is None
-    if objective.target is not None:
-        done = run.steps_to(objective.target)
-        if done <= len(ends):
-            sent, seconds, reached = run.sent_by(int(done)), ends[int(done) - 1], True
-    return Metrics(run.quality, sent, seconds, reached)
-
-
-def values(objective: Objective, runs: Sequence[Metrics]) -> list[float]:
-    """The objectives' values: means over the seeds; nan where one is not known."""
-    attributes = {"quality": "quality", "bytes": "bytes_sent", "seconds": "seconds"}
-    return [fmean(getattr(run, attributes[name]) for run in runs) for name in objective.names]
-
-
-# -- the study -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Screen:
-    """To be tried on a record first: so many settings, of which the best few go to real runs."""
-
-    timeline: str
-    settings: int
-    keep: int
+    def values(self, run: Run) -> list[float] | None:
+        """Of a finished run; nan for what is not known, None if the target was not reached."""
+        done, sent = run.trained, run.bytes_sent
+        if self.target is not None:
+            steps = run.steps_to(self.target)
+            if not isfinite(steps):
+                return None
+            done = int(steps)
+            sent = run.sent_by(done)
+        seconds = run.seconds_by(done)
+        if self.network is not None:
+            seconds = run.modelled_by(done, self.network)
+        found = {"quality": run.quality, "bytes": sent, "seconds": seconds}
+        return [found[name] for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -138,7 +113,8 @@ class Tuning:
     """The settings of `python -m runs tune`.
 
     common: train's options, the same for all trials. seeds: each trial trains with all of them.
-    trials: wanted in all, by all processes. url: of the storage. command: starts it again.
+    trials: wanted in all, by all processes. storage: None for a file in the folder. timeline: the
+    record to try so many `replays` on first, of which the best `keep` go to real runs.
     """
 
     common: dict[str, Any]
@@ -149,12 +125,17 @@ class Tuning:
     plan: str
     plan_seed: int
     pruner: str
-    folder: Path
-    url: str = field(repr=False)  # it may have a password
-    name: str
-    screen: Screen | None
-    json: bool
-    command: str
+    storage: str | None = field(repr=False)  # it may have a password
+    timeline: str | None
+    replays: int
+    keep: int
+    folder: Path = Path(".")
+    name: str = ""
+
+    @property
+    def url(self) -> str:
+        """Of the storage."""
+        return self.storage or f"sqlite:///{self.folder / STUDY_FILE}"
 
     def config(
         self, values: Mapping[str, Value] | None = None, number: int = 0, seed: int = 0
@@ -164,33 +145,19 @@ class Tuning:
         return make_config({**self.common, **(values or {}), "seed": seed, "log_dir": str(folder)})
 
     @property
-    def keeps_study(self) -> bool:
-        """Its storage is a file in its folder, as it is unless the command names another."""
-        return self.url == _study_url(self.folder)
-
-    @property
     def signature(self) -> dict[str, Any]:
-        """What two commands must have in common to add to the same study."""
-        return _signature(self.config(), self.seeds, self.objective, self.space)
-
-
-def _study_url(folder: Path) -> str:
-    return f"sqlite:///{folder / STUDY_FILE}"
-
-
-def _signature(
-    config: TrainConfig, seeds: tuple[int, ...], objective: Objective, space: Sequence[Parameter]
-) -> dict[str, Any]:
-    """By option, as JSON-like values."""
-    options = {k: v for k, v in asdict(config).items() if k not in OF_ONE_RUN}
-    return {
-        **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
-        "seeds": list(seeds),
-        "objective": list(objective.names),
-        "target": objective.target,
-        "bandwidth": None if objective.network is None else str(objective.network),
-        "search": [str(parameter) for parameter in space],
-    }
+        """What two commands must have in common to add to the same study: by option, as JSON-like
+        values."""
+        options = {k: v for k, v in asdict(self.config()).items() if k not in OF_ONE_RUN}
+        network = self.objective.network
+        return {
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
+            "seeds": list(self.seeds),
+            "objective": list(self.objective.names),
+            "target": self.objective.target,
+            "bandwidth": None if network is None else str(network),
+            "search": [str(parameter) for parameter in self.space],
+        }
 
 
 # -- from options --------------------------------------------------------------------------------
@@ -208,8 +175,7 @@ def make_tunings(given: dict[str, Any]) -> dict[str, Tuning]:
     given.setdefault("search", [name for name in HARRIS if name not in given])
     how = {name: value for name, value in given.items() if name not in HOW}
     task = given.get("task", TrainConfig.task)
-    folder = _folder(task, [given.get("plan", "tpe"), how])
-    base = Path(given.get("log_dir", folder))
+    base = Path(given.get("log_dir") or _folder(task, [given.get("plan", "tpe"), how]))
     found: dict[str, Tuning] = {}
     for text in texts:
         try:
@@ -232,41 +198,31 @@ def make_tunings(given: dict[str, Any]) -> dict[str, Tuning]:
 
 def make_tuning(given: dict[str, Any]) -> Tuning:
     """UsageError names the option, its value and what is accepted."""
-    given, command = dict(given), _command(given)
-    plan = given.pop("plan", "tpe")
-    trials, plan_seed = given.pop("trials", TRIALS), given.pop("plan_seed", 0)
-    seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
-    as_json, folder = given.pop("json", False), given.pop("log_dir", None)
-    url, screen = given.pop("storage", None), _screen(given)
+    given = dict(given)
+    plan, folder = given.pop("plan", "tpe"), given.pop("log_dir", None)
     wanted, also = given.pop("search", None), given.pop("also", ())
     objective = _objective(given, quality_alone=plan == "random")
-    pruner = _pruner(given.pop("pruner", None), objective, plan)
     if plan == "random" and wanted is None:
         given.setdefault("policy", "fixed")
         wanted = [name for name in HARRIS if name not in given]
+    how = {
+        "trials": given.pop("trials", TRIALS),
+        "plan": plan,
+        "plan_seed": given.pop("plan_seed", 0),
+        "pruner": _pruner(given.pop("pruner", None), objective, plan),
+        "seeds": tuple(dict.fromkeys(given.pop("seeds", (0,)))),
+        "storage": given.pop("storage", None),
+        **_screening(given),
+    }
     if "policy" not in given:
         given["policy"] = _policy(given, [*(wanted or ()), *also])
     steps = given.setdefault("steps", TrainConfig.steps)
     given.setdefault("eval_every", max(1, steps // EVALUATIONS))
     config = make_config({**given, "log_dir": "."})
     space = _space(config, given, wanted, also)
-    path = Path(folder or _folder(config.task, _signature(config, seeds, objective, space)))
-    return Tuning(
-        common=given,
-        seeds=seeds,
-        objective=objective,
-        space=space,
-        trials=trials,
-        plan=plan,
-        plan_seed=plan_seed,
-        pruner=pruner,
-        folder=path,
-        url=url or _study_url(path),
-        name=path.name or "tune",
-        screen=screen,
-        json=as_json,
-        command=command,
-    )
+    tuning = Tuning(common=given, objective=objective, space=space, **how)
+    path = Path(folder or _folder(config.task, tuning.signature))
+    return replace(tuning, folder=path, name=path.name or "tune")
 
 
 def _policy(given: dict[str, Any], specs: Sequence[str]) -> str:
@@ -302,12 +258,12 @@ def _space(
         )
     written, ours = written_arguments(config.policy), BY_POLICY[policy]
     fixed = [*given, *(name for name in ours if name.removeprefix(f"{policy}_") in written)]
-    own = () if config.base == "none" else ours
-    specs = [name for name in own if name not in fixed] if wanted is None else list(wanted)
+    if wanted is None:
+        wanted = [name for name in ours if name not in fixed and config.base != "none"]
     task = TASKS.get(config.task)
     rates = {} if task is None else task.learning_rates
     lr = learning_rate(config) or rates.get(config.model or "", next(iter(rates.values()), 1.0))
-    space = search([*specs, *also], policy, config.steps, lr, fixed)
+    space = search([*wanted, *also], policy, config.steps, lr, fixed)
     if not space:
         raise UsageError("--search: nothing is left to search; accepted: lr, for one")
     return space
@@ -336,35 +292,18 @@ def _objective(given: dict[str, Any], quality_alone: bool) -> Objective:
     return Objective(names, target, network, TASKS[name].quality_name, TASKS[name].higher_is_better)
 
 
-def _screen(given: dict[str, Any]) -> Screen | None:
+def _screening(given: dict[str, Any]) -> dict[str, Any]:
     proxy = given.pop("proxy", None)
-    asked = {name: given.pop(name) for name in ("timeline", "replays", "keep") if name in given}
+    asked: dict[str, Any] = {name: given.pop(name) for name in SCREENING if name in given}
     if proxy is None:
         for name, value in asked.items():
             raise UsageError(f"--{name} {value}: needs --proxy replay")
-        return None
-    if "timeline" not in asked:
+    elif "timeline" not in asked:
         raise UsageError(
             "--proxy replay: needs --timeline, the log folder of a run; one with gains of all CFs "
             "is made by: python -m runs train --policy goodput"
         )
-    return Screen(asked["timeline"], asked.get("replays", REPLAYS), asked.get("keep", KEPT))
-
-
-def _command(given: dict[str, Any]) -> str:
-    """The command line that starts the same study again, but for a password."""
-    words = ["python", "-m", "runs", "tune"]
-    for name, value in given.items():
-        if name == "json":
-            continue
-        if isinstance(value, bool):
-            value = "on" if value else "off"
-        value = shown_url(value) if name == "storage" else value
-        parts = value if isinstance(value, list | tuple) else [value]
-        said = [f"{v:g}" if isinstance(v, float) else str(v) for v in parts]
-        several = name == "setting"  # which is given once for each
-        words += [w for v in said for w in (option(name), v)] if several else [option(name), *said]
-    return shlex.join(words)
+    return {"timeline": None, "replays": REPLAYS, "keep": KEPT, **asked}
 
 
 def _folder(task: str, what: Any) -> Path:

@@ -16,7 +16,7 @@ from optuna.trial import TrialState, create_trial
 
 from runs.__main__ import main
 from runs.records import read_records
-from runs.tune.storage import RETRY, open_storage
+from runs.tune.storage import RETRY
 from runs.tune.study import OWNER, REASON, SETTINGS, open_study
 from runs.tune.tuning import Tuning, make_tuning
 from tests.integration.commands import Command, Start, assert_refused, python_m, torchrun
@@ -33,7 +33,7 @@ class Case:
         self._given = {"log_dir": str(folder), **given}
         self.tuning: Tuning = make_tuning(self._given)
         folder.mkdir(parents=True, exist_ok=True)
-        self.study: optuna.Study = open_study(self.tuning, open_storage(self.tuning.url))
+        self.study: optuna.Study = open_study(self.tuning)
 
     @property
     def words(self) -> list[str]:
@@ -108,10 +108,10 @@ def test_its_files_and_its_front(shared: tuple[Case, list[Command]], capfd: Any)
         assert read_records(run / "timeline.jsonl").bytes_sent == trial["values"][1]
         assert made["command"] == trial["command"]
         assert made["config"]["lr"] == trial["settings"]["lr"]
-    for name in ("history-quality.png", "history-bytes.png", "pareto.png"):
+    for name in ("front.png", "settings.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 2
     assert "diverged" in page
     names: dict[str, Any] = {}
     exec(result["snippet"], names)

@@ -18,7 +18,6 @@ from policies.goodput import Goodput
 from runs.records import Recorded, read_records
 from runs.replay.costs import FROM_WAITING, NO_TIMES, RecordedCosts
 from runs.replay.gains import RecordedGains
-from runs.replay.readings import RecordedSums
 from runs.replay.replay import replay
 
 DENSE_BYTES = 4000.0
@@ -195,16 +194,19 @@ def test_costs_of_a_run_at_one_cf_go_by_its_waiting() -> None:
 
 def test_sums_are_recorded_ones_over_the_same_interval_only() -> None:
     read = {3: 0.7, 6: 0.9}
-    records = [_record(i, 10, {}, sum_norm=read.get(i, nan)) for i in range(8)]
-    same = RecordedSums(records)
-    assert [same.read(i, i in read) for i in range(8) if i in read] == [0.7, 0.9]
-    assert same.modelled == 0
-    other = RecordedSums(records)
-    values = [other.read(i, i in (2, 6)) for i in range(8)]
-    assert values[2] == 2 * 2.0  # norms of steps 0 and 1
-    assert values[6] == 4 * 2.0
-    assert isnan(values[3])  # recorded, but not asked for
-    assert other.modelled == 2
+    records = [
+        replace(_record(i, 10, {10: 0.1}, sum_norm=read.get(i, nan)), read_sum=i in read)
+        for i in range(8)
+    ]
+
+    def sums(*steps: int) -> tuple[dict[int, float], int]:
+        policy = Scripted(*[Plan(10, read_sum=i in steps) for i in range(8)])
+        replayed = replay(policy, Recorded(records, []))
+        found = {i: report.sum_norm for i, report in enumerate(policy.seen)}
+        return {i: norm for i, norm in found.items() if not isnan(norm)}, replayed.sums
+
+    assert sums(*read) == (read, 0)
+    assert sums(2, 6) == ({2: 2 * 2.0, 6: 4 * 2.0}, 2)  # norms of the steps since
 
 
 # -- the replay --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from adaptive import StepRecord, StepReport
-from policies import Measurement, Plan
+from policies import Measurement
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.records import Recorded
@@ -124,9 +124,9 @@ def test_processes_find_what_one_alone_finds(
     found = []
     for processors in (1, 3):
         monkeypatch.setattr(screen, "_processors", lambda n=processors: n)
-        found.append(screen._replay_all(tuning, Record(_source(True, tmp_path))))
+        found.append(screen.replay_all(tuning, Record(_source(True, tmp_path))))
     assert found[0] == found[1]
-    assert found[0][1] > 1
+    assert len(found[0]) > 1
 
 
 def _fails(number: int) -> int:
@@ -158,9 +158,9 @@ def test_reports_that_fill_the_memory_are_made_again(
 
 def test_a_probe_makes_another_report(tmp_path: Path) -> None:
     reports = Reports(_recorded(False))
-    bare = reports.modelled_at(5, Plan(20.0), 10.0, ())
-    probed = reports.modelled_at(5, Plan(20.0, probe=(40.0,)), 10.0, ())
-    assert set(bare.report.measurements) == {20.0}
-    assert set(probed.report.measurements) == {20.0, 40.0}
-    assert reports.modelled_at(5, Plan(20.0, reason="other"), 10.0, ()) is bare
-    assert reports.modelled_at(5, Plan(20.0), 1.0, ()).report.timed_cf == 1.0
+    bare, _ = reports.modelled_at(5, 20.0, (), 10.0, ())
+    probed, _ = reports.modelled_at(5, 20.0, (40.0,), 10.0, ())
+    assert set(bare.measurements) == {20.0}
+    assert set(probed.measurements) == {20.0, 40.0}
+    assert reports.modelled_at(5, 20.0, (), 10.0, ())[0] is bare
+    assert reports.modelled_at(5, 20.0, (), 1.0, ())[0].timed_cf == 1.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,25 @@ from runs.options import make_config
 from runs.parser import UsageError
 from runs.policy_expression import policy_name, written_arguments
 from runs.tune.options import ACCEPTED, HARRIS_SETTINGS
-from runs.tune.report import draw_all, find, knee, make_page, make_snippet, pareto_front
+from runs.tune.report import importances, knee, make_report, make_snippet, pareto_front
+from runs.tune.run import answering
 from runs.tune.screen import draw
-from runs.tune.space import BY_POLICY, ON_REQUEST, Parameter, parse
-from runs.tune.storage import RETRY, open_storage
+from runs.tune.space import BY_POLICY, ON_REQUEST, Parameter, search
+from runs.tune.storage import RETRY
 from runs.tune.study import (
+    COMMAND,
     INTERRUPTED,
+    OWNER,
     REASON,
-    SURPLUS,
-    Desk,
+    SETTINGS,
     SeededByTrial,
+    finish,
     make_pruner,
+    next_trial,
     open_study,
     trials_that_count,
 )
-from runs.tune.tuning import Metrics, Objective, Tuning, make_tuning, make_tunings, measure, values
+from runs.tune.tuning import Objective, Tuning, make_tuning, make_tunings
 from tests.unit.made_runs import made, record
 
 # -- what is searched ----------------------------------------------------------------------------
@@ -62,7 +65,7 @@ def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
     steps: int, lr: float, what: tuple[str, str], seed: int
 ) -> None:
     policy, name = what
-    parameter = parse(name, policy, steps, lr)
+    [parameter] = search([name], policy, steps, lr)
     (value,) = draw([parameter], seed).values()
     one = parameter.distribution
     if isinstance(one, CategoricalDistribution):
@@ -92,7 +95,7 @@ def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
 )
 def test_ranges_and_choices(spec: str, expected: BaseDistribution) -> None:
     name = spec.partition("=")[0].replace("-", "_")
-    assert parse(spec, "gravac", 300, 1.0) == Parameter(name, expected)
+    assert search([spec], "gravac", 300, 1.0) == (Parameter(name, expected),)
 
 
 def test_searched_numbers_have_few_digits_so_that_what_is_printed_is_what_ran() -> None:
@@ -144,16 +147,18 @@ def _objective(*names: str, target: float | None = None, higher: bool = False) -
     return Objective(names, target, None, "accuracy" if higher else "perplexity", higher)
 
 
-def test_metrics_are_those_at_the_first_evaluation_at_the_target() -> None:
-    steps = [record(i) for i in range(4)]  # of 1000 bytes each
-    run, ends = made("run", steps, ((2, 6.0), (3, 5.0), (4, 4.0))), (1.0, 2.0, 3.0, 4.0)
-    assert measure(_objective("quality", "bytes"), run, ends) == Metrics(4, 4000, 4, True)
-    assert measure(_objective("bytes", target=5.5), run, ends) == Metrics(4, 3000, 3, True)
-    missed = measure(_objective("seconds", target=3.0), run, ends)
-    assert not missed.reached
-    both = [Metrics(4, 40, 4, True), Metrics(6, 20, 8, True)]
-    assert values(_objective("quality", "seconds"), both) == [5, 6]
-    assert all(math.isnan(v) for v in values(_objective("seconds"), [Metrics(1, 1, nan, True)]))
+def test_values_are_those_at_the_first_evaluation_at_the_target() -> None:
+    steps = [record(i) for i in range(4)]  # of 1000 bytes and half a second each
+    run = made("run", steps, ((2, 6.0), (3, 5.0), (4, 4.0)))
+    assert _objective("quality", "bytes").values(run) == [4, 4000]
+    assert _objective("bytes", target=5.5).values(run) == [3000]
+    assert _objective("seconds", target=5.5).values(run) == [1.5]
+    assert _objective("seconds", target=3.0).values(run) is None
+    network = LinkSpec.parse("1gbit")
+    there = replace(_objective("seconds", target=5.5), network=network)
+    assert there.values(replace(run, modelled={network: (2.0, 4.0, 6.0, 8.0)})) == [6]
+    [unknown] = _objective("seconds").values(made("run", [], ((4, 4.0),))) or []
+    assert math.isnan(unknown)
 
 
 def test_the_pruner_compares_qualities_in_the_direction_of_the_study() -> None:
@@ -240,7 +245,8 @@ def test_the_same_options_find_the_same_folder_whatever_the_trials(tmp_path: Pat
 def begin(tmp_path: Path) -> Callable[..., tuple[Tuning, optuna.Study]]:
     def _begin(**given: Any) -> tuple[Tuning, optuna.Study]:
         tuning = _tuning(tmp_path, **given)
-        return tuning, open_study(tuning, open_storage(tuning.url))
+        tuning.folder.mkdir(parents=True, exist_ok=True)
+        return tuning, open_study(tuning)
 
     return _begin
 
@@ -267,49 +273,52 @@ def test_a_study_of_something_else_is_refused_by_name(
         begin(**other)
 
 
+def _ask(tuning: Tuning, study: optuna.Study, owner: str = "process") -> optuna.Trial:
+    trial = next_trial(tuning, study, owner)
+    assert trial is not None
+    return trial
+
+
 def test_trials_of_dead_processes_are_given_up_and_their_parameters_queued_once(
     begin: Begin, tmp_path: Path
 ) -> None:
     tuning, study = begin(objective=["quality"], search=["lr=0.1..1"])
-    desks = [Desk(tuning, f"process {i}", io.StringIO()) for i in range(2)]
-    first, second = (desk.ask() for desk in desks)
-    assert first is not None
-    assert second is not None
+    first, second = (_ask(tuning, study, f"process {i}") for i in range(2))
+    with answering(first), answering(second):
+        pass  # they give a sign of life, and have given it
     with sqlite3.connect(tuning.folder / "study.db") as database:  # one has not been heard of
         database.execute("UPDATE trial_heartbeats SET heartbeat='2020-01-01' WHERE trial_id=1")
-    desks[0]._ended.set()
-    again = Desk(tuning, "process 3", io.StringIO()).ask()
-    assert again is not None
+    again = _ask(tuning, study, "process 3")
     states = [trial.state for trial in study.trials]
     assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.RUNNING]
-    assert again.values == first.values != second.values
+    assert again.params == first.params != second.params
     assert RETRY.retried_trial_number(study.trials[again.number]) == first.number
     assert [trial.number for trial in trials_that_count(study)] == [1, 2]
-    assert study.trials[again.number].user_attrs["owner"] == "process 3"
+    assert study.trials[again.number].user_attrs[OWNER] == "process 3"
 
 
 def test_an_interrupted_trial_is_queued_again_and_does_not_count(begin: Begin) -> None:
     tuning, study = begin(objective=["quality"], search=["lr=0.1..1"], trials=2)
-    desk = Desk(tuning, "process", io.StringIO())
-    first = desk.ask()
-    assert first is not None
-    desk.failed(INTERRUPTED)
-    again = desk.ask()
-    assert again is not None
-    assert (again.values, again.place) == (first.values, 1)
-    desk.failed("diverged")
+    first = _ask(tuning, study)
+    finish(study, first, TrialState.FAIL, INTERRUPTED)
+    again = _ask(tuning, study)
+    assert again.params == first.params
+    assert len(trials_that_count(study)) == 1
+    finish(study, again, TrialState.FAIL, "diverged")
     assert [study.trials[i].user_attrs[REASON] for i in (0, 1)] == [INTERRUPTED, "diverged"]
     assert [trial.number for trial in trials_that_count(study)] == [1]
+    assert _ask(tuning, study).number == 2
+    assert next_trial(tuning, study, "process") is None
 
 
 def test_what_was_given_up_does_not_count_and_failures_do(begin: Begin) -> None:
     _, study = begin(objective=["quality"])
-    for why in (INTERRUPTED, SURPLUS, "diverged"):
+    for why in (INTERRUPTED, "diverged"):
         study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: why}))
     study.add_trial(create_trial(state=TrialState.FAIL))
     study.enqueue_trial({"lr": 1.0})
     study.add_trial(create_trial(value=1.0))
-    assert [trial.number for trial in trials_that_count(study)] == [2, 5]
+    assert [trial.number for trial in trials_that_count(study)] == [1, 4]
 
 
 def test_samples_depend_on_the_plans_seed_and_the_trials_number_alone() -> None:
@@ -351,53 +360,56 @@ def test_pruners_stop_what_falls_behind_but_not_at_once(name: str) -> None:
     assert min(pruned_at[False]) >= (12 if name == "median" else 4)
 
 
-def test_findings_leave_out_what_was_given_up(begin: Begin) -> None:
-    tuning, study = begin()
-    assert find(study, tuning.objective).pick is None
-    space = {"lr": FloatDistribution(0.1, 1.0)}
-    for i in range(8):
-        lr = 0.1 + i / 10
-        study.add_trial(
-            create_trial(values=[1 + lr, 2e6 - lr], params={"lr": lr}, distributions=space)
-        )
-    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: INTERRUPTED}))
-    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: "diverged"}))
-    found = find(study, tuning.objective)
-    assert len(found.trials) == 9
-    assert len(found.front) == 8
-    assert [shares.get("lr") for shares in found.importances] == [1.0, 1.0]
-
-
-def test_every_picture_there_is_something_to_show_in_is_on_the_page(
-    begin: Begin, tmp_path: Path
-) -> None:
-    tuning, study = begin(objective=["quality", "bytes"], search=["lr"])
-    space = {"lr": FloatDistribution(0.1, 1.0)}
-    assert draw_all(tuning.objective, study, find(study, tuning.objective), tmp_path) == []
+def _with_trials(begin: Begin, **given: Any) -> tuple[Tuning, optuna.Study]:
+    """Nine complete trials, none of which beats another in both."""
+    tuning, study = begin(search=["lr"], **given)
+    space = {one.name: one.distribution for one in tuning.space}
     for i in range(9):
         lr = 0.1 + i / 10
+        attrs = {SETTINGS: {"lr": lr}, COMMAND: "<b>", REASON: ""}
+        found = [1 + lr, 2e6 - lr][: len(tuning.objective.names)]
         study.add_trial(
             create_trial(
-                values=[1 + lr, 2e6 - lr],
+                values=found,
                 params={"lr": lr},
                 distributions=space,
-                user_attrs={"settings": {"lr": lr, "base": "<b>"}},
+                user_attrs=attrs,
+                intermediate_values={} if len(found) > 1 else {2: 9.0, 4: 5.0},
             )
         )
-    found = find(study, tuning.objective)
-    pictures = draw_all(tuning.objective, study, found, tmp_path)
-    assert {path.stem for path in pictures} == {
-        "pareto",
-        "history-quality",
-        "history-bytes",
-        "importance-quality",
-        "importance-bytes",
-    }
-    page = make_page(tuning.objective, found, "a & b", "text", None, pictures)
-    assert page.count("data:image/png;base64,") == 5
-    assert "a &amp; b" in page
+    return tuning, study
+
+
+def test_the_report_leaves_out_what_was_given_up(begin: Begin) -> None:
+    tuning, study = begin(search=["lr"])
+    assert make_report(tuning, study)[0]["pick"] is None
+    tuning, study = _with_trials(begin)
+    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: INTERRUPTED}))
+    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={REASON: "diverged"}))
+    result, text = make_report(tuning, study)
+    assert len(result["trials"]) == 10
+    assert len(result["front"]) == 9
+    assert result["importances"] == [{"lr": 1.0}, {"lr": 1.0}]
+    assert importances(study, "minimize", 0) == {"lr": 1.0}
+    assert "10 of 30 trials: 9 complete, 1 failed; one seed each; few for 1" in text
+    assert "failed: diverged" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "pictures"),
+    [(["quality", "bytes"], {"front", "settings"}), (["quality"], {"curves", "settings"})],
+)
+def test_every_picture_there_is_something_to_show_in_is_on_the_page(
+    names: list[str], pictures: set[str], begin: Begin, tmp_path: Path
+) -> None:
+    tuning, study = _with_trials(begin, objective=names)
+    result, _ = make_report(tuning, study)
+    assert {path.stem for path in tmp_path.glob("*.png")} == pictures
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
     assert "&lt;b&gt;" in page
-    assert page.count('<tr class="front">') == 9
+    assert page.count('<tr class="front">') == len(result["front"])
+    assert page.index(result["answer"][0]) < page.index("<img")
 
 
 # -- the settings to paste -----------------------------------------------------------------------
@@ -457,17 +469,14 @@ def test_no_two_processes_are_given_the_same_queued_trial(tmp_path: Path) -> Non
         _tuning(tmp_path / str(i) / "study", trials=24, search=["lr=0.5,1,2"], storage=storage)
         for i in range(4)
     ]
-    study = open_study(tunings[0], open_storage(storage))
+    study = open_study(tunings[0])
     for _ in range(24):
         study.enqueue_trial({"lr": 1.0})
-    desks = [Desk(tuning, f"process {i}", io.StringIO()) for i, tuning in enumerate(tunings)]
 
-    def take(desk: Desk) -> list[int]:
-        taken = []
-        while len(taken) < 6 and (order := desk.ask()) is not None:
-            taken.append(order.number)
-        return taken
+    def take(i: int) -> list[int]:
+        ours = open_study(tunings[i])  # as in a process of its own
+        return [_ask(tunings[i], ours, f"process {i}").number for _ in range(6)]
 
     with ThreadPoolExecutor(4) as pool:
-        numbers = [number for taken in pool.map(take, desks) for number in taken]
+        numbers = [number for taken in pool.map(take, range(4)) for number in taken]
     assert sorted(numbers) == list(range(24))
