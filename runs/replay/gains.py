@@ -34,18 +34,18 @@ class RecordedGains:
         self._records = records
         self._steps: dict[float, list[int]] = {}
         self._shares: dict[float, list[_Shares]] = {}
-        self._with_totals: list[int] = []
         self._shadowed = any(record.report.steady for record in records)
+        self._measured: list[int] = []  # steps
+        self._totals: list[Measurement] = []  # of these, the same for all their CFs
         for i, record in enumerate(records):
-            known = False
-            for cf, measurement in record.report.measurements.items():
-                shares = _shares(measurement)
-                if shares is not None:
-                    self._steps.setdefault(cf, []).append(i)
-                    self._shares.setdefault(cf, []).append(shares)
-                    known = True
+            measured = record.report.measurements.items()
+            known = [(cf, m, shares) for cf, m in measured if (shares := _shares(m)) is not None]
+            for cf, _, shares in known:
+                self._steps.setdefault(cf, []).append(i)
+                self._shares.setdefault(cf, []).append(shares)
             if known:
-                self._with_totals.append(i)
+                self._measured.append(i)
+                self._totals.append(known[0][1])
         self.cfs = tuple(sorted(self._steps))
 
     def at(self, i: int, cf: float) -> Measurement:
@@ -55,8 +55,7 @@ class RecordedGains:
             return report.measurements[cf]
         if not self.cfs or not isfinite(report.grad_norm):
             return Measurement()
-        newest = bisect_right(self._with_totals, i) - 1
-        totals = self._totals(self._with_totals[max(0, newest)])
+        totals = self._totals[max(0, bisect_right(self._measured, i) - 1)]
         shares = self._between(i, cf)
         return Measurement(
             kept=shares.kept * totals.total,
@@ -81,11 +80,6 @@ class RecordedGains:
         if nothing_to_see or all(cf in recorded for cf in ladder):
             return recorded, False
         return {cf: recorded.get(cf, self.at(i, cf).gain("error_fed")) for cf in ladder}, True
-
-    def _totals(self, i: int) -> Measurement:
-        """They are the same for all CFs of a step."""
-        measured = self._records[i].report.measurements.values()
-        return next(m for m in measured if _shares(m) is not None)
 
     def _between(self, i: int, cf: float) -> _Shares:
         points = [(1.0, _Shares(1.0, 0.0, 0.0, 1.0))]

@@ -64,20 +64,16 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
         policy = build_policy(config)
         context = make_context(config, source, policy)
         if policy.layerwise and not context.layers:
-            raise UsageError(_without_layers(config, source))
+            layerwise = " --layerwise on" if config.layerwise else ""
+            raise ValueError(
+                f"layers are not known: the header of {source.path} names none; accepted: a policy "
+                f"without CFs of layers, or a record of train --policy {config.policy}{layerwise} "
+                f"--granularity layer"
+            )
         policy.start(context)
     except (ValueError, TypeError) as error:
         raise UsageError(f"--policy {config.policy}: {error}") from error
     return policy
-
-
-def _without_layers(config: TrainConfig, source: Source) -> str:
-    wanted = f"--policy {config.policy}{' --layerwise on' if config.layerwise else ''}"
-    return (
-        f"{wanted}: the layers are not known, since the header of {source.path} names none (it is "
-        f"older than that, or of --granularity bucket); accepted: a policy without CFs of layers, "
-        f"or a record of train {wanted} --granularity layer"
-    )
 
 
 def make_context(config: TrainConfig, source: Source, policy: Policy) -> Context:
@@ -128,11 +124,8 @@ def _supported(source: Source, base: Compressor | None) -> Callable[[float], flo
         return lambda cf: told.get(cf, cf)
     if header is not None and header.layers:
         shape = max((tuple(sizes) for sizes in header.layers.values()), key=prod)
-    elif header is not None:
-        shape = (header.numel,)
-    else:  # roughly, from the bytes of a dense step on two ranks
-        dense = (record.report.dense_wire_bytes for record in source.recorded.steps)
-        shape = (int(next((nbytes for nbytes in dense if nbytes > 4), 4e6) / 4),)
+    else:
+        shape = (10**6 if header is None else header.numel,)
     return lambda cf: told[cf] if cf in told else base.supported_for(cf, shape)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from adaptive import StepRecord
-from policies import DENSE, Plan
+from policies import DENSE
 from policies.base import counted_steps
 from policies.words import named
 from runs.config import TrainConfig
@@ -37,12 +36,12 @@ def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict
     recorded, costs = source.recorded, replayed.costs
     ours = [plan.send for plan in replayed.plans]
     theirs = [record.report.cf for record in recorded.steps]
-    settings = {} if config.cf_range is None else {"cf_range": config.cf_range}
+    cf_range = {} if config.cf_range is None else {"cf_range": config.cf_range}
     beyond = dict(_beyond(config, recorded, replayed))
     return {
         "timeline": str(source.path),
         "policy": policy_name(config.policy),
-        "settings": written_arguments(config.policy) | settings,
+        "settings": written_arguments(config.policy) | cf_range,
         "recorded_policy": source.policy,
         "steps": len(ours),
         "identical": replayed.identical and list(replayed.events) == recorded.events,
@@ -67,10 +66,8 @@ def make_table(result: dict[str, Any]) -> list[RenderableType]:
     told = f"{result['policy']} replayed over {number} steps of {result['timeline']}"
     lines: list[RenderableType] = [strong(f"{told}: {_verdict(result)}")]
     settings = [f"{name} {shown(value)}" for name, value in result["settings"].items()]
-    lines.append(
-        f"  settings: {', '.join(settings) or 'the defaults'}; recorded: "
-        f"{result['recorded_policy']}"
-    )
+    recorded = f"recorded: {result['recorded_policy']}"
+    lines.append(f"  settings: {', '.join(settings) or 'the defaults'}; {recorded}")
     if not result["identical"]:
         lines.append(f"  the CF of the record in {result['same_cf_steps']} of {number} steps")
     lines.append("  switches and judgements")
@@ -196,24 +193,20 @@ def _notes(source: Source, config: TrainConfig, replayed: Replayed) -> Iterator[
 
 def departure(recorded: Recorded, replayed: Replayed) -> str:
     """The first step or reason in which a replay differs, in words; "" if none does."""
-    if not replayed.identical:
-        return _difference(recorded.steps[replayed.followed], replayed.plans[replayed.followed])
-    for theirs, ours in zip_longest(recorded.events, replayed.events):
-        if theirs != ours:
-            was, now = (f'"{each.reason}"' if each else "none" for each in (theirs, ours))
-            return f"step {(theirs or ours).step} gave as a reason {was}, in the replay {now}"
-    return ""
-
-
-def _difference(record: StepRecord, plan: Plan) -> str:
-    report = record.report
-    where = f"step {report.step} sent {named(report.cf)}"
+    if replayed.identical:
+        for theirs, ours in zip_longest(recorded.events, replayed.events):
+            if theirs != ours:
+                was, now = (f'"{each.reason}"' if each else "none" for each in (theirs, ours))
+                step = (theirs or ours).step
+                return f"step {step} gave as a reason {was}, in the replay {now}"
+        return ""
+    plan, report = replayed.plans[replayed.followed], recorded.steps[replayed.followed].report
     if plan.send != report.cf:
-        return f"{where}, in the replay {named(plan.send)}"
-    theirs, ours = set(report.measurements), {plan.send, *plan.probe} - {DENSE}
-    if theirs == ours:
-        return f"{where} in both, but with other CFs of layers"
-    was, now = (", ".join(map(named, sorted(each))) or "nothing" for each in (theirs, ours))
+        return f"step {report.step} sent {named(report.cf)}, in the replay {named(plan.send)}"
+    measured = set(report.measurements), {plan.send, *plan.probe} - {DENSE}
+    if measured[0] == measured[1]:
+        return f"step {report.step} sent {named(plan.send)}, but with other CFs of layers"
+    was, now = (", ".join(map(named, sorted(each))) or "nothing" for each in measured)
     return f"step {report.step} measured {was}, in the replay {now}"
 
 

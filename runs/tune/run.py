@@ -1,8 +1,9 @@
-"""The trials of a study, each a run of all workers: rank 0 asks for one, all ranks train it, and
-rank 0 tells what came of it."""
+"""Studies from their beginnings to their last trials. Each trial is a run of all workers: rank 0
+asks for it, all ranks train it, and rank 0 tells what came of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -18,19 +19,23 @@ import optuna
 import torch.distributed as dist
 from optuna.trial import TrialState
 
+from runs.build import check
 from runs.config import TrainConfig
 from runs.interrupt import INTERRUPTED, Interrupt
 from runs.launch import launch
 from runs.logbook import Logbook, emulated
-from runs.parser import UsageError
+from runs.parser import UsageError, check_writable
 from runs.progress import Progress
 from runs.report.rows import modelled
 from runs.report.source import read_folder
-from runs.result import save_result
+from runs.result import save_result, title
 from runs.train import Outcome, train
 from runs.tune import study as book
+from runs.tune.options import GOES_ON
+from runs.tune.report import make_report, make_summary
+from runs.tune.screen import Record, read, screen
 from runs.tune.storage import BEAT, needed
-from runs.tune.tuning import Objective, Tuning
+from runs.tune.tuning import Objective, Tuning, make_tunings
 from runs.worker import join, output
 
 TRIALS_A_START = 20
@@ -47,7 +52,77 @@ class Ending(NamedTuple):
     values: list[float] | None = None
 
 
-def run_with_workers(tuning: Tuning, study: optuna.Study, out: TextIO) -> int:
+def tune(given: dict[str, Any]) -> int:
+    """One study after another, and their reports; returns the exit code."""
+    rank, started = int(os.environ.get("RANK", 0)), os.environ.get("WORLD_SIZE")  # by torchrun
+    if started is not None:
+        given = {"workers": int(started), **given}
+        if given["workers"] != int(started):
+            raise UsageError(
+                f"--workers {given['workers']}: torchrun has started {started}; accepted: "
+                f"{started}, or leave it out"
+            )
+    tunings = make_tunings(given)
+    records = []
+    for tuning in tunings.values():  # have all errors before the first worker starts
+        check(tuning.config())
+        check_writable(tuning.folder)
+        records.append(None if tuning.timeline is None else read(tuning))
+    as_json = bool(given.get("json", False))
+    out = sys.stderr if as_json else sys.stdout
+    results: dict[str, dict[str, Any]] = {}
+    code, interrupt = 0, None
+    for (label, tuning), record in zip(tunings.items(), records, strict=True):
+        with needed(tuning.url):
+            study = _begin(label, tuning, record, out) if rank == 0 else None
+            if started is not None:
+                interrupt = interrupt or join(
+                    tuning.config().threads, rank, int(started), "env://"
+                )  # which a process can do once
+                code = run_trials(tuning, rank, interrupt)
+            elif study is not None:
+                code = _with_our_workers(tuning, study, out)
+            if study is not None:
+                results[label], text = make_report(tuning, study)
+                print(f"\n{text}\nfiles in {tuning.folder}\n", file=out, flush=True)
+        if code:
+            break
+    if rank == 0:
+        result = results.get("")
+        if result is None:
+            result, text = make_summary(tunings, results)
+            print(text, file=out, flush=True)
+        if code == INTERRUPTED:
+            print(GOES_ON, file=out, flush=True)
+        if as_json:
+            print(json.dumps(result, allow_nan=False), flush=True)
+    return code
+
+
+def _begin(label: str, tuning: Tuning, record: Record | None, out: TextIO) -> optuna.Study:
+    """The study, settings screened on the record. No folder without a storage."""
+    if tuning.storage is None:
+        tuning.folder.mkdir(parents=True, exist_ok=True)
+    study = book.open_study(tuning)
+    tuning.folder.mkdir(parents=True, exist_ok=True)
+    config, done = tuning.config(), len(book.trials_that_count(study))
+    begun = f", {done} of them begun already" if done else ""
+    print(
+        *([f"setting {label}"] if label else []),
+        f"{title(config)}, {config.steps} steps",
+        f"searching {', '.join(map(str, tuning.space))}",
+        f"for {' and '.join(tuning.objective.labels)}: {tuning.trials} trials{begun}, "
+        f"files in {tuning.folder}",
+        sep="\n",
+        file=out,
+        flush=True,
+    )
+    if record is not None:
+        screen(tuning, record, study, out)
+    return study
+
+
+def _with_our_workers(tuning: Tuning, study: optuna.Study, out: TextIO) -> int:
     """Start workers until the study is full; returns the exit code. A crash costs one trial."""
     owner, code = _owner(), 0
     while code == 0 and len(book.trials_that_count(study)) < tuning.trials:

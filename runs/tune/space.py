@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
 from typing import get_args
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -12,6 +11,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from adaptive.config import MEMORIES
 from compressors import make_compressor
 from policies.base import SCALINGS, GainKind
+from runs.option_types import number, number_that
 from runs.parser import UsageError, option
 from runs.policy_expression import BY_NAME, argument_names
 
@@ -32,6 +32,8 @@ HARRIS = ("lr", "clip_norm")
 
 DIGITS = 3
 """Significant digits of a searched number: what is printed is then exactly what ran."""
+
+INTEGER = number_that(lambda value: True, "an integer", int)
 
 Value = float | int | str
 Numbers = FloatDistribution | IntDistribution
@@ -113,45 +115,31 @@ def _distribution(spec: str, policy: str, known: dict[str, Distribution]) -> Dis
         owner = next((each for each in BY_NAME if name in argument_names(each)), None)
         why = f"{name!r} is for --policy {owner}" if owner else f"{name!r} is unknown"
         raise ValueError(f"{why}; accepted: {', '.join(accepted)}")
+    usual = known[name]
     if not equals:
-        return known[name]
-    if ".." in text:
-        return _range(name, text, known[name])
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts) or len(set(parts)) < len(parts):
+        return usual
+    if isinstance(usual, CategoricalDistribution):
+        for part in text.split(","):
+            _check_choice(name, part, usual)
+        return _choice(text.split(","))
+    read = INTEGER if isinstance(usual, IntDistribution) else number
+    if ".." not in text:
+        return _choice([read(part) for part in text.split(",")])
+    low, high = map(read, text.split("..", 1))
+    if not (low <= high and (low > 0 or not usual.log)):
+        raise ValueError(f"must be LOW..HIGH with {'0 < ' if usual.log else ''}LOW <= HIGH")
+    return type(usual)(low, high, log=usual.log)
+
+
+def _choice(values: Sequence[Value]) -> CategoricalDistribution:
+    if len(set(values)) < len(values):
         raise ValueError("must be NAME=A,B,C, each once, or NAME=LOW..HIGH")
-    return CategoricalDistribution([_choice(name, part, known[name]) for part in parts])
+    return CategoricalDistribution(values)
 
 
-def _range(name: str, text: str, known: Distribution) -> Numbers:
-    if isinstance(known, CategoricalDistribution):
-        listed = ",".join(map(str, known.choices))
-        raise ValueError(f"{name} has no range; accepted: names, as in {name}={listed}")
-    low, high = (_number(part, known) for part in text.split("..", 1))
-    if not (low <= high and (low > 0 or not known.log)):
-        raise ValueError(f"must be LOW..HIGH with {'0 < ' if known.log else ''}LOW <= HIGH")
-    if isinstance(known, IntDistribution):
-        return IntDistribution(int(low), int(high), log=known.log)
-    return FloatDistribution(low, high, log=known.log)
-
-
-def _choice(name: str, text: str, known: Distribution) -> Value:
-    if not isinstance(known, CategoricalDistribution):
-        return _number(text, known)
+def _check_choice(name: str, text: str, usual: CategoricalDistribution) -> None:
+    """ValueError if it is no value of that option."""
     if name == "base":
         make_compressor(text)
-    elif text not in (accepted := MEMORIES if name == "memory" else known.choices):
+    elif text not in (accepted := MEMORIES if name == "memory" else usual.choices):
         raise ValueError(f"{text!r} is no {name}; accepted: {', '.join(map(str, accepted))}")
-    return text
-
-
-def _number(text: str, known: Numbers) -> float:
-    whole = isinstance(known, IntDistribution)
-    try:
-        value = int(text) if whole else float(text)
-    except ValueError:
-        value = nan
-    if not isfinite(value):
-        what = "an integer" if whole else "a finite number"
-        raise ValueError(f"{text.strip()!r} must be {what}")
-    return value

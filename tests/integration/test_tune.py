@@ -270,7 +270,7 @@ BAD = {
     "--plan grid": ["--plan", "'grid'", "random"],
     "--search speed": ["--search speed", "unknown", "margin"],
     "--policy gravac --search eta": ["--search eta", "--policy accordion"],
-    "--search gain=0..1": ["--search gain=0..1", "gain=gradient"],
+    "--search gain=0..1": ["--search gain=0..1", "accepted: gradient"],
     "--search lr=1..0.1": ["--search lr=1..0.1", "LOW <= HIGH"],
     "--search window=1.5..2": ["'1.5'", "integer"],
     "--search lr=a,b": ["'a'", "finite number"],
