@@ -180,7 +180,7 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
     path = folder / "meta.json"
     try:
         meta = read_json(path)
-        config = TrainConfig.from_json({**meta["config"], "log_dir": str(log_dir)})
+        config = TrainConfig.from_json(meta["config"], log_dir)
         step, world_size = int(meta["step"]), int(meta["world_size"])
         if "digests" not in meta:
             raise UsageError(

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from math import isfinite
 from statistics import median
 from typing import Any, TextIO
@@ -61,7 +62,7 @@ class Logbook(Timeline):
         self.last: StepRecord | None = None
         self.notes: list[str] = []
         self.evaluations: list[tuple[int, float]] = []
-        self.progress = progress or Progress(first_step, config.steps, emulated(config))
+        self.progress = progress or Progress(config.steps, emulated(config))
         self._metrics: TextIO | None = None
         self._writer: Any = None
         self._pace = _Pace()
@@ -187,7 +188,8 @@ class Logbook(Timeline):
 
     def histograms(self, densities: Densities) -> None:
         """Histograms of a step's gradients."""
-        line = json.dumps({"step": densities.step, "densities": densities.as_json()}) + "\n"
+        found = asdict(densities)
+        line = json.dumps({"step": found.pop("step"), "densities": found}) + "\n"
         if self._metrics is not None:
             self._try(METRICS_FILE, self._metrics.write, line)
 

@@ -17,8 +17,6 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from runs.policy_expression import moved_option
-
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the message names the option and what is accepted."""
@@ -44,9 +42,7 @@ def read(
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        names = [each.name for group in groups.values() for each in fields(group)]
-        moved = moved_option(words, names) if "policy" in names else ""
-        raise UsageError(moved or _first_words(errors.getvalue())) from None
+        raise UsageError(_first_words(errors.getvalue())) from None
     told = {}
     for name in groups:
         group = getattr(found, name)

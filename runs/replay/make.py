@@ -12,9 +12,8 @@ from adaptive.sizes import are_updates
 from compressors import Compressor
 from policies import Policy
 from policies.base import DENSE, Context
-from runs.build import build_policy, build_task, cf_range, check_compression
+from runs.build import build_policy, build_task, cf_range, check_compression, initial_model
 from runs.config import TrainConfig
-from runs.initial import initial_model
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.policy_expression import BY_NAME, OFF, policy_name

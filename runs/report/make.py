@@ -15,7 +15,7 @@ from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
 from runs.report.table import link_notes, make_rows, make_text, own_networks
 from runs.report.target import choose_targets
-from runs.stages import told
+from runs.stages import counted
 from runs.tables import faint, show, strong
 
 PAGE_FILE, RESULT_FILE = "report.html", "report.json"
@@ -67,7 +67,7 @@ def make_report(options: ReportOptions) -> int:
 def _read(places: list[Place], notes: list[str]) -> list[Run]:
     """All runs; one that has not begun is a note among others, and an error alone."""
     runs: list[Run] = []
-    for place in told([(place.name, place) for place in places], "reading"):
+    for place in counted(places, len(places), "reading", "runs"):
         try:
             runs.append(read_run(place))
         except NoStepError:

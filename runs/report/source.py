@@ -11,9 +11,7 @@ from typing import Any
 from runs.compare.digest import rate
 from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig, load_config
-from runs.densities import Densities
-from runs.events import has_events
-from runs.files import read_json
+from runs.files import has_events, read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.policy_expression import UntrustedPolicyError
@@ -21,7 +19,6 @@ from runs.records import (
     METRICS_FILE,
     TIMELINE_FILE,
     Recorded,
-    amount,
     number,
     read_metrics,
     read_records,
@@ -116,7 +113,7 @@ def _read_run(place: Place) -> Run:
         slices,
         ending,
         tuple(damage for damage in (recorded.damage, metrics.damage) if damage),
-        tuple(Densities.from_json(step, value) for step, value in metrics.densities),
+        metrics.densities,
     )
 
 
@@ -190,9 +187,9 @@ def _ending(path: Path) -> Ending | None:
         return Ending(
             steps=whole_number("steps", result["steps"]),
             quality=number("quality", result["quality"]),
-            bytes_sent=amount("bytes_sent", summary["bytes_sent"]),
-            dense_bytes=amount("dense_bytes", summary["dense_bytes"]),
-            steps_per_second=amount("steps_per_second", result["steps_per_second"]),
+            bytes_sent=number("bytes_sent", summary["bytes_sent"]),
+            dense_bytes=number("dense_bytes", summary["dense_bytes"]),
+            steps_per_second=number("steps_per_second", result["steps_per_second"]),
             test=number("test", result.get("test")),
             best_step=whole_number("best_step", result.get("best_step", 0)),
             beside={

@@ -108,18 +108,18 @@ def simulate(job: Job) -> int:
 
     from runs.build import build_task
     from runs.simulate.ranks import WorkerError, run_ranks
-    from runs.worker import Ended, run_rank
+    from runs.worker import run_rank
 
     config = job.config
     torch.set_num_threads(config.threads)
     task = build_task(config)
     interrupt = Interrupt(own_parent=False)
 
-    def work(rank: int, group: dist.ProcessGroup) -> Ended:
+    def work(rank: int, group: dist.ProcessGroup) -> int:
         return run_rank(job, rank, interrupt, task, voters=group)
 
     try:
-        ended = run_ranks(config.workers, work, _Answer(interrupt))
+        codes = run_ranks(config.workers, work, _Answer(interrupt))
     except WorkerError as error:
         cause = error.__cause__
         if isinstance(cause, UsageError):
@@ -134,7 +134,7 @@ def simulate(job: Job) -> int:
         return 1
     finally:
         interrupt.restore()
-    return int(ended[0].code(0))
+    return int(codes[0])
 
 
 class _Answer:
