@@ -38,17 +38,8 @@ _CONTENTS = ("step", "model", "optimizer", "compressor", "rng")
 """What a rank's file holds, beside the entry that says of which run and step it is."""
 
 _FREE = (
-    "log_dir",
-    "data",
-    "workers",
-    "steps",
-    "threads",
-    "eval_every",
-    "checkpoint_every",
-    "json",
-    "simulated",
-    "densities",
-    "command",
+    *("log_dir", "data", "workers", "steps", "threads", "eval_every", "checkpoint_every", "json"),
+    *("simulated", "densities", "command"),
 )
 """Entries of a configuration that may be others when a run goes on; the rest is its identity."""
 
@@ -182,11 +173,6 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
         meta = read_json(path)
         config = TrainConfig.from_json(meta["config"], log_dir)
         step, world_size = int(meta["step"]), int(meta["world_size"])
-        if "digests" not in meta:
-            raise UsageError(
-                f"--resume {log_dir}: the checkpoint is of an older version, without the digests "
-                f"of its files, and cannot be checked; {_ACCEPTED}"
-            )
         digests = tuple(str(digest) for digest in meta["digests"])
         if len(digests) != world_size:
             raise ValueError(f"{len(digests)} digests for {world_size} ranks")
@@ -198,10 +184,10 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(f"--resume {log_dir}: {path} is damaged: {error}; {_ACCEPTED}") from error
-    for rank in range(found.world_size):
-        file = _rank_file(folder, found.step, rank)
-        if not file.exists():
-            raise UsageError(f"--resume {log_dir}: {file} is missing; {_ACCEPTED}")
+    files = (_rank_file(folder, step, rank) for rank in range(world_size))
+    missing = next((file for file in files if not file.exists()), None)
+    if missing is not None:
+        raise UsageError(f"--resume {log_dir}: {missing} is missing; {_ACCEPTED}")
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from runs.fields import Fields, Limits
 from runs.files import not_a_link, read_json
+from runs.parser import words_of
 from runs.policy_expression import with_arguments
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
 
@@ -68,7 +69,7 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
             if usual or option.name in ("log_dir", "json", "simulated", "netlab"):
                 continue
             name = renamed.get(option.name, option.name)
-            words += [f"--{name.replace('_', '-')}", *_words(value)]
+            words += [f"--{name.replace('_', '-')}", *words_of(value)]
         return shlex.join(words)
 
     def save(self) -> None:
@@ -146,13 +147,3 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-def _words(value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return ["on" if value else "off"]
-    if isinstance(value, tuple):
-        return [word for part in value for word in _words(part)]
-    if isinstance(value, float):
-        return [str(int(value)) if value.is_integer() else repr(value)]
-    return [str(value)]

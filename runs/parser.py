@@ -149,10 +149,17 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def shown(value: Any) -> str:
+def words_of(value: Any) -> list[str]:
     """A value as it is written on a command line."""
-    if isinstance(value, (list, tuple)):
-        return " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
     if isinstance(value, bool):
-        return ("off", "on")[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return ["on" if value else "off"]
+    if isinstance(value, (list, tuple)):
+        return [word for part in value for word in words_of(part)]
+    if isinstance(value, float):
+        return [str(int(value)) if value.is_integer() else repr(value)]
+    return [str(value)]
+
+
+def shown(value: Any) -> str:
+    """The same, to be told of."""
+    return " ".join(words_of(value))
