@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from adaptive import reshard_states
 from runs.config import TrainConfig, as_today, write_text
-from runs.files import not_a_link, open_regular, read_json
+from runs.files import not_a_link, open_regular, read_json, whole_file
 from runs.parser import UsageError
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
@@ -250,15 +250,10 @@ def _identity(config: TrainConfig, step: int, rank: int, world_size: int) -> dic
 
 def _write(path: Path, state: dict[str, Any]) -> str:
     """Write one rank's file, whole or not at all; returns its digest."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = not_a_link(path.with_name(path.name + ".tmp"))
-    with temporary.open("wb") as file:
+    with whole_file(path) as file:
         digesting = _Digesting(file)
         torch.save(state, cast(IO[bytes], digesting))
         digesting.check()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
     _sync(path.parent)
     return digesting.sha256.hexdigest()
 
@@ -318,12 +313,9 @@ def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
 
 def _take_back(path: Path) -> None:
     """Remove what was written of a checkpoint that did not become valid."""
-    for left in (path, path.with_name(path.name + ".tmp")):
-        try:
-            left.unlink(missing_ok=True)
-            path.parent.rmdir()
-        except OSError:
-            continue  # other ranks' files are in it, or the disk is gone
+    with suppress(OSError):  # other ranks' files are beside it, or the disk is gone
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 class _Digesting:

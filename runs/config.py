@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from sys import float_info
 from typing import Any
 
 from runs.fields import Fields, Limits
-from runs.files import not_a_link, read_json
+from runs.files import read_json, whole_file
 from runs.parser import words_of
 from runs.policy_expression import with_arguments
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
@@ -134,16 +132,6 @@ def as_today(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none: to a temporary one beside it, synced and then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = not_a_link(path.with_name(path.name + ".tmp"))
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    """Write a whole file or none. OSError if that cannot be done."""
+    with whole_file(path) as file:
+        file.write(text.encode())

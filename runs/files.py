@@ -13,6 +13,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -56,6 +57,23 @@ def not_a_link(path: Path) -> Path:
     if path.is_symlink():
         path.unlink()
     return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, whole or not at all: a temporary one beside it, synced and then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = not_a_link(path.with_name(path.name + ".tmp"))
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> Any:

@@ -9,8 +9,7 @@ twice.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -153,12 +152,15 @@ def read_records(path: Path) -> Recorded:
     damage = Damage(path)
     found = _Found(damage)
     values = event_values(path, damage) if has_events(path) else json_lines(path, True, damage)
-    with _no_collection():
+    gc.disable()  # millions of new objects: looking for cycles takes most of the time
+    try:
         for line, value in values:
             try:
                 found.take(line, value)
             except ValueError as error:
                 damage.add(line, f"not a timeline record: {error}")
+    finally:
+        gc.enable()
     if damage.count and not (found.steps or found.events or found.header):
         raise ValueError(f"{path}, {damage.first}")
     steps = [found.steps[step] for step in sorted(found.steps)]
@@ -179,7 +181,7 @@ class _Found:
         self._damage = damage
         self._newest = -1
         self._events_before = 0  # the last step
-        self._again: list[str] = []  # where the run was resumed
+        self._again = ""  # where the run was resumed first
 
     def take(self, line: int, value: dict[str, Any]) -> None:
         """ValueError if the value is no record."""
@@ -188,7 +190,7 @@ class _Found:
             record = _FIELDS.read(StepRecord, value)
             step = record.report.step
             if step in self.steps:
-                self._again.append(f"step {step} in line {line}")
+                self._again = self._again or f"step {step} in line {line}"
                 self._go_back_to(step)
             elif step < self._newest:
                 self._damage.unordered = True
@@ -224,10 +226,9 @@ class _Found:
         """What else there is to say of the file."""
         said = []
         if self._again:
-            more = f", and {len(self._again) - 1} more" if len(self._again) > 1 else ""
             said.append(
-                f"steps come again ({self._again[0]}{more}), as in a run that was resumed: the "
-                f"later ones count"
+                f"steps come again ({self._again}), as in a run that was resumed: the later ones "
+                f"count"
             )
         missing = steps[-1].report.step - steps[0].report.step + 1 - len(steps) if steps else 0
         if missing and not self._damage.count:
@@ -334,18 +335,6 @@ def read_metrics(path: Path) -> Metrics:
 
 def _densities(step: int, value: Any) -> Densities:
     return _FIELDS.read(Densities, {**value, "step": step} if isinstance(value, dict) else value)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Millions of new objects, no cycles among them: looking for cycles takes most of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _step_of(value: dict[str, Any]) -> int:

@@ -6,12 +6,14 @@ classes themselves.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from math import sqrt
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,7 +31,6 @@ from runs.build import (
 )
 from runs.config import TrainConfig
 from runs.densities import Densities, density
-from runs.early import EarlyStopping
 from runs.tasks import Task, trainable
 
 RANK, START = 4, 2
@@ -59,9 +60,16 @@ class Trainer:
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
         model = initial_model(config, self.task, read_weights=not resumed)
-        self._other_hook = _OtherHook(config.ddp_hook)
-        self.model = DDP(model, bucket_cap_mb=self._other_hook.bucket_cap_mb)
-        self._other_hook.register(self.model)
+        self._power: PowerSGDState | None = None
+        if config.ddp_hook == "powersgd":
+            self._power = PowerSGDState(
+                None, matrix_approximation_rank=RANK, start_powerSGD_iter=START
+            )
+        self.model = DDP(model, bucket_cap_mb=None if self._power is None else ONE_BUCKET)
+        if self._power is not None:
+            self.model.register_comm_hook(self._power, powerSGD_hook)
+        elif config.ddp_hook == "bf16":
+            self.model.register_comm_hook(None, _bf16)
         self.optimizer = make_optimizer(config, self.task, self.model)
         self.early = EarlyStopping(config.patience, self.task.higher_is_better)
         self._config = config
@@ -125,7 +133,11 @@ class Trainer:
     def _dense_summary(self) -> Summary:
         """What plain DDP has sent, perhaps with a hook of PyTorch's."""
         dense = self.step * sum(p.numel() for p in trainable(self.model))
-        floats, payload = self._other_hook.payload(dense)
+        floats = dense
+        if self._power is not None:
+            _, before, after = self._power.compression_stats()
+            floats = round(dense - before + after)
+        payload = floats * (2 if self._config.ddp_hook == "bf16" else 4)
         return Summary(
             steps=self.step,
             cf=DENSE,
@@ -170,34 +182,64 @@ class Trainer:
             torch.manual_seed(crc32(repr((self._config.seed, self.step, self.rank)).encode()))
 
 
-class _OtherHook:
-    """A hook of PyTorch's on a model. name: one of runs.settings.DDP_HOOKS; None: DDP as it is."""
+class EarlyStopping:
+    """This stops a run whose quality has not become better in `patience` evaluations in a row, and
+    keeps the model that had the best one (Prechelt 1998). A patience of 0 does neither.
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name
-        self._state: PowerSGDState | None = None
-        if name == "powersgd":
-            self._state = PowerSGDState(
-                None, matrix_approximation_rank=RANK, start_powerSGD_iter=START
-            )
+    Rank 0 evaluates, so rank 0 notes, and the others hear from it. stopped: on all ranks, whether
+    the run is to end. best, step: the best quality, and after how many steps; on rank 0, which also
+    has the model.
+    """
 
-    @property
-    def bucket_cap_mb(self) -> float | None:
-        """For the model's constructor."""
-        return None if self._state is None else ONE_BUCKET
+    def __init__(self, patience: int, higher_is_better: bool) -> None:
+        self.patience = patience
+        self.stopped = False
+        self.best: float | None = None
+        self.step = 0
+        self._sign = 1 if higher_is_better else -1
+        self._since = 0  # evaluations since the best one
+        self._model: dict[str, Any] = {}
 
-    def register(self, model: DDP) -> None:
-        if self._name == "bf16":
-            model.register_comm_hook(None, _bf16)
-        elif self._state is not None:
-            model.register_comm_hook(self._state, powerSGD_hook)
+    def note(self, step: int, quality: float, model: nn.Module) -> None:
+        """The model's quality after so many steps. One that is not a number is no better."""
+        if not self.patience:
+            return
+        if self.best is None or self._sign * (quality - self.best) > 0:
+            self.best, self.step, self._since = quality, step, 0
+            self._model = deepcopy(model.state_dict())
+        else:
+            self._since += 1
 
-    def payload(self, dense: int) -> tuple[int, int]:
-        """Elements and bytes handed to collectives in place of so many elements in all."""
-        if self._state is not None:
-            _, before, after = self._state.compression_stats()
-            dense = round(dense - before + after)
-        return dense, dense * (2 if self._name == "bf16" else 4)
+    def agree(self) -> None:
+        """Tell all ranks whether it stops: a collective, unless the patience is 0."""
+        if self.patience:
+            said = [self._since]
+            dist.broadcast_object_list(said, src=0)
+            self._since = said[0]
+            self.stopped = self._since >= self.patience
+
+    def take_best(self, step: int, model: nn.Module) -> float | None:
+        """Give the model, which has done so many steps, the weights of the best one; the quality
+        that it has then, or None if it is the best itself."""
+        if self.best is None or self.step == step:
+            return None
+        model.load_state_dict(self._model)
+        return self.best
+
+    def why(self) -> str:
+        """Why it has stopped, in words; "" if it has not."""
+        if not self.stopped:
+            return ""
+        times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations in a row"
+        return f"{times} brought nothing better than that after step {self.step}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "step": self.step, "since": self._since, "model": self._model}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.step, self._since = state["best"], state["step"], state["since"]
+        self._model = state["model"]
+        self.stopped = 0 < self.patience <= self._since
 
 
 def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -7,11 +7,12 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import parent_process
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
+from runs.checkpoint import raise_on_all
 from runs.config import TrainConfig
 from runs.interrupt import DIVERGED, INTERRUPTED, UNSAVED, Interrupt
 from runs.job import Job, claimed
@@ -35,17 +36,15 @@ def run_torchrun_worker(job: Job, rank: int, world_size: int) -> int:
     rank 0 does, and tells the others which it is. job: as this rank has understood the command."""
     interrupt = join(job.config.threads, rank, world_size, "env://")
     with ExitStack() as held:
-        said: list[Any] = [None, ""]
+        agreed, problem = [job], ""
         if rank == 0:
             try:
-                said[0] = held.enter_context(claimed(job))
+                agreed = [held.enter_context(claimed(job))]
             except UsageError as error:
-                said[1] = str(error)
-        dist.broadcast_object_list(said, src=0)
-        agreed, problem = said
-        if problem:
-            raise UsageError(problem)
-        code = run_rank(agreed, rank, interrupt)
+                problem = str(error)
+        raise_on_all(problem)
+        dist.broadcast_object_list(agreed, src=0)
+        code = run_rank(agreed[0], rank, interrupt)
         dist.destroy_process_group()
         return code
 

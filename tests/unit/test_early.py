@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from runs.densities import BINS, Densities, Density, density, edges
-from runs.early import EarlyStopping
 from runs.records import read_metrics
 from runs.simulate.ranks import run_ranks
+from runs.trainer import EarlyStopping
 from tests.unit.ranks import simulates
 
 
