@@ -31,8 +31,9 @@ class Progress:
         if record is not None:
             numbers |= numbers_of(record)
         now = time.monotonic()
+        first = self._first is None
         if self._first is None:  # what came before the end of the first is not counted
-            self._first, self._began, self._said = step, now, now
+            self._first, self._began = step, now
             self._bar = make_bar(
                 self._stream,
                 total=self._total,
@@ -41,12 +42,14 @@ class Progress:
                 unit=" steps",
                 dynamic_ncols=True,
             )
-        elif self._bar is not None:
-            self._bar.set_postfix(numbers, refresh=False)
-            self._bar.update(1)
-        elif now - self._said >= SECONDS or step == self._total:
+        if self._bar is not None:
+            self._bar.set_postfix(numbers, refresh=first)
+            self._bar.update(0 if first else 1)
+        elif first or now - self._said >= SECONDS or step == self._total:
             self._said = now
-            numbers["steps/s"] = f"{(step - self._first) / max(now - self._began, 1e-9):.1f}"
+            if not first:
+                rate = (step - self._first) / max(now - self._began, 1e-9)
+                numbers["steps/s"] = f"{rate:.1f}"
             text = "  ".join(f"{name} {value}" for name, value in numbers.items())
             self.say(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
 
