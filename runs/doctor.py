@@ -50,37 +50,28 @@ class DoctorOptions:
 OPTIONS = {"doctor": options(DoctorOptions)}
 
 
-@dataclass(frozen=True)
-class Visit:
-    """What a worker is to do. report: a file for the numbers, or None."""
-
-    script: Script
-    steps: int
-    report: str | None
-
-
 def main(given: dict[str, Any]) -> int:
     """Run the script, whose words are given["command"], under the doctor's eyes; its exit code."""
     words = given.pop("command")
     if not words:
         raise UsageError("-- SCRIPT: none given; accepted: doctor -- my_script.py ...")
-    asked = DoctorOptions(**given)
-    visit = Visit(Script.of(words), asked.steps, asked.json)
+    asked, script = DoctorOptions(**given), Script.of(words)
     if {"RANK", "WORLD_SIZE"} <= set(os.environ):
-        watched = _watch(visit)
-        return watched(run_words(visit.script))
+        return _watch(asked)(run_words(script))
     from runs.launch import launch
 
-    return launch(visit_script, visit, asked.workers)
+    return launch(_visit, (asked, script), asked.workers)
 
 
-def visit_script(visit: Visit, rank: int, world_size: int, init_method: str) -> int:
+def _visit(
+    visit: tuple[DoctorOptions, Script], rank: int, world_size: int, init_method: str
+) -> int:
     """Work for `launch`."""
-    watched = _watch(visit)
-    return watched(run_script(visit.script, rank, world_size, init_method))
+    asked, script = visit
+    return _watch(asked)(run_script(script, rank, world_size, init_method))
 
 
-def _watch(visit: Visit) -> Callable[[int], int]:
+def _watch(asked: DoctorOptions) -> Callable[[int], int]:
     """From now on, look at the first DDP model that is trained in this process. Returns a function
     that makes the command's exit code of the script's, and says if there was too little to see."""
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -95,7 +86,7 @@ def _watch(visit: Visit) -> Callable[[int], int]:
         nonlocal doctor
         result = attach(compressor, *args, **kwargs)
         if doctor is None:
-            doctor = compressor.doctor(visit.steps, lambda verdict: _tell(verdict, visit.report))
+            doctor = compressor.doctor(asked.steps, lambda verdict: _tell(verdict, asked.json))
         return result
 
     def before_forward(model: DDP, *_: Any) -> None:
@@ -125,7 +116,7 @@ def _watch(visit: Visit) -> Callable[[int], int]:
             steps = 0 if doctor is None else doctor.steps_done
             print(
                 f"doctor: the script has ended after {steps} steps of a DDP model in training, "
-                f"and the doctor needs {visit.steps} and one more",
+                f"and the doctor needs {asked.steps} and one more",
                 file=sys.stderr,
                 flush=True,
             )

@@ -52,19 +52,16 @@ _FIELDS = Fields(
         **dict.fromkeys(("kept_norms", "grad_norms", "down_bytes"), _AMOUNT),
         **dict.fromkeys(("wire_bytes", "dense_wire_bytes", "timed_bytes"), _AMOUNT),
         **dict.fromkeys(("statistics_bytes", "dense_bytes"), _AMOUNT),
-        **dict.fromkeys(("bytes_sent", "steps_per_second"), _AMOUNT),
+        **dict.fromkeys(("bytes_sent", "floats_sent", "steps_per_second"), _AMOUNT),
     }
 )
 """How records are read; of all other fields a number may be anything."""
 
-
-def number(name: str, value: Any) -> float:
-    """An entry of another file; of some names it is never negative. ValueError names it."""
-    return _FIELDS.read(float, value, name)
+make = _FIELDS.read
 
 
 def whole_number(name: str, value: Any) -> int:
-    """The same of a count."""
+    """A count of another file. ValueError names it."""
     return _FIELDS.read(int, value, name)
 
 
@@ -320,7 +317,7 @@ def read_metrics(path: Path) -> Metrics:
         try:
             done = _step_of(value) + 1
             if "quality" in value:
-                evaluations.append((done, number("quality", value["quality"])))
+                evaluations.append((done, _FIELDS.read(float, value["quality"], "quality")))
             if "densities" in value:
                 densities[done - 1] = _densities(done - 1, value["densities"])
             trained = max(trained, done)

@@ -29,11 +29,16 @@ from runs.plot import PLOT_FILE, draw_timeline
 from runs.policy_expression import OFF, policy_name, written_arguments
 from runs.progress import number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
-from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.settings import DEFAULT_CF
 from runs.tables import faint, show, strong, table
 from runs.tasks import TASKS
-from runs.times import seconds_by_clock, server_bytes, where_time_went
+from runs.times import (
+    one_worker_seconds,
+    scaling_efficiency,
+    seconds_by_clock,
+    server_bytes,
+    where_time_went,
+)
 from runs.train import Outcome
 
 RESULT_FILE = "result.json"
@@ -70,7 +75,7 @@ def is_dense(config: TrainConfig) -> bool:
     """Every step exchanges all of every gradient, and its mean moves the model: what compression is
     compared with. Not so gossip, local steps and delayed means, whatever they send."""
     alike = config.exchange != "gossip" and config.local_steps in (None, 1) and not config.delay
-    return config.policy == OFF or (alike and sends_dense(config))
+    return alike and config.ddp_hook is None and sends_dense(config)
 
 
 def header(config: TrainConfig, first_step: int) -> str:

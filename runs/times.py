@@ -1,16 +1,24 @@
-"""Where the time of a run's steps went."""
+"""Where the time of a run's steps went, and what it would have been on another network or alone.
+
+The model of another network: seconds(step) = compute + compress + latency + bytes x 8 / rate.
+Compute is what is left of a step's measured time without compression and without what the (real or
+emulated) network took (what ranks wait for each other is in it): the run's median, since single
+steps have pauses in them. Compression, which includes decoding, is each step's own. Nothing
+overlaps, so a run whose exchange hides behind backward is taken to be slower than it would be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
 from math import isfinite, nan
 from statistics import median
 
-from adaptive import StepRecord
+from adaptive import LinkSpec, StepRecord, StepReport
+from adaptive.exchange.link import imagined_bytes
 from runs.build import modelled_clock
 from runs.config import TrainConfig
-from runs.records import Recorded, exchanges, local_steps
+from runs.records import Recorded, exchanges, local_steps, seconds_by_step
 
 
 def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -77,23 +85,96 @@ def pauses(
 
 def step_seconds(records: Sequence[StepRecord], pauses: Collection[int]) -> list[float]:
     """Of each recorded step; nan throughout if none was timed. One with a pause in it counts as the
-    median of its CF.
+    median of its CF."""
+    return _of_steps(records, lambda report: report.seconds, pauses)
 
-    A step's time comes with the report of the next one, and a pause between is in it."""
+
+def coding_seconds(records: Sequence[StepRecord]) -> list[float]:
+    """What compressing and decoding took in each step; 0 for a CF of which that is not known."""
+    return _of_steps(records, lambda report: report.coding_seconds, otherwise=0.0)
+
+
+def _of_steps(
+    records: Sequence[StepRecord],
+    seconds: Callable[[StepReport], float],
+    left_out: Collection[int] = (),
+    otherwise: float | None = None,
+) -> list[float]:
+    """Of each step, whose times come with the report of the next one (and a pause between is in
+    them): measured, else the median of its CF, else `otherwise` or the median of all."""
     times = [nan] * len(records)
     by_cf: dict[float, list[float]] = {}
     for i, (record, after) in enumerate(pairwise(records)):
-        report = after.report
-        if report.timed_cf == record.report.cf and i not in pauses:
-            times[i] = report.seconds
-            if isfinite(report.seconds):
-                by_cf.setdefault(record.report.cf, []).append(report.seconds)
+        if after.report.timed_cf == record.report.cf and i not in left_out:
+            times[i] = seconds(after.report)
+            if isfinite(times[i]):
+                by_cf.setdefault(record.report.cf, []).append(times[i])
     typical = {cf: median(values) for cf, values in by_cf.items()}
-    everywhere = median([value for values in by_cf.values() for value in values] or [nan])
+    if otherwise is None:
+        otherwise = median([value for values in by_cf.values() for value in values] or [nan])
     return [
-        seconds if isfinite(seconds) else typical.get(record.report.cf, everywhere)
-        for record, seconds in zip(records, times, strict=True)
+        spent if isfinite(spent) else typical.get(record.report.cf, otherwise)
+        for record, spent in zip(records, times, strict=True)
     ]
+
+
+def compute_seconds(records: Sequence[StepRecord]) -> float:
+    """Of a step of the optimizer, without compression and network; nan if no step was timed."""
+
+    def known(seconds: float) -> float:
+        return seconds if isfinite(seconds) else 0.0
+
+    rest = [
+        max(0.0, report.seconds - known(report.coding_seconds) - known(report.wait_seconds))
+        / report.timed_steps
+        for report in (record.report for record in records)
+        if isfinite(report.seconds)
+    ]
+    return median(rest) if rest else nan
+
+
+def modelled_seconds(
+    records: Sequence[StepRecord], network: LinkSpec, times: float = 1.0
+) -> list[float]:
+    """When each step of the optimizer would have ended on that network; nan throughout if no step
+    was timed.
+
+    times: the size of the model that is imagined, in sizes of the one that was trained. Bytes of
+    gradients and compression count so many times, compute and statistics once.
+    """
+    compute, rate = compute_seconds(records), network.bits_per_second
+    reports = [record.report for record in records]
+    rounds = zip(reports, coding_seconds(records), local_steps(records), strict=True)
+    ends = accumulate(
+        compute * steps
+        + times * spent
+        + network.latency
+        + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
+        for sent, spent, steps in rounds
+    )
+    return seconds_by_step(records, list(ends))
+
+
+def model_bytes(records: Sequence[StepRecord], workers: int) -> float:
+    """Bytes of the gradients in fp32; 0 if nothing is sent (one worker)."""
+    if not records or workers < 2:
+        return 0.0
+    return records[0].report.dense_wire_bytes * workers / (2 * (workers - 1))
+
+
+def one_worker_seconds(config: TrainConfig) -> float | None:
+    """Of a step of one worker, which sends nothing: as it was given, else that of the modelled
+    clock; None if it is not known."""
+    return config.fixed_clock if config.one_worker_seconds is None else config.one_worker_seconds
+
+
+def scaling_efficiency(one_worker: float | None, steps_per_second: float | None) -> float | None:
+    """T_N / (N T_1), T in samples/s: how much N workers do of what N lone ones would; None if that
+    is not known. At the same batch a worker, a step of N workers has N times the samples of a step
+    of one, so it comes down to one worker's seconds a step times the steps/s of all."""
+    if one_worker is None or steps_per_second is None or not isfinite(steps_per_second):
+        return None
+    return one_worker * steps_per_second
 
 
 def server_bytes(config: TrainConfig, recorded: Recorded) -> tuple[float, float] | None:

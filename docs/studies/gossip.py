@@ -36,9 +36,8 @@ from runs.build import sends_dense
 from runs.compare.contender import Contender, parse_contender
 from runs.config import TrainConfig
 from runs.parser import UsageError
-from runs.records import TIMELINE_FILE
 from runs.report.run import Run
-from runs.report.source import Place, read_run
+from runs.report.source import read_folder
 from runs.simulate.command import STEP_SECONDS
 from runs.style import RUNS, log_axis, picture
 
@@ -104,7 +103,7 @@ def contender(text: str) -> Contender:
 
 def read(folder: Path) -> tuple[Run, TrainConfig]:
     """A run that has been trained there."""
-    run = read_run(Place(str(folder), folder.name, folder, folder / TIMELINE_FILE))
+    run = read_folder(folder, "--log-dir")
     assert run.config is not None, "it is our own"
     return run, run.config
 
@@ -130,12 +129,7 @@ def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained
         strategy = _strategy(config)
         hops = HOPS[strategy] * (n - 1)
         copies = n - 1 if strategy == "all_gather" else 2 * (n - 1) / n
-    better = run.higher_is_better
-    reached = (
-        done
-        for done, quality in run.evaluations
-        if (quality >= target if better else quality <= target)
-    )
+    reached = run.steps_to(target)
     return Trained(
         label,
         n,
@@ -143,7 +137,7 @@ def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained
         sent / copies,
         sent,
         hops,
-        next(reached, None),
+        int(reached) if isfinite(reached) else None,
         gap,
     )
 

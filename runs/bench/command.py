@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
@@ -18,10 +18,13 @@ from runs.parser import UsageError, options
 if TYPE_CHECKING:
     from runs.bench.timing import Row
 
-BENCHES = (
-    *("compressors", "levels", "lowrank", "wire", "exchanges", "shadow", "timeline", "hook"),
-    *("memory", "doctor", "gpu"),
-)
+BENCHES = {
+    "compressors": "compressors",
+    "lowrank": "lowrank",
+    **dict.fromkeys(("hook", "memory", "shadow", "timeline"), "ddp"),
+    "gpu": "gpu",
+}
+"""The modules that have them, each as `bench_NAME`."""
 
 HELP = f"""\
 Measure speed and memory of the library, as ratios against a peer in the same run.
@@ -30,10 +33,8 @@ benches: {", ".join(BENCHES)}
 
 examples:
   python -m runs bench
-      all of them, some minutes (gpu only where torch sees a CUDA device; but doctor)
-  python -m runs bench doctor
-      is what `runs doctor` expects what then happens? 10 runs over real links, 15 minutes (netlab)
-  python -m runs bench compressors levels --numel 1000000 --rounds 21
+      all of them, some minutes (gpu only where torch sees a CUDA device)
+  python -m runs bench compressors --numel 1000000 --rounds 21
   python -m runs bench shadow timeline --json
 
 A row is a ratio, the goal it is held to, and what was divided by what; rows that fall short of
@@ -46,7 +47,7 @@ class Benching:
     """What to measure, and how long."""
 
     benches: Annotated[Positional[tuple[str, ...]], metavar("BENCH ...")] = ()
-    """Which (all but doctor)."""
+    """Which (all)."""
     rounds: Annotated[int, spec("N", at_least(1))] = 7
     """Timed rounds."""
     numel: Annotated[int, spec("N", at_least(1000))] = 25_600_000
@@ -64,31 +65,6 @@ class Benching:
 OPTIONS = {"bench": options(Benching)}
 
 
-def _benches(asked: Benching) -> dict[str, Callable[[], list[Row]]]:
-    """What measures; torch is imported late."""
-    from runs.bench.compressors import bench_compressors, bench_levels
-    from runs.bench.ddp import bench_hook, bench_memory, bench_shadow, bench_timeline
-    from runs.bench.doctor import bench_doctor
-    from runs.bench.gpu import bench_gpu
-    from runs.bench.lowrank import bench_lowrank
-    from runs.bench.wire import bench_exchanges, bench_wire
-
-    rounds, seed = asked.rounds, asked.seed
-    return {
-        "compressors": lambda: bench_compressors(asked.numel, rounds, seed),
-        "levels": lambda: bench_levels(asked.numel, rounds, seed),
-        "lowrank": lambda: bench_lowrank(rounds, seed),
-        "wire": lambda: bench_wire(asked.numel),
-        "exchanges": bench_exchanges,
-        "shadow": lambda: bench_shadow(5 * rounds),
-        "timeline": lambda: bench_timeline(2 * rounds),
-        "hook": lambda: bench_hook(asked.workers, asked.layers, 3 * rounds),
-        "memory": lambda: bench_memory(asked.workers, asked.layers),
-        "doctor": bench_doctor,
-        "gpu": lambda: bench_gpu(rounds, seed),
-    }
-
-
 def main(given: dict[str, Any]) -> int:
     """Run the benches; 0, or 1 if a row falls short of its goal."""
     asked = Benching(**given)
@@ -98,9 +74,8 @@ def main(given: dict[str, Any]) -> int:
     import numpy as np
     import torch
 
-    benches = _benches(asked)
-    here = set(BENCHES) - ({"gpu"} if not torch.cuda.is_available() else set()) - {"doctor"}
-    wanted = asked.benches or [name for name in BENCHES if name in here]
+    without = () if torch.cuda.is_available() else ("gpu",)
+    wanted = asked.benches or [name for name in BENCHES if name not in without]
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, numpy {np.__version__}, seed {asked.seed}"
@@ -110,19 +85,14 @@ def main(given: dict[str, Any]) -> int:
     rows: list[Row] = []
     for number, name in enumerate(wanted, start=1):
         print(f"measuring {number} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
-        found = benches[name]()
+        found = getattr(import_module(f"runs.bench.{BENCHES[name]}"), f"bench_{name}")(asked)
         rows += found
         if not asked.json:
-            print("\n".join(map(_line, found)), flush=True)
+            print(*found, sep="\n", flush=True)
     if asked.json:
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
     short = [row for row in rows if row.falls_short]
     if short and not asked.json:
         print(f"\n{len(short)} of {len(rows)} rows fall short of their goal:")
-        print("\n".join(map(_line, short)), flush=True)
+        print(*short, sep="\n", flush=True)
     return 1 if short else 0
-
-
-def _line(row: Row) -> str:
-    detail = f"  ({row.detail})" if row.detail else ""
-    return f"{row.ratio:8.2f}  {row.goal:<8} {row.what}{detail}"

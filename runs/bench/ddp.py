@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from math import isfinite
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -19,6 +21,9 @@ from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.vector import Tally
 from runs.bench.timing import Row, describe, in_processes, interleaved, median_ratio
 from runs.tasks import make_task
+
+if TYPE_CHECKING:
+    from runs.bench.command import Benching
 
 # -- the hook, and its memory --------------------------------------------------------------------
 
@@ -45,12 +50,12 @@ def _hook_times(rank: int, layers: int, rounds: int) -> dict[str, list[float]]:
     )
 
 
-def bench_hook(workers: int, layers: int, rounds: int) -> list[Row]:
+def bench_hook(asked: Benching) -> list[Row]:
     """What the hook costs when it compresses nothing."""
-    times = in_processes(workers, _hook_times, layers, rounds)
+    times = in_processes(asked.workers, _hook_times, asked.layers, 3 * asked.rounds)
     ratio = median_ratio(times["hook"], times["no hook"])
-    detail = ", ".join(f"{name} {1e3 * median(t):.0f} ms" for name, t in times.items())
-    return [Row("DDP step, base none, policy fixed: hook / no hook", ratio, "<= 1.03", detail)]
+    what = "DDP step, base none, policy fixed: hook / no hook"
+    return [Row(what, ratio, "<= 1.03", describe(times))]
 
 
 def _peak(rank: int, layers: int, cf: float, momentum: bool) -> int:
@@ -68,27 +73,23 @@ def _peak(rank: int, layers: int, cf: float, momentum: bool) -> int:
     x = torch.randn(16, WIDTH)
     for _ in range(5):
         _step(model, x)
-    return _peak_resident()
-
-
-def _peak_resident() -> int:
-    """Bytes. Of this program alone: getrusage's figure would include the parent's at the fork."""
+    # Of this program alone: getrusage's figure would include the parent's at the fork.
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM"))
 
 
-def bench_memory(workers: int, layers: int) -> list[Row]:
+def bench_memory(asked: Benching) -> list[Row]:
     """Peak memory beyond DDP's own, in units of what is allowed."""
-    numel = sum(p.numel() for p in _model(layers).parameters())
+    nbytes = 4 * sum(p.numel() for p in _model(asked.layers).parameters())
     bucket = 25 * 1024**2
-    without = in_processes(workers, _peak, layers, 0.0, False)
+    without = in_processes(asked.workers, _peak, asked.layers, 0.0, False)
     rows = []
     for cf in (10.0, 100.0, 1000.0):
         for momentum in (False, True):
-            extra = in_processes(workers, _peak, layers, cf, momentum) - without
-            allowed = 4 * numel * (2 if momentum else 1) + 1.5 * bucket
+            extra = in_processes(asked.workers, _peak, asked.layers, cf, momentum) - without
+            allowed = nbytes * (2 if momentum else 1) + 1.5 * bucket
             what = f"memory at CF {cf:g}, {'momentum' if momentum else 'residual'}: extra / allowed"
-            detail = f"{extra / 2**20:.0f} MiB, model {4 * numel / 2**20:.0f} MiB"
+            detail = f"{extra / 2**20:.0f} MiB, model {nbytes / 2**20:.0f} MiB"
             rows.append(Row(what, extra / allowed, "<= 1", detail))
     return rows
 
@@ -107,8 +108,8 @@ class Shadowed(Fixed):
         return LADDER
 
 
-def _ladder_times(rank: int, model_name: str, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each step by contender; and those of one that the ladder with signal gain took."""
+def _ladder_times(rank: int, model_name: str, rounds: int) -> tuple[float, float]:
+    """Seconds of a step, and those of it that the ladder with signal gain took."""
     spent: list[float] = []
     take_in = ShadowLadder.step
 
@@ -118,99 +119,62 @@ def _ladder_times(rank: int, model_name: str, rounds: int) -> tuple[dict[str, li
         if ladder.peers is not None:
             spent[-1] += time.perf_counter() - began
 
-    steps = {}
-    policies = {
-        "without": Fixed(cf=10),
-        "shadow": Shadowed(cf=10),
-        "signal": Shadowed(cf=10, gain="signal"),
-    }
-    for name, policy in policies.items():
-        torch.manual_seed(rank)
-        task = make_task("text", model=model_name)
-        model = DDP(task.build_model())
-        optimizer = task.optimizer(model)
-        compressor = AdaptiveCompressor("topk", (10, 1000), policy=policy)
-        compressor.attach(model, optimizer=optimizer)
-        batch = task.batch(0, rank, 2)
+    torch.manual_seed(rank)
+    task = make_task("text", model=model_name)
+    model = DDP(task.build_model())
+    optimizer = task.optimizer(model)
+    policy = Shadowed(cf=10, gain="signal")
+    AdaptiveCompressor("topk", (10, 1000), policy=policy).attach(model, optimizer=optimizer)
+    batch = task.batch(0, rank, 2)
 
-        def step(task=task, model=model, optimizer=optimizer, batch=batch) -> None:  # type: ignore[no-untyped-def]
-            spent.append(0.0)
-            optimizer.zero_grad()
-            task.loss(model, batch).backward()
-            optimizer.step()
+    def step() -> None:
+        spent.append(0.0)
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
 
-        steps[name] = step
     with patch.object(ShadowLadder, "step", watched):
-        times = interleaved(steps, rounds, warmup=3)
-    return times, median(filter(None, spent))
+        times = interleaved({"step": step}, rounds, warmup=3)["step"]
+    return median(times), median(filter(None, spent))
 
 
-def bench_shadow(rounds: int) -> list[Row]:
-    """Step with a ladder of eight CFs / without, CF 10 in use, momentum correction."""
+def bench_shadow(asked: Benching) -> list[Row]:
+    """Step with a ladder of eight CFs and signal gain / without, by its own time (a difference of
+    whole steps drowns in noise); CF 10 in use, momentum correction."""
     rows = []
     for model in ("lstm", "gpt"):
-        times, ladder = in_processes(2, _ladder_times, model, rounds)
-        for name, of, bound in (
-            ("shadow", "", "<= 1.03"),
-            ("signal", " and signal gain", "<= 1.08"),
-        ):
-            ratio = median_ratio(times[name], times["without"])
-            what = f"shadow ladder of {len(LADDER)} CFs{of}, {model}: step with / without"
-            both = {key: times[key] for key in ("without", name)}
-            rows.append(Row(what, ratio, bound, describe(both)))
-        # The difference of whole steps is noisier than what it is held to.
-        what = f"the same, {model}: step without it + its own time / step without"
-        ratio = 1 + ladder / median(times["without"])
-        rows.append(Row(what, ratio, "<= 1.03", f"ladder {1e3 * ladder:.1f} ms"))
+        step, ladder = in_processes(2, _ladder_times, model, 5 * asked.rounds)
+        what = f"shadow ladder of {len(LADDER)} CFs and signal gain, {model}: step with / without"
+        detail = f"{1e3 * ladder:.1f} ms of {1e3 * step:.1f} ms"
+        rows.append(Row(what, step / (step - ladder), "<= 1.03", detail))
     return rows
 
 
 # -- the TensorBoard sink at its default interval ------------------------------------------------
 
-BATCHES = {64: 160, 512: 40}
-"""By the layers' width, steps timed as one: about a second, since ten records a second are written.
-(Shorter batches, with another contender's between them, would each begin with a record.)"""
-
-WARMUP = 3
-PACED_SECONDS = 5.0
+STEPS = {64: 800, 512: 200}
+"""By the layers' width: some seconds."""
 
 
-def _sink_times(
-    rank: int, width: int, rounds: int, folder: str
-) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each batch of steps by contender; and the sink's processor seconds a second."""
-    kept = MemoryTimeline()
-    contenders = {}
-    for name, sink in (("without", kept), ("TensorBoard", TensorBoardTimeline(f"{folder}/steps"))):
-        torch.manual_seed(rank)
-        model = DDP(_model(4, width))
-        AdaptiveCompressor("topk", (10, 1000), policy=Fixed(cf=10), timeline=sink).attach(model)
-        contenders[name] = model
+def _recorded(rank: int, width: int) -> MemoryTimeline:
+    """The records of so many steps."""
+    torch.manual_seed(rank)
+    sink, model = MemoryTimeline(), DDP(_model(4, width))
+    AdaptiveCompressor("topk", (10, 1000), policy=Fixed(cf=10), timeline=sink).attach(model)
     x = torch.randn(64, width)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(WARMUP + rounds):
-        for name, model in contenders.items():
-            began = time.perf_counter()
-            for _ in range(BATCHES[width]):
-                _step(model, x)
-            if index >= WARMUP:
-                times[name].append(time.perf_counter() - began)
-    if rank:
-        return times, 0.0
-    step = median(times["without"]) / BATCHES[width]
-    sinks = TensorBoardTimeline(f"{folder}/paced"), Timeline()
-    written, nothing = (_paced(sink, kept, step) for sink in sinks)
-    return times, written - nothing
+    for _ in range(STEPS[width]):
+        _step(model, x)
+    return sink
 
 
-def _paced(sink: Timeline, kept: MemoryTimeline, step: float) -> float:
-    """Processor seconds a second of handing over the same records, one every `step` seconds: of all
+def _paced(sink: Timeline, recorded: MemoryTimeline, step: float) -> float:
+    """Processor seconds a second of handing over the records, one every `step` seconds: of all
     threads, so also of the one that writes. A difference of whole steps' times drowns in noise."""
-    assert kept.header is not None
-    sink.start(kept.header)
-    sink.step(kept.steps[0])  # opens the file
+    assert recorded.header is not None
+    sink.start(recorded.header)
+    sink.step(recorded.steps[0])  # opens the file
     began, used = time.perf_counter(), time.process_time()
-    for record in kept.steps[1 : 1 + round(PACED_SECONDS / step)]:
+    for record in recorded.steps[1:]:
         sink.step(record)
         time.sleep(step)
     share = (time.process_time() - used) / (time.perf_counter() - began)
@@ -218,15 +182,16 @@ def _paced(sink: Timeline, kept: MemoryTimeline, step: float) -> float:
     return share
 
 
-def bench_timeline(rounds: int) -> list[Row]:
-    """Step with the sink / without, CF 10 in use, for a short step and a longer one."""
+def bench_timeline(asked: Benching) -> list[Row]:
+    """Step with the sink / without by its processor time, for a short step and a longer one."""
     rows = []
-    for width, batch in BATCHES.items():
+    for width in STEPS:
+        recorded = in_processes(2, _recorded, width)
+        step = median(s for r in recorded.steps if isfinite(s := r.report.seconds))
         with tempfile.TemporaryDirectory() as folder:
-            times, share = in_processes(2, _sink_times, width, rounds, folder)
-        per_step = f"{1e3 * median(times['without']) / batch:.2f} ms without"
-        name = "TensorBoard sink, time of a step with / without"
-        ratio = median_ratio(times["TensorBoard"], times["without"])
-        rows.append(Row(f"{name}, as measured", ratio, "<= 1.01", per_step))
-        rows.append(Row(f"{name}, by its processor time", 1 + share, "<= 1.01", per_step))
+            sinks = TensorBoardTimeline(folder), Timeline()
+            written, nothing = (_paced(sink, recorded, step) for sink in sinks)
+        what = "TensorBoard sink, time of a step with / without, by its processor time"
+        detail = f"{1e3 * step:.2f} ms without"
+        rows.append(Row(what, 1 + written - nothing, "<= 1.01", detail))
     return rows

@@ -9,17 +9,17 @@ said of a network, which a single machine has not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -32,9 +32,12 @@ from compressors.base import kept
 from policies import Policy
 from runs.bench.compressors import KEY, our_step
 from runs.bench.ddp import LADDER, Shadowed
-from runs.bench.timing import Row, interleaved, median_ratio
+from runs.bench.timing import Row, describe, group, interleaved, median_ratio
 from runs.models.gpt import ByteGPT
 from runs.parser import UsageError
+
+if TYPE_CHECKING:
+    from runs.bench.command import Benching
 
 CF = 100.0
 RANKS = 8
@@ -63,14 +66,14 @@ class Sizes:
     batch: int = 8
 
 
-def bench_gpu(rounds: int, seed: int, device: str = "cuda", sizes: Sizes = Sizes()) -> list[Row]:
+def bench_gpu(asked: Benching, device: str = "cuda", sizes: Sizes = Sizes()) -> list[Row]:
     """The rows, of `device`. UsageError if torch sees no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("BENCH gpu needs a CUDA device, and torch sees none")
-    where = torch.device(device)
+    where, rounds = torch.device(device), asked.rounds
     rows = []
     for numel in sizes.tensors:
-        rows += _tensor_rows(numel, rounds, seed, where)
+        rows += _tensor_rows(numel, rounds, asked.seed, where)
     rows += _hook_rows(rounds, where, sizes.bucket)
     return rows + _step_rows(rounds, where, sizes)
 
@@ -83,23 +86,23 @@ def _tensor_rows(numel: int, rounds: int, seed: int, device: torch.device) -> li
     generator = torch.Generator(device).manual_seed(seed)
     grad = torch.randn(numel, generator=generator, device=device)
     residual, mean = torch.zeros_like(grad), torch.empty_like(grad)
-    copy: Callable[[], object] = partial(mean.copy_, grad)
-    rows = []
+    runs: list[tuple[str, str, Callable[[], object]]] = []
     for name in (*GOALS, *OTHERS):
         compressor = make_compressor(name)
         cf = compressor.supported(CF, numel)
-        residual.zero_()
         step = partial(_tensor_step, compressor, residual, grad, mean, cf)
-        ratio, detail = _against_copy(device, step, copy, rounds)
-        what = f"{name} CF {cf:g}, {numel / 1e6:g} M elements: step / copy"
-        rows.append(Row(what, ratio, GOALS.get(name, ""), detail))
-    peers: dict[str, Callable[[], object]] = {
-        f"torch.topk CF {CF:g}": lambda: torch.topk(grad.abs(), kept(numel, CF), sorted=False),
-        "to bf16 and back": lambda: mean.copy_(grad.to(torch.bfloat16)),
-    }
-    for name, peer in peers.items():
-        ratio, detail = _against_copy(device, peer, copy, rounds)
-        rows.append(Row(f"{name}, {numel / 1e6:g} M elements: peer / copy", ratio, "", detail))
+        runs.append((f"{name} CF {cf:g}", GOALS.get(name, ""), step))
+    runs += [
+        (f"torch.topk CF {CF:g}", "", lambda: grad.abs().topk(kept(numel, CF), sorted=False)),
+        ("to bf16 and back", "", lambda: mean.copy_(grad.to(torch.bfloat16))),
+    ]
+    rows = []
+    for name, goal, run in runs:
+        residual.zero_()
+        contenders = {"it": run, "copy": lambda: mean.copy_(grad)}
+        times = interleaved(contenders, rounds, warmup=3, device=device)
+        what = f"{name}, {numel / 1e6:g} M elements: it / copy"
+        rows.append(Row(what, median_ratio(times["it"], times["copy"]), goal, describe(times)))
     return rows
 
 
@@ -114,55 +117,13 @@ def _tensor_step(
     compressor.add_to(mean.zero_(), received)
 
 
-def _against_copy(
-    device: torch.device, run: Callable[[], object], copy: Callable[[], object], rounds: int
-) -> tuple[float, str]:
-    times = _times(device, {"it": run, "copy": copy}, rounds)
-    took, copied = (1e3 * median(times[name]) for name in ("it", "copy"))
-    return median_ratio(times["it"], times["copy"]), f"{took:.3f} ms, copy {copied:.3f} ms"
-
-
-def _times(
-    device: torch.device, contenders: Mapping[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each contender in each of `rounds` rounds, by the device's clock."""
-    if device.type != "cuda":
-        return interleaved(contenders, rounds)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(3 + rounds):
-        for name, run in contenders.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            if index >= 3:
-                times[name].append(start.elapsed_time(stop) / 1e3)
-    return times
-
-
 # One bucket in the hook --------------------------------------------------------------------------
-
-
-@contextmanager
-def _group(backend: str, ranks: int) -> Iterator[None]:
-    """A default process group of so many ranks, of which this process is one."""
-    if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    else:
-        dist.init_process_group(backend, rank=0, world_size=ranks, store=dist.HashStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _hook_rows(rounds: int, device: torch.device, width: int) -> list[Row]:
     """Launches and host time of the hook for a bucket of width^2 elements, among eight ranks."""
     rows = []
-    with _group("fake", RANKS):
+    with group("fake", RANKS):
         plain = _launches(device, _bucket_step(device, width, None))
         for base, cf in (("topk+int4", CF), ("topk+int4", 1000.0), ("int8", 4.0), ("none", 1.0)):
             compressor = AdaptiveCompressor(base, (1, 1000), policy=Fixed(cf=cf))
@@ -174,11 +135,11 @@ def _hook_rows(rounds: int, device: torch.device, width: int) -> list[Row]:
                 step()
                 _wait_for(device)
             name = f"{base} CF {cf:g}, a bucket of {width**2 / 1e6:.1f} M elements, {RANKS} ranks"
-            detail = f"{launches} launches"
-            rows.append(Row(f"{name}: launches / {LAUNCHES}", launches / LAUNCHES, "<= 1", detail))
             took = 1e3 * median(host)
-            detail = f"{took:.3f} ms of the host's time in the hook"
-            rows.append(Row(f"{name}: host ms / {HOST_MS}", took / HOST_MS, "<= 1", detail))
+            told = f"{launches} launches, {took:.3f} ms of the host's time in the hook"
+            ratio = launches / LAUNCHES
+            rows.append(Row(f"{name}: launches / {LAUNCHES}", ratio, "<= 1", told))
+            rows.append(Row(f"{name}: host ms / {HOST_MS}", took / HOST_MS, "<= 1", told))
             compressor.detach()
     return rows
 
@@ -243,40 +204,39 @@ def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
     """A step of a GPT in bf16 with AdamW on one rank, with each hook / without one; and its peak
     memory."""
     cuda = device.type == "cuda"
-    with _group("nccl" if cuda else "gloo", 1):
-        policies: dict[str, tuple[str, Policy]] = {
-            "base none": ("none", Fixed(cf=1)),
-            f"topk+int4 CF {CF:g}": ("topk+int4", Fixed(cf=CF)),
-            f"topk+int4 CF {CF:g}, shadow ladder": ("topk+int4", Shadowed(cf=CF, gain="signal")),
-            "int8": ("int8", Fixed(cf=4)),
-        }
-        half = partial(_attach, "topk+int4", Fixed(cf=CF), residual_dtype=torch.bfloat16)
-        hooks: dict[str, Hook] = {"no hook": lambda ddp, optimizer: None}
-        hooks |= {name: partial(_attach, *chosen) for name, chosen in policies.items()}
-        hooks[f"topk+int4 CF {CF:g}, residual in bf16"] = half
-        hooks |= _torch_hooks() if cuda else {}
-        steps, memory = {}, {}
-        for name, hook in hooks.items():
-            steps[name], memory[name] = _gpt_step(device, sizes, hook)
-        times = _times(device, steps, rounds)
+    fixed = f"topk+int4 CF {CF:g}"
+    ladder = f"{fixed}, shadow ladder"
+    half = partial(_attach, "topk+int4", Fixed(cf=CF), residual_dtype=torch.bfloat16)
+    hooks: dict[str, Hook] = {
+        "no hook": lambda ddp, optimizer: None,
+        "base none": partial(_attach, "none", Fixed(cf=1)),
+        fixed: partial(_attach, "topk+int4", Fixed(cf=CF)),
+        ladder: partial(_attach, "topk+int4", Shadowed(cf=CF, gain="signal")),
+        "int8": partial(_attach, "int8", Fixed(cf=4)),
+        f"{fixed}, residual in bf16": half,
+    }
+    if cuda:  # bf16_compress_hook needs NCCL
+        state = theirs.PowerSGDState(None, 4, start_powerSGD_iter=2)
+        hooks["PyTorch's bf16 hook"] = partial(_register, None, default_hooks.bf16_compress_hook)
+        hooks["PyTorch's PowerSGD hook, rank 4"] = partial(_register, state, theirs.powerSGD_hook)
+    with group("nccl" if cuda else "gloo"):
+        made = {name: _gpt_step(device, sizes, hook) for name, hook in hooks.items()}
+        steps = {name: step for name, (step, _) in made.items()}
+        times = interleaved(steps, rounds, warmup=3, device=device)
     model_nbytes = 4 * sum(p.numel() for p in _gpt(torch.device("meta"), sizes).parameters())
     rows = []
     for name in list(hooks)[1:]:
-        ratio = median_ratio(times[name], times["no hook"])
-        took, without = (1e3 * median(times[each]) for each in (name, "no hook"))
-        extra = (memory[name] - memory["no hook"]) / model_nbytes
-        detail = f"{took:.2f} ms, without {without:.2f} ms"
+        detail = describe({each: times[each] for each in (name, "no hook")})
         if cuda:
+            extra = (made[name][1] - made["no hook"][1]) / model_nbytes
             detail += f", {extra:.2f} x the model's fp32 size more memory at its peak"
-        goal = {"base none": "<= 1.03"}.get(name, "")
+        ratio = median_ratio(times[name], times["no hook"])
+        goal = "<= 1.03" if name == "base none" else ""
         rows.append(Row(f"GPT step in bf16, {name}: with / without a hook", ratio, goal, detail))
-    fixed = f"topk+int4 CF {CF:g}"
-    shadow = [a - b for a, b in zip(times[f"{fixed}, shadow ladder"], times[fixed], strict=True)]
-    share = median(shadow) / median(times["no hook"])
-    rows.append(
-        Row("shadow ladder with signal gain / GPT step", share, "<= 0.02", f"{len(LADDER)} CFs")
-    )
-    return rows
+    shadow = median(a - b for a, b in zip(times[ladder], times[fixed], strict=True))
+    share = shadow / median(times["no hook"])
+    what = "shadow ladder with signal gain / GPT step"
+    return [*rows, Row(what, share, "<= 0.02", f"{len(LADDER)} CFs")]
 
 
 def _gpt(device: torch.device, sizes: Sizes) -> nn.Module:
@@ -290,17 +250,8 @@ def _attach(base: str, policy: Policy, model: DDP, optimizer: Optimizer, **optio
     compressor.attach(model, optimizer=optimizer)
 
 
-def _torch_hooks() -> dict[str, Hook]:
-    """The peers; the first needs NCCL."""
-
-    def bf16(model: DDP, optimizer: Optimizer) -> None:
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-
-    def powersgd(model: DDP, optimizer: Optimizer) -> None:
-        state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    return {"PyTorch's bf16 hook": bf16, "PyTorch's PowerSGD hook, rank 4": powersgd}
+def _register(state: Any, hook: Any, model: DDP, optimizer: Optimizer) -> None:
+    model.register_comm_hook(state, hook)
 
 
 def _gpt_step(device: torch.device, sizes: Sizes, hook: Hook) -> tuple[Callable[[], None], int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from runs.claim import claim
 from runs.compare.contender import Contender
@@ -51,9 +50,8 @@ def _check(comparison: Comparison) -> None:
         if i == 0:
             check(config)  # reads the data, the same for all
     check_writable(comparison.folder)
-    for contender in comparison.contenders:
-        for seed in comparison.seeds:
-            steps_done(comparison.config(contender, seed))
+    for contender, seed in product(comparison.contenders, comparison.seeds):
+        steps_done(comparison.config(contender, seed))
 
 
 def _compare(comparison: Comparison) -> int:
@@ -62,20 +60,15 @@ def _compare(comparison: Comparison) -> int:
     from runs.tables import show
 
     out = sys.stderr if comparison.json else sys.stdout
-    total = count_turns(comparison)
-    code = 0
-    for turn in turns(comparison):
-        config = comparison.config(turn.contender, turn.seed)
+    code, all_turns = 0, turns(comparison)
+    for number, (contender, seed, until) in enumerate(all_turns, 1):
+        config = comparison.config(contender, seed)
         done = steps_done(config)
-        if done >= turn.until:
+        if done >= until:
             continue
-        print(
-            f"turn {turn.number} of {total}: {turn.contender.label}, seed {turn.seed}, "
-            f"steps {done + 1} to {turn.until}",
-            file=out,
-            flush=True,
-        )
-        code = train_until(config, turn.until)
+        told = f"{contender.label}, seed {seed}, steps {done + 1} to {until}"
+        print(f"turn {number} of {len(all_turns)}: {told}", file=out, flush=True)
+        code = train_until(config, until)
         if code:
             break
     if code not in (0, INTERRUPTED):
@@ -93,36 +86,27 @@ def _compare(comparison: Comparison) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A contender's run of a seed is to be brought to `until` steps."""
 
-    number: int
     contender: Contender
     seed: int
     until: int
 
 
-def count_turns(comparison: Comparison) -> int:
-    """How many turns there are."""
-    steps = (comparison.steps_of(contender) for contender in comparison.contenders)
-    return len(comparison.seeds) * sum(ceil(count / comparison.slice) for count in steps)
-
-
-def turns(comparison: Comparison) -> Iterator[Turn]:
+def turns(comparison: Comparison) -> list[Turn]:
     """Seed after seed; within a seed a slice of each contender, then the next slice.
 
     Who begins goes round, since the machine may be slower or faster at the start of a round.
     """
     everyone = comparison.contenders
     longest = max(map(comparison.steps_of, everyone))
-    number = 0
+    found = []
     for seed_number, seed in enumerate(comparison.seeds):
         for i in range(ceil(longest / comparison.slice)):
             first = (seed_number + i) % len(everyone)
             for contender in (*everyone[first:], *everyone[:first]):
                 steps = comparison.steps_of(contender)
                 if i * comparison.slice < steps:
-                    number += 1
-                    until = min(steps, (i + 1) * comparison.slice)
-                    yield Turn(number, contender, seed, until)
+                    found.append(Turn(contender, seed, min(steps, (i + 1) * comparison.slice)))
+    return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from policies.papers import PRESETS
 from runs.config import TrainConfig
-from runs.option_types import number
+from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
 from runs.parser import UsageError, option, options, read
 from runs.policy_expression import BY_NAME, EXAMPLE, OFF, Typed, argument_names, value_of
@@ -36,21 +36,9 @@ warmup, lr_schedule, clip_grad, clip_local) may be a contender's own, too:
 topk@100:steps=900,lr_drop=540 trains longer than others do in 600, and
 topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer."""
 
-_KEYS = {"training": options(Training), "optimizer": options(Optimizing)}
-_KEYS["compression"] = options(Compressing)
-_TRAINING = (
-    "steps",
-    "lr",
-    "lr_drop",
-    "momentum",
-    "optimizer",
-    "betas",
-    "weight_decay",
-    "warmup",
-    "lr_schedule",
-    "clip_grad",
-    "clip_local",
-)
+_KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compressing)}
+_TRAINING = ("steps", *(each.name for each in fields(Optimizing)))
+_cf = number_that(lambda cf: cf >= 1, "a CF >= 1 after @")
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
 
 
@@ -93,7 +81,7 @@ def parse_contender(text: str) -> Contender:
             given["cf"] = _cf(cf)
         if keys is not None:
             given.update(_settings(name, keys, (*accepted, *_TRAINING)))
-    except UsageError as error:
+    except (UsageError, ValueError) as error:
         raise UsageError(f"--contender {text}: {error}") from error
     return Contender(text.strip(), given)
 
@@ -110,10 +98,10 @@ def _split(text: str) -> tuple[str, str | None, str | None]:
     return name, cf if at else None, keys
 
 
-def _meaning(name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
-    """(options, whether a CF may follow, keys that may follow) of a name."""
-    hook = tuple(key for key in HOOK_OPTIONS if key not in _ELSEWHERE)
-    fixed = tuple(key for key in hook if key != "cf_range")
+def _meaning(name: str) -> tuple[dict[str, Any], bool, Sequence[str]]:
+    """(options, whether a CF may follow, keys that may follow) of a name. An argument of a policy
+    whose name is an option of train has the policy's before it: warmup_steps."""
+    hook = [key for key in HOOK_OPTIONS if key not in _ELSEWHERE]
     if name == OFF:
         return {"policy": OFF}, False, ("ddp_hook",)
     if name == "diloco":
@@ -121,14 +109,15 @@ def _meaning(name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
         return {"policy": "fixed", "base": "none", **outer}, False, tuple(outer)
     if name == "dense":
         return {"policy": "fixed", "base": "none"}, False, ("probe", "exchange")
-    if name == "fixed":
-        return {"policy": "fixed"}, True, ("probe", *fixed)
-    if name.partition("+")[0] in COMPRESSORS:
-        own = tuple(key for key in fixed if key != "base")
-        return {"policy": "fixed", "base": name}, True, ("probe", *own)
+    if name == "fixed" or name.partition("+")[0] in COMPRESSORS:
+        base = {} if name == "fixed" else {"base": name}
+        own = [key for key in ("probe", *hook) if key != "cf_range" and key not in base]
+        return {"policy": "fixed", **base}, True, own
     if name in BY_NAME:
-        own = tuple(_key(name, each) for each in argument_names(name))
-        return {"policy": name, **PRESETS.get(name, {})}, False, (*own, *hook)
+        own = [
+            f"{name}_{each}" if each in CONFIG_OPTIONS else each for each in argument_names(name)
+        ]
+        return {"policy": name, **PRESETS.get(name, {})}, False, [*own, *hook]
     if "(" in name:
         return {"policy": Typed(name)}, False, hook
     raise UsageError(
@@ -138,22 +127,7 @@ def _meaning(name: str) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
     )
 
 
-def _key(policy: str, argument: str) -> str:
-    """An argument whose name is an option of train has the policy's before it: warmup_steps."""
-    return f"{policy}_{argument}" if argument in CONFIG_OPTIONS else argument
-
-
-def _cf(cf: str) -> float:
-    try:
-        value = number(cf)
-    except ValueError:
-        value = 0.0
-    if value < 1:
-        raise UsageError(f"the CF after @ must be a number >= 1, got {cf!r}")
-    return value
-
-
-def _settings(name: str, keys: str, accepted: tuple[str, ...]) -> dict[str, Any]:
+def _settings(name: str, keys: str, accepted: Sequence[str]) -> dict[str, Any]:
     """What the keys stand for: options of train, read as train reads them, and the arguments of the
     policy."""
     words: list[str] = []

@@ -18,13 +18,13 @@ from runs.netlab.lab import Lab
 from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
 from runs.options import check_modelled, check_sends
 from runs.parser import UsageError, options
+from runs.report.command import BANDWIDTHS, parse_networks
 from runs.settings import Keeping, Modelling, Optimizing, Training
 
 if TYPE_CHECKING:
     from adaptive import LinkSpec
 
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
-BANDWIDTHS = ("100mbit", "1gbit")
 EVALUATIONS = 10
 """In a run, unless --eval-every says otherwise: the time to a quality is known no finer."""
 SLICES = 4
@@ -53,7 +53,7 @@ there and repeats no run that is finished. More contenders, seeds and bandwidths
 comparison in the same way.
 
 The modelled seconds of a step are compute + compression (both measured) + latency + bytes x 8 /
-rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to dense" the
+rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to target" the
 first evaluation that is at least as good as the end of the dense run of the same seed, or as it was
 after --goal-step steps ("never": none was); "when 1st" the quality at the moment at which the
 fastest contender is through.
@@ -97,17 +97,6 @@ class Comparison:
     def steps_of(self, contender: Contender) -> int:
         """Of each of its runs."""
         return int(contender.given.get("steps", self.steps))
-
-    @property
-    def interleaving(self) -> str:
-        """How the machine's noise was shared out, in words."""
-        turns = ceil(max(self.steps_of(one) for one in self.contenders) / self.slice)
-        if turns == 1:
-            return "contenders took turns seed by seed, a whole run each"
-        return (
-            f"contenders took turns, {self.slice} steps each ({turns} turns a run), who began "
-            f"going round"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +180,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
     own = [given["link"]] if given.get("link") else []
-    wanted = given.pop("bandwidths", (*own, *BANDWIDTHS))
-    networks = tuple(dict.fromkeys(map(parse_network, wanted)))
+    networks = parse_networks(given.pop("bandwidths", (*own, *BANDWIDTHS)))
     check_sends(given)
     check_modelled({name: value for name, value in given.items() if name != "model_mb"})
     if given.get("simulated") and "fixed_clock" not in given:
@@ -229,16 +217,6 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     path = Path(folder) if folder is not None else _folder(given, plan)
     sizes = networks, model_mb, goal, turn, steps
     return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone, plan)
-
-
-def parse_network(text: str) -> LinkSpec:
-    """A network of --bandwidths. UsageError if it is none."""
-    from adaptive import LinkSpec  # torch is imported late
-
-    try:
-        return LinkSpec.parse(text)
-    except ValueError as error:
-        raise UsageError(f"--bandwidths {text}: {error}") from error
 
 
 def _plan(given: dict[str, Any]) -> Plan | None:

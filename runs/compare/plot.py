@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import isfinite, nan
+from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 
-from runs.compare.digest import Digest
-from runs.compare.standing import Standing
+from runs.report.rows import Row
+from runs.report.run import Run
 from runs.style import GREY, RUNS, log_axis, picture
 
 PLOT_FILE = "quality.png"
 TIME_FILE = "time.png"
 
 
-def draw_quality(
-    standings: Sequence[Standing],
-    folder: Path,
-    title: str,
-    quality_name: str,
-    higher_is_better: bool,
-    dense: str,
-    seconds: str,
-) -> None:
+def draw_quality(rows: Sequence[Row], folder: Path, title: str, dense: str, seconds: str) -> None:
     """Write both PNGs: a line for each run, a colour for each contender, a dot at the end.
     ImportError without matplotlib.
 
     dense: the contender that is drawn in grey, behind the others. seconds: what they are, in words.
     """
-    others = [standing.label for standing in standings if standing.label != dense]
+    _draw(rows, folder / TIME_FILE, title, dense, seconds, Run.seconds_by)
+    by_bytes = "MB sent by a worker"
+    _draw(rows, folder / PLOT_FILE, title, dense, by_bytes, lambda r, done: 1e-6 * r.sent_by(done))
+
+
+def _draw(
+    rows: Sequence[Row],
+    path: Path,
+    title: str,
+    dense: str,
+    across: str,
+    place: Callable[[Run, int], float],
+) -> None:
+    """place: of an evaluation after so many steps, on the horizontal axis; nan: nowhere."""
+    others = [row.label for row in rows if row.label != dense]
     colours = {label: RUNS[i % len(RUNS)] for i, label in enumerate(others)}
-    better = "higher" if higher_is_better else "lower"
-    for name, across in ((TIME_FILE, seconds), (PLOT_FILE, "MB sent by a worker")):
-        with picture(folder / name, title, across=across) as (axes,):
-            places: list[float] = []
-            for standing in sorted(standings, key=lambda one: one.label in colours):
-                colour = colours.get(standing.label, GREY)
-                how = {"color": colour, "linewidth": 1.4 if standing.label in colours else 2.4}
-                for i, run in enumerate(standing.runs):
-                    points = [(_place(run, done, name), q) for done, q in run.evaluations]
-                    points = [point for point in points if isfinite(point[0])]
-                    if not points:
-                        continue
-                    places += [x for x, _ in points]
-                    label = None if i else standing.label
-                    axes.plot(*zip(*points, strict=True), alpha=0.8, label=label, **how)
-                    axes.plot(*zip(*points[-1:], strict=True), "o", color=colour)
-            runs = [run for standing in standings for run in standing.runs]
-            log_axis(axes.yaxis, [q for run in runs for _, q in run.evaluations])
-            if name == PLOT_FILE:
-                log_axis(axes.xaxis, places)
-            else:
-                axes.set_xlim(left=0)
-            axes.set_ylabel(f"held-out {quality_name} ({better} is better)")
-            axes.legend()
-
-
-def _place(run: Digest, done: int, name: str) -> float:
-    """Where an evaluation after so many steps goes on the horizontal axis; nan: nowhere."""
-    values = run.sent if name == PLOT_FILE else run.clock
-    scale = 1e-6 if name == PLOT_FILE else 1.0
-    return scale * values[done - 1] if done <= len(values) else nan
+    with picture(path, title, across=across) as (axes,):
+        places: list[float] = []
+        for row in sorted(rows, key=lambda one: one.label in colours):
+            colour = colours.get(row.label, GREY)
+            how = {"color": colour, "linewidth": 1.4 if row.label in colours else 2.4}
+            for i, run in enumerate(row.runs):
+                points = [(place(run, done), quality) for done, quality in run.evaluations]
+                points = [point for point in points if isfinite(sum(point))]
+                if not points:
+                    continue
+                places += [x for x, _ in points]
+                label = None if i else row.label
+                axes.plot(*zip(*points, strict=True), alpha=0.8, label=label, **how)
+                axes.plot(*zip(*points[-1:], strict=True), "o", color=colour)
+        log_axis(axes.yaxis, [q for row in rows for run in row.runs for _, q in run.evaluations])
+        if path.name == PLOT_FILE:
+            log_axis(axes.xaxis, places)
+        else:
+            axes.set_xlim(left=0)
+        better = "higher" if rows[0].run.higher_is_better else "lower"
+        axes.set_ylabel(f"held-out {rows[0].run.quality_name} ({better} is better)")
+        axes.legend()

@@ -1,32 +1,40 @@
-"""What a comparison has found so far: compare.json, table.txt and the plot."""
+"""What a comparison has found so far: compare.json, table.txt and the plots."""
 
 from __future__ import annotations
 
 import json
-import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite, nan
 from typing import Any
 
-import torch
 from rich.console import RenderableType
 
-from runs.compare.digest import Digest, read_digest
+from adaptive import LinkSpec
 from runs.compare.options import Comparison
 from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
-from runs.compare.standing import Standing, stand
-from runs.compare.suite_table import suite_notes, suite_rows, suite_table
-from runs.compare.suites import Plan
-from runs.compare.table import make_tables
+from runs.compare.suite_table import suite_json, suite_notes, suite_table
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
+from runs.parser import UsageError
+from runs.progress import cf_name
+from runs.records import Stretch
+from runs.report.rows import UNKNOWN, Row, modelled
+from runs.report.run import Run
+from runs.report.source import read_folder
+from runs.report.table import columns, make_text, reading, row_as_json, shown
+from runs.report.verdict import headline_lines, headlines
 from runs.result import is_dense
-from runs.tables import faint, strong, text_of
+from runs.tables import faint, strong, table, text_of
 from runs.tasks import TASKS
-from runs.verdict import verdict
 
 COMPARE_FILE = "compare.json"
 TABLE_FILE = "table.txt"
+
+SHOWN = 8
+"""Stretches of a CF history; the middle of a longer one is left out."""
 
 
 def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -34,116 +42,145 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
 
     Only runs that are finished count.
     """
+    rows, dense = read_rows(comparison)
     first = comparison.config(comparison.contenders[0], comparison.seeds[0])
-    task = TASKS[first.task]
-    digests, dense = _read(comparison)
-    networks = [str(network) for network in comparison.networks]
-    standings = stand(digests, dense, len(networks), task.higher_is_better, comparison.goal_step)
-    missing = len(comparison.contenders) * len(comparison.seeds) - sum(map(len, digests.values()))
-    better = "higher" if task.higher_is_better else "lower"
-    heading = _title(comparison, first)
-    notes = [
-        f"{task.quality_name}: held-out, {better} is better; MB sent: by a worker",
-        f"± is the standard deviation over {len(comparison.seeds)} seeds"
-        if len(comparison.seeds) > 1
-        else "one seed: no spread",
-        f"steps/s: {'measured' if first.fixed_clock is None else 'by the modelled clock'}, "
-        f"{_network(first)}, without evaluations and each turn's first step; "
-        f"{comparison.interleaving}",
-        "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, no "
-        "overlap; all: the whole run",
-        f"to dense: until an evaluation (every {first.eval_every} steps) is at least as good as "
-        f"{dense} {_goal(comparison)}, same seed"
-        if dense
-        else "to dense: not known without a dense contender",
-        f"when 1st: {task.quality_name} at the last evaluation before the moment at which the "
-        f"fastest contender is through, by the modelled seconds",
-        "explored: steps sent while the policy was finding out, at another CF than the one that it "
-        "then stayed at; MB so: what a worker sent in them",
-    ]
-    if first.netlab:
-        notes.append(
-            "MB interf.: what the network interface of rank 0 has sent, TCP's headers included"
-        )
-    if comparison.smooth > 1:
-        notes.append(
-            f"{task.quality_name}, everywhere: the mean of the last {comparison.smooth} evaluations"
-        )
-    if comparison.model_mb is not None:
-        notes.append(
-            f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: their bytes "
-            f"and compression in proportion, compute and statistics as they were"
-        )
-    if comparison.one_worker_seconds is not None:
-        notes.append(
-            f"scaling eff.: T_N / (N T_1), of the steps/s; a step of one worker takes "
-            f"{comparison.one_worker_seconds:g} s"
-        )
-    notes += [
-        f"{label}, seed {run.seed}, has diverged: {run.diverged}"
-        for label, runs in digests.items()
-        for run in runs
-        if run.diverged
-    ]
+    missing = len(comparison.contenders) * len(comparison.seeds) - sum(len(r.runs) for r in rows)
+    networks, heading = comparison.networks, _title(comparison, first)
+    everything = columns(rows, networks)
+    known = shown(everything, rows)
+    notes = [*reading(known, rows), *_notes(comparison, first, rows, dense)]
     if missing:
         notes.append(f"{missing} runs are not finished and not in the table")
     try:
-        if digests:
-            modelled = first.fixed_clock is not None
-            network = emulated(first) or ("the network" if modelled else "this machine's network")
-            network = real_links(first.netlab) if first.netlab else network
-            seconds = f"seconds of training, {'modelled' if modelled else 'measured'}, {network}"
-            how = (heading, task.quality_name, task.higher_is_better, dense or "", seconds)
-            draw_quality(standings, comparison.folder, *how)
+        if rows:
+            clock = "measured" if first.fixed_clock is None else "modelled"
+            seconds = f"seconds of training, {clock}, {_network(first)}"
+            draw_quality(rows, comparison.folder, heading, dense or "", seconds)
     except ImportError:
         notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
-    alone = comparison.one_worker_seconds
-    tables = make_tables(standings, task.quality_name, networks, alone, bool(first.netlab))
-    told = _headlines(standings, dense, first)
-    plan, paper, above = comparison.plan, [], list[RenderableType]()
+    plan, suite, above = comparison.plan, {}, list[RenderableType]()
     if plan is not None:
-        paper = suite_rows(plan, standings, task.quality_name)
-        above = [f"{plan.suite.name}: {_speeds(first)}", "", suite_table(paper), ""]
+        suite = {"suite": suite_json(plan, rows)}
+        above = [f"{plan.suite.name}: {_speeds(first)}", "", suite_table(plan, rows), ""]
         notes = [*suite_notes(plan), *notes]
-    parts = [*above, strong(heading), "", *tables, ""]
-    parts += [faint(f"note: {note}") for note in notes]
-    parts += [f"files in {comparison.folder}"]
-    parts += [strong(f"{label}: {headline}") for label, headline in told.items()]
+    histories = [[row.label, _histories(row)] for row in rows]
+    parts = [
+        *above,
+        strong(heading),
+        "",
+        *make_text(known, rows, "contender"),
+        "",
+        table(["contender", "CF history (CF x steps)"], histories, left=(0, 1)),
+        "",
+        *(faint(f"note: {note}") for note in notes),
+        f"files in {comparison.folder}",
+        *map(strong, headline_lines(rows)),
+    ]
     result = {
         "title": heading,
-        "headlines": told,
+        "headlines": headlines(rows),
         "finished": not missing,
-        "quality_name": task.quality_name,
-        "higher_is_better": task.higher_is_better,
         "dense": dense,
         "steps": comparison.steps,
         "goal_step": comparison.goal_step,
         "smooth": comparison.smooth,
         "seeds": list(comparison.seeds),
-        "networks": networks,
+        "networks": list(map(str, networks)),
         "model_mb": comparison.model_mb,
-        "interleaving": comparison.interleaving,
-        "emulated_link": emulated(first) or None,
+        **suite,
+        "rows": [row_as_json(everything, row) for row in rows],
         "notes": notes,
-        **({} if plan is None else {"suite": _suite_json(plan, paper)}),
-        "contenders": [
-            {
-                **standing.as_json(networks),
-                "scaling_efficiency": standing.scaling_efficiency(alone).as_json(),
-            }
-            for standing in standings
-        ],
         "log_dir": str(comparison.folder),
-        "machine": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "processor": platform.machine(),
-        },
     }
     dumped = json.dumps(result, indent=2, allow_nan=False)
     write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
     write_text(comparison.folder / TABLE_FILE, text_of(*parts) + "\n")
     return result, parts
+
+
+# -- the runs --------------------------------------------------------------------------------------
+
+
+def read_rows(comparison: Comparison) -> tuple[list[Row], str | None]:
+    """A row for each contender with finished runs, and which contender is the dense one."""
+    rows, dense = [], None
+    for contender in comparison.contenders:
+        configs = [comparison.config(contender, seed) for seed in comparison.seeds]
+        runs = tuple(_read(comparison, config) for config in configs if is_finished(config))
+        if runs:
+            rows.append(Row(contender.label, runs))
+        if dense is None and is_dense(configs[0]):
+            dense = contender.label
+    return side_by_side(rows, dense, comparison.networks, comparison.goal_step), dense
+
+
+def _read(comparison: Comparison, config: TrainConfig) -> Run:
+    alone = comparison.one_worker_seconds
+    try:
+        run = read_folder(config.folder, f"--log-dir {comparison.folder}", comparison.smooth)
+    except UsageError as error:
+        raise UsageError(f"{error}; remove the run's folder, and it is trained again") from error
+    own = config if alone is None else replace(config, one_worker_seconds=alone)
+    return modelled(replace(run, config=own), comparison.networks, comparison.model_mb)
+
+
+def side_by_side(
+    rows: Sequence[Row], dense: str | None, networks: Sequence[LinkSpec], goal_step: int | None
+) -> list[Row]:
+    """The rows, each run with what it is compared by: the quality of the dense run of its own seed,
+    after `goal_step` steps or at its end, and on each network the moment at which the first run of
+    its seed is through (which one that has diverged never is)."""
+    goals = {
+        run.seed: run.quality if goal_step is None else run.quality_after(goal_step)
+        for row in rows
+        for run in row.runs
+        if row.label == dense
+    }
+    everyone = [run for row in rows for run in row.runs if not run.ending.diverged]
+
+    def first(seed: int, network: LinkSpec) -> float:
+        ends = (run.modelled_in_all(network) for run in everyone if run.seed == seed)
+        return min(filter(isfinite, ends), default=nan)
+
+    def placed(run: Run) -> Run:
+        limits = {network: first(run.seed, network) for network in networks}
+        return replace(run, goal=goals.get(run.seed, nan), limits=limits)
+
+    return [Row(row.label, tuple(map(placed, row.runs))) for row in rows]
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def _notes(
+    comparison: Comparison, first: TrainConfig, rows: Sequence[Row], dense: str | None
+) -> list[str]:
+    seeds, goal = len(comparison.seeds), comparison.goal_step
+    by = "measured" if first.fixed_clock is None else "by the modelled clock"
+    after = "at its end" if goal is None else f"after {goal} steps"
+    notes = [
+        f"± is the standard deviation over {seeds} seeds" if seeds > 1 else "one seed: no spread",
+        f"steps/s are {by}, {_network(first)}; contenders took turns of {comparison.slice} steps, "
+        f"and who began went round",
+        f"the target is the quality of {dense} {after}, same seed; evaluations are "
+        f"{first.eval_every} steps apart"
+        if dense
+        else "to target: not known without a dense contender",
+    ]
+    if comparison.smooth > 1:
+        notes.append(f"quality, everywhere: the mean of the last {comparison.smooth} evaluations")
+    if comparison.model_mb is not None:
+        notes.append(
+            f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: their bytes "
+            f"and compression in proportion, compute and statistics as they were"
+        )
+    notes += [
+        f"{row.label}, seed {run.seed}, has diverged: {run.ending.diverged}"
+        for row in rows
+        for run in row.runs
+        if run.ending.diverged
+    ]
+    return notes
 
 
 def _speeds(config: TrainConfig) -> str:
@@ -157,61 +194,14 @@ def _speeds(config: TrainConfig) -> str:
     )
 
 
-def _suite_json(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "name": plan.suite.name,
-        "paper": plan.suite.paper,
-        "scale": plan.scale,
-        "rows": rows,
-    }
-
-
-def _read(comparison: Comparison) -> tuple[dict[str, list[Digest]], str | None]:
-    """The finished runs by contender, and which contender is the dense one."""
-    found: dict[str, list[Digest]] = {}
-    dense = None
-    for contender in comparison.contenders:
-        configs = [comparison.config(contender, seed) for seed in comparison.seeds]
-        how = comparison.networks, comparison.model_mb, comparison.smooth
-        runs = [read_digest(c, *how) for c in configs if is_finished(c)]
-        if runs:
-            found[contender.label] = runs
-        if dense is None and is_dense(configs[0]):
-            dense = contender.label
-    return found, dense
-
-
-def _headlines(standings: list[Standing], dense: str | None, config: TrainConfig) -> dict[str, str]:
-    """Whether it was worth it, by contender; none without a dense run to compare with."""
-    ended = {standing.label: standing.ended() for standing in standings}
-    if dense is None or dense not in ended:
-        return {}
-    task = TASKS[config.task]
-    return {
-        label: verdict(
-            one, ended[dense], task.quality_name, task.higher_is_better, emulated(config)
-        )
-        for label, one in ended.items()
-        if label != dense
-    }
-
-
-def _goal(comparison: Comparison) -> str:
-    goal = comparison.goal_step
-    return "at its end" if goal is None else f"after {goal} steps"
-
-
 def _network(config: TrainConfig) -> str:
     """Where steps were timed."""
-    if config.netlab:
-        return real_links(config.netlab)
-    return emulated(config) or "no link emulated"
+    return real_links(config.netlab) if config.netlab else emulated(config) or "no link emulated"
 
 
 def _title(comparison: Comparison, config: TrainConfig) -> str:
     model = config.model or TASKS[config.task].models[0]
-    link = f", {emulated(config)}" if config.link else ""
-    link += f", {real_links(config.netlab)}" if config.netlab else ""
+    link = f", {_network(config)}" if config.link or config.netlab else ""
     seeds = " ".join(map(str, comparison.seeds))
     lengths = sorted({comparison.steps_of(contender) for contender in comparison.contenders})
     steps = " or ".join(map(str, lengths))
@@ -219,3 +209,21 @@ def _title(comparison: Comparison, config: TrainConfig) -> str:
         f"{config.task} ({model}), {config.workers} workers, {steps} steps, "
         f"seed{'s' if len(comparison.seeds) > 1 else ''} {seeds}{link}"
     )
+
+
+def _histories(row: Row) -> str:
+    """Of the first seed; a policy may have gone another way with the others."""
+    histories = [run.history for run in row.runs]
+    if not histories[0]:
+        return UNKNOWN
+    ways = {tuple((part.first, part.cf) for part in history) for history in histories}
+    return compact(histories[0]) + ("" if len(ways) == 1 else f" (seed {row.run.seed})")
+
+
+def compact(history: Sequence[Stretch]) -> str:
+    """As CF x steps: "dense x10, 10 x50"."""
+    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in history]
+    if len(parts) > SHOWN:
+        left_out = len(parts) - SHOWN + 1
+        parts[SHOWN // 2 : SHOWN // 2 + left_out] = [f"... {left_out} more ..."]
+    return ", ".join(parts)

@@ -5,47 +5,29 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import closing, nullcontext
+from dataclasses import asdict
+from functools import partial
 
-import torch
 import torch.distributed as dist
 
-from runs.build import build_task
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
 from runs.config import TrainConfig, load_config, write_text
-from runs.files import json_lines
 from runs.interrupt import INTERRUPTED, UNSAVED, Interrupt
 from runs.launch import launch
 from runs.logbook import Logbook
 from runs.parser import UsageError
+from runs.report.run import Slice
+from runs.report.source import SLICES_FILE, read_slices
 from runs.result import RESULT_FILE, save_result
-from runs.simulate.ranks import WorkerError, run_ranks
+from runs.simulate.ranks import simulate
 from runs.tasks import Task
 from runs.train import Outcome, train
 from runs.worker import join
 
-SLICES_FILE = "slices.jsonl"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Steps first..last-1. seconds: of all but the first of them, in which a new process warms up;
-    evaluations and checkpoints are not in it. interface_bytes: that a worker's interface has sent,
-    where links are real."""
-
-    first: int
-    last: int
-    seconds: float
-    interface_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Part:
-    config: TrainConfig
-    checkpoint: Checkpoint | None
-    until: int
+_Part = tuple[TrainConfig, Checkpoint | None, int]
+"""A run, what it is at, and to how many steps it is to be brought."""
 
 
 def steps_done(config: TrainConfig) -> int:
@@ -78,43 +60,23 @@ def train_until(config: TrainConfig, until: int) -> int:
     checkpoint = _checkpoint(config)
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
-    part = _Part(config, checkpoint, until)
+    part = config, checkpoint, until
     with claim(config.folder, f"--log-dir: {config.folder}", config.command):
-        code = _simulate(part) if config.simulated else launch(_run, part, config.workers)
+        if config.simulated:
+            code = simulate(config, partial(_work, part))
+        else:
+            code = launch(_run, part, config.workers)
     if is_finished(config):
         shutil.rmtree(config.folder / "checkpoint", ignore_errors=True)
     return code
 
 
-def read_slices(folder: Path) -> list[Slice]:
-    """The slices that were recorded, in order."""
-    path = folder / SLICES_FILE
-    return [Slice(**value) for _, value in json_lines(path)] if path.exists() else []
-
-
 def _run(part: _Part, rank: int, world_size: int, init_method: str) -> int:
     """A worker's share, in a process of its own."""
-    interrupt = join(part.config.threads, rank, world_size, init_method)
+    interrupt = join(part[0].threads, rank, world_size, init_method)
     code = _work(part, rank, interrupt)
     dist.destroy_process_group()
     return code
-
-
-def _simulate(part: _Part) -> int:
-    """All workers' shares, in this process; the exit code."""
-    config = part.config
-    torch.set_num_threads(config.threads)
-    task, interrupt = build_task(config), Interrupt(own_parent=False)
-    try:
-        codes = run_ranks(
-            config.workers, lambda rank, group: _work(part, rank, interrupt, task, group)
-        )
-    except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        interrupt.restore()
-    return int(codes[0])
 
 
 def _work(
@@ -125,23 +87,18 @@ def _work(
     voters: dist.ProcessGroup | None = None,
 ) -> int:
     """One rank's training of this turn, in a group that is there; the exit code."""
-    config, checkpoint = part.config, part.checkpoint
-    logbook = None
-    if rank == 0:
-        logbook = Logbook(config, checkpoint.step if checkpoint is not None else 0)
-    try:
+    config, checkpoint, until = part
+    first = checkpoint.step if checkpoint is not None else 0
+    with closing(Logbook(config, first)) if rank == 0 else nullcontext() as logbook:
         outcome = train(
             config,
             checkpoint=checkpoint,
             interrupt=interrupt,
             logbook=logbook,
-            pause_at=part.until,
+            pause_at=until,
             task=task,
             voters=voters,
         )
-    finally:
-        if logbook is not None:
-            logbook.close()
     if logbook is not None and not _keep(config, outcome, logbook):
         return UNSAVED
     # Also after its last step, or the next contender's turn would come.
@@ -158,20 +115,17 @@ def _keep(config: TrainConfig, outcome: Outcome, logbook: Logbook) -> bool:
         print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
     seconds = outcome.seconds - outcome.first_seconds
     interface = 0 if outcome.netlab is None else outcome.netlab["interface_bytes"]
+    made = Slice(outcome.first_step, outcome.steps_done, seconds, interface)
     try:
-        _note(config.folder, Slice(outcome.first_step, outcome.steps_done, seconds, interface))
+        # What was made after the checkpoint is made anew.
+        kept = [old for old in read_slices(config.folder) if old.last <= made.first]
+        lines = (json.dumps(asdict(one)) + "\n" for one in (*kept, made))
+        write_text(config.folder / SLICES_FILE, "".join(lines))
     except OSError as error:
         unsaved.append(f"{config.folder / SLICES_FILE} could not be written: {error.strerror}")
     for problem in unsaved:
         print(f"error: {problem}", file=sys.stderr, flush=True)
     return not unsaved
-
-
-def _note(folder: Path, made: Slice) -> None:
-    """Add a slice to those before it; what was made after the checkpoint is made anew."""
-    kept = [old for old in read_slices(folder) if old.last <= made.first]
-    lines = (json.dumps(asdict(one)) + "\n" for one in (*kept, made))
-    write_text(folder / SLICES_FILE, "".join(lines))
 
 
 def _checkpoint(config: TrainConfig) -> Checkpoint | None:

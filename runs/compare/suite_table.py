@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
 from typing import Any
 
 from rich.table import Table
 
-from runs.compare.digest import Digest
-from runs.compare.standing import Spread, Standing
-from runs.compare.suites import Column, Entry, Figure, Plan
-from runs.progress import number_text
+from runs.compare.suites import Column, Figure, Plan
+from runs.report.rows import UNKNOWN, Row, Spread
+from runs.report.run import Run
 from runs.tables import table
 
-
-def suite_rows(
-    plan: Plan, standings: Sequence[Standing], quality_name: str
-) -> list[dict[str, Any]]:
-    """A row for each contender that is finished, as JSON-like values: those of the suite and those
-    that were added."""
-    known = {standing.label: standing for standing in standings}
-    entries = {entry.name: entry for entry in plan.suite.entries}
-    return [
-        {
-            "contender": label,
-            "spec": plan.spec(entries[label]) if label in entries else label,
-            "columns": [
-                {
-                    "name": column.name.format(quality=_quality_name(plan, quality_name)),
-                    "paper": _figure(entries.get(label), plan, i),
-                    "here": _measured(column, plan, standing, known).as_json(),
-                }
-                for i, column in enumerate(plan.suite.columns)
-            ],
-        }
-        for label, standing in known.items()
-    ]
+Pair = tuple[Figure, Spread]
+"""The paper's figure, and what came out here."""
 
 
-def suite_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows, with the paper's figure and what came out here side by side."""
-    names = [column["name"] for column in rows[0]["columns"]] if rows else []
-    head = ["contender", *(word for name in names for word in (f"{name}:\npaper", "here"))]
-    lines = []
+def suite_pairs(plan: Plan, rows: Sequence[Row]) -> list[list[Pair]]:
+    """Of each row, the contenders of the suite and those that were added, one for each column."""
+    pairs = []
     for row in rows:
-        pairs = [(_shown(c["paper"]), _spread(c["here"])) for c in row["columns"]]
-        lines.append([row["contender"], *(cell for pair in pairs for cell in pair)])
+        theirs = dict(enumerate(plan.figures(row.label)))
+        here = [_measured(column, plan, row, rows) for column in plan.suite.columns]
+        pairs.append([(theirs.get(i), ours) for i, ours in enumerate(here)])
+    return pairs
+
+
+def suite_table(plan: Plan, rows: Sequence[Row]) -> Table:
+    """The paper's figures and what came out here, side by side."""
+    head = [
+        "contender",
+        *(word for name in _names(plan, rows) for word in (f"{name}:\npaper", "here")),
+    ]
+    lines = [
+        [row.label, *(text for theirs, ours in pairs for text in (_shown(theirs), ours.text(4)))]
+        for row, pairs in zip(rows, suite_pairs(plan, rows), strict=True)
+    ]
     return table(head, lines)
+
+
+def suite_json(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    """The same, and what it is of."""
+    specs = {entry.name: plan.spec(entry) for entry in plan.suite.entries}
+    return {
+        "name": plan.suite.name,
+        "paper": plan.suite.paper,
+        "scale": plan.scale,
+        "rows": [
+            {
+                "contender": row.label,
+                "spec": specs.get(row.label, row.label),
+                "columns": [
+                    {"name": name, "paper": theirs, "here": ours.as_json()}
+                    for name, (theirs, ours) in zip(_names(plan, rows), pairs, strict=True)
+                ],
+            }
+            for row, pairs in zip(rows, suite_pairs(plan, rows), strict=True)
+        ],
+    }
 
 
 def suite_notes(plan: Plan) -> list[str]:
@@ -61,53 +72,47 @@ def suite_notes(plan: Plan) -> list[str]:
     ]
 
 
-def _quality_name(plan: Plan, quality_name: str) -> str:
-    return "top-5 accuracy %" if plan.part.top5 else quality_name
+def _names(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    quality = rows[0].run.quality_name if rows else "quality"
+    quality = "top-5 accuracy %" if plan.part.top5 else quality
+    return [column.name.format(quality=quality) for column in plan.suite.columns]
 
 
-def _figure(entry: Entry | None, plan: Plan, column: int) -> Figure:
-    figures = entry.figures.get(plan.part.task, ()) if entry is not None else ()
-    return figures[column] if column < len(figures) else None
-
-
-def _measured(
-    column: Column, plan: Plan, standing: Standing, known: Mapping[str, Standing]
-) -> Spread:
+def _measured(column: Column, plan: Plan, row: Row, rows: Sequence[Row]) -> Spread:
     """Seed by seed; nan where something is not known."""
-    if column.only not in standing.label:
+    if column.only not in row.label:
         return Spread.of(())
-    own = {run.seed: _value(column, plan, run) for run in standing.runs}
     if column.over is None:
-        return Spread.of(own.values())
-    other = known.get(column.over)
-    theirs = {run.seed: _value(column, plan, run) for run in other.runs} if other else {}
-    pairs = [(value, theirs.get(seed, nan)) for seed, value in own.items()]
-    if column.worse:
-        return Spread.of(100 * (mine / other - 1) if other else nan for mine, other in pairs)
-    return Spread.of(other / mine if mine else nan for mine, other in pairs)
+        return row.of(lambda run: _value(column, plan, run))
+    theirs = {
+        run.seed: _value(column, plan, run)
+        for other in rows
+        if other.label == column.over
+        for run in other.runs
+    }
+
+    def compared(run: Run) -> float:
+        mine, other = _value(column, plan, run), theirs.get(run.seed, nan)
+        if column.worse:
+            return 100 * (mine / other - 1) if other else nan
+        return other / mine if mine else nan
+
+    return row.of(compared)
 
 
-def _value(column: Column, plan: Plan, run: Digest) -> float:
-    seconds = run.ends[0][-1] if run.ends and run.ends[0] else nan
+def _value(column: Column, plan: Plan, run: Run) -> float:
+    seconds = run.modelled_in_all(next(iter(run.modelled))) if run.modelled else nan
     return {
         "quality": lambda: next(iter(run.beside.values()), nan) if plan.part.top5 else run.quality,
-        "test": lambda: run.test,
+        "test": lambda: run.ending.test,
         "seconds": lambda: seconds,
-        "epoch": lambda: seconds / len(run.sent) * plan.part.epoch if run.sent else nan,
+        "epoch": lambda: seconds / run.trained * plan.part.epoch,
         "bytes": lambda: run.bytes_sent,
-        "floats": lambda: run.floats_sent,
+        "floats": lambda: run.ending.floats_sent,
     }[column.measure]()
 
 
 def _shown(figure: Figure) -> str:
     if figure is None:
-        return "-"
+        return UNKNOWN
     return figure if isinstance(figure, str) else f"{figure:.4g}"
-
-
-def _spread(value: Mapping[str, Any]) -> str:
-    mean, deviation = value["mean"], value["deviation"]
-    if mean is None:
-        return "-"
-    text = number_text(mean, 4) if abs(mean) >= 0.001 else "0"
-    return f"{text} ± {deviation:.2g}" if deviation else text

@@ -1,18 +1,17 @@
 """The tables of five papers as comparisons: who takes part, on what, and what the paper reports.
 
 A suite is data. Steps in brackets, as in `window=[500]`, are the paper's, and shrink with --scale,
-`[2<660]` to no fewer than 2; what stands in braces differs from part to part. A paper's figures are
-those of its table, in the order of the suite's columns; a text is what the paper says in words,
-None what it does not report.
+`[2<660]` to no fewer than 2; {clip} differs from part to part. A paper's figures are
+those of its table, a tuple for each part, in the order of the suite's columns; a text is what the
+paper says in words, None what it does not report.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from runs.compare.contender import Contender, parse_contender
 
@@ -45,8 +44,9 @@ class Part:
 
     task, model: the paper's, or what is nearest to it here. small: the model below scale 1. steps:
     the paper's. model_mb: the paper's gradients, for modelled times. drops: steps after which the
-    learning rate is a tenth. quality: the column of the paper's quality, if it has another than the
-    task's. options: further ones of train, {..} in contenders from `fill`."""
+    learning rate is a tenth. weight_decay, workers, batch_size: options of train. top5: whether the
+    paper's quality is top-5 accuracy. epoch: steps of one. clip: stands for {clip} in contenders.
+    """
 
     task: str
     model: str
@@ -54,20 +54,25 @@ class Part:
     steps: int
     model_mb: float
     drops: tuple[int, ...] = ()
+    weight_decay: float | None = None
+    workers: int | None = None
+    batch_size: int | None = None
     top5: bool = False
     epoch: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    fill: Mapping[str, str] = field(default_factory=dict)
+    clip: float = 0.0
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An entry is one contender of a suite. spec: as compare's --contender. figures: the paper's,
-    by task, in the order of the columns."""
+    by part."""
 
     name: str
     spec: str
-    figures: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
+    figures: tuple[tuple[Figure, ...], ...] = ()
+
+
+def entry(name: str, spec: str, *figures: tuple[Figure, ...]) -> Entry:
+    return Entry(name, spec, figures)
 
 
 @dataclass(frozen=True)
@@ -112,21 +117,27 @@ class Plan:
             "fixed_clock": FIXED_CLOCK,
             "link": LINK,
             "model_mb": part.model_mb,
-            **part.options,
+            "lr_drop": [self._scaled(step) for step in part.drops] or None,
+            "weight_decay": part.weight_decay,
+            "workers": part.workers,
+            "batch_size": part.batch_size,
         }
-        if part.drops:
-            given["lr_drop"] = [self._scaled(step) for step in part.drops]
-        return given
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def contenders(self) -> list[Contender]:
         """Of the entries, by their names."""
-        wanted = [
-            entry
-            for entry in self.suite.entries
-            if not self.only or any(text in entry.name for text in self.only)
+        return [
+            replace(parse_contender(self.spec(one)), label=one.name)
+            for one in self.suite.entries
+            if not self.only or any(text in one.name for text in self.only)
         ]
-        return [replace(parse_contender(self.spec(one)), label=one.name) for one in wanted]
+
+    def figures(self, name: str) -> tuple[Figure, ...]:
+        """The paper's of the contender of that name, as far as it has some."""
+        part = self.suite.parts.index(self.part)
+        found = [one.figures for one in self.suite.entries if one.name == name]
+        return found[0][part] if found and part < len(found[0]) else ()
 
     def spec(self, entry: Entry) -> str:
         """Of an entry, with the steps that it has at this scale."""
@@ -134,7 +145,9 @@ class Plan:
         def scaled(found: re.Match[str]) -> str:
             return str(max(int(found[1] or 1), self._scaled(int(found[2]))))
 
-        return re.sub(r"\[(?:(\d+)<)?(\d+)\]", scaled, entry.spec).format_map(self.part.fill)
+        return re.sub(r"\[(?:(\d+)<)?(\d+)\]", scaled, entry.spec).replace(
+            "{clip}", f"{self.part.clip:g}"
+        )
 
     def _scaled(self, steps: int) -> int:
         return max(1, ceil(steps * self.scale - 1e-9))
@@ -143,14 +156,7 @@ class Plan:
 RESIDUAL = "granularity=layer,memory=residual"
 """Tensor by tensor, with plain error feedback."""
 
-
-def _of(*figures: Figure, task: str = "cifar10") -> dict[str, tuple[Figure, ...]]:
-    return {task: figures}
-
-
-def _of_three(images: Any, hundred: Any, words: Any) -> dict[str, tuple[Figure, ...]]:
-    return {"cifar10": images, "cifar100": hundred, "words": words}
-
+GRAVAC_7 = "gravac-paper:epsilon=0.7,omega=0.01,window=[500]"
 
 GRAVAC = Suite(
     "gravac",
@@ -162,78 +168,44 @@ GRAVAC = Suite(
         Column("floats, times fewer than dense", "floats", over="dense"),
     ),
     (
-        Part(
-            *("cifar10", "resnet101", "resnet8", 20_000, 170, (9_000, 14_000)),
-            options={"weight_decay": 1e-4},
-        ),
-        Part(
-            *("cifar100", "vgg16", "vgg11", 20_000, 528, (9_000, 14_000)),
-            top5=True,
-            options={"weight_decay": 5e-4},
-        ),
-        Part(
-            *("words", "lstm-2x1500", "lstm-small", 20_000, 252, (9_000, 14_000)),
-            options={"weight_decay": 1e-5},
-        ),
+        Part("cifar10", "resnet101", "resnet8", 20_000, 170, (9_000, 14_000), 1e-4),
+        Part("cifar100", "vgg16", "vgg11", 20_000, 528, (9_000, 14_000), 5e-4, top5=True),
+        Part("words", "lstm-2x1500", "lstm-small", 20_000, 252, (9_000, 14_000), 1e-5),
     ),
     (
-        Entry("dense", "dense"),
-        Entry("top-k 10", f"topk+fp32@10:{RESIDUAL}", _of_three((80.14, 1), (91.2, 1), (22.0, 1))),
-        Entry(
-            "top-k 1000",
-            f"topk+fp32@1000:{RESIDUAL}",
-            _of_three((76.4, 3.02), (90.68, 3.22), (26.78, 3.36)),
+        entry("dense", "dense"),
+        *(
+            entry(name, f"{spec}:{RESIDUAL}", *figures)
+            for name, spec, *figures in (
+                ("top-k 10", "topk+fp32@10", (80.14, 1), (91.2, 1), (22.0, 1)),
+                ("top-k 1000", "topk+fp32@1000", (76.4, 3.02), (90.68, 3.22), (26.78, 3.36)),
+                ("DGC 10", "dgc+fp32@10", (80.4, 1.23), (90.8, 0.935), (21.67, 1.23)),
+                ("DGC 1000", "dgc+fp32@1000", (78.6, 5.19), (90.4, 3.35), (25.14, 6.25)),
+                ("RedSync 10", "redsync+fp32@10", (79.4, 1.2), (90.45, 0.99), (21.65, 1.17)),
+                ("RedSync 1000", "redsync+fp32@1000", (77.4, 6.94), (90.3, 3.6), (24.24, 6.9)),
+                ("random-k 10", "randomk@10", ("fails", None), (87.8, 0.7), (24.15, 1.3)),
+            )
         ),
-        Entry(
-            "DGC 10",
-            f"dgc+fp32@10:{RESIDUAL}",
-            _of_three((80.4, 1.23), (90.8, 0.935), (21.67, 1.23)),
+        entry(
+            *("GraVAC, epsilon 0.7", GRAVAC_7),
+            *((80.2, 4.32, None, 163), (90.48, 1.95, None, 80), (21.25, 6.67, None, 289)),
         ),
-        Entry(
-            "DGC 1000",
-            f"dgc+fp32@1000:{RESIDUAL}",
-            _of_three((78.6, 5.19), (90.4, 3.35), (25.14, 6.25)),
+        entry(
+            *("GraVAC, epsilon 0.9", "gravac-paper:epsilon=0.9,omega=0.01,window=[500]"),
+            *((None, None, None, 19), (None, None, None, 13.5), (None, None, None, 279)),
         ),
-        Entry(
-            "RedSync 10",
-            f"redsync+fp32@10:{RESIDUAL}",
-            _of_three((79.4, 1.2), (90.45, 0.99), (21.65, 1.17)),
-        ),
-        Entry(
-            "RedSync 1000",
-            f"redsync+fp32@1000:{RESIDUAL}",
-            _of_three((77.4, 6.94), (90.3, 3.6), (24.24, 6.9)),
-        ),
-        Entry(
-            "random-k 10",
-            f"randomk@10:{RESIDUAL}",
-            _of_three(("fails", None), (87.8, 0.7), (24.15, 1.3)),
-        ),
-        Entry(
-            "GraVAC, epsilon 0.7",
-            "gravac-paper:epsilon=0.7,omega=0.01,window=[500]",
-            _of_three((80.2, 4.32, None, 163), (90.48, 1.95, None, 80), (21.25, 6.67, None, 289)),
-        ),
-        Entry(
-            "GraVAC, epsilon 0.9",
-            "gravac-paper:epsilon=0.9,omega=0.01,window=[500]",
-            _of_three((None, None, None, 19), (None, None, None, 13.5), (None, None, None, 279)),
-        ),
-        Entry(
-            "GraVAC, 0.7, raw gain",
-            "gravac-paper:epsilon=0.7,omega=0.01,window=[500],gain=raw",
-        ),
-        Entry(
+        entry("GraVAC, 0.7, raw gain", f"{GRAVAC_7},gain=raw"),
+        entry(
             "our GraVAC, 0.7",
             "gravac:base=topk+fp32,granularity=layer,epsilon=0.7,omega=0.01,window=[500],"
             "gain=error_fed",
         ),
-        Entry("Accordion 10/1000", "accordion-paper:cf_range=10/1000,interval=[2<660],epoch=[66]"),
-        Entry(
+        entry("Accordion 10/1000", "accordion-paper:cf_range=10/1000,interval=[2<660],epoch=[66]"),
+        entry(
             "our Accordion 10/1000",
             "accordion:base=topk+fp32,granularity=layer,interval=[2<660]",
         ),
-        Entry("the default", "goodput"),
+        entry("the default", "goodput"),
     ),
     0.02,
     (
@@ -251,33 +223,28 @@ ACCORDION = Suite(
         Column("data saved over low, top-k", "floats", over="top-k low", only="top-k"),
         Column("speed-up over dense", "seconds", over="dense"),
     ),
+    (Part("cifar10", "resnet18", "resnet8", 58_500, 44.7, (29_250, 48_750), 5e-4),),
     (
-        Part(
-            *("cifar10", "resnet18", "resnet8", 58_500, 44.7, (29_250, 48_750)),
-            options={"weight_decay": 5e-4},
-        ),
-    ),
-    (
-        Entry("dense", "dense"),
-        Entry("PowerSGD low", "powersgd@10:memory=residual", _of(94.5, 1)),
-        Entry("PowerSGD high", "powersgd@1000:memory=residual", _of(94.1)),
-        Entry(
+        entry("dense", "dense"),
+        entry("PowerSGD low", "powersgd@10:memory=residual", (94.5, 1)),
+        entry("PowerSGD high", "powersgd@1000:memory=residual", (94.1,)),
+        entry(
             "PowerSGD Accordion",
             "accordion-paper:base=powersgd,cf_range=10/1000,interval=[2<1950],epoch=[195]",
-            _of(94.5, 1.5),
+            (94.5, 1.5),
         ),
-        Entry("top-k low", f"topk+fp32@1.01:{RESIDUAL}", _of(94.2, None, 1)),
-        Entry("top-k high", f"topk+fp32@10:{RESIDUAL}", _of(93.1)),
-        Entry(
+        entry("top-k low", f"topk+fp32@1.01:{RESIDUAL}", (94.2, None, 1)),
+        entry("top-k high", f"topk+fp32@10:{RESIDUAL}", (93.1,)),
+        entry(
             "top-k Accordion",
             "accordion-paper:cf_range=1.01/10,interval=[2<1950],epoch=[195]",
-            _of(93.9, None, 2.8),
+            (93.9, None, 2.8),
         ),
-        Entry(
+        entry(
             "our Accordion, top-k",
             "accordion:base=topk+fp32,granularity=layer,cf_range=1.01/10,interval=[2<1950]",
         ),
-        Entry("the default", "goodput"),
+        entry("the default", "goodput"),
     ),
     0.01,
     (
@@ -299,12 +266,12 @@ HARRIS = Suite(
     ),
     (Part("words", "lstm-medium", "lstm-small", 13_270, 17.8, epoch=1_327),),
     (
-        Entry("none", "dense", _of(92.2, 0, 1, 9.16, task="words")),
+        entry("none", "dense", (92.2, 0, 1, 9.16)),
         *(
-            Entry(
+            entry(
                 f"{name} {times}x",
                 f"{base}+fp32@{2 * times}:{RESIDUAL}",
-                _of(perplexity, 100 * (perplexity / 92.2 - 1), times, seconds, task="words"),
+                (perplexity, 100 * (perplexity / 92.2 - 1), times, seconds),
             )
             for name, base, times, perplexity, seconds in (
                 ("top-k", "topk", 50, 89.6, 11.6),
@@ -316,22 +283,18 @@ HARRIS = Suite(
             )
         ),
         *(
-            Entry(
+            entry(
                 f"QSGD {bits} bits",
                 f"qsgd@{32 / bits:.6g}:granularity=layer",
-                _of(perplexity, 100 * (perplexity / 92.2 - 1), 32 / bits, 10.0, task="words"),
+                (perplexity, 100 * (perplexity / 92.2 - 1), 32 / bits, 10.0),
             )
             for bits, perplexity in ((7, 93.1), (5, 91.6), (3, 94.4))
         ),
-        Entry(
-            "random-k 10x, fed back",
-            f"randomk@10:{RESIDUAL}",
-            _of(None, "about 76", 10, None, task="words"),
-        ),
-        Entry(
+        entry("random-k 10x, fed back", f"randomk@10:{RESIDUAL}", (None, "about 76", 10, None)),
+        entry(
             "random-k 10x, not fed back",
             "randomk@10:granularity=layer,memory=none",
-            _of(None, "about 271", 10, None, task="words"),
+            (None, "about 271", 10, None),
         ),
     ),
     0.03,
@@ -341,6 +304,10 @@ HARRIS = Suite(
         "the paper's seconds are those of compression on one worker, ours those of a network and "
         "none of compression",
     ),
+)
+
+DGC_WARMUP = (
+    "warmup:base=dgc+fp32,cf_range=4/1000,granularity=layer,warmup_steps=[5000],warmup=[20000]"
 )
 
 DGC = Suite(
@@ -353,43 +320,36 @@ DGC = Suite(
     ),
     (
         Part(
-            *("cifar10", "resnet101", "resnet8", 450_000, 97.5, (150_000, 300_000, 400_000)),
-            options={"weight_decay": 1e-4},
-            fill={"clip": "2"},
+            "cifar10",
+            "resnet101",
+            "resnet8",
+            450_000,
+            97.5,
+            (150_000, 300_000, 400_000),
+            1e-4,
+            clip=2,
         ),
-        Part("words", "lstm-2x1500", "lstm-small", 450_000, 252, fill={"clip": "0.25"}),
+        Part("words", "lstm-2x1500", "lstm-small", 450_000, 252, clip=0.25),
     ),
     (
-        Entry("dense", "dense", {"cifar10": (75.96, 1), "words": (72.30, 1)}),
-        Entry(
-            "DGC 0.999",
-            "warmup:base=dgc+fp32,cf_range=4/1000,granularity=layer,memory=momentum,masking=on,"
-            "warmup_steps=[5000],warmup=[20000],clip_local={clip}",
-            {"cifar10": (76.15, 277), "words": (72.24, 462)},
+        entry("dense", "dense", (75.96, 1), (72.30, 1)),
+        entry(
+            *("DGC 0.999", f"{DGC_WARMUP},memory=momentum,masking=on,clip_local={{clip}}"),
+            *((76.15, 277), (72.24, 462)),
         ),
-        *(
-            Entry(
-                f"... without {what}",
-                f"warmup:base=dgc+fp32,cf_range=4/1000,granularity=layer,{settings}",
-            )
-            for what, settings in (
-                (
-                    "momentum correction",
-                    "memory=residual,warmup_steps=[5000],warmup=[20000],clip_local={clip}",
-                ),
-                (
-                    "masking",
-                    "memory=momentum,masking=off,warmup_steps=[5000],warmup=[20000],"
-                    "clip_local={clip}",
-                ),
-                ("clipping", "memory=momentum,masking=on,warmup_steps=[5000],warmup=[20000]"),
-            )
+        entry(
+            "... without momentum correction", f"{DGC_WARMUP},memory=residual,clip_local={{clip}}"
         ),
-        Entry(
+        entry(
+            "... without masking",
+            f"{DGC_WARMUP},memory=momentum,masking=off,clip_local={{clip}}",
+        ),
+        entry("... without clipping", f"{DGC_WARMUP},memory=momentum,masking=on"),
+        entry(
             "... without any warm-up",
             "dgc+fp32@1000:granularity=layer,memory=momentum,masking=on,clip_local={clip}",
         ),
-        Entry("the default", "goodput"),
+        entry("the default", "goodput"),
     ),
     0.001,
     (
@@ -407,31 +367,31 @@ LIU = Suite(
         Column("vectors, times fewer than dense", "bytes", over="dense"),
         Column("speed-up over dense", "seconds", over="dense"),
     ),
-    (Part("text", "lstm", "lstm", 10_000, 252, options={"workers": 4, "batch_size": 4}),),
+    (Part("text", "lstm", "lstm", 10_000, 252, workers=4, batch_size=4),),
     (
-        Entry("dense", "dense", _of(None, 1, task="text")),
-        Entry(
+        entry("dense", "dense", (None, 1)),
+        entry(
             "single, CF 100",
             f"topk+fp32@100:{RESIDUAL},exchange=sharded,down_cf=1",
-            _of(None, 2 / (1 + 1 / 100), task="text"),
+            (None, 2 / (1 + 1 / 100)),
         ),
-        Entry(
+        entry(
             "double, CF 100 (DoubleSqueeze)",
             f"topk+fp32@100:{RESIDUAL},exchange=sharded",
-            _of(None, 100, task="text"),
+            (None, 100),
         ),
-        Entry(
+        entry(
             "double, CF 100, nothing fed back",
             "topk+fp32@100:granularity=layer,memory=none,exchange=sharded",
-            _of(None, 100, task="text"),
+            (None, 100),
         ),
-        Entry(
+        entry(
             "double, up 100, down 10",
             f"topk+fp32@100:{RESIDUAL},exchange=sharded,down_cf=10",
-            _of(None, 2 / (1 / 100 + 1 / 10), task="text"),
+            (None, 2 / (1 / 100 + 1 / 10)),
         ),
-        Entry("all-gather, CF 100", f"topk+fp32@100:{RESIDUAL},exchange=all_gather"),
-        Entry("the default", "goodput"),
+        entry("all-gather, CF 100", f"topk+fp32@100:{RESIDUAL},exchange=all_gather"),
+        entry("the default", "goodput"),
     ),
     0.03,
     (

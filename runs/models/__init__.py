@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from runs.models.gpt import byte_gpt, byte_gpt_10m
-from runs.models.lstm import (
-    byte_lstm,
-    lstm_2x1500,
-    word_lstm_large,
-    word_lstm_medium,
-    word_lstm_small,
-)
-from runs.models.resnet import resnet8, resnet18, resnet20, resnet101
-from runs.models.vgg import vgg11, vgg16
+from runs.models.gpt import ByteGPT
+from runs.models.lstm import ByteLSTM, WordLSTM
+from runs.models.resnet import Bottleneck, ResNet
+from runs.models.vgg import VGG, VGG11, VGG16
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "lstm": byte_lstm,
-    "gpt": byte_gpt,
-    "gpt-10m": byte_gpt_10m,
-    "resnet8": resnet8,
-    "resnet20": resnet20,
-    "resnet18": resnet18,
-    "vgg11": vgg11,
-    "vgg16": vgg16,
-    "resnet101": resnet101,
-    "lstm-small": word_lstm_small,
-    "lstm-medium": word_lstm_medium,
-    "lstm-large": word_lstm_large,
-    "lstm-2x1500": lstm_2x1500,
+    # Of bytes.
+    "lstm": ByteLSTM,  # 0.99 million parameters
+    "gpt": ByteGPT,  # 1.0 million
+    "gpt-10m": partial(ByteGPT, width=384, layers=6, heads=6),  # 10.9 million
+    # Of images, with 10 classes.
+    "resnet8": partial(ResNet, (1, 1, 1), width=16),  # 78 thousand
+    "resnet20": partial(ResNet, (3, 3, 3), width=16),  # 0.27 million
+    "resnet18": partial(ResNet, (2, 2, 2, 2), width=64),  # 11.2 million
+    "vgg11": partial(VGG, VGG11),  # 9.2 million
+    "vgg16": partial(VGG, VGG16),  # 14.7 million
+    "resnet101": partial(ResNet, (3, 4, 23, 3), width=64, block=Bottleneck),  # 42.5 million
+    # Of 10,000 words; the second as Harris's medium model, the last as the large one of Zaremba and
+    # others (2014), which is the LSTM of the GraVAC paper (252 MiB in fp32).
+    "lstm-small": partial(WordLSTM, hidden=128, dropout=0.2),  # 1.5 million
+    "lstm-medium": partial(WordLSTM, hidden=300, dropout=0.35),  # 4.4 million
+    "lstm-large": partial(WordLSTM, hidden=650, dropout=0.5),  # 13.3 million
+    "lstm-2x1500": partial(WordLSTM, hidden=1500, dropout=0.65, tied=False),  # 66.0 million
 }
 
 
-def make_model(name: str, **shape: int) -> nn.Module:
+def make_model(name: str, **shape: Any) -> nn.Module:
     """Build a registered model.
 
-    `shape` is `vocab`, `length` for the language models, `in_channels`, `classes` for the image
-    models, and each model's own widths and depths. Weights come from torch's global RNG.
+    `shape` is `vocab` for the language models, `in_channels` and `classes` for the image models,
+    and each model's own widths and depths. Weights come from torch's global RNG.
     Raises ValueError for an unknown name, TypeError for a shape that the model does not have.
     """
     if name not in MODELS:

@@ -88,17 +88,3 @@ class ByteGPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def byte_gpt(
-    *, vocab: int = 256, length: int = 64, width: int = 160, layers: int = 3, heads: int = 5
-) -> nn.Module:
-    """Build a `ByteGPT` whose context is `length` symbols."""
-    return ByteGPT(vocab, length, width, layers, heads)
-
-
-def byte_gpt_10m(
-    *, vocab: int = 256, length: int = 64, width: int = 384, layers: int = 6, heads: int = 6
-) -> nn.Module:
-    """The same with 10.9 million parameters."""
-    return ByteGPT(vocab, length, width, layers, heads)

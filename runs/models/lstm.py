@@ -47,7 +47,12 @@ class WordLSTM(nn.Module):
     """
 
     def __init__(
-        self, vocab: int, hidden: int, dropout: float, layers: int = 2, tied: bool = True
+        self,
+        vocab: int = 10_000,
+        hidden: int = 128,
+        dropout: float = 0.2,
+        layers: int = 2,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, hidden)
@@ -84,36 +89,3 @@ class WordLSTM(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         hidden_and_cell = state.to(self.embedding.weight.device, copy=True)
         self._carried = (hidden_and_cell[0], hidden_and_cell[1]) if state.numel() else None
-
-
-def byte_lstm(
-    *, vocab: int = 256, length: int = 64, embedding: int = 96, hidden: int = 416, layers: int = 1
-) -> nn.Module:
-    """Build a `ByteLSTM`; `length` is accepted for the registry's sake (any length works)."""
-    del length
-    return ByteLSTM(vocab, embedding, hidden, layers)
-
-
-def word_lstm_small(*, vocab: int = 10_000, length: int = 35, hidden: int = 128) -> nn.Module:
-    """Two layers of 128: 1.5 million parameters with 10,000 words."""
-    del length
-    return WordLSTM(vocab, hidden, dropout=0.2)
-
-
-def word_lstm_medium(*, vocab: int = 10_000, length: int = 35, hidden: int = 300) -> nn.Module:
-    """Two layers of 300: 4.4 million parameters with 10,000 words, as Harris's medium model."""
-    del length
-    return WordLSTM(vocab, hidden, dropout=0.35)
-
-
-def word_lstm_large(*, vocab: int = 10_000, length: int = 35, hidden: int = 650) -> nn.Module:
-    """Two layers of 650: 13.3 million parameters with 10,000 words."""
-    del length
-    return WordLSTM(vocab, hidden, dropout=0.5)
-
-
-def lstm_2x1500(*, vocab: int = 10_000, length: int = 35, hidden: int = 1500) -> nn.Module:
-    """Two layers of 1500, not tied: 66.0 million parameters (252 MiB in fp32) with 10,000 words,
-    the large model of Zaremba and others (2014) and the LSTM of the GraVAC paper."""
-    del length
-    return WordLSTM(vocab, hidden, dropout=0.65, tied=False)

@@ -24,6 +24,8 @@ def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions and a shortcut (1 x 1 projection where the shape changes)."""
 
+    expansion = 1
+
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
         self.conv1 = _conv3(channels_in, channels_out, stride)
@@ -42,9 +44,11 @@ class Bottleneck(nn.Module):
     2015, section 4.1), and a shortcut; the 3 x 3 one has the stride.
     """
 
+    expansion = 4
+
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        width = channels_out // 4
+        width = channels_out // self.expansion
         self.conv1 = nn.Conv2d(channels_in, width, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(width)
         self.conv2 = _conv3(width, width, stride)
@@ -59,30 +63,30 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of blocks, the first at full resolution, each later one at half the last.
+    """Stages of `blocks`, the first at full resolution, each later one at half the last and with
+    twice the channels; `width`: of the first convolution.
 
     `forward` maps images (batch, in_channels, height, width) to logits (batch, classes); any
-    height and width from 8 up. stem: channels of the first convolution; None: the first stage's.
+    height and width from 8 up.
     """
 
     def __init__(
         self,
         blocks: Sequence[int],
-        widths: Sequence[int],
-        in_channels: int,
-        classes: int,
+        width: int,
+        in_channels: int = 3,
+        classes: int = 10,
         block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
-        stem: int | None = None,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        first = channels = stem or widths[0]
-        for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
+        channels = width
+        for stage, count in enumerate(blocks):
             for index in range(count):
-                stride = 2 if stage and not index else 1
-                layers.append(block(channels, width, stride))
-                channels = width
-        self.stem = nn.Sequential(_conv3(in_channels, first), nn.BatchNorm2d(first))
+                stride, wide = 2 if stage and not index else 1, block.expansion * width << stage
+                layers.append(block(channels, wide, stride))
+                channels = wide
+        self.stem = nn.Sequential(_conv3(in_channels, width), nn.BatchNorm2d(width))
         self.stages = nn.Sequential(*layers)
         self.head = nn.Linear(channels, classes)
         for module in self.modules():
@@ -93,25 +97,3 @@ class ResNet(nn.Module):
         features = self.stages(F.relu(self.stem(images)))
         logits: Tensor = self.head(features.mean(dim=(2, 3)))
         return logits
-
-
-def resnet8(*, in_channels: int = 3, classes: int = 10, width: int = 16) -> nn.Module:
-    """One block a stage, `width`, 2 and 4 times `width` channels: 78 thousand parameters."""
-    return ResNet((1, 1, 1), (width, 2 * width, 4 * width), in_channels, classes)
-
-
-def resnet20(*, in_channels: int = 3, classes: int = 10, width: int = 16) -> nn.Module:
-    """Three blocks a stage, `width`, 2 and 4 times `width` channels: 0.27 million parameters."""
-    return ResNet((3, 3, 3), (width, 2 * width, 4 * width), in_channels, classes)
-
-
-def resnet18(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.Module:
-    """Two blocks in each of four stages, `width` to 8 times `width`: 11.2 million parameters."""
-    widths = (width, 2 * width, 4 * width, 8 * width)
-    return ResNet((2, 2, 2, 2), widths, in_channels, classes)
-
-
-def resnet101(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.Module:
-    """3, 4, 23 and 3 bottlenecks of 4 to 32 times `width` channels: 42.5 million parameters."""
-    widths = (4 * width, 8 * width, 16 * width, 32 * width)
-    return ResNet((3, 4, 23, 3), widths, in_channels, classes, Bottleneck, stem=width)

@@ -18,7 +18,11 @@ class VGG(nn.Module):
     """
 
     def __init__(
-        self, plan: tuple[tuple[int, ...], ...], width: int, in_channels: int, classes: int
+        self,
+        plan: tuple[tuple[int, ...], ...],
+        width: int = 64,
+        in_channels: int = 3,
+        classes: int = 10,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
@@ -41,13 +45,3 @@ class VGG(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(images).mean(dim=(2, 3)))
         return logits
-
-
-def vgg11(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.Module:
-    """Eight convolutions: 9.2 million parameters at the default width."""
-    return VGG(VGG11, width, in_channels, classes)
-
-
-def vgg16(*, in_channels: int = 3, classes: int = 10, width: int = 64) -> nn.Module:
-    """Thirteen convolutions: 14.7 million parameters at the default width."""
-    return VGG(VGG16, width, in_channels, classes)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from tyro.conf import UseAppendAction
+from typing import Any
 
 from runs.netlab.lab import Lab, Link
-from runs.option_types import Count, metavar
 from runs.parser import UsageError, options
 
 INSIDE = ("train", "compare", "doctor")
@@ -41,75 +36,19 @@ its result.json. Nothing has to be cleaned up: the kernel takes namespaces and l
 command ends, also when it is killed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabOptions:
-    """The links, and how many there are. What is run follows them: -- COMMAND."""
-
-    rate: Annotated[str | None, metavar("RATE[,DELAY]")] = None
-    """Of each worker's link, each way, as 100mbit or 1gbit,5ms."""
-    workers: Count | None = None
-    """Places in the lab (the command's, or 2)."""
-    slow_rank: Annotated[UseAppendAction[tuple[str, ...]], metavar("RANK:RATE[,DELAY]")] = ()
-    """A worker whose link is another; once for each."""
-    rate_at: Annotated[UseAppendAction[tuple[str, ...]], metavar("STEP:RATE")] = ()
-    """The rate of all other links after so many steps; once for each change."""
-
-
-OPTIONS = {"links": options(LabOptions)}
+OPTIONS = {"links": options(Lab, without=("holder", "inside", "switch"))}
 
 
 def main(given: dict[str, Any]) -> int:
     """Build the lab and run the command, given["command"], in it; returns its exit code."""
     if "rate" not in given:
         raise UsageError("--rate: must be given, as in --rate 100mbit")
-    words, given["workers"] = _agree_on_workers(
-        _check_command(given["command"]), given.get("workers")
-    )
-    lab = make_lab(given)
+    words = _check_command(given.pop("command"))
+    words, given["workers"] = _agree_on_workers(words, given.get("workers"))
+    lab = Lab(**given)
+    lab.links()  # what is wrong with them is said before anything is built
     lab.opened().tell()
     return _run(words, lab.workers)
-
-
-def make_lab(given: dict[str, object]) -> Lab:
-    """The lab that the options describe, not built. UsageError names the option, its value and
-    what is accepted."""
-    workers = given.get("workers", 2)
-    assert isinstance(workers, int)
-    links = [_link("--rate", str(given["rate"]))] * workers
-    slow = {}
-    for text in _texts(given, "slow_rank"):
-        rank, rest = _numbered("--slow-rank", text, "RANK:RATE, as in 1:10mbit")
-        if rank >= workers:
-            raise UsageError(f"--slow-rank {text}: there are ranks 0 to {workers - 1}")
-        slow[rank] = links[rank] = _link(f"--slow-rank {rank}:", rest)
-    changes = {}
-    for text in _texts(given, "rate_at"):
-        step, rest = _numbered("--rate-at", text, "STEP:RATE, as in 200:10mbit")
-        link = _link(f"--rate-at {step}:", rest)
-        if link.delay:
-            raise UsageError(f"--rate-at {text}: must be a rate alone: delays stay what they are")
-        changes[step] = link.rate
-    return Lab(tuple(links), tuple(sorted(slow)), tuple(sorted(changes.items())))
-
-
-def _texts(given: dict[str, object], name: str) -> Sequence[str]:
-    texts = given.get(name, ())
-    assert isinstance(texts, Sequence)
-    return texts
-
-
-def _numbered(option: str, text: str, accepted: str) -> tuple[int, str]:
-    number, colon, rest = text.partition(":")
-    if not (colon and number.isdecimal()):
-        raise UsageError(f"{option} {text}: must be {accepted}")
-    return int(number), rest
-
-
-def _link(option: str, text: str) -> Link:
-    try:
-        return Link.parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option} {error}") from error
 
 
 def _check_command(words: list[str]) -> list[str]:
@@ -126,20 +65,16 @@ def _check_command(words: list[str]) -> list[str]:
 def _agree_on_workers(words: list[str], given: int | None) -> tuple[list[str], int]:
     """The command's words, and how many workers there are by these or as `given` (2)."""
     name, *own = words
-    if name not in INSIDE:
-        return words, given or 2
     before = own[: own.index("--")] if "--" in own else own
-    found = re.findall(r"(?<!\S)--workers[= ](\S+)", " ".join(before))
-    if found and not (found[-1].isdecimal() and int(found[-1])):
-        return words, given or 2  # the command says what is wrong with it
-    asked = int(found[-1]) if found else None
-    if asked is not None and given is not None and asked != given:
+    found = re.findall(r"(?<!\S)--workers[= ](\d+)(?!\S)", " ".join(before))
+    if name not in INSIDE or not found:
+        many = given or 2
+        return ([name, "--workers", f"{many}", *own] if name in INSIDE else words), many
+    if given not in (None, int(found[-1])):
         raise UsageError(
-            f"--workers {given}: {name} is told --workers {asked}; accepted: one of them"
+            f"--workers {given}: {name} is told --workers {found[-1]}; accepted: one of them"
         )
-    if asked is not None:
-        return words, asked
-    return [name, "--workers", str(given or 2), *own], given or 2
+    return words, int(found[-1])
 
 
 def _run(words: list[str], workers: int) -> int:
@@ -158,6 +93,6 @@ def run_again_inside(rate: str, workers: int) -> None:
     """For a command that was given --netlab: start this process anew in a lab, with the same
     command line; returns only inside of it."""
     if Lab.of_environment() is None:
-        _link("--netlab", rate)
+        Link.parse("--netlab", rate)
         lab = ["-m", "runs", "netlab", "--rate", rate, "--workers", str(workers), "--"]
         os.execv(sys.executable, [sys.executable, *lab, *sys.argv[1:]])

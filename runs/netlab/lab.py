@@ -29,7 +29,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Any
 
+from tyro.conf import UseAppendAction
+
+from runs.option_types import Count, metavar
 from runs.parser import UsageError
 
 DEVICE = "lab0"
@@ -60,14 +64,14 @@ class Link:
     delay: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Link:
+    def parse(cls, option: str, text: str) -> Link:
         """From "100mbit" or "1gbit,5ms", as `--link` takes it (which needs torch: namespaces must
-        be had before any library has threads). ValueError for anything else."""
+        be had before any library has threads). UsageError for anything else."""
         found = _LINK.fullmatch("".join(text.split()).lower())
         if found is None or not 1e3 <= float(found[1]) * _PREFIXES[found[2]] <= 1e11:
-            raise ValueError(
-                f"must be a rate from 1kbit to 100gbit, optionally followed by a delay, as in "
-                f"100mbit or 1gbit,5ms, got {text!r}"
+            raise UsageError(
+                f"{option} must be a rate from 1kbit to 100gbit, optionally followed by a delay, "
+                f"as in 100mbit or 1gbit,5ms, got {text!r}"
             )
         rate, prefix, delay, unit = found.groups()
         return cls(float(rate) * _PREFIXES[prefix], float(delay) * _SECONDS[unit] if delay else 0.0)
@@ -78,15 +82,6 @@ class Link:
         kernel keeps up with: two frames; where rates are high one segment, or 0.2 ms of it."""
         least = 4000 if self.rate < 2e8 else 20000
         return max(least, round(self.rate / 8 * 2e-4))
-
-    def __str__(self) -> str:
-        rate, prefix = self.rate, ""
-        for factor, name in ((1e9, "g"), (1e6, "m"), (1e3, "k")):
-            if rate >= factor:
-                rate, prefix = rate / factor, name
-                break
-        delay = f",{self.delay * 1e3:g}ms" if self.delay else ""
-        return f"{rate:g}{prefix}bit{delay}"
 
 
 @cache
@@ -126,23 +121,58 @@ def _tool(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Lab:
-    """The namespaces of some workers and their links, seen from one process.
+    """The links, and how many there are. What is run follows them: -- COMMAND."""
 
-    links: every worker's, at first. changes: rates of the links of those that are not `slow`, by
-    the number of steps done. holder: the process that has made the namespaces. inside: its
-    descriptors of the workers' namespaces; switch: of its own, with the bridge.
-    """
-
-    links: tuple[Link, ...]
-    slow: tuple[int, ...] = ()
-    changes: tuple[tuple[int, float], ...] = ()
+    # The namespaces of some workers, seen from one process; the first fields are the options of the
+    # command, as they are written.
+    rate: Annotated[str, metavar("RATE[,DELAY]")]
+    """Of each worker's link, each way, as 100mbit or 1gbit,5ms."""
+    workers: Count = 2
+    """Places in the lab (the command's, or 2)."""
+    slow_rank: Annotated[UseAppendAction[tuple[str, ...]], metavar("RANK:RATE[,DELAY]")] = ()
+    """A worker whose link is another; once for each."""
+    rate_at: Annotated[UseAppendAction[tuple[str, ...]], metavar("STEP:RATE")] = ()
+    """The rate of all other links after so many steps; once for each change."""
     holder: int = 0
+    """The process that has made the namespaces."""
     inside: tuple[int, ...] = ()
+    """Its descriptors of the workers' namespaces."""
     switch: int = -1
+    """Of its own, with the bridge."""
+
+    def links(self, step: int = 0) -> list[Link]:
+        """Every worker's after so many steps. UsageError names the option, its value and what is
+        accepted."""
+        links = [Link.parse("--rate", self.rate)] * self.workers
+        changes = [
+            _numbered("--rate-at", text, "STEP:RATE, as in 200:10mbit") for text in self.rate_at
+        ]
+        for since, change in sorted(changes, key=lambda change: change[0]):
+            if change.delay:
+                accepted = "must be a rate alone: delays stay what they are"
+                raise UsageError(f"--rate-at {since}: {accepted}")
+            if since <= step:
+                links = [replace(link, rate=change.rate) for link in links]
+        for text in self.slow_rank:
+            rank, link = _numbered("--slow-rank", text, "RANK:RATE, as in 1:10mbit")
+            if rank >= self.workers:
+                raise UsageError(f"--slow-rank {text}: there are ranks 0 to {self.workers - 1}")
+            links[rank] = link
+        return links
+
+    def changes_at(self, step: int) -> bool:
+        """Whether rates change after so many steps."""
+        return any(int(text.partition(":")[0]) == step for text in self.rate_at)
 
     @property
-    def workers(self) -> int:
-        return len(self.links)
+    def options(self) -> tuple[str, ...]:
+        """Those of `python -m runs netlab` that describe the links."""
+        slow = [("--slow-rank", text) for text in self.slow_rank]
+        changes = [("--rate-at", text) for text in self.rate_at]
+        return tuple(word for pair in [("--rate", self.rate), *slow, *changes] for word in pair)
+
+    def __str__(self) -> str:
+        return real_links(self.options)
 
     def opened(self) -> Lab:
         """The lab, built: this process moves into a namespace of its own, and joins those of the
@@ -155,13 +185,13 @@ class Lab:
             raise UsageError(f"netlab: {lack}")
         _enter_namespaces()
         home, inside = _own_namespace(), []
-        for _ in self.links:
+        for _ in range(self.workers):
             _call("unshare", _CLONE_NEWNET)
             inside.append(_own_namespace())
             _call("setns", home, _CLONE_NEWNET)
         lab = replace(self, holder=os.getpid(), inside=tuple(inside), switch=home)
         lab._join()
-        lab.shape(lab.links)
+        lab.shape()
         return lab
 
     def tell(self) -> None:
@@ -174,36 +204,13 @@ class Lab:
         told = json.loads(os.environ.get(VARIABLE, "null"))
         if told is None:
             return None
-        links = tuple(Link(**link) for link in told.pop("links"))
-        changes = tuple((step, rate) for step, rate in told.pop("changes"))
-        slow, inside = tuple(told.pop("slow")), tuple(told.pop("inside"))
-        return cls(links, slow, changes, inside=inside, **told)
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Those of `python -m runs netlab` that describe the links."""
-        usual = next((link for rank, link in enumerate(self.links) if rank not in self.slow), None)
-        words = ["--rate", str(usual or self.links[0])]
-        for rank in self.slow:
-            words += ["--slow-rank", f"{rank}:{self.links[rank]}"]
-        for step, rate in self.changes:
-            words += ["--rate-at", f"{step}:{Link(rate)}"]
-        return tuple(words)
-
-    def __str__(self) -> str:
-        return real_links(self.options)
-
-    def at(self, step: int) -> tuple[Link, ...]:
-        """The links after so many steps."""
-        rates = [rate for since, rate in sorted(self.changes) if since <= step]
-        return tuple(
-            replace(link, rate=rates[-1]) if rates and rank not in self.slow else link
-            for rank, link in enumerate(self.links)
-        )
+        values: dict[str, Any] = {k: tuple(v) if type(v) is list else v for k, v in told.items()}
+        return cls(**values)
 
     def _join(self) -> None:
         """Cables between the workers and the bridge, or what delays frames in its stead."""
-        delayed = any(link.delay for link in self.links)
+        links = self.links()
+        delayed = any(link.delay for link in links)
         lines = ["link set lo up"]
         if not delayed:
             lines += ["link add bridge0 type bridge", "link set bridge0 up"]
@@ -224,7 +231,7 @@ class Lab:
                 with self._visiting(inside):
                     send_whole_frames(DEVICE)
         if delayed:
-            delays = [f"{link.delay!r}" for link in self.links]
+            delays = [f"{link.delay!r}" for link in links]
             subprocess.Popen(
                 [sys.executable, "-m", "runs.netlab.delay", *delays],
                 preexec_fn=die_with_parent,
@@ -232,10 +239,10 @@ class Lab:
                 cwd=Path(__file__).parents[2],
             )
 
-    def shape(self, links: Sequence[Link]) -> None:
-        """Each worker's rate is as `links` says from now on, also while it is in use."""
+    def shape(self, step: int = 0) -> None:
+        """Each worker's rate is that after so many steps from now on, also while it is in use."""
         ports = []
-        for rank, (inside, link) in enumerate(zip(self.inside, links, strict=True)):
+        for rank, (inside, link) in enumerate(zip(self.inside, self.links(step), strict=True)):
             self._run(inside, "tc", [_bucket(DEVICE, link)])
             ports.append(_bucket(port(rank), link))
         self._run(self.switch, "tc", ports)
@@ -290,6 +297,13 @@ def real_links(options: Sequence[str]) -> str:
     pairs = zip(others[::2], others[1::2], strict=True)
     parts = [f"{told[name]} {value.replace(':', ' ', 1)}" for name, value in pairs]
     return ", ".join([f"real links of {rate.replace(',', ' and ')}", *parts])
+
+
+def _numbered(option: str, text: str, accepted: str) -> tuple[int, Link]:
+    number, colon, rest = text.partition(":")
+    if not (colon and number.isdecimal()):
+        raise UsageError(f"{option} {text}: must be {accepted}")
+    return int(number), Link.parse(f"{option} {number}:", rest)
 
 
 def port(rank: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,7 @@ class Place:
     def __init__(self, lab: Lab, rank: int) -> None:
         self.lab, self.rank = lab, rank
         self.first: int | None = None  # the step from which on bytes are counted
-        self.steps, self.sent, self._began = 0, Sent(), Sent()
+        self.steps, self._began, self._sent = 0, (0, 0), (0, 0)
         self.model: DistributedDataParallel | None = None
         self._reported = 0.0
 
@@ -79,10 +78,10 @@ class Place:
 
         assert self.model is not None
         self.first = self.steps = step
-        if self.lab.changes and self.rank == 0:
-            self.lab.shape(self.lab.at(step))
+        if self.lab.rate_at and self.rank == 0:
+            self.lab.shape(step)
         dist.barrier(self.model.process_group)  # what was sent before has arrived
-        self._began, self.sent = Sent.now(), Sent()
+        self._began = self._sent = sent_so_far()
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         first = optimizer.param_groups[0]["params"][0]
@@ -90,13 +89,12 @@ class Place:
             return  # somebody's own copy of the optimizer
         self.steps += 1
         if self.first is None:
-            self.first, self._began = self.steps, Sent.now()
+            self.first, self._began = self.steps, sent_so_far()
             self._reported = self._bytes_of_compressor() or 0.0
-        self.sent = Sent.now() - self._began
-        if self.rank == 0 and any(since == self.steps for since, _ in self.lab.changes):
+        self._sent = sent_so_far()
+        if self.rank == 0 and self.lab.changes_at(self.steps):
             # On a thread, since it takes a while, and its thread goes round the namespaces.
-            links = self.lab.at(self.steps)
-            threading.Thread(target=self.lab.shape, args=(links,), daemon=True).start()
+            threading.Thread(target=self.lab.shape, args=(self.steps,), daemon=True).start()
 
     def reported(self) -> float | None:
         """Bytes that the model's AdaptiveCompressor says it has sent since the first step; None if
@@ -112,11 +110,12 @@ class Place:
 
     def counted(self, reported: float | None) -> dict[str, Any]:
         """What goes into result.json. reported: bytes that the steps are said to have sent."""
+        nbytes, frames = (now - then for now, then in zip(self._sent, self._began, strict=True))
         return {
             "links": str(self.lab),
             "steps": self.steps - (self.first or 0),
-            "interface_bytes": self.sent.nbytes,
-            "data_bytes": self.sent.data,
+            "interface_bytes": nbytes,
+            "data_bytes": nbytes - HEADERS * frames,
             "reported_bytes": reported,
         }
 
@@ -124,32 +123,16 @@ class Place:
 _place: Place | None = None
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What an interface has sent: bytes, and what the kernel has handed to it at a time: frames, or
-    where rates are high segments of up to 16 KB, whose headers it then counts once."""
-
-    nbytes: int = 0
-    frames: int = 0
-
-    @classmethod
-    def now(cls) -> Sent:
-        """By this worker's interface, so far."""
-        # Of the calling thread's namespace, wherever the process's other threads are.
-        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-            name, _, numbers = line.partition(":")
-            if name.strip() == DEVICE:
-                nbytes, frames = numbers.split()[8:10]
-                return cls(int(nbytes), int(frames))
-        return cls()
-
-    def __sub__(self, other: Sent) -> Sent:
-        return Sent(self.nbytes - other.nbytes, self.frames - other.frames)
-
-    @property
-    def data(self) -> int:
-        """Bytes without the headers of Ethernet, IP and TCP."""
-        return self.nbytes - HEADERS * self.frames
+def sent_so_far() -> tuple[int, int]:
+    """Bytes that this worker's interface has sent, and in how many pieces: frames, or where rates
+    are high segments of up to 16 KB, whose headers the kernel then counts once."""
+    # Of the calling thread's namespace, wherever the process's other threads are.
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == DEVICE:
+            nbytes, frames = numbers.split()[8:10]
+            return int(nbytes), int(frames)
+    return 0, 0
 
 
 def told(counted: dict[str, Any]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from runs.compare.options import parse_network
 from runs.option_types import Number, Texts, metavar
 from runs.parser import UsageError, options
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from adaptive import LinkSpec
 
 FOLDER = "report"
+BANDWIDTHS = ("100mbit", "1gbit")
 
 HELP = f"""\
 Make one page of one or several runs: quality against time, a table, and which CF was sent when.
@@ -45,23 +46,6 @@ python -m runs compare: compute + compression (both measured) + latency + bytes 
 files in the folder: report.html, report.json."""
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """The options of `python -m runs report`.
-
-    given: log folders as the user wrote them. target: None is chosen from the runs.
-    networks: of the modelled seconds; empty: the runs' own links, and others. json: the result on
-    stdout.
-    """
-
-    given: tuple[str, ...]
-    out: Path
-    target: float | None
-    networks: tuple[LinkSpec, ...]
-    title: str | None
-    json: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Showing:
     """What is shown, and where it goes."""
@@ -85,31 +69,29 @@ OPTIONS = {"report": options(Showing)}
 
 def main(given: dict[str, Any]) -> int:
     """Make the report; returns the exit code."""
-    from runs.report.make import make_report  # torch is imported late
-
-    return make_report(make_options(given))
-
-
-def make_options(given: dict[str, Any]) -> ReportOptions:
-    """UsageError names the option, its value and what is accepted."""
-    folders = tuple(dict.fromkeys(given["logdir"]))
+    folders = list(dict.fromkeys(given["logdir"]))
     if not folders:
         raise UsageError("LOGDIR: must be given, one or more")
-    out = given.get("out")
-    if out == "":
+    if given.get("out") == "":
         raise UsageError("--out '': must name a folder")
-    return ReportOptions(
-        given=folders,
-        out=Path(out) if out is not None else _out(folders),
-        target=given.get("target"),
-        networks=tuple(dict.fromkeys(map(parse_network, given.get("bandwidths", ())))),
-        title=given.get("title"),
-        json=given.get("json", False),
-    )
+    networks = parse_networks(given.get("bandwidths", ()))
+    from runs.report.make import make_report  # torch is imported late
+
+    first = Path(folders[0])
+    alone = len(folders) == 1 and first.is_dir()
+    out = Path(given.get("out", (first if alone else first.absolute().parent) / FOLDER))
+    how = given.get("target"), given.get("title"), given.get("json", False)
+    return make_report(folders, out, networks, *how)
 
 
-def _out(given: tuple[str, ...]) -> Path:
-    first = Path(given[0])
-    if len(given) == 1 and first.is_dir():
-        return first / FOLDER
-    return first.absolute().parent / FOLDER
+def parse_networks(texts: Iterable[str]) -> tuple[LinkSpec, ...]:
+    """Those of --bandwidths, each once. UsageError if one is none."""
+    from adaptive import LinkSpec  # torch is imported late
+
+    found = []
+    for text in texts:
+        try:
+            found.append(LinkSpec.parse(text))
+        except ValueError as error:
+            raise UsageError(f"--bandwidths {text}: {error}") from error
+    return tuple(dict.fromkeys(found))

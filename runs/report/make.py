@@ -4,67 +4,87 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from math import nan
+from pathlib import Path
 
+from adaptive import LinkSpec
 from runs.config import write_text
 from runs.parser import UsageError
-from runs.report.command import ReportOptions
 from runs.report.page import make_page
 from runs.report.pictures import make_pictures
-from runs.report.result import headline_lines, make_result, run_notes
+from runs.report.rows import Row, choose_targets, link_notes, modelled, own_networks
 from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
-from runs.report.table import link_notes, make_rows, make_text, own_networks
-from runs.report.target import choose_targets
+from runs.report.table import columns, make_text, row_as_json, shown
+from runs.report.verdict import headline_lines, headlines
 from runs.stages import counted
 from runs.tables import faint, show, strong
 
 PAGE_FILE, RESULT_FILE = "report.html", "report.json"
 
 
-def make_report(options: ReportOptions) -> int:
+def make_report(
+    folders: Sequence[str],
+    out: Path,
+    networks: Sequence[LinkSpec],
+    target: float | None,
+    title: str | None,
+    as_json: bool,
+) -> int:
     """Make the report; returns the exit code."""
-    places, notes = find_places(options.given, PAGE_FILE)
+    places, notes = find_places(folders, PAGE_FILE)
     runs = _read(places, notes)
-    lone = len(runs) == 1 and options.target is None  # which has nobody to catch up with
-    targets = {} if lone else choose_targets(runs, options.target)
-    networks = options.networks or own_networks(runs)
-    rows = make_rows(runs, targets, networks)
-    pictures, missing = make_pictures(rows, targets, networks)
+    lone = len(runs) == 1 and target is None  # which has nobody to catch up with
+    targets = {} if lone else choose_targets(runs, target)
+    goals = {task: chosen.quality for task, chosen in targets.items()}
+    networks = networks or own_networks(runs)
+    runs = [replace(modelled(run, networks), goal=goals.get(run.task, nan)) for run in runs]
+    rows = [Row(run.name, (run,)) for run in runs]
+    everything = columns(rows, networks)
+    known = shown(everything, rows)
+    pictures, missing = make_pictures(runs, networks)
     notes += [*missing, *link_notes(runs)]
-    title = options.title or _title(runs)
+    title = title or _title(runs)
+    goal_lines = [
+        f"target{f' of {task}' if len(targets) > 1 else ''}: {chosen.quality:.4g}, {chosen.basis}"
+        for task, chosen in targets.items()
+    ]
+    result = {
+        "title": title,
+        "headlines": headlines(rows),
+        "targets": [{"task": task, **asdict(chosen)} for task, chosen in targets.items()],
+        "networks": list(map(str, networks)),
+        "rows": [row_as_json(everything, row) for row in rows],
+        "notes": list(notes),
+        "page": str(out / PAGE_FILE),
+    }
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        result = make_result(rows, targets, networks, title, notes)
-        page = make_page(title, rows, targets, networks, pictures, notes)
-        write_text(options.out / PAGE_FILE, page)
-        result["page"] = str(options.out / PAGE_FILE)
-        text = json.dumps(result, indent=2, allow_nan=False)
-        write_text(options.out / RESULT_FILE, text + "\n")
+        out.mkdir(parents=True, exist_ok=True)
+        page = make_page(title, rows, known, goal_lines, pictures, notes)
+        write_text(out / PAGE_FILE, page)
+        write_text(out / RESULT_FILE, json.dumps(result, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise UsageError(
-            f"--out {options.out}: cannot be written: {error.strerror or error}; accepted: a "
-            f"folder that can be written to"
+            f"--out {out}: cannot be written: {error.strerror or error}; accepted: a folder that "
+            f"can be written to"
         ) from error
-    out = sys.stderr if options.json else sys.stdout
-
-    def of(task: str) -> str:
-        return f" of {task}" if len(targets) > 1 else ""
-
-    notes += [f"{run.name}: {note}" for run in runs for note in run_notes(run)]
+    notes += [f"{run.name}: {note}" for run in runs for note in run.notes]
     show(
-        out,
-        *make_text(rows, networks),
-        *(f"target{of(task)}: {goal.quality:.4g}, {goal.basis}" for task, goal in targets.items()),
+        sys.stderr if as_json else sys.stdout,
+        *make_text(known, rows),
+        *goal_lines,
         *(faint(f"note: {note}") for note in notes),
-        f"page in {options.out / PAGE_FILE}",
-        *(strong(line) for line in headline_lines(runs)),
+        f"page in {out / PAGE_FILE}",
+        *(strong(line) for line in headline_lines(rows)),
     )
-    if options.json:
+    if as_json:
         print(json.dumps(result, allow_nan=False))
     return 0
 
 
-def _read(places: list[Place], notes: list[str]) -> list[Run]:
+def _read(places: Sequence[Place], notes: list[str]) -> list[Run]:
     """All runs; one that has not begun is a note among others, and an error alone."""
     runs: list[Run] = []
     for place in counted(places, len(places), "reading", "runs"):
@@ -77,7 +97,7 @@ def _read(places: list[Place], notes: list[str]) -> list[Run]:
     return runs
 
 
-def _title(runs: list[Run]) -> str:
+def _title(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return f"{runs[0].name}: {runs[0].title}"
     tasks = sorted({run.task for run in runs if run.task})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from math import isfinite
 from statistics import median
@@ -10,15 +10,15 @@ from typing import Any
 
 from markupsafe import Markup
 
-from adaptive import LinkSpec
 from policies.words import named
 from runs.pages import render
+from runs.parser import shown
 from runs.progress import number_text
 from runs.report.pictures import Pictures, scripts
-from runs.report.result import headlines, run_notes
-from runs.report.run import Run, shown
-from runs.report.table import UNKNOWN, Row, cells, head
-from runs.report.target import Target
+from runs.report.rows import UNKNOWN, Row
+from runs.report.run import Run
+from runs.report.table import Column, reading
+from runs.report.verdict import headlines
 
 LISTED = 400
 """Switches listed of one run; the middle of more is left out (the pictures show all)."""
@@ -27,70 +27,38 @@ LISTED = 400
 def make_page(
     title: str,
     rows: Sequence[Row],
-    targets: Mapping[str, Target],
-    networks: Sequence[LinkSpec],
+    columns: Sequence[Column],
+    goals: Sequence[str],
     pictures: Pictures,
     notes: Sequence[str],
 ) -> str:
-    """HTML, with everything that it draws in it."""
-    columns = head(rows, networks)
+    """HTML, with everything that it draws in it. goals: what was to be reached, in words."""
+    groups = [(name, len(list(of_it))) for name, of_it in groupby(columns, lambda c: c.group)]
     return render(
         "report.html",
         title=title,
-        verdicts=headlines([row.run for row in rows]),
+        verdicts=headlines(rows),
         quality=pictures.quality,
-        groups=[(name, len(list(of_it))) for name, of_it in groupby(columns, lambda c: c[0])],
-        columns=[name for _, name in columns],
-        runs=[{"cells": cells(row, rows), **_run(row.run, pictures)} for row in rows],
+        groups=[("", 1), *groups],
+        columns=["run", *(column.name for column in columns)],
+        runs=[{"cells": [column.text(row) for column in columns], **_run(row.run)} for row in rows],
         warnings=notes,
-        reading=_reading(rows, targets, networks),
+        reading=[*reading(columns, rows), *goals],
+        charts=pictures.charts,
         timelines=bool(pictures.rows),
         data=Markup(pictures.as_json()),
         scripts=Markup(scripts()),
     )
 
 
-def _reading(
-    rows: Sequence[Row], targets: Mapping[str, Target], networks: Sequence[LinkSpec]
-) -> list[str]:
-    """How the table is to be read."""
-    lines = []
-    qualities = {row.run.quality_name: row.run for row in rows if row.run.task}
-    for name, run in qualities.items():
-        better = "higher" if run.higher_is_better else "lower"
-        lines.append(f"{name}: on held-out data at the end, {better} is better")
-    for task, target in targets.items():
-        of_task = f" of {task}" if len(targets) > 1 else ""
-        lines.append(
-            f"to target: until the first evaluation that is at least as good as "
-            f"{target.quality:.4g}{of_task} ({target.basis}); never: none was"
-        )
-    lines.append("MB sent: by one worker; wire factor: bytes of dense fp32 all-reduce / bytes sent")
-    lines.append(
-        "steps/s and measured seconds: of all steps but the first, without evaluations and "
-        "checkpoints; a verdict without a dense run beside it is of median steps"
-    )
-    if any(isfinite(row.run.scaling_efficiency) for row in rows):
-        lines.append(
-            "scaling eff.: T_N / (N T_1), T in samples/s, by the time of one worker that was given "
-            "(--one-worker-seconds) or is modelled"
-        )
-    if networks:
-        lines.append(
-            "modelled seconds: compute + compression (measured) + latency + bytes x 8 / rate, "
-            "nothing overlaps"
-        )
-    return lines
-
-
-def _run(run: Run, pictures: Pictures) -> dict[str, Any]:
+def _run(run: Run) -> dict[str, Any]:
     """What the template tells of a run."""
     stayed = bool(run.records) and len(run.history) == 1
     settings = run.config.as_json().items() if run.config is not None else ()
     return {
         "name": run.name,
         "title": run.title,
-        "notes": run_notes(run),
+        "notes": run.notes,
         "command": run.config.command if run.config is not None else "",
         "folder": run.folder,
         "always": named(run.history[0].cf) if stayed else "",
@@ -98,8 +66,6 @@ def _run(run: Run, pictures: Pictures) -> dict[str, Any]:
         "switches": _switches(run),
         "by_cf": _by_cf(run),
         "gain_kind": run.gain_kind,
-        "gains": pictures.gains.get(run.name),
-        "densities": pictures.densities.get(run.name),
         "settings": [(n, shown(v)) for n, v in settings if v is not None and n != "command"],
     }
 

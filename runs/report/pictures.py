@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,11 @@ from adaptive import LinkSpec
 from adaptive.timeline.thinned import scalars
 from policies import DENSE
 from runs import dashboard
-from runs.dashboard.series import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series
 from runs.dashboard.thin import Switch
-from runs.dashboard.timeline import timeline
+from runs.dashboard.timeline import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series, timeline
 from runs.densities import edges
 from runs.progress import cf_name
 from runs.report.run import Run
-from runs.report.table import Row
-from runs.report.target import Target
 
 DETAIL = 4
 """Times as many points as a screen of the dashboard, which would ask for more at a zoom."""
@@ -44,20 +42,18 @@ SHARED = ("page", "colours", "draw", "pointer", "tip", "row", "rows")
 OWN = ("chart", "report")
 """Scripts of the dashboard that a report has, too, and its own."""
 
-_Place = Callable[[Row, int], float]
+_Place = Callable[[Run, int], float]
 """Where an evaluation after so many steps goes on the horizontal axis; nan: nowhere."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Everything that a page draws. quality: names of charts and what can be said of them in words,
-    in the order of the page. gains, densities: the name of a run's chart, by its name."""
+    """Everything that a page draws. charts: by name, as "gains RUN" and "densities RUN". quality:
+    names of charts and what can be said of them in words, in the order of the page."""
 
     charts: dict[str, Any]
     rows: list[dict[str, Any]]
     quality: list[tuple[str, str]]
-    gains: dict[str, str]
-    densities: dict[str, str]
 
     def as_json(self) -> str:
         """For a script element: no text of a user's can end it."""
@@ -65,35 +61,31 @@ class Pictures:
         return text.replace("<", "\\u003c")
 
 
-def make_pictures(
-    rows: Sequence[Row], targets: Mapping[str, Target], networks: Sequence[LinkSpec]
-) -> tuple[Pictures, list[str]]:
+def make_pictures(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> tuple[Pictures, list[str]]:
     """All that the runs have the data for, and notes on those that they have not."""
-    runs = [row.run for row in rows]
     look = looks(runs)
     charts: dict[str, Any] = {}
-    quality, gains, notes = [], {}, []
+    quality, notes = [], []
     for task in dict.fromkeys(run.task for run in runs if run.has_quality):
-        some = [row for row in rows if row.run.task == task and row.run.has_quality]
-        some.sort(key=lambda row: not row.run.is_dense)  # first, and so behind the others
-        charts[f"quality {task}"] = _quality(some, targets.get(task), networks, look)
+        some = [run for run in runs if run.task == task and run.has_quality]
+        some.sort(key=lambda run: not run.is_dense)  # first, and so behind the others
+        charts[f"quality {task}"] = _quality(some, networks, look)
         quality.append((f"quality {task}", _told(some)))
     for run in runs:
         if lines := _gains(run):
-            gains[run.name] = f"gains {run.name}"
-            charts[gains[run.name]] = {
+            charts[f"gains {run.name}"] = {
                 "xs": [{"title": "step", "log": False}],
                 "lines": lines,
                 "y": {"title": "gain", "log": False, "low": 0, "high": 1},
             }
-    densities = {run.name: f"densities {run.name}" for run in runs if run.densities}
-    charts |= {densities[run.name]: _densities(run) for run in runs if run.densities}
+        if run.densities:
+            charts[f"densities {run.name}"] = _densities(run)
     drawn = [row for run in runs if (row := _timeline(run)) is not None]
     if not quality:
         notes.append("no run was evaluated: no quality to draw")
     if not drawn:
         notes.append("no run has a timeline: no CFs to draw")
-    return Pictures(charts, drawn, quality, gains, densities), notes
+    return Pictures(charts, drawn, quality), notes
 
 
 def scripts() -> str:
@@ -114,95 +106,66 @@ def looks(runs: Sequence[Run]) -> dict[str, tuple[int | None, int]]:
     same settings, a dash for each."""
     kinds: dict[object, list[Run]] = {}
     for run in runs:
-        kind: object = run.name
-        if run.config is not None:
-            kind = replace(run.config, seed=0, log_dir="", json=False)
+        kind = replace(run.config, seed=0, log_dir="", json=False) if run.config else run.name
         kinds.setdefault(kind, []).append(run)
     found: dict[str, tuple[int | None, int]] = {}
-    coloured = 0
-    grey = 0
+    coloured, grey = count(), count()
     for alike in kinds.values():
-        dense = alike[0].is_dense
+        colour = None if alike[0].is_dense else next(coloured)
         for i, run in enumerate(alike):
-            found[run.name] = (None, grey + i) if dense else (coloured, i)
-        grey += len(alike) if dense else 0
-        coloured += not dense
+            found[run.name] = colour, next(grey) if colour is None else i
     return found
 
 
 def _quality(
-    rows: Sequence[Row],
-    target: Target | None,
+    runs: Sequence[Run],
     networks: Sequence[LinkSpec],
     look: Mapping[str, tuple[int | None, int]],
 ) -> dict[str, Any]:
-    measured: tuple[str, _Place] = (
-        _measured(rows),
-        lambda row, done: row.run.seconds_by(done),
-    )
-    modelled = [(f"seconds on {net}, modelled", _modelled(i)) for i, net in enumerate(networks)]
-    if not any(row.run.records for row in rows):
-        modelled = []
-    others: list[tuple[str, _Place]] = [
-        ("MB sent by a worker", lambda row, done: row.run.sent_by(done) / 1e6),
-        ("steps", lambda row, done: done),
+    links = {run.link or "no link emulated" for run in runs}
+    clocks = any(run.config and run.config.fixed_clock is not None for run in runs)
+    where = links.pop() if len(links) == 1 else "of different links: do not compare"
+    measured = f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})"
+    places: list[tuple[str, _Place]] = [
+        (f"seconds on {network}, modelled", partial(Run.modelled_by, network=network))
+        for network in networks
+        if any(run.records for run in runs)
     ]
-    linked = any(row.run.link for row in rows)
-    places = [*modelled[:1], measured, *modelled[1:]] if linked else [measured, *modelled]
-    places += others
-    qualities = [q for row in rows for _, q in row.run.evaluations if isfinite(q)]
+    # The runs' own link comes first, and then what they took on it.
+    places.insert(1 if any(run.link for run in runs) else 0, (measured, Run.seconds_by))
+    places.append(("MB sent by a worker", lambda run, done: run.sent_by(done) / 1e6))
+    places.append(("steps", lambda run, done: done))
+    qualities = [q for run in runs for _, q in run.evaluations if isfinite(q)]
+    goal = runs[0].goal
+    sent = [run.sent_by(run.evaluations[-1][0]) for run in runs]
+    sent = [nbytes for nbytes in sent if isfinite(nbytes)]
+    spread = bool(sent) and 0 < min(sent) < max(sent) / 30  # of dense and of compressed runs
     return {
-        "xs": [{"title": name, "log": _spreads(rows, name, place)} for name, place in places],
-        "lines": [_line(row, places, look) for row in rows],
+        "xs": [{"title": name, "log": spread and name.startswith("MB")} for name, _ in places],
+        "lines": [
+            {
+                "name": f"{run.name}: {run.quality:.4g} at the end",
+                "run": look[run.name][0],
+                "dash": look[run.name][1] % 4,
+                "x": [
+                    _known(place(run, done) for done, _ in run.evaluations) for _, place in places
+                ],
+                "y": _known(quality for _, quality in run.evaluations),
+            }
+            for run in runs
+        ],
         "y": {
-            "title": rows[0].run.quality_name,
+            "title": runs[0].quality_name,
             "log": 0 < LOG_FROM * min(qualities) < max(qualities),
         },
-        "limit": {"value": target.quality, "title": f"target {target.quality:.4g}"}
-        if target is not None and isfinite(target.quality)
-        else None,
+        "limit": {"value": goal, "title": f"target {goal:.4g}"} if isfinite(goal) else None,
     }
 
 
-def _measured(rows: Sequence[Row]) -> str:
-    """The name of the axis of measured seconds."""
-    links = {row.run.link or "no link emulated" for row in rows}
-    clocks = any(row.run.config and row.run.config.fixed_clock is not None for row in rows)
-    where = links.pop() if len(links) == 1 else "of different links: do not compare"
-    return f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})"
-
-
-def _modelled(network: int) -> _Place:
-    return lambda row, done: row.run.at(row.modelled[network], done)
-
-
-def _spreads(rows: Sequence[Row], name: str, place: _Place) -> bool:
-    """Bytes of dense and compressed runs differ by orders of magnitude."""
-    ends = [place(row, row.run.evaluations[-1][0]) for row in rows]
-    ends = [end for end in ends if isfinite(end)]
-    return name.startswith("MB") and bool(ends) and 0 < min(ends) < max(ends) / 30
-
-
-def _line(
-    row: Row,
-    places: Sequence[tuple[str, _Place]],
-    look: Mapping[str, tuple[int | None, int]],
-) -> dict[str, Any]:
-    run = row.run
-    colour, dash = look[run.name]
-    return {
-        "name": f"{run.name}: {run.quality:.4g} at the end",
-        "run": colour,
-        "dash": dash % 4,
-        "x": [_known(place(row, done) for done, _ in run.evaluations) for _, place in places],
-        "y": _known(quality for _, quality in run.evaluations),
-    }
-
-
-def _told(rows: Sequence[Row]) -> str:
-    run = rows[0].run
+def _told(runs: Sequence[Run]) -> str:
+    run = runs[0]
     better = "higher" if run.higher_is_better else "lower"
-    ends = "; ".join(f"{row.run.name} ends at {row.run.quality:.4g}" for row in rows)
+    ends = "; ".join(f"{run.name} ends at {run.quality:.4g}" for run in runs)
     return f"Held-out {run.quality_name} ({better} is better): {ends}"
 
 
@@ -251,9 +214,9 @@ def curve(
     x: list[float | None] = []
     y: list[float | None] = []
     last = min(sums)
-    for at, (place, part, whole, count) in sorted(sums.items()):
+    for at, (place, part, whole, many) in sorted(sums.items()):
         gap = [None] if at > last + 1 else []
-        x += [*gap, float(f"{place / count:.5g}")]
+        x += [*gap, float(f"{place / many:.5g}")]
         y += [*gap, float(f"{min(1.0, max(0.0, part / whole)):.5g}") if whole > 0 else None]
         last = at
     return {"x": [x], "y": y}

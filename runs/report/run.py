@@ -1,4 +1,4 @@
-"""One run as its files tell it, and the series that tables and pictures are made of."""
+"""One run as its files tell it, and the numbers and series that tables and pictures are made of."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any
 
-from adaptive import Header, StepRecord
+from adaptive import Header, LinkSpec, StepRecord
 from adaptive.timeline.records import headline_of
 from policies import DENSE
 from policies.base import GainKind
@@ -20,7 +19,8 @@ from runs.config import TrainConfig
 from runs.densities import Densities
 from runs.logbook import emulated, gain_kind
 from runs.options import HOOK_OPTIONS
-from runs.policy_expression import UntrustedPolicyError
+from runs.parser import shown
+from runs.policy_expression import OFF, UntrustedPolicyError
 from runs.records import (
     Recorded,
     Stretch,
@@ -30,39 +30,56 @@ from runs.records import (
     stretches,
 )
 from runs.result import is_dense, title
-from runs.scaling import one_worker_seconds, scaling_efficiency
 from runs.tasks import TASKS
-from runs.times import pauses, step_seconds
-from runs.verdict import Ended
+from runs.times import one_worker_seconds, pauses, scaling_efficiency, step_seconds
 
 _IN_TITLE = ("base", "link", "exchange", "local_steps", "delay")
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a run ended, from result.json. bytes_sent, dense_bytes: a worker's. test: the quality on
-    test data, nan for a task that has none. best_step: with early stopping, the steps after which
-    the model was that of `quality`; else 0. beside: what was measured beside the quality."""
+class Slice:
+    """A slice is a turn that a run had in a comparison: steps first..last-1. seconds: of all but
+    the first of them, in which a new process warms up; evaluations and checkpoints are not in it.
+    interface_bytes: that a worker's interface has sent, where links are real."""
 
-    steps: int
-    quality: float
-    bytes_sent: float
-    dense_bytes: float
-    steps_per_second: float
+    first: int
+    last: int
+    seconds: float
+    interface_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended, from result.json; nan for what is not known of it, or for a run without.
+    bytes_sent, dense_bytes: a worker's. floats_sent: elements that it sent, indices not counted.
+    test: the quality on test data, nan for a task that has none. best_step: with early stopping,
+    the steps after which the model was that of `quality`; else 0. beside: what was measured beside
+    the quality. diverged: why it ended early, if it did."""
+
+    steps: int = 0
+    quality: float = nan
+    bytes_sent: float = nan
+    dense_bytes: float = nan
+    steps_per_second: float = nan
+    floats_sent: float = nan
     test: float = nan
     best_step: int = 0
     beside: Mapping[str, float] = field(default_factory=dict)
+    diverged: str = ""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the report, as its files tell it.
+    """A run, as its files tell it.
 
-    name: unique in the report. config: None if only the timeline is there. trained: steps done,
-    as far as the files tell. evaluations: (steps done, quality) in order,
-    nan for what was not finite. rate: steps/s by the
-    slices of a comparison; nan otherwise. ending: None if the run has no result yet. damage: what
-    was left out of its files, in sentences. densities: of gradients, in order of their steps.
+    name: unique among those beside it. config: None if only the timeline is there. trained: steps
+    done, as far as the files tell. evaluations: (steps done, quality) in order, nan for what was
+    not finite. slices: its turns in a comparison. damage: what was left out of its files, in
+    sentences. densities: of gradients, in order of their steps.
+
+    What it is compared by: modelled: when each step would have ended, by network (empty without
+    records). goal: the quality to be reached, nan if there is none. limits: by network, the seconds
+    after which its quality counts.
     """
 
     name: str
@@ -71,10 +88,15 @@ class Run:
     recorded: Recorded
     trained: int
     evaluations: tuple[tuple[int, float], ...]
-    rate: float
-    ending: Ending | None
+    slices: tuple[Slice, ...] = ()
+    ending: Ending = Ending()
     damage: tuple[str, ...] = ()
     densities: tuple[Densities, ...] = ()
+    modelled: Mapping[LinkSpec, Sequence[float]] = field(default_factory=dict)
+    goal: float = nan
+    limits: Mapping[LinkSpec, float] = field(default_factory=dict)
+
+    # -- what it is ------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
@@ -96,6 +118,10 @@ class Run:
         return self.config.task if self.config is not None else ""
 
     @property
+    def seed(self) -> int:
+        return self.config.seed if self.config is not None else 0
+
+    @property
     def quality_name(self) -> str:
         return TASKS[self.task].quality_name if self.task else "quality"
 
@@ -114,29 +140,8 @@ class Run:
     @property
     def finished(self) -> bool:
         """It made all of its steps; also if nothing tells how many those are."""
-        ended_early = self.ending is not None and self.ending.best_step > 0
-        return self.config is None or ended_early or self.trained >= self.config.steps
-
-    @property
-    def quality(self) -> float:
-        """On held-out data, the last there is, with early stopping the best; nan if there is
-        none."""
-        if self.ending is not None and self.ending.best_step:
-            return self.ending.quality
-        return self.evaluations[-1][1] if self.evaluations else nan
-
-    @property
-    def beside(self) -> dict[str, float]:
-        """What was measured beside the quality in the end, and the quality on test data."""
-        if self.ending is None:
-            return {}
-        test = {f"test {self.quality_name}": self.ending.test}
-        return {**self.ending.beside, **(test if isfinite(self.ending.test) else {})}
-
-    @property
-    def has_quality(self) -> bool:
-        """There is an evaluation to show."""
-        return any(isfinite(quality) for _, quality in self.evaluations)
+        early = self.ending.best_step > 0
+        return self.config is None or early or self.trained >= self.config.steps
 
     @cached_property
     def gain_kind(self) -> GainKind:
@@ -157,6 +162,54 @@ class Run:
         except UntrustedPolicyError:
             return True
         return False
+
+    # -- quality ---------------------------------------------------------------------------------
+
+    @property
+    def quality(self) -> float:
+        """On held-out data, the last there is, with early stopping the best; nan if there is none,
+        and if the run has diverged."""
+        if self.ending.best_step or self.ending.diverged:
+            return self.ending.quality
+        return self.evaluations[-1][1] if self.evaluations else nan
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """What was measured beside the quality in the end, and the quality on test data."""
+        test = {f"test {self.quality_name}": self.ending.test}
+        return {**self.ending.beside, **(test if isfinite(self.ending.test) else {})}
+
+    @property
+    def has_quality(self) -> bool:
+        """There is an evaluation to show."""
+        return any(isfinite(quality) for _, quality in self.evaluations)
+
+    def quality_after(self, steps: int) -> float:
+        """Of the last evaluation by then that was finite; nan if there was none yet."""
+        known = [q for done, q in self.evaluations if done <= steps and isfinite(q)]
+        return known[-1] if known else nan
+
+    def quality_when_first(self, network: LinkSpec) -> float:
+        """Of the last evaluation that was due by `limits`, as modelled; nan if there was none."""
+        ends, limit = self.modelled.get(network, ()), self.limits.get(network, nan)
+        due = [done for done, _ in self.evaluations if self.at(ends, done) <= limit]
+        return self.quality_after(max(due, default=0))
+
+    def steps_to(self, quality: float) -> float:
+        """Steps done at the first evaluation that is at least as good; inf if there was none, nan
+        if nothing was evaluated or no quality is asked for."""
+        if not (self.evaluations and isfinite(quality)):
+            return nan
+        for done, reached in self.evaluations:
+            if reached >= quality if self.higher_is_better else reached <= quality:
+                return done
+        return inf
+
+    @cached_property
+    def steps_to_goal(self) -> float:
+        return self.steps_to(self.goal)
+
+    # -- bytes -----------------------------------------------------------------------------------
 
     @property
     def records(self) -> list[StepRecord]:
@@ -180,58 +233,57 @@ class Run:
     @property
     def bytes_sent(self) -> float:
         """A worker's, in all; nan if it is not known."""
-        if self.records:
-            return self.recorded.bytes_sent
-        return self.ending.bytes_sent if self.ending is not None else nan
+        return self.recorded.bytes_sent if self.records else self.ending.bytes_sent
 
     @property
     def wire_factor(self) -> float:
         """Bytes of dense fp32 all-reduce / bytes sent; nan if it is not known."""
         if self.records:
             return self.recorded.wire_factor
-        ending = self.ending
-        if ending is None:
+        sent = self.ending.bytes_sent
+        return self.ending.dense_bytes / sent if sent else 1.0
+
+    @property
+    def interface_bytes(self) -> float:
+        """That a worker's interface has sent; nan where links are not real."""
+        if self.config is None or not self.config.netlab or not self.slices:
             return nan
-        return ending.dense_bytes / ending.bytes_sent if ending.bytes_sent else 1.0
+        return sum(part.interface_bytes for part in self.slices)
+
+    @cached_property
+    def explored(self) -> list[float]:
+        """Bytes that a worker sent in each step that explored."""
+        return exploration(self.records)
+
+    def sent_by(self, done: int) -> float:
+        """Bytes that a worker had sent after so many steps; nan if it is not known."""
+        if self.records:
+            return self.at(self._sent, done)
+        return self.bytes_sent * done / self.trained if self.trained else nan
+
+    # -- seconds ---------------------------------------------------------------------------------
 
     @cached_property
     def step_seconds(self) -> list[float]:
-        """Of each recorded step, pauses left out; nan throughout if no step was timed."""
-        return step_seconds(self.records, self._pauses)
+        """Of each recorded step, pauses left out, of which a modelled clock knows nothing; nan
+        throughout if no step was timed."""
+        if self.config is not None and self.config.fixed_clock is not None:
+            return step_seconds(self.records, ())
+        every = self.config.checkpoint_every if self.config is not None else 0
+        evaluated = [done for done, _ in self.evaluations]
+        return step_seconds(self.records, pauses(self.records, evaluated, every, self.trained))
 
     @property
     def steps_per_second(self) -> float:
-        """Of the steps alone; nan if it is not known."""
+        """Of the steps alone: by the records, else by the turns of a comparison; nan if it is not
+        known."""
         seconds = sum(self.step_seconds)
         if self.records and seconds > 0:
             return sum(local_steps(self.records)) / seconds
-        if isfinite(self.rate):
-            return self.rate
-        return self.ending.steps_per_second if self.ending is not None else nan
-
-    @property
-    def ended(self) -> Ended:
-        """For the headline."""
-        clock = self.config.fixed_clock if self.config is not None else None
-        rate, dense = self.steps_per_second, self.wire_factor * self.bytes_sent
-        return Ended(
-            seconds=1 / rate if rate > 0 else nan,
-            qualities=(self.quality,),
-            sent=self.bytes_sent,
-            dense=dense,
-            dense_share=self.shares.get(DENSE, 0.0),
-            modelled=clock is not None,
-            steps=self.trained,
-        )
-
-    @property
-    def headline(self) -> str:
-        """Whether compression was worth it, as its own record tells; "" if that does not."""
-        header = self.recorded.header
-        network = self.link if header is None else header.network or self.link
-        gossip = self.config is not None and self.config.exchange == "gossip"
-        gossip = gossip or (header is not None and header.gossip)
-        return headline_of(self.records[-1], network, gossip) if self.records else ""
+        spent = sum(part.seconds for part in self.slices)
+        if spent > 0:
+            return sum(part.last - part.first - 1 for part in self.slices) / spent
+        return self.ending.steps_per_second
 
     @property
     def scaling_efficiency(self) -> float:
@@ -240,12 +292,6 @@ class Run:
         efficiency = scaling_efficiency(alone, self.steps_per_second)
         return nan if efficiency is None else efficiency
 
-    def sent_by(self, done: int) -> float:
-        """Bytes that a worker had sent after so many steps; nan if it is not known."""
-        if self.records:
-            return self.at(self._sent, done)
-        return self.bytes_sent * done / self.trained if self.trained else nan
-
     def seconds_by(self, done: int) -> float:
         """Seconds that so many steps took; nan if it is not known."""
         if self.records:
@@ -253,10 +299,19 @@ class Run:
         rate = self.steps_per_second
         return done / rate if rate > 0 else nan
 
+    def modelled_by(self, done: int, network: LinkSpec) -> float:
+        """Seconds that so many steps would have taken on a network; nan if it is not known."""
+        return self.at(self.modelled.get(network, ()), done)
+
+    def modelled_in_all(self, network: LinkSpec) -> float:
+        """Seconds that all steps would have taken; nan if it is not known."""
+        ends = self.modelled.get(network, ())
+        return ends[-1] if ends else nan
+
     def at(self, series: Sequence[float], done: int) -> float:
         """Of a series with a value for each step on record, the one after so many steps; nan if
         that step is not on record."""
-        count = bisect_right(self._steps, done - 1)
+        count = bisect_right(self._steps, done - 1) if series else 0
         reached = count and self._steps[count - 1] == done - 1
         return series[count - 1] if reached else nan
 
@@ -275,10 +330,68 @@ class Run:
     def _seconds(self) -> list[float]:
         return seconds_by_step(self.records, list(accumulate(self.step_seconds)))
 
-    @cached_property
-    def _pauses(self) -> set[int]:
-        every = self.config.checkpoint_every if self.config is not None else 0
-        return pauses(self.records, [done for done, _ in self.evaluations], every, self.trained)
+    @property
+    def headline(self) -> str:
+        """Whether compression was worth it, as its own record tells; "" if that does not."""
+        header = self.recorded.header
+        network = self.link if header is None else header.network or self.link
+        gossip = self.config is not None and self.config.exchange == "gossip"
+        gossip = gossip or (header is not None and header.gossip)
+        return headline_of(self.records[-1], network, gossip) if self.records else ""
+
+    # -- what to know of it ----------------------------------------------------------------------
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of its data."""
+        notes, config = list(self.damage), self.config
+        if config is None:
+            unknown = (
+                "command and quality" if self.recorded.header else "settings, command, quality"
+            )
+            notes.append(f"no config.json: {unknown} are not known")
+        elif not self.finished:
+            notes.append(f"not finished: {self.trained} of {config.steps} steps")
+        if self.ending.diverged:
+            notes.append(f"has diverged: {self.ending.diverged}")
+        if self.unknown_policy:
+            notes.append(
+                "its policy is not one of the library's and was not imported: gains are shown as "
+                "measured on the gradient, whatever it decides on"
+            )
+        if config is not None and config.policy == OFF:
+            notes.append(
+                "plain DDP keeps no timeline: bytes and seconds are spread evenly over the steps"
+            )
+        elif not self.records:
+            notes.append("no timeline: CFs, gains and step times are not known")
+        if config is not None and config.fixed_clock is not None:
+            option = "step-seconds" if config.simulated else "fixed-clock"
+            notes.append(
+                f"--{option} {config.fixed_clock:g}: its step times are modelled, not measured"
+            )
+        if config is not None and not self.evaluations:
+            notes.append("never evaluated: quality is not known")
+        elif self.evaluations and not isfinite(self.quality):
+            notes.append("its last evaluation was not finite")
+        return notes
+
+
+def exploration(records: Sequence[StepRecord]) -> list[float]:
+    """Bytes of each step that explored, the last one first: that was sent while the policy was
+    still finding out (its status says so), at another CF than the one that it then stayed at.
+
+    A policy whose status does not speak of it has none."""
+    spent: list[float] = []
+    stayed_at = nan  # of what comes after the last step nothing is known
+    for i in reversed(range(len(records))):
+        before, sent = records[max(0, i - 1)].status, records[i].report
+        # A status is that after its step, so it tells of the next one.
+        if before.get("exploring") != 1:
+            stayed_at = sent.cf
+        elif sent.cf != stayed_at:
+            spent.append(sent.wire_bytes)
+    return spent
 
 
 def _title_of(header: Header | None) -> str:
@@ -288,12 +401,3 @@ def _title_of(header: Header | None) -> str:
     cfs = "CF {:g} to {:g}".format(*header.cf_range)
     made = header.expression or header.policy
     return f"{header.base}, {cfs}, {header.world_size} workers, {made}"
-
-
-def shown(value: Any) -> str:
-    """A setting, as people write it."""
-    if isinstance(value, tuple):
-        return " ".join(map(shown, value))
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)

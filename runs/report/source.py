@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-from runs.compare.digest import rate
-from runs.compare.slice import SLICES_FILE, read_slices
 from runs.config import CONFIG_FILE, TrainConfig, load_config
-from runs.files import has_events, read_json
+from runs.files import has_events, json_lines, read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.policy_expression import UntrustedPolicyError
-from runs.records import (
-    METRICS_FILE,
-    TIMELINE_FILE,
-    Recorded,
-    number,
-    read_metrics,
-    read_records,
-    whole_number,
-)
-from runs.report.run import Ending, Run
+from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, make, read_metrics, read_records
+from runs.report.run import Ending, Run, Slice
 from runs.result import RESULT_FILE, title
 
 RUNS = "runs"
+SLICES_FILE = "slices.jsonl"
 ACCEPTED = (
     f"accepted: the log folder of a run or of a comparison, a {TIMELINE_FILE} or another file of a "
     f"JSONLTimeline, or the folder of a TensorBoardTimeline"
@@ -40,15 +32,27 @@ class NoStepError(UsageError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run's files are. given: what the user named. name: unique among the runs."""
+    """Where a run's files are. given: what the user named, for errors. name: unique among the runs.
+    path: its folder, or its timeline alone."""
 
     given: str
     name: str
-    folder: Path
-    timeline: Path
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent if self.path.is_file() else self.path
+
+    @property
+    def timeline(self) -> Path:
+        """Which may be in the event files of a folder without another."""
+        inside = self.path / TIMELINE_FILE
+        if self.path.is_file() or not (inside.is_file() or (self.path / CONFIG_FILE).is_file()):
+            return self.path
+        return inside
 
 
-def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str]]:
+def find_places(given: Sequence[str], own: str) -> tuple[list[Place], list[str]]:
     """Where the runs are, each once, and what was passed over: folders of reports.
 
     own: a file that only reports have. UsageError names what holds no run.
@@ -69,52 +73,83 @@ def find_places(given: tuple[str, ...], own: str) -> tuple[list[Place], list[str
     if not found:
         raise UsageError(f"LOGDIR {given[0]}: holds no run; {ACCEPTED}")
     names = _names(list(found))
-    return [
-        Place(text, names[key], *((path.parent, path) if path.is_file() else _inside(path)))
-        for key, (text, path) in found.items()
-    ], notes
+    places = zip(found.values(), names, strict=True)
+    return [Place(f"LOGDIR {text}", name, path) for (text, path), name in places], notes
 
 
-def read_run(place: Place) -> Run:
-    """UsageError names the folder, the file and what is wrong with it; NoStepError: nothing is."""
+def read_run(place: Place, smooth: int = 1) -> Run:
+    """smooth: evaluations whose mean is a quality.
+
+    UsageError names the folder, the file and what is wrong with it; NoStepError: nothing is."""
     try:
-        return _read_run(place)
+        return _read_run(place, smooth)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise UsageError(f"LOGDIR {place.given}: {place.folder}: {said}; {ACCEPTED}") from error
+        where = "" if str(place.folder) in said else f"{place.folder}: "
+        raise UsageError(f"{place.given}: {where}{said}") from error
 
 
-def _read_run(place: Place) -> Run:
+def read_folder(folder: Path, given: str, smooth: int = 1) -> Run:
+    """The run in a folder; see `read_run`. given: the option that names it, for errors."""
+    return read_run(Place(given, folder.name, folder), smooth)
+
+
+def _read_run(place: Place, smooth: int) -> Run:
+    folder = place.folder
     recorded = read_records(place.timeline) if place.timeline.exists() else Recorded([], [])
-    config = _config(place.folder)
-    metrics = read_metrics(place.folder / METRICS_FILE)
-    trained, evaluations = metrics.trained, list(metrics.evaluations)
-    ending = _ending(place.folder / RESULT_FILE)
+    config = _config(folder)
+    metrics = read_metrics(folder / METRICS_FILE)
+    trained, evaluations = metrics.trained, smoothed(metrics.evaluations, smooth)
+    ending = _ending(folder / RESULT_FILE)
     if recorded.steps:
         trained = max(trained, recorded.steps[-1].report.step + 1)
-    elif ending is not None:
+    else:
         trained = max(trained, ending.steps)
     if config is None:
-        evaluations = []  # of what, and whether more is better, is not known
-    elif not evaluations and ending is not None and isfinite(ending.quality):
-        evaluations = [(ending.steps, ending.quality)]
-    slices = _slices(place.folder)
+        evaluations = ()  # of what, and whether more is better, is not known
+    elif not evaluations and isfinite(ending.quality):
+        evaluations = ((ending.steps, ending.quality),)
+    slices = read_slices(folder)
     if not trained and metrics.damage:
         raise ValueError(metrics.damage)
     if not trained:
-        raise NoStepError(f"LOGDIR {place.given}: {place.folder} holds no step; {ACCEPTED}")
+        raise NoStepError(f"{place.given}: {folder} holds no step")
     return Run(
         place.name,
-        place.folder,
+        folder,
         config,
         recorded,
         trained,
-        tuple(evaluations),
+        evaluations,
         slices,
         ending,
         tuple(damage for damage in (recorded.damage, metrics.damage) if damage),
         metrics.densities,
     )
+
+
+def read_slices(folder: Path) -> tuple[Slice, ...]:
+    """The turns that a comparison has recorded, in order."""
+    path = folder / SLICES_FILE
+    if not path.exists():
+        return ()
+    try:
+        return tuple(make(Slice, value) for _, value in json_lines(path))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def smoothed(evaluations: Sequence[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
+    """Each quality as the mean of so many evaluations, itself the last of them; of as many as there
+    are at the beginning. Those that are not finite are left out of means."""
+    if count == 1:
+        return tuple(evaluations)
+    known = [(done, quality) for done, quality in evaluations if isfinite(quality)]
+    means = [
+        fmean(quality for _, quality in known[max(0, end - count) : end])
+        for end in range(1, len(known) + 1)
+    ]
+    return tuple((done, quality) for (done, _), quality in zip(known, means, strict=True))
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -134,35 +169,18 @@ def _is_run(path: Path) -> bool:
     return named or has_events(path)
 
 
-def _inside(folder: Path) -> tuple[Path, Path]:
-    """A folder with its timeline, which may be in its event files."""
-    timeline = folder / TIMELINE_FILE
-    alone = not timeline.is_file() and not (folder / CONFIG_FILE).is_file()
-    return folder, folder if alone else timeline
-
-
-def _names(paths: list[Path]) -> dict[Path, str]:
-    """A name for each: the end of its path, as long as it takes to be the only one."""
-    names = {}
-    for path in paths:
-        parts = (path.with_suffix("") if path.is_file() else path).parts
-        for length in range(1, len(parts) + 1):
-            name = "/".join(parts[-length:])
-            if Counter(_tail(other, length) for other in paths)[name] == 1:
-                break
-        names[path] = _printable(name)
+def _names(paths: Sequence[Path]) -> list[str]:
+    """A name for each: the end of its path, as long as it takes to be the only one. File names may
+    hold anything, also bytes that are no text."""
+    parts = [(path.with_suffix("") if path.is_file() else path).parts for path in paths]
+    names = []
+    for own in parts:
+        length = 1
+        while length < len(own) and Counter(other[-length:] for other in parts)[own[-length:]] > 1:
+            length += 1
+        text = "/".join(own[-length:]).encode("utf-8", "replace").decode("utf-8")
+        names.append("".join(char if char.isprintable() else "?" for char in text))
     return names
-
-
-def _tail(path: Path, length: int) -> str:
-    parts = (path.with_suffix("") if path.is_file() else path).parts
-    return "/".join(parts[-length:])
-
-
-def _printable(name: str) -> str:
-    """File names may hold anything, also bytes that are no text."""
-    text = name.encode("utf-8", "replace").decode("utf-8")
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _config(folder: Path) -> TrainConfig | None:
@@ -178,31 +196,12 @@ def _config(folder: Path) -> TrainConfig | None:
     return config
 
 
-def _ending(path: Path) -> Ending | None:
+def _ending(path: Path) -> Ending:
     if not path.exists():
-        return None
+        return Ending()
     try:
-        result: dict[str, Any] = read_json(path)
-        summary = result["summary"]
-        return Ending(
-            steps=whole_number("steps", result["steps"]),
-            quality=number("quality", result["quality"]),
-            bytes_sent=number("bytes_sent", summary["bytes_sent"]),
-            dense_bytes=number("dense_bytes", summary["dense_bytes"]),
-            steps_per_second=number("steps_per_second", result["steps_per_second"]),
-            test=number("test", result.get("test")),
-            best_step=whole_number("best_step", result.get("best_step", 0)),
-            beside={
-                str(name): number(name, value) for name, value in result.get("beside", {}).items()
-            },
-        )
+        result = read_json(path)
+        diverged = result.get("diverged") or ""
+        return make(Ending, {**result["summary"], **result, "diverged": diverged})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-
-
-def _slices(folder: Path) -> float:
-    """Steps/s of a comparison's turns; nan if there were none."""
-    try:
-        return rate([(part.last - part.first - 1, part.seconds) for part in read_slices(folder)])
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder / SLICES_FILE} is damaged: {error}") from error

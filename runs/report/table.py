@@ -1,180 +1,193 @@
-"""What each run comes down to, side by side."""
+"""The table of runs beside one another: its columns, and how they are to be read, for terminals,
+pages and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite, nan
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import isfinite, isnan, nan
+from typing import Any
 
 from rich.console import RenderableType
 
 from adaptive import LinkSpec
-from runs.compare.network import modelled_seconds
-from runs.compare.options import BANDWIDTHS
-from runs.progress import number_text
+from runs.report.rows import Row, known
 from runs.report.run import Run
-from runs.report.target import Target
 from runs.tables import table
 
-UNKNOWN, NEVER, TARGET = "-", "never", "to target"
+TARGET = "to target"
+"""What was spent until the quality was reached that is asked for."""
+
+MEGA = 1e-6
+
+READING = {
+    "MB sent": "by a worker",
+    "MB interf.": "what the network interface of rank 0 has sent, TCP's headers included",
+    "wire factor": "bytes of dense fp32 all-reduce / bytes sent",
+    "steps/s": "as the measured seconds, of all steps but the first (of each turn, in a "
+    "comparison), without evaluations and checkpoints; a verdict without a dense run beside it is "
+    "of median steps",
+    "scaling eff.": "T_N / (N T_1), T in samples/s, by the time of one worker that was given "
+    "(--one-worker-seconds) or is modelled",
+    "explored": "steps sent while the policy was finding out, at another CF than the one that it "
+    "then stayed at; MB so: what a worker sent in them",
+    TARGET: "until the first evaluation that is at least as good; never: none was",
+    "modelled s": "compute + compression (measured) + latency + bytes x 8 / rate, nothing "
+    "overlaps; all: the whole run",
+    "when 1st": "quality at the last evaluation before the moment at which the fastest contender "
+    "is through, by the modelled seconds",
+}
+"""What columns mean that have this in their heads."""
 
 
 @dataclass(frozen=True)
-class Reached:
-    """When the target was reached: steps done, bytes a worker had sent, seconds measured, and
-    modelled by network; nan where that is not known."""
+class Column:
+    """A column is one number of each run.
 
-    steps: int
-    bytes_sent: float
-    seconds: float
-    modelled: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the report's table: one run.
-
-    reached: None if the target never was, or there is none (`has_target`). modelled: seconds
-    at the end of each step, by network; empty for a run without records.
+    keys: where it is in JSON. name: its head, below the group that it belongs to, if to one. value:
+    see `Spread`. digits, scale: of its text.
     """
 
-    run: Run
-    has_target: bool
-    reached: Reached | None
-    modelled: tuple[tuple[float, ...], ...]
+    keys: tuple[str, ...]
+    name: str
+    value: Callable[[Run], float]
+    digits: int = 4
+    scale: float = 1.0
+    group: str = ""
 
-    @property
-    def networks(self) -> range:
-        return range(len(self.modelled))
-
-    def in_all(self, network: int) -> float:
-        """Modelled seconds of the whole run; nan if not known."""
-        return self.modelled[network][-1] if self.modelled[network] else nan
+    def text(self, row: Row) -> str:
+        return row.of(self.value).text(self.digits, self.scale)
 
 
-def own_networks(runs: Sequence[Run]) -> tuple[LinkSpec, ...]:
-    """Of the modelled seconds: the links that the runs had, and others after them."""
-    links = [run.config.link for run in runs if run.config is not None and run.config.link]
-    return tuple(dict.fromkeys(map(LinkSpec.parse, (*links, *BANDWIDTHS))))
-
-
-def link_notes(runs: Sequence[Run]) -> list[str]:
-    """What runs on different links have in common, and what not."""
-    links: dict[str, list[str]] = {}
-    for run in runs:
-        links.setdefault(run.link or "no emulated link", []).append(run.name)
-    if len(links) < 2:
-        return []
-    told = "; ".join(f"{link}: {', '.join(names)}" for link, names in links.items())
-    return [
-        f"the runs had different links ({told}): their steps/s and measured seconds do not "
-        f"compare, the modelled ones do"
-    ]
-
-
-def make_rows(
-    runs: Sequence[Run], targets: Mapping[str, Target], networks: Sequence[LinkSpec]
-) -> list[Row]:
-    """One for each run, in order."""
-    return [_make_row(run, targets.get(run.task), networks) for run in runs]
-
-
-def _make_row(run: Run, target: Target | None, networks: Sequence[LinkSpec]) -> Row:
-    modelled = tuple(
-        tuple(modelled_seconds(run.records, network)) if run.records else () for network in networks
-    )
-    has_target = target is not None and bool(run.evaluations)
-    done = target.first(run) if target is not None else None
-    if done is None:
-        return Row(run, has_target, None, modelled)
-    reached = Reached(
-        done,
-        run.sent_by(done),
-        run.seconds_by(done),
-        tuple(run.at(ends, done) for ends in modelled),
-    )
-    return Row(run, has_target, reached, modelled)
-
-
-def head(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[tuple[str, str]]:
-    """Columns, as (what they belong to, name)."""
-    runs = [row.run for row in rows]
-    names = {run.quality_name for run in runs if run.task} or {"quality"}
+def columns(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[Column]:
+    """All that there may be."""
+    runs = [run for row in rows for run in row.runs]
+    names = {run.quality_name for run in runs if run.task}
     quality = names.pop() if len(names) == 1 else "quality"
-    columns = [("", "run"), ("", quality), *(("", name) for name in _beside(rows))]
-    columns += [("", "steps"), ("", "MB sent"), ("", "wire factor")]
-    columns += [("", "steps/s")] + ([("", "scaling eff.")] if _scaling(rows) else [])
-    columns += [(TARGET, "steps"), (TARGET, "MB")] if _targets(rows) else []
-    for group in (*(f"{network}: modelled s" for network in networks), "measured s"):
-        columns += [(group, "all"), (group, TARGET)] if _targets(rows) else [(group, "all")]
-    return columns
-
-
-def _beside(rows: Sequence[Row]) -> list[str]:
-    """Names of what was measured of some of the runs beside their quality."""
-    return list(dict.fromkeys(name for row in rows for name in row.run.beside))
-
-
-def _scaling(rows: Sequence[Row]) -> bool:
-    """Whether the scaling efficiency of any run is known, and so has a column."""
-    return any(isfinite(row.run.scaling_efficiency) for row in rows)
-
-
-def _targets(rows: Sequence[Row]) -> bool:
-    """Whether there is a quality to be reached, which then has columns."""
-    return any(row.has_target for row in rows)
-
-
-def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """A row's, as text, in the order of `head`. rows: all of the table's."""
-    run, reached = row.run, row.reached
-    steps = f"{run.trained}"
-    if not run.finished and run.config is not None:
-        steps += f" of {run.config.steps}"
-    texts = [
-        run.name,
-        _text(run.quality, 4),
-        *(_text(run.beside.get(name, nan), 4) for name in _beside(rows)),
-        steps,
-        _text(run.bytes_sent / 1e6, 4),
-        _text(run.wire_factor, 3),
-        _text(run.steps_per_second, 3),
-        *([_text(run.scaling_efficiency, 3)] if _scaling(rows) else []),
-    ]
-    seconds = [(row.in_all(i), reached.modelled[i] if reached else nan) for i in row.networks]
-    seconds += [(run.seconds_by(run.trained), reached.seconds if reached else nan)]
-    if not _targets(rows):
-        return [*texts, *(_text(whole, 4) for whole, _ in seconds)]
-    texts += [
-        str(reached.steps) if reached else _target(row, nan, 4),
-        _target(row, reached.bytes_sent / 1e6 if reached else nan, 4),
-    ]
-    return [*texts, *(text for a, b in seconds for text in (_text(a, 4), _target(row, b, 4)))]
-
-
-def make_text(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[RenderableType]:
-    """The table for a terminal, in two parts: what came out, and seconds."""
-    columns = head(rows, networks)
-    lines = [cells(row, rows) for row in rows]
-    first = next(i for i, (group, _) in enumerate(columns) if group.endswith(" s"))
-    above = [group for group, _ in columns]
-    names = [
-        f"{group}\n{name}".replace(": ", ":\n") if group and group != before else name
-        for (group, name), before in zip(columns, ["", *above], strict=False)
-    ]
+    beside = dict.fromkeys(name for run in runs for name in run.beside)
     return [
-        table(names[:first], [line[:first] for line in lines]),
-        "",
-        table([names[0], *names[first:]], [[line[0], *line[first:]] for line in lines]),
+        Column(("quality",), quality, lambda run: run.quality),
+        *(Column(("beside", name), name, _beside(name)) for name in beside),
+        Column(("steps",), "steps", lambda run: run.trained, 1),
+        Column(("bytes_sent",), "MB sent", lambda run: run.bytes_sent, 4, MEGA),
+        Column(("interface_bytes",), "MB interf.", lambda run: run.interface_bytes, 4, MEGA),
+        Column(("wire_factor",), "wire factor", lambda run: run.wire_factor, 3),
+        Column(("steps_per_second",), "steps/s", lambda run: run.steps_per_second, 3),
+        Column(("scaling_efficiency",), "scaling eff.", lambda run: run.scaling_efficiency, 3),
+        Column(("explored", "steps"), "explored", lambda run: _explored(run, len), 1),
+        Column(("explored", "bytes_sent"), "MB so", lambda run: _explored(run, sum), 4, MEGA),
+        Column(("to_target", "steps"), "steps", lambda run: run.steps_to_goal, 1, group=TARGET),
+        Column(("to_target", "bytes_sent"), "MB", _at_goal(Run.sent_by), 4, MEGA, TARGET),
+        *(column for network in networks for column in _modelled(network, quality)),
+        Column(("seconds",), "all", lambda run: run.seconds_by(run.trained), group="measured s"),
+        Column(("to_target", "seconds"), TARGET, _at_goal(Run.seconds_by), group="measured s"),
     ]
 
 
-def _target(row: Row, value: float, digits: int) -> str:
-    """Of a column that is about the target."""
-    if row.has_target and row.reached is None:
-        return NEVER
-    return _text(value, digits)
+def _modelled(network: LinkSpec, quality: str) -> list[Column]:
+    name, group = str(network), f"{network}: modelled s"
+    to_target = _at_goal(partial(Run.modelled_by, network=network))
+    return [
+        Column(
+            ("modelled_seconds", name), "all", lambda run: run.modelled_in_all(network), group=group
+        ),
+        Column(("to_target", "modelled_seconds", name), TARGET, to_target, group=group),
+        Column(
+            ("quality_when_first", name),
+            f"{quality} when 1st",
+            lambda run: run.quality_when_first(network),
+            group=group,
+        ),
+    ]
 
 
-def _text(value: float, digits: int) -> str:
-    return number_text(value, digits) if isfinite(value) else UNKNOWN
+def _beside(name: str) -> Callable[[Run], float]:
+    return lambda run: run.beside.get(name, nan)
+
+
+def _explored(run: Run, count: Callable[[list[float]], float]) -> float:
+    return count(run.explored) if run.records else nan
+
+
+def _at_goal(spent: Callable[[Run, int], float]) -> Callable[[Run], float]:
+    """What had been spent after the steps that it took to the goal."""
+
+    def value(run: Run) -> float:
+        done = run.steps_to_goal
+        return spent(run, int(done)) if isfinite(done) else done
+
+    return value
+
+
+def shown(found: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Columns of which something is known of one of the rows."""
+    return [
+        column
+        for column in found
+        if any(not isnan(value) for row in rows for value in row.of(column.value).values)
+    ]
+
+
+def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """How the table is to be read."""
+    better = {row.run.quality_name: row.run.higher_is_better for row in rows if row.run.task}
+    heads = [f"{column.group} {column.name}" for column in found]
+    return [
+        *(
+            f"{name}: held-out, at the end; {'higher' if higher else 'lower'} is better"
+            for name, higher in better.items()
+        ),
+        *(f"{name}: {is_}" for name, is_ in READING.items() if any(name in head for head in heads)),
+    ]
+
+
+def make_text(
+    found: Sequence[Column], rows: Sequence[Row], label: str = "run"
+) -> list[RenderableType]:
+    """The table for a terminal, in two parts: what came out, and seconds. label: of the rows."""
+    names, before = [], ""
+    for column in found:
+        above = f"{column.group}\n".replace(": ", ":\n") if column.group != before else ""
+        names.append(above.lstrip("\n") + column.name.replace(" when", "\nwhen"))
+        before = column.group
+    parts: list[RenderableType] = []
+    timed = [column.group.endswith(" s") for column in found]
+    for seconds in (False, True):
+        chosen = [i for i, is_ in enumerate(timed) if is_ == seconds]
+        lines = [[row.label, *(found[i].text(row) for i in chosen)] for row in rows]
+        if chosen:
+            parts += [*([""] if parts else []), table([label, *(names[i] for i in chosen)], lines)]
+    return parts
+
+
+def row_as_json(found: Sequence[Column], row: Row) -> dict[str, Any]:
+    """A row, null for what is not known. Each number has a mean, a deviation, and values in the
+    order of the runs."""
+    made: dict[str, Any] = {"name": row.label}
+    for column in found:
+        *above, last = column.keys
+        place = made
+        for key in above:
+            place = place.setdefault(key, {})
+        place[last] = row.of(column.value).as_json()
+    return {**made, "runs": [_run(run) for run in row.runs]}
+
+
+def _run(run: Run) -> dict[str, Any]:
+    config = run.config
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "title": run.title,
+        "command": config.command if config is not None else None,
+        "config": config.as_json() if config is not None else None,
+        "finished": run.finished,
+        "quality_name": run.quality_name,
+        "higher_is_better": run.higher_is_better,
+        "evaluations": [[done, known(quality)] for done, quality in run.evaluations],
+        "emulated_link": run.link or None,
+        "share_at_cf": [[cf, share] for cf, share in run.shares.items()],
+        "cf_history": [asdict(part) for part in run.history],
+        "notes": run.notes,
+    }

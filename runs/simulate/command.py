@@ -1,14 +1,10 @@
-"""The simulate command: checks the job, then runs all workers as threads that take turns."""
+"""The simulate command: a run of train, whose workers are threads that take turns."""
 
 from __future__ import annotations
 
-import sys
-import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from runs.config import write_text
-from runs.interrupt import STOPPING, Interrupt
 from runs.option_types import Positive, metavar
 from runs.parser import UsageError, options
 from runs.policy_expression import OFF
@@ -22,10 +18,6 @@ from runs.settings import (
     Training,
 )
 
-if TYPE_CHECKING:
-    from runs.job import Job
-
-TRACE_FILE = "error.txt"
 WORKERS = 8
 STEP_SECONDS = 0.1
 
@@ -79,14 +71,15 @@ def main(given: dict[str, Any]) -> int:
     """Run the simulation; returns the exit code."""
     # torch is imported late, so that help and wrong options need not wait for it.
     from runs.job import claimed, make_job
+    from runs.simulate.ranks import simulate
+    from runs.worker import run_rank
 
-    with claimed(make_job(with_defaults(given), None, simulated=True)) as job:
-        return simulate(job)
+    with claimed(make_job(_with_defaults(given), None, simulated=True)) as job:
+        return simulate(job.config, lambda rank, *own: run_rank(job, rank, *own))
 
 
-def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """The options as train has them. UsageError for what only train can do."""
-    given = dict(given)
     if "step_seconds" in given:
         given["fixed_clock"] = given.pop("step_seconds")
     if given.get("policy") == OFF:
@@ -97,54 +90,3 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     if "resume" in given:
         return given
     return {"workers": WORKERS, "fixed_clock": STEP_SECONDS, **given}
-
-
-def simulate(job: Job) -> int:
-    """Train as the job says; the exit code, 1 after saying which worker failed.
-
-    UsageError if that is what a worker raised."""
-    import torch
-    import torch.distributed as dist
-
-    from runs.build import build_task
-    from runs.simulate.ranks import WorkerError, run_ranks
-    from runs.worker import run_rank
-
-    config = job.config
-    torch.set_num_threads(config.threads)
-    task = build_task(config)
-    interrupt = Interrupt(own_parent=False)
-
-    def work(rank: int, group: dist.ProcessGroup) -> int:
-        return run_rank(job, rank, interrupt, task, voters=group)
-
-    try:
-        codes = run_ranks(config.workers, work, _Answer(interrupt))
-    except WorkerError as error:
-        cause = error.__cause__
-        if isinstance(cause, UsageError):
-            raise cause from None
-        path = config.folder / TRACE_FILE
-        where = f"traceback in {path}"
-        try:
-            write_text(path, "".join(traceback.format_exception(cause)))
-        except OSError as full:
-            where = f"no traceback in {path}: {full.strerror}"
-        print(f"error: {error}; all ended ({where})", file=sys.stderr)
-        return 1
-    finally:
-        interrupt.restore()
-    return int(codes[0])
-
-
-class _Answer:
-    """Says, once, that a request to stop was heard."""
-
-    def __init__(self, interrupt: Interrupt) -> None:
-        self._interrupt = interrupt
-        self._told = False
-
-    def __call__(self) -> None:
-        if self._interrupt.requested and not self._told:
-            self._told = True
-            print(STOPPING, end="", file=sys.stderr, flush=True)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from runs.build import build_task
+from runs.config import TrainConfig, write_text
+from runs.interrupt import STOPPING, Interrupt
+from runs.parser import UsageError
 from runs.simulate.group import SimulatedGroup, simulated_group
+from runs.tasks import Task
+
+TRACE_FILE = "error.txt"
 
 WATCH = 0.2
 """Seconds between two looks at whether the user wants to stop."""
@@ -58,3 +67,37 @@ def run_ranks(
         rank, cause = failure
         raise WorkerError(rank, cause) from cause
     return results
+
+
+def simulate(
+    config: TrainConfig, work: Callable[[int, Interrupt, Task, SimulatedGroup], int]
+) -> int:
+    """work(rank, interrupt, task, group) on each rank of a run, until Ctrl-C asks them to stop;
+    rank 0's exit code, 1 after saying which worker failed. UsageError if that is what it raised."""
+    torch.set_num_threads(config.threads)
+    task, interrupt = build_task(config), Interrupt(own_parent=False)
+    answers = iter([STOPPING])
+
+    def answer() -> None:
+        if interrupt.requested:
+            print(next(answers, ""), end="", file=sys.stderr, flush=True)
+
+    try:
+        codes = run_ranks(
+            config.workers, lambda rank, group: work(rank, interrupt, task, group), answer
+        )
+    except WorkerError as error:
+        cause = error.__cause__
+        if isinstance(cause, UsageError):
+            raise cause from None
+        path = config.folder / TRACE_FILE
+        where = f"traceback in {path}"
+        try:
+            write_text(path, "".join(traceback.format_exception(cause)))
+        except OSError as full:
+            where = f"no traceback in {path}: {full.strerror}"
+        print(f"error: {error}; all ended ({where})", file=sys.stderr)
+        return 1
+    finally:
+        interrupt.restore()
+    return int(codes[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
 from runs.tasks.images import Cifar10Task, Cifar100Task, FashionMnistTask
@@ -19,23 +19,13 @@ TASKS: dict[str, type[Task]] = {
 DEFAULT_TASK = "text"
 
 
-def make_task(
-    task: str = DEFAULT_TASK,
-    *,
-    model: str | None = None,
-    data: Path | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    lr: float | None = None,
-) -> Task:
-    """Build a task; None takes the task's default.
-
-    `batch_size` is per rank. Raises ValueError naming the argument for an unknown task or model
-    and for values out of range, DataNotFoundError when the data set is not there.
-    """
+def make_task(task: str = DEFAULT_TASK, **arguments: Any) -> Task:
+    """Build a task; `arguments` are those of `Task`. Raises ValueError naming the argument for an
+    unknown task or model and for values out of range, DataNotFoundError when the data set is not
+    there."""
     if task not in TASKS:
         raise ValueError(f"task={task!r} is unknown; accepted: {', '.join(TASKS)}")
-    return TASKS[task](model=model, data=data, batch_size=batch_size, seed=seed, lr=lr)
+    return TASKS[task](**arguments)
 
 
 __all__ = ["DEFAULT_TASK", "TASKS", "Batch", "DataNotFoundError", "Task", "make_task", "trainable"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,9 +11,13 @@ from torch import Tensor, nn
 
 from runs.models import make_model
 from runs.tasks.base import Batch, Task, device_of, evaluating
-from runs.tasks.cifar import read_cifar10, read_cifar100
-from runs.tasks.idx import read_fashion_mnist
-from runs.tasks.imageset import Images, ImageSet
+from runs.tasks.imageset import (
+    Images,
+    ImageSet,
+    read_cifar10,
+    read_cifar100,
+    read_fashion_mnist,
+)
 
 EVALUATED_IMAGES = 2000  # of the test set, unless all of it is asked for
 EVALUATION_BATCH = 64
@@ -35,12 +38,8 @@ class ImageTask(Task):
     beside = (TOP5,)
     higher_is_better = True
     learning_rates: ClassVar[dict[str, float]] = {
-        "resnet8": 0.05,
-        "resnet20": 0.05,
-        "resnet18": 0.01,
-        "vgg11": 0.01,
-        "vgg16": 0.01,
-        "resnet101": 0.01,
+        **dict.fromkeys(models, 0.01),
+        **dict.fromkeys(("resnet8", "resnet20"), 0.05),
     }
     default_batch_size = 32
     weight_decay = 5e-4
@@ -48,12 +47,10 @@ class ImageTask(Task):
     mean: ClassVar[tuple[float, ...]]  # by channel, of pixels from 0 to 1
     std: ClassVar[tuple[float, ...]]
 
-    @abstractmethod
-    def _read(self, data: Path | None) -> ImageSet:
-        """The data set; DataNotFoundError when it is not there, ValueError when corrupt."""
+    read: ClassVar[staticmethod[[Path | None], ImageSet]]
 
     def _load(self, data: Path | None) -> int:
-        self.images = self._read(data)
+        self.images = self.read(data)
         if not len(self.images.test_labels):
             raise ValueError(f"data={str(data)!r} holds no test images")
         return len(self.images.train_labels)
@@ -109,31 +106,22 @@ def augment(pixels: Images, generator: np.random.Generator) -> Images:
 class Cifar10Task(ImageTask):
     """CIFAR-10: 32 x 32 colour images in 10 classes."""
 
-    name = "cifar10"
-    classes = 10
+    name, classes = "cifar10", 10
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-    def _read(self, data: Path | None) -> ImageSet:
-        return read_cifar10(data)
+    read = staticmethod(read_cifar10)
 
 
 class Cifar100Task(ImageTask):
     """CIFAR-100: 32 x 32 colour images in 100 classes."""
 
-    name = "cifar100"
-    classes = 100
+    name, classes = "cifar100", 100
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-
-    def _read(self, data: Path | None) -> ImageSet:
-        return read_cifar100(data)
+    read = staticmethod(read_cifar100)
 
 
 class FashionMnistTask(ImageTask):
     """Fashion-MNIST: 28 x 28 grey images in 10 classes."""
 
-    name = "fashion-mnist"
-    classes = 10
+    name, classes = "fashion-mnist", 10
     mean, std = (0.2860,), (0.3530,)
-
-    def _read(self, data: Path | None) -> ImageSet:
-        return read_fashion_mnist(data)
+    read = staticmethod(read_fashion_mnist)

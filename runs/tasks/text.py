@@ -7,14 +7,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from runs.models import make_model
 from runs.tasks.base import Batch, Task, device_of, evaluating
-from runs.tasks.corpus import Bytes, user_corpus
-from runs.tasks.stdlib import stdlib_corpus
+from runs.tasks.corpus import stdlib_corpus, user_corpus, windows
 
 EVALUATED_BYTES = 65_536  # of the held-out text, unless all of it is asked for
 EVALUATION_BATCH = 32  # windows
@@ -35,21 +33,7 @@ class TextTask(Task):
     # gpt-10m's: of 0.025, 0.05, 0.1 and 0.2 the best after 60 steps, one seed (the last diverged).
     learning_rates: ClassVar[dict[str, float]] = {"lstm": 1.0, "gpt": 0.1, "gpt-10m": 0.05}
     default_batch_size = 8
-
-    def __init__(
-        self,
-        *,
-        model: str | None = None,
-        data: Path | None = None,
-        batch_size: int | None = None,
-        seed: int = 0,
-        lr: float | None = None,
-        length: int = 64,
-    ) -> None:
-        if length < 1:
-            raise ValueError(f"length={length} must be an integer >= 1")
-        self.length = length
-        super().__init__(model=model, data=data, batch_size=batch_size, seed=seed, lr=lr)
+    length = 64
 
     def _load(self, data: Path | None) -> int:
         self.corpus = stdlib_corpus() if data is None else user_corpus(Path(data))
@@ -62,36 +46,28 @@ class TextTask(Task):
         return len(self.corpus.train) // self.length - 1
 
     def _make_model(self) -> nn.Module:
-        return make_model(self.model_name, vocab=256, length=self.length)
+        return make_model(self.model_name)
 
     def batch(self, step: int, rank: int, world_size: int) -> Batch:
         """Two int64 tensors (batch_size, length): bytes, and the bytes one place further on."""
         epoch, items = self.shards.indices(step, rank, world_size)
         shift = int(np.random.default_rng((self.seed, epoch, 1)).integers(self.length))
-        return _windows(self.corpus.train, items * self.length + shift, self.length)
+        return tuple(windows(self.corpus.train, items * self.length + shift, self.length))
 
     def measure(
         self, model: nn.Module, *, full: bool = False, test: bool = False
     ) -> dict[str, float]:
         """Perplexity a byte on windows spread evenly over the held-out text."""
         text = self.corpus.held_out
-        windows = (len(text) - 1) // self.length
-        count = windows if full else min(windows, max(1, EVALUATED_BYTES // self.length))
-        starts = np.arange(count) * windows // count * self.length
+        total = (len(text) - 1) // self.length
+        count = total if full else min(total, max(1, EVALUATED_BYTES // self.length))
+        starts = np.arange(count) * total // count * self.length
         nats = 0.0
         with evaluating(model) as inner:
             for at in range(0, count, EVALUATION_BATCH):
-                batch = _windows(text, starts[at : at + EVALUATION_BATCH], self.length)
-                nats += _total_loss(inner, batch)
+                batch = windows(text, starts[at : at + EVALUATION_BATCH], self.length)
+                inputs, targets = (part.to(device_of(inner)) for part in batch)
+                logits = inner(inputs).flatten(0, 1)
+                nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
         mean = torch.tensor(nats / (count * self.length), dtype=torch.float64)
         return {self.quality_name: mean.exp().item()}
-
-
-def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
-    rows = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
-
-
-def _total_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    inputs, targets = (part.to(device_of(model)) for part in batch)
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from runs.models import make_model
 from runs.models.lstm import WordLSTM
 from runs.tasks.base import Batch, DataNotFoundError, Task, device_of, evaluating, unwrapped
-from runs.tasks.corpus import MAX_BYTES, TEST_NAMES, TRAIN_NAMES, VALID_NAMES
+from runs.tasks.corpus import MAX_BYTES, TEST_NAMES, TRAIN_NAMES, VALID_NAMES, windows
 
 UNKNOWN, END = "<unk>", "<eos>"
 MAX_WORDS = 300_000
@@ -60,33 +60,22 @@ class WordsTask(Task):
     higher_is_better = False
     learning_rates: ClassVar[dict[str, float]] = dict.fromkeys(models, 1.0)
     default_batch_size = 10
-
-    def __init__(
-        self,
-        *,
-        model: str | None = None,
-        data: Path | None = None,
-        batch_size: int | None = None,
-        seed: int = 0,
-        lr: float | None = None,
-        length: int = 35,
-    ) -> None:
-        self.length = length
-        super().__init__(model=model, data=data, batch_size=batch_size, seed=seed, lr=lr)
+    length = 35
 
     def _load(self, data: Path | None) -> int:
         self.splits = read_splits(data)
+        least = 2 * max(self.length, EVALUATION_TRACKS)
         for part in ("train", "valid", "test"):
             words = len(getattr(self.splits, part))
-            if words < 2 * max(self.length, EVALUATION_TRACKS):
+            if words < least:
                 raise ValueError(
                     f"data={str(data)!r} has {words} words of {part} text; accepted: at least "
-                    f"{2 * max(self.length, EVALUATION_TRACKS)}"
+                    f"{least}"
                 )
         return (len(self.splits.train) - 1) // self.length
 
     def _make_model(self) -> nn.Module:
-        return make_model(self.model_name, vocab=len(self.splits.vocabulary), length=self.length)
+        return make_model(self.model_name, vocab=len(self.splits.vocabulary))
 
     def batch(self, step: int, rank: int, world_size: int) -> Batch:
         """Two int64 tensors (batch_size, length): words, and the words one place further on; and
@@ -98,7 +87,7 @@ class WordsTask(Task):
         shift = int(np.random.default_rng((self.seed, epoch)).integers(spare + 1))
         rows = rank * self.batch_size + np.arange(self.batch_size)
         starts = shift + (rows * steps + place) * self.length
-        inputs, targets = _windows(text, starts, self.length)
+        inputs, targets = windows(text, starts, self.length)
         return inputs, targets, torch.tensor(place == 0)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -126,12 +115,11 @@ class WordsTask(Task):
             lstm = _lstm(inner)
             for at in range(0, words, self.length):
                 count = min(self.length, words - at)
-                batch = _windows(text, starts + at, count)
+                batch = windows(text, starts + at, count)
                 inputs, targets = (part.to(device_of(inner)) for part in batch)
                 logits, state = lstm.continued(inputs, state)
-                nats += F.cross_entropy(
-                    logits.flatten(0, 1), targets.flatten(), reduction="sum"
-                ).item()
+                logits = logits.flatten(0, 1)
+                nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
         mean = nats / (words * EVALUATION_TRACKS)
         return {self.quality_name: exp(mean) if mean < 700 else float("inf")}
 
@@ -196,11 +184,6 @@ def _numbered(*texts: list[str]) -> Splits:
         np.array([number.get(word, unknown) for word in text], dtype=np.int64) for text in texts
     )
     return Splits(tuple(vocabulary), train, valid, test)
-
-
-def _windows(text: Words, starts: Words, length: int) -> tuple[Tensor, Tensor]:
-    rows = text[starts[:, None] + np.arange(length + 1)]
-    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
 
 def _lstm(model: nn.Module) -> WordLSTM:

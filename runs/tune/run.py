@@ -18,13 +18,14 @@ import torch.distributed as dist
 from optuna.trial import TrialState
 
 from runs.build import check
-from runs.compare.digest import read_digest
 from runs.config import TrainConfig
 from runs.interrupt import INTERRUPTED, Interrupt, Stop
 from runs.launch import launch
 from runs.logbook import Logbook, emulated
 from runs.parser import UsageError, check_writable
 from runs.progress import Progress
+from runs.report.rows import modelled
+from runs.report.source import read_folder
 from runs.result import save_result, title
 from runs.train import Outcome, train
 from runs.tune import study as book
@@ -235,8 +236,9 @@ def _ended(
         desk.failed(f"{DIVERGED}: {logbook.detail}")
     else:
         network = tuning.objective.network
-        digest = read_digest(config, [] if network is None else [network])
-        return measure(tuning.objective, digest, digest.ends[0] if digest.ends else logbook.ends)
+        run = read_folder(config.folder, "--log-dir")
+        ends = logbook.ends if network is None else modelled(run, [network]).modelled[network]
+        return measure(tuning.objective, run, ends)
     return None
 
 

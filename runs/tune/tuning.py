@@ -15,12 +15,11 @@ from typing import Any, Literal
 from adaptive import LinkSpec
 from runs.build import learning_rate
 from runs.compare.contender import parse_contender
-from runs.compare.digest import Digest
-from runs.compare.network import seconds_to
 from runs.config import TrainConfig
 from runs.options import CONFIG_OPTIONS, make_config, policy_for
 from runs.parser import UsageError, option
 from runs.policy_expression import argument_names, policy_name, written_arguments
+from runs.report.run import Run
 from runs.tasks import TASKS
 from runs.tune.options import (
     ACCEPTED,
@@ -105,17 +104,15 @@ class Metrics:
     reached: bool
 
 
-def measure(objective: Objective, digest: Digest, ends: Sequence[float]) -> Metrics:
+def measure(objective: Objective, run: Run, ends: Sequence[float]) -> Metrics:
     """The metrics of a finished run. ends: when each step ended, seconds."""
-    sent, seconds = digest.bytes_sent, ends[-1] if ends else nan
+    sent, seconds = run.bytes_sent, ends[-1] if ends else nan
     reached = objective.target is None
     if objective.target is not None:
-        goal, higher = (objective.target, digest.evaluations), objective.higher_is_better
-        bytes_to = seconds_to(*goal, digest.sent, higher)
-        spent = seconds_to(*goal, ends, higher)
-        if bytes_to is not None and spent is not None:
-            sent, seconds, reached = bytes_to, spent, True
-    return Metrics(digest.quality, sent, seconds, reached)
+        done = run.steps_to(objective.target)
+        if done <= len(ends):
+            sent, seconds, reached = run.sent_by(int(done)), ends[int(done) - 1], True
+    return Metrics(run.quality, sent, seconds, reached)
 
 
 def values(objective: Objective, runs: Sequence[Metrics]) -> list[float]:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC, LinkSpec, MemoryTimeline, ModelledClock
+from runs.simulate.group import ring_sum
 from runs.simulate.ranks import WorkerError
 from runs.simulate.ranks import run_ranks as simulate
-from runs.simulate.ring import ring_sum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, same
 

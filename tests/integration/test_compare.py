@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
@@ -12,22 +13,18 @@ import pytest
 
 from adaptive import LinkSpec, StepRecord, StepReport
 from runs.__main__ import main
-from runs.compare.command import count_turns, turns
+from runs.compare.command import turns
 from runs.compare.contender import parse_contender
-from runs.compare.digest import Digest, Exploration, exploration, rate, sent_by
-from runs.compare.network import (
-    compute_seconds,
-    model_bytes,
-    modelled_seconds,
-    quality_at,
-    seconds_to,
-)
 from runs.compare.options import make_comparison
-from runs.compare.standing import Spread, stand
-from runs.compare.table import compact, make_tables
+from runs.compare.report import _histories, compact, side_by_side
 from runs.records import Stretch
+from runs.report.rows import Row, Spread
+from runs.report.run import Ending, Run, Slice, exploration
+from runs.report.table import columns, make_text, row_as_json, shown
 from runs.tables import text_of
+from runs.times import compute_seconds, model_bytes, modelled_seconds
 from tests.integration.commands import Start, assert_refused, python_m
+from tests.unit.made_runs import made, record
 
 COMPARE = python_m("compare")
 
@@ -113,7 +110,7 @@ BAD = {
         "--contender dense:momentum=0.5",
         "--momentum 0.5 is for --optimizer sgd",
     ],
-    "--contender off:base=topk": ["unknown key 'base'", "steps, lr, lr_drop"],
+    "--contender off:base=topk": ["unknown key 'base'", "steps, optimizer, lr"],
     "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
     "--contender dense --contender dense": ["dense", "twice"],
@@ -153,7 +150,7 @@ def test_everyone_takes_turns_and_who_begins_goes_round() -> None:
     given = {"contender": ["dense", "topk@100", "gravac"], "steps": 10, "slice": 4, "seeds": [0, 5]}
     comparison = make_comparison(given)
     order = [(t.contender.label[0], t.seed, t.until) for t in turns(comparison)]
-    assert len(order) == count_turns(comparison) == 18
+    assert len(order) == 18
     assert order[:3] == [("d", 0, 4), ("t", 0, 4), ("g", 0, 4)]
     assert order[3:6] == [("t", 0, 8), ("g", 0, 8), ("d", 0, 8)]
     assert {until for _, _, until in order[6:9]} == {10}
@@ -166,10 +163,8 @@ def test_a_contender_may_train_longer_than_the_others() -> None:
     order = [(t.contender.label, t.until) for t in turns(comparison)]
     longer = "topk@9:steps=11"
     assert order == [("dense", 4), (longer, 4), (longer, 8), (longer, 11)]
-    assert [t.number for t in turns(comparison)] == [1, 2, 3, count_turns(comparison)]
     whole = make_comparison({**given, "slice": 0})
     assert [t.until for t in turns(whole)] == [4, 11]
-    assert "a whole run each" in whole.interleaving
 
 
 def test_the_same_options_find_the_same_folder() -> None:
@@ -222,21 +217,18 @@ def test_modelled_seconds_are_compute_compression_latency_and_bytes() -> None:
     assert model_bytes(records, 1) == 0
 
 
-def test_the_time_to_a_quality_is_that_of_the_first_evaluation_that_has_it() -> None:
-    ends = [1.0, 2.0, 3.0, 4.0]
-    falling = [(1, 9.0), (2, 5.0), (4, 4.0)]
-    assert seconds_to(5.0, falling, ends, higher_is_better=False) == 2.0
-    assert seconds_to(4.5, falling, ends, higher_is_better=False) == 4.0
-    assert seconds_to(3.9, falling, ends, higher_is_better=False) is None
-    assert seconds_to(9.0, falling, ends, higher_is_better=True) == 1.0
-
-
 def test_the_quality_at_a_moment_is_that_of_the_last_evaluation_by_then() -> None:
-    ends, falling = [1.0, 2.0, 3.0, 4.0], [(1, 9.0), (2, 5.0), (4, 4.0)]
-    assert isnan(quality_at(0.5, falling, ends))
-    assert [quality_at(s, falling, ends) for s in (1.0, 3.5, 4.0, 99.0)] == [9.0, 5.0, 4.0, 4.0]
-    assert isnan(quality_at(nan, falling, ends))
-    assert isnan(quality_at(3.0, falling, []))
+    network, falling = LinkSpec.parse("1mbit"), ((1, 9.0), (2, 5.0), (3, nan), (4, 4.0))
+    run = made(records=[record(i) for i in range(4)], evaluations=falling)
+    run = replace(run, modelled={network: (1.0, 2.0, 3.0, 4.0)})
+
+    def at(seconds: float, run: Run = run) -> float:
+        return replace(run, limits={network: seconds}).quality_when_first(network)
+
+    assert isnan(at(0.5))
+    assert [at(s) for s in (1.0, 3.5, 4.0, 99.0)] == [9.0, 5.0, 4.0, 4.0]
+    assert isnan(at(nan))
+    assert isnan(at(3.0, replace(run, modelled={network: ()})))
 
 
 def _walk(*steps: tuple[float, bool]) -> list[StepRecord]:
@@ -249,73 +241,96 @@ def _walk(*steps: tuple[float, bool]) -> list[StepRecord]:
 
 def test_steps_explore_if_the_policy_then_stays_at_another_cf() -> None:
     found = _walk((1, True), (10, True), (20, True), (10, False), (10, False), (1, False))
-    assert exploration(found) == Exploration(2, 1000 + 50)  # CF 10 stayed
+    assert exploration(found) == [50, 1000]  # CF 10 stayed
     again = found[:-1] + _walk((10, True), (1, True), (10, False), (10, False))
-    assert exploration(again) == Exploration(3, 1000 + 50 + 1000)
-    assert exploration(_walk((1, True), (10, True))) == Exploration(2, 1100)  # and never settled
-    assert exploration(_walk((10, False), (20, False))) == Exploration(0, 0)
-    assert exploration([]) == Exploration(0, 0)
+    assert exploration(again) == [1000, 50, 1000]
+    assert exploration(_walk((1, True), (10, True))) == [100, 1000]  # and never settled
+    assert exploration(_walk((10, False), (20, False))) == []
+    assert exploration([]) == []
 
 
-def _digest(seed: int, quality: float, sent: float, end: float, cfs: dict[float, int]) -> Digest:
-    history, first = [], 0
-    for cf, steps in cfs.items():
-        history.append(Stretch(first, first + steps - 1, cf, ""))
-        first += steps
+def _made(seed: int, quality: float, nbytes: float, end: float, cfs: dict[float, int]) -> Run:
+    """Ten steps at these CFs, over at second `end` on the only network; exploring while dense."""
+    sent = [cf for cf, steps in cfs.items() for _ in range(steps)]
+    records = [
+        StepRecord(
+            StepReport(i, cf, wire_bytes=nbytes / 10, dense_wire_bytes=4e5),
+            *(0.0, nan, nan),
+            {"exploring": float(cf == 1 and len(cfs) > 1)},
+        )
+        for i, cf in enumerate(sent)
+    ]
+    own = {"policy": "fixed", "base": "none"} if [*cfs] == [1] else {}
     evaluations = ((5, 2 * quality), (10, quality))
-    ends = tuple(end * (i + 1) / 10 for i in range(10))
-    explored = Exploration(cfs.get(1, 0), 5e5)
-    return Digest(seed, quality, evaluations, sent, 4e6, 2.5, tuple(history), (), (ends,), explored)
+    run = made("run", records, evaluations, seed=seed, **own)
+    return replace(run, modelled={NETWORK: tuple(end * (i + 1) / 10 for i in range(10))})
+
+
+NETWORK = LinkSpec.parse("100mbit")
+
+
+def _numbers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [row_as_json(columns(rows, [NETWORK]), row) for row in rows]
 
 
 def test_the_table_of_hand_made_runs() -> None:
-    digests = {
-        "dense": [_digest(0, 4.0, 4e6, 10, {1: 10}), _digest(1, 6.0, 4e6, 12, {1: 10})],
-        "fast": [_digest(0, 2.0, 4e4, 1, {1: 4, 10: 6}), _digest(1, 2.5, 4e4, 1, {1: 5, 10: 5})],
-        "bad": [_digest(0, 8.0, 4e5, 2, {100: 10}), _digest(1, 5.0, 4e5, 2, {100: 10})],
-    }
-    dense, fast, bad = stand(digests, "dense", networks=1, higher_is_better=False)
-    assert dense.quality.mean == 5.0
-    assert dense.quality.deviation == pytest.approx(2**0.5)
-    assert dense.seconds == ((10.0, 12.0),)
-    assert fast.seconds == ((0.5, 0.5),)
-    assert bad.seconds == ((None, 2.0),)
-    assert fast.wire_factor.mean == 100
-    assert fast.halted == ((2.0, 2.5),)  # at second 1, when it was through itself
-    assert isnan(dense.halted[0][0])  # its first evaluation comes at second 5
-    assert fast.explored_steps.values == (4, 5)
+    rows = [
+        Row("dense", (_made(0, 4.0, 4e6, 10, {1: 10}), _made(1, 6.0, 4e6, 12, {1: 10}))),
+        Row("fast", (_made(0, 2.0, 4e4, 1, {1: 4, 10: 6}), _made(1, 2.5, 4e4, 1, {1: 5, 10: 5}))),
+        Row("bad", (_made(0, 8.0, 4e5, 2, {100: 10}), _made(1, 5.0, 4e5, 2, {100: 10}))),
+    ]
+    placed = side_by_side(rows, "dense", [NETWORK], None)
+    dense, fast, bad = _numbers(placed)
+    assert dense["quality"]["mean"] == 5.0
+    assert dense["quality"]["deviation"] == pytest.approx(2**0.5)
+    reached = [
+        one["to_target"]["modelled_seconds"]["100 Mbit/s"]["values"] for one in _numbers(placed)
+    ]
+    assert reached == [[10.0, 12.0], [0.5, 0.5], ["never", 2.0]]
+    assert fast["wire_factor"]["mean"] == pytest.approx(100)
+    halted = [one["quality_when_first"]["100 Mbit/s"]["values"] for one in (dense, fast)]
+    assert halted[1] == [2.0, 2.5]  # at second 1, when it was through itself
+    assert halted[0] == [None, None]  # its first evaluation comes at second 5
+    assert fast["explored"]["steps"]["values"] == [4, 5]
+    assert bad["explored"]["bytes_sent"]["values"] == [0, 0]
 
-    ended = replace(digests["fast"][0], ends=((0.1,),), quality=nan, diverged="its loss is nan")
-    standings = stand({**digests, "ended": [ended]}, "dense", networks=1, higher_is_better=False)
-    assert standings[1].halted == fast.halted  # who has diverged is not through first
+    ended = replace(
+        rows[1].runs[0],
+        modelled={NETWORK: (0.1,)},
+        ending=Ending(1, nan, 1.0, 1.0, 1.0, diverged="its loss is nan"),
+    )
+    also = side_by_side([*rows, Row("ended", (ended,))], "dense", [NETWORK], None)
+    assert also[1].run.limits == placed[1].run.limits  # who has diverged is not through first
+    earlier = side_by_side(rows, "dense", [NETWORK], 5)
+    assert [run.goal for run in earlier[2].runs] == [8.0, 12.0]
 
-    tables = make_tables([dense, fast, bad], "perplexity", ["100 Mbit/s"])
-    lines = text_of(*tables).splitlines()
+    lines = text_of(*make_text(shown(columns(placed, [NETWORK]), placed), placed, "contender"))
+    table = lines.splitlines()
     names = ["contender", "dense", "fast", "bad"]
-    assert [line.split()[0] for line in lines[:4]] == names
-    assert "5.000 ± 1.4" in lines[1]
-    assert "0.04000" in lines[2]
-    assert lines[5:7][0] == "modelled seconds"
-    assert lines[6].split() == ["100", "Mbit/s:", "perplexity"]
-    assert [line.split()[0] for line in lines[7:11]] == names
-    assert "11.00 ± 1.4" in lines[8]
-    assert lines[9].split()[1:4] == ["1.000", "0.5000", "2.250"]
-    assert "2.000 2.000 (1 of 2 never)" in " ".join(lines[10].split())
-    assert [line.split()[0] for line in lines[12:]] == names
-    assert lines[13].endswith("dense x10")
-    assert lines[14].endswith("dense x4, 10 x6 (seed 0)")  # the other seed went another way
+    assert [line.split()[0] for line in table[1:5]] == names
+    assert "5.000 ± 1.4" in table[2]
+    assert "0.04000" in table[3]
+    assert table[6].split() == ["100", "Mbit/s:"]
+    assert table[7].split() == ["modelled", "s", "perplexity", "measured", "s"]
+    assert [line.split()[0] for line in table[8:12]] == names
+    assert "11.00 ± 1.4" in table[9]
+    assert table[10].split()[1:4] == ["1.000", "0.5000", "2.250"]
+    assert "2.000 2.000 (1 of 2 never)" in " ".join(table[11].split())
+    assert _histories(placed[0]) == "dense x10"
+    assert _histories(placed[1]) == "dense x4, 10 x6 (seed 0)"  # the other seed went another way
 
-    unknown = stand(digests, None, networks=1, higher_is_better=False)
-    assert all(isnan(value or 0) for value in unknown[0].seconds[0])
-    as_json = json.dumps([s.as_json(["x"]) for s in unknown], allow_nan=False)
-    assert '"seconds_to_dense_quality": {"x": [null, null]}' in as_json
+    unknown = _numbers(side_by_side(rows, None, [NETWORK], None))
+    assert unknown[0]["to_target"]["steps"]["values"] == [None, None]
 
 
 def test_small_things() -> None:
     assert isnan(Spread.of([nan]).mean)
     assert Spread.of([1.0, nan, 3.0]).mean == 2.0
-    assert rate([(10, 2.0), (30, 8.0)]) == 4.0
-    assert sent_by([], 100.0, 4) == (25, 50, 75, 100)
+    plain = made(records=[], ending=Ending(10, 1.0, 100.0, 100.0, 7.0), policy="off", base=None)
+    assert [plain.sent_by(done) for done in (1, 5, 10)] == [10, 50, 100]
+    assert plain.steps_per_second == 7.0
+    taken = replace(plain, slices=(Slice(0, 11, 2.0), Slice(11, 42, 8.0)))
+    assert taken.steps_per_second == 4.0
     history = [Stretch(i, i, 10.0 + i, "") for i in range(20)]
     assert compact(history) == ("10 x1, 11 x1, 12 x1, 13 x1, ... 13 more ..., 27 x1, 28 x1, 29 x1")
 
@@ -379,23 +394,23 @@ def test_interrupted_and_continued(
     assert result == json.loads((tmp_path / "log" / "compare.json").read_text())
     assert result["finished"]
     assert result["dense"] == "dense"
-    assert (tmp_path / "log" / "table.txt").read_text().splitlines()[2].startswith("contender")
+    assert (tmp_path / "log" / "table.txt").read_text().splitlines()[3].startswith("contender")
     assert (tmp_path / "log" / "quality.png").read_bytes().startswith(b"\x89PNG")
 
-    dense, gravac = result["contenders"]
+    dense, gravac = result["rows"]
     for one, steps in ((dense, 12), (gravac, 15)):
         assert [step for step, _ in one["runs"][0]["evaluations"]] == [*range(3, steps + 1, 3)]
         assert sum(p["last"] - p["first"] + 1 for p in one["runs"][0]["cf_history"]) == steps
     # a fixed clock: 0.1 s of compute a step, nothing of compression, all bytes known
     sent = dense["bytes_sent"]["mean"]
-    whole = dense["seconds_in_all"]
-    assert whole["100 Mbit/s"][0] == pytest.approx(12 * 0.1 + sent * 8 / 1e8)
-    assert whole["1 Gbit/s, 1 ms"][0] == pytest.approx(12 * 0.101 + sent * 8 / 1e9)
+    whole = {name: one["mean"] for name, one in dense["modelled_seconds"].items()}
+    assert whole["100 Mbit/s"] == pytest.approx(12 * 0.1 + sent * 8 / 1e8)
+    assert whole["1 Gbit/s, 1 ms"] == pytest.approx(12 * 0.101 + sent * 8 / 1e9)
     assert gravac["bytes_sent"]["mean"] < sent
 
     monkeypatch.setattr("runs.compare.slice.launch", lambda *_: pytest.fail("nothing is left"))
     assert main(["compare", *map(str, options)]) == 0
-    assert json.loads(capfd.readouterr().out)["contenders"] == result["contenders"]
+    assert json.loads(capfd.readouterr().out)["rows"] == result["rows"]
 
     # the record of a run that was interrupted and resumed replays to the bit as well
     folder = tmp_path / "log" / "runs" / "gravac_window=4,steps=15-seed0"

@@ -131,10 +131,10 @@ def test_a_report_of_a_hostile_timeline(name: str, tmp_path: Path, capfd: Any) -
     folder = _folder(tmp_path / "run", HOSTILE[name])
     assert main(["report", str(folder), "--json"]) == 0
     out, err = capfd.readouterr()
-    [run] = json.loads(out)["runs"]
-    assert run["steps"] >= STEPS - 1
+    [row] = json.loads(out)["rows"]
+    assert row["steps"]["mean"] >= STEPS - 1
     if "damaged" in err or "not in order" in err:
-        assert any("timeline.jsonl" in note for note in run["notes"])
+        assert any("timeline.jsonl" in note for note in row["runs"][0]["notes"])
     page = (folder / "report" / "report.html").read_text()
     assert "<script>" not in page  # ours have a type
 
@@ -168,7 +168,7 @@ def test_steps_far_apart_allocate_nothing(tmp_path: Path, capfd: Any) -> None:
     lines[-1]["report"]["step"] = 2**53
     folder = _folder(tmp_path / "run", lines, steps=2**53)
     assert main(["report", str(folder), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["runs"][0]["steps"] == 2**53 + 1
+    assert json.loads(capfd.readouterr().out)["rows"][0]["steps"]["values"] == [2**53 + 1]
 
 
 BROKEN: dict[str, bytes | str] = {

@@ -17,7 +17,7 @@ import pytest
 from runs.config import TrainConfig
 from tests.integration.commands import ROOT, Start, alive, python_m, starting, write_text_file
 
-PROBE = "from runs.netlab.command import make_lab; make_lab({'rate': '1gbit'}).opened()"
+PROBE = "from runs.netlab.lab import Lab; Lab('1gbit').opened()"
 
 SCRIPT = """
 import os, torch, torch.distributed as dist

@@ -100,7 +100,7 @@ def test_a_comparison_as_one_page(comparison: Path, capfd: Any) -> None:
     assert page.texts["h3"] == RUNS
     assert [text for text in page.texts["th"] if text in RUNS] == RUNS
     assert page.tags.count("h1") == 1
-    commands = [run["command"] for run in result["runs"]]
+    commands = [row["runs"][0]["command"] for row in result["rows"]]
     assert all(command in page.texts["code"] for command in commands)
     gravac = read_records(comparison / "runs" / GRAVAC / "timeline.jsonl")
     reasons = [event.reason for event in gravac.events if event.cf != event.cf_before]
@@ -109,22 +109,17 @@ def test_a_comparison_as_one_page(comparison: Path, capfd: Any) -> None:
 
     # the numbers are those of the comparison itself
     told = json.loads((comparison / "compare.json").read_text())
-    theirs = {f"{re.sub('[:]', '_', c['contender'])}-seed0": c for c in told["contenders"]}
+    theirs = {f"{re.sub('[:]', '_', c['name'])}-seed0": c for c in told["rows"]}
     assert result["targets"][0]["quality"] == theirs["dense-seed0"]["quality"]["mean"]
-    for run in result["runs"]:
-        other = theirs[run["name"]]
+    for row in result["rows"]:
+        (run,), other = row["runs"], theirs[row["name"]]
+        same = ("quality", "steps", "bytes_sent", "wire_factor", "steps_per_second")
+        same += ("explored", "modelled_seconds", "seconds", "to_target")
+        assert [row[key] for key in same] == [other[key] for key in same]
+        assert run == {**other["runs"][0], "name": row["name"]}
         assert run["finished"]
-        assert run["quality"] == other["quality"]["mean"]
-        assert run["evaluations"] == other["runs"][0]["evaluations"]
-        assert run["bytes_sent"] == other["bytes_sent"]["mean"]
-        assert run["wire_factor"] == pytest.approx(other["wire_factor"]["mean"])
-        assert run["modelled_seconds"] == {n: v[0] for n, v in other["seconds_in_all"].items()}
-        reached = run["to_target"]
-        modelled = reached if reached == "never" else reached["modelled_seconds"]
-        for network, (seconds,) in other["seconds_to_dense_quality"].items():
-            assert seconds == ("never" if reached == "never" else modelled[network])
-        assert run["seconds"] == pytest.approx(0.1 * STEPS)  # the clock is fixed
-        assert run["steps_per_second"] == pytest.approx(10)
+        assert row["seconds"]["mean"] == pytest.approx(0.1 * STEPS)  # the clock is fixed
+        assert row["steps_per_second"]["mean"] == pytest.approx(10)
         assert sum(share for _, share in run["share_at_cf"]) == pytest.approx(1)
         assert any("--fixed-clock" in note for note in run["notes"])
 
@@ -152,7 +147,7 @@ def test_strange_names_are_shown_as_they_are(comparison: Path, tmp_path: Path, c
         for file in ("config.json", "timeline.jsonl", "metrics.jsonl"):
             shutil.copy(comparison / "runs" / GRAVAC / file, tmp_path / name)
     result = _report(capfd, *(tmp_path / name for name in names))
-    assert [run["name"] for run in result["runs"]] == names
+    assert [row["name"] for row in result["rows"]] == names
     page = Page(tmp_path / "report" / "report.html")  # beside the first
     _check_self_contained(page)
     assert page.texts["h3"] == names
@@ -172,7 +167,7 @@ def test_layers_with_cfs_of_their_own_get_a_map(
     path = tmp_path / "layers.jsonl"
     path.write_text("\n".join(records) + "\n")
     result = _report(capfd, path)  # the file alone is enough
-    assert [run["name"] for run in result["runs"]] == ["layers"]
+    assert [row["name"] for row in result["rows"]] == ["layers"]
     page = Page(tmp_path / "report" / "report.html")
     assert page.texts["h3"] == ["layers"]
     layers = page.data["rows"][0]["layers"]
@@ -197,15 +192,15 @@ def test_partial_runs_give_what_there_is(comparison: Path, tmp_path: Path, capfd
         shutil.copy(runs / DENSE / name, plain)
 
     result = _report(capfd, cut, alone, plain, begun, "--out", tmp_path / "out")
-    of_cut, of_alone, of_plain = result["runs"]
-    assert not of_cut["finished"]
-    assert 0 < of_cut["steps"] < STEPS
-    assert any("not finished" in note for note in of_cut["notes"])
-    assert of_alone["command"] is None
-    assert of_alone["quality"] is None
-    assert of_alone["steps"] == STEPS
-    assert of_plain["share_at_cf"] == [[1.0, 1.0]]
-    assert of_plain["wire_factor"] == pytest.approx(1, rel=1e-3)
+    of_cut, of_alone, of_plain = result["rows"]
+    assert not of_cut["runs"][0]["finished"]
+    assert 0 < of_cut["steps"]["mean"] < STEPS
+    assert any("not finished" in note for note in of_cut["runs"][0]["notes"])
+    assert of_alone["runs"][0]["command"] is None
+    assert of_alone["quality"]["mean"] is None
+    assert of_alone["steps"]["mean"] == STEPS
+    assert of_plain["runs"][0]["share_at_cf"] == [[1.0, 1.0]]
+    assert of_plain["wire_factor"]["mean"] == pytest.approx(1, rel=1e-3)
     assert of_plain["to_target"]["bytes_sent"] == of_plain["bytes_sent"]
     assert any("begun holds no step" in note for note in result["notes"])
     _check_self_contained(Page(tmp_path / "out" / "report.html"))
@@ -218,7 +213,7 @@ def test_partial_runs_give_what_there_is(comparison: Path, tmp_path: Path, capfd
         assert "holds no step" in capfd.readouterr().err
     shutil.copy(runs / DENSE / "metrics.jsonl", plain)
     lonely = _report(capfd, plain)  # plain DDP that was killed: nothing but losses and quality
-    assert lonely["runs"][0]["bytes_sent"] is None
+    assert lonely["rows"][0]["bytes_sent"]["mean"] is None
     page = Page(plain / "report" / "report.html")
     assert page.data["rows"][0]["band"]["cf"] == [1]
     assert list(page.data["charts"]) == ["quality text"]

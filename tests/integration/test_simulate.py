@@ -21,7 +21,7 @@ from runs.build import build_task
 from runs.checkpoint import find_checkpoint, not_finite
 from runs.config import TrainConfig
 from runs.models import MODELS
-from runs.models.gpt import byte_gpt
+from runs.models.gpt import ByteGPT
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.records import read_records
@@ -191,7 +191,7 @@ def test_a_run_with_adapters_goes_on_without_the_run_that_it_started_from(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frozen weights come from the checkpoint, and are those of the start to the bit."""
-    monkeypatch.setitem(MODELS, "gpt", partial(byte_gpt, width=20, layers=1))
+    monkeypatch.setitem(MODELS, "gpt", partial(ByteGPT, width=20, layers=1))
     given = {"data": str(text), "model": "gpt", "workers": 2, "batch_size": 1, "steps": 5}
     given |= {"optimizer": "adamw", "policy": "fixed", "fixed_clock": 1.0, "simulated": True}
     given |= {"checkpoint_every": 5}

@@ -101,10 +101,10 @@ def test_a_run_that_does_not_get_better_stops_and_takes_its_best_model(
     assert len(_states(tmp_path / "run")) == 2  # of its last step
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "p"), "--json"]) == 0
-    run = json.loads(capsys.readouterr().out)["runs"][0]
-    assert run["finished"]
-    assert run["quality"] == result["quality"]
-    assert run["beside"] == {"test perplexity": result["test"]}
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["runs"][0]["finished"]
+    assert row["quality"]["mean"] == result["quality"]
+    assert row["beside"]["test perplexity"]["mean"] == result["test"]
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""`python -m runs bench`: one that measures no time, and that for a GPU, without one."""
+"""`python -m runs bench`: how rows are printed, and the bench for a GPU, without one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import pytest
 import torch
 
 from runs.__main__ import main
+from runs.bench.command import Benching
 from runs.bench.gpu import Sizes, bench_gpu
 from runs.bench.timing import Row
 
 
-def test_rows_as_json_and_to_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "wire", "--numel", "20000"]
-    assert main([*words, "--json"]) == 0
+def test_rows_as_json_and_to_be_read(capsys: Any) -> None:
+    words = ["bench", "compressors", "--numel", "20000", "--rounds", "1"]
+    main([*words, "--json"])
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
-    assert rows
-    goals = [row for row in rows if row["goal"]]
-    assert goals
-    assert all(row["ratio"] <= float(row["goal"].removeprefix("<= ")) for row in goals)
-    assert main(words) == 0
+    assert {row["what"].split()[0] for row in rows} > {"topk", "qsgd", "powersgd", "topk+int4"}
+    assert all(row["ratio"] > 0 for row in rows)
+    main(words)
     told = capsys.readouterr()
-    assert told.out.count("bytes / kept element") == len(rows)
-    assert told.err == "measuring 1 of 1: wire\n"
+    assert all(f"  {row['what']}  (" in told.out for row in rows)
+    assert told.err == "measuring 1 of 1: compressors\n"
 
 
 @pytest.mark.parametrize(
@@ -43,14 +42,14 @@ def test_rows_that_fall_short_are_told_and_end_it_with_1(
     ratio: float, goal: str, short: bool, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = Row("what was measured", ratio, goal, "")
-    monkeypatch.setattr("runs.bench.wire.bench_wire", lambda _: [row])
-    assert main(["bench", "wire"]) == (1 if short else 0)
+    monkeypatch.setattr("runs.bench.ddp.bench_hook", lambda _: [row])
+    assert main(["bench", "hook"]) == (1 if short else 0)
     told = capsys.readouterr().out
     assert told.count("what was measured") == (2 if short else 1)
     assert ("1 of 1 rows fall short" in told) == short
 
 
-@pytest.mark.parametrize("words", [["time"], ["wire", "--numel", "ten"], ["wire", "--rounds", "0"]])
+@pytest.mark.parametrize("words", [["time"], ["hook", "--numel", "ten"], ["hook", "--rounds", "0"]])
 def test_errors_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["bench", *words])
@@ -73,7 +72,7 @@ def test_the_gpu_bench_tells_where_there_is_none(capsys: pytest.CaptureFixture[s
 def test_the_gpu_bench_runs_as_a_whole() -> None:
     """On a CPU, where its figures mean nothing."""
     sizes = Sizes((5000,), 32, layers=1, width=16, heads=2, vocab=32, length=8, batch=2)
-    rows = bench_gpu(rounds=1, seed=0, device="cpu", sizes=sizes)
+    rows = bench_gpu(Benching(rounds=1), device="cpu", sizes=sizes)
     assert all(isfinite(row.ratio) for row in rows)
     assert sum("launches / 40" in row.what for row in rows) == 4
     assert all(row.ratio > 0 for row in rows if "shadow" not in row.what)

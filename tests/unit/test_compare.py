@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from statistics import fmean
 
 import pytest
@@ -9,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runs.compare.command import turns
-from runs.compare.digest import smoothed
 from runs.compare.options import make_comparison
+from runs.report.source import smoothed
 
 
 def test_a_quality_is_the_mean_of_the_last_evaluations() -> None:
-    raw = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 4.0)]
+    raw = ((10, 1.0), (20, 2.0), (30, 6.0), (40, 4.0))
     assert smoothed(raw, 1) == raw
-    assert smoothed(raw, 2) == [(10, 1.0), (20, 1.5), (30, 4.0), (40, 5.0)]
-    assert smoothed([], 3) == []
+    assert smoothed(raw, 2) == ((10, 1.0), (20, 1.5), (30, 4.0), (40, 5.0))
+    assert smoothed((*raw[:2], (25, nan), *raw[2:]), 2) == smoothed(raw, 2)
+    assert smoothed((), 3) == ()
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.integers(1, 25))
@@ -32,7 +34,7 @@ def test_smoothing_keeps_the_steps_and_ends_at_the_mean_of_what_there_is(
 
 def test_where_step_times_are_modelled_nobody_takes_turns() -> None:
     given = {"contender": ["dense", "topk@10:steps=30"], "steps": 20, "log_dir": "x"}
-    taken = list(turns(make_comparison({**given, "fixed_clock": 0.1})))
+    taken = turns(make_comparison({**given, "fixed_clock": 0.1}))
     assert [turn.until for turn in taken] == [20, 30]
     asked = make_comparison({**given, "fixed_clock": 0.1, "slice": 10})
-    assert len(list(turns(asked))) == 5
+    assert len(turns(asked)) == 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import comb, log2
+from math import comb, lgamma, log, log2
 
 import numpy as np
 import pytest
@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressors import CorruptPayload
+from compressors import CorruptPayload, kept, make_compressor
 from compressors.wire.indices import FORMATS, IndexFormat, choose_format
-from runs.bench.wire import bound_nbytes
 from tests.unit.device_path import device_path
 
 every_format = pytest.mark.parametrize("form", [*FORMATS, IndexFormat(0)], ids=str)
@@ -25,6 +24,12 @@ some_formats = pytest.mark.parametrize(
 def sample(numel: int, count: int, seed: int = 0) -> torch.Tensor:
     rng = np.random.default_rng(seed)
     return torch.from_numpy(np.sort(rng.choice(numel, count, replace=False)).astype(np.int32))
+
+
+def bound_nbytes(numel: int, k: int) -> float:
+    """Bytes that no format can beat on average: log2 of the number of subsets of `k` of `numel`
+    elements, divided by 8."""
+    return (lgamma(numel + 1) - lgamma(k + 1) - lgamma(numel - k + 1)) / log(2) / 8
 
 
 def bit_string(on: list[int], nbits: int) -> bytes:
@@ -220,6 +225,16 @@ def test_ties_go_to_the_faster():
 def test_bytes_an_index(numel, cf, most):
     k = numel // cf
     assert bound_nbytes(numel, k) / k < choose_format(numel, k).nbytes(numel, k) / k < most
+
+
+@pytest.mark.parametrize(
+    ("base", "most"), [("topk+fp32", 6.1), ("topk+bf16", 4.1), ("topk+int4", 2.3)]
+)
+@pytest.mark.parametrize("numel", [1_000_000, 25_600_000])
+@pytest.mark.parametrize("cf", [10.0, 100.0, 1000.0])
+def test_bytes_a_kept_element(base, most, numel, cf):
+    """With its value and all headers: the table of docs/results.md."""
+    assert make_compressor(base).payload_nbytes(numel, cf) <= most * kept(numel, cf)
 
 
 def test_bound_is_the_binomial():

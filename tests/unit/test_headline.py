@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import inf, isnan, nan
 
 import pytest
@@ -12,7 +13,10 @@ from adaptive.headline import DenseStep, DenseTimer, headline
 from adaptive.timeline.records import StepRecord, headline_of
 from policies import DENSE, StepReport
 from policies.words import bytes_in_words, percent, progress, seconds_in_words
-from runs.verdict import Ended, beside, verdict
+from runs.report.rows import Row
+from runs.report.verdict import beside, headlines
+from tests.unit.made_runs import DENSE as DENSE_RUN
+from tests.unit.made_runs import made, record
 
 NBYTES = 1e6  # of a dense step
 
@@ -130,10 +134,21 @@ def test_a_record_tells_it_and_one_of_before_does_not():
 
 
 def test_quality_is_told_beside_a_dense_run_and_only_there():
-    ours = Ended(0.2, [5.70], 1.0, 50.0)
-    told = verdict(ours, Ended(1.6, [5.68], 50.0, 50.0, 1.0), "perplexity", False, "")
-    assert told.endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
-    assert "a measured 1.6 s" in told
+    ours = made("ours", evaluations=((10, 5.70),))
+    bare = made("dense", [record(i, 1.0, 1.6) for i in range(10)], ((10, 5.68),), **DENSE_RUN)
+    rows = [Row(run.name, (run,)) for run in (ours, bare)]
+    told = headlines(rows)
+    assert [*told] == ["ours"]
+    assert told["ours"].endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
+    assert "3.2x faster" in told["ours"]
+    assert "a measured 1.6 s" in told["ours"]
+    assert headlines(rows[:1]) == {}  # nor does its own record tell
+    longer = Row("longer", (made("longer", evaluations=((20, 5.70),), steps=20),))
+    longer = replace(longer, runs=(replace(longer.run, trained=20),))
+    assert headlines([longer, rows[1]])["longer"].endswith("after 20 steps instead of 10")
+
+
+def test_qualities_are_compared_as_far_as_seeds_tell():
     assert beside([5.0, 5.2], [5.1, 5.2], "perplexity", False).startswith("perplexity as dense's")
     assert beside([6.52701], [6.52702], "perplexity", False).startswith("perplexity as dense's (")
     assert beside([71.0], [70.0], "accuracy", True).startswith("accuracy 1 points better")

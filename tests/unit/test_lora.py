@@ -16,19 +16,19 @@ from runs.build import build_task, check, initial_model, make_optimizer
 from runs.checkpoint import save_checkpoint
 from runs.config import TrainConfig
 from runs.models import MODELS, make_model
-from runs.models.gpt import byte_gpt
+from runs.models.gpt import ByteGPT
 from runs.models.lora import SCALE, LowRankLinear, add_adapters
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.simulate.ranks import run_ranks
 
-SMALL = {"vocab": 256, "length": 16, "width": 20, "layers": 2}
+SMALL = {"vocab": 256, "context": 16, "width": 20, "layers": 2}
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text; the models `gpt` are small for as long as the test lasts."""
-    monkeypatch.setitem(MODELS, "gpt", partial(byte_gpt, width=20, layers=1))
+    monkeypatch.setitem(MODELS, "gpt", partial(ByteGPT, width=20, layers=1))
     path = tmp_path / "text.txt"
     path.write_text("All of this text is one and the same sentence. " * 400)
     return path
@@ -55,7 +55,7 @@ def _copied(model: nn.Module) -> dict[str, Tensor]:
 def test_a_model_starts_as_it_was_and_its_adapters_are_drawn_from_the_seed(
     rank: int, seed: int
 ) -> None:
-    model, symbols = byte_gpt(**SMALL), torch.randint(256, (2, 16))
+    model, symbols = ByteGPT(**SMALL), torch.randint(256, (2, 16))
     before = model(symbols)
     random = torch.random.get_rng_state()
     add_adapters(model, rank, seed)
@@ -64,7 +64,7 @@ def test_a_model_starts_as_it_was_and_its_adapters_are_drawn_from_the_seed(
     assert sum(isinstance(module, LowRankLinear) for module in model.modules()) == 2 * 4
     # In each block qkv, out, up and down: of 20, 20, 20, 80 inputs and 60, 20, 80, 20 outputs.
     assert sum(p.numel() for p in _adapters(model).values()) == 2 * rank * (80 + 40 + 100 + 100)
-    other = byte_gpt(**SMALL)
+    other = ByteGPT(**SMALL)
     add_adapters(other, rank, seed)
     for name, parameter in _adapters(other).items():
         assert torch.equal(parameter, model.get_parameter(name)), name
@@ -101,7 +101,7 @@ def test_only_adapters_have_gradients_and_nothing_else_changes(optimizer: str, s
 
 @pytest.mark.parametrize("rank", [0, -1, 21])
 def test_a_rank_out_of_range_is_refused(rank: int) -> None:
-    model = byte_gpt(**SMALL)
+    model = ByteGPT(**SMALL)
     with pytest.raises(ValueError, match="from 1 to 20, the smallest dimension"):
         add_adapters(model, rank, seed=0)
     assert all(p.requires_grad for p in model.parameters())
@@ -163,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused(small: Path) -> None:
 
 def test_weights_of_another_shape_are_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = _saved(small)
-    monkeypatch.setitem(MODELS, "gpt", partial(byte_gpt, width=40))
+    monkeypatch.setitem(MODELS, "gpt", partial(ByteGPT, width=40))
     with pytest.raises(UsageError, match=f"--init {folder}: its weights do not fit the model"):
         check(_config(small, init=folder))
 

@@ -52,7 +52,7 @@ def test_image_models_take_both_sizes(name, shape):
 
 @pytest.mark.parametrize("name", ["lstm", "gpt", "gpt-10m", *WORD_MODELS])
 def test_language_models_see_only_the_past(name):
-    model = narrow(name, vocab=50, length=12).eval()
+    model = narrow(name, vocab=50).eval()
     symbols = torch.randint(50, (2, 12))
     logits = model(symbols)
     assert logits.shape == (2, 12, 50)
@@ -103,4 +103,4 @@ def test_bad_names_and_shapes():
     with pytest.raises(ValueError, match=r"heads=3 must divide width=16"):
         make_model("gpt", width=16, heads=3)
     with pytest.raises(ValueError, match=r"sequence of 9 symbols.*<= 8"):
-        make_model("gpt", length=8)(torch.zeros(1, 9, dtype=torch.int64))
+        make_model("gpt", context=8)(torch.zeros(1, 9, dtype=torch.int64))

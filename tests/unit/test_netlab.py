@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from runs.netlab import lab as labs
-from runs.netlab.command import _agree_on_workers, make_lab
+from runs.netlab import place as places
+from runs.netlab.command import HELP, OPTIONS, _agree_on_workers
 from runs.netlab.lab import Lab, Link, missing, real_links
-from runs.netlab.place import HEADERS, Sent, told
-from runs.parser import UsageError
+from runs.netlab.place import HEADERS, Place, told
+from runs.parser import UsageError, read
 from tests.integration.commands import assert_refused
-
-
-def lab(**given: Any) -> Lab:
-    return make_lab({"rate": "100mbit", **given})
 
 
 @pytest.mark.parametrize(
     ("text", "rate", "delay"),
     [("100mbit", 1e8, 0.0), ("1gbit,5ms", 1e9, 5e-3), ("2.5 Gbit/s, 100us", 2.5e9, 1e-4)],
 )
-def test_a_link_is_read_and_shown_as_it_is_read(text: str, rate: float, delay: float) -> None:
-    link = Link.parse(text)
+def test_a_link_is_read(text: str, rate: float, delay: float) -> None:
+    link = Link.parse("--rate", text)
     assert (link.rate, link.delay) == (rate, pytest.approx(delay))
-    again = Link.parse(str(link))
-    assert (again.rate, again.delay) == (rate, pytest.approx(delay))
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0mbit", "1bit", "1000gbit", "10mbit,5", "-1mbit"])
 def test_what_is_no_link_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a rate from 1kbit to 100gbit"):
-        Link.parse(text)
+    with pytest.raises(UsageError, match="--rate must be a rate from 1kbit to 100gbit"):
+        Lab(text).links()
 
 
 def test_a_burst_is_small_and_never_less_than_two_frames() -> None:
     rates = [f"{mbit}mbit" for mbit in (1, 10, 100, 500, 1000, 10000)]
-    bursts = [Link.parse(rate).burst for rate in rates]
+    bursts = [Link.parse("--rate", rate).burst for rate in rates]
     assert bursts == sorted(bursts)
     assert bursts[0] >= 2 * 1514
     assert bursts[-1] / (10e9 / 8) < 1e-3
@@ -63,45 +58,41 @@ def test_the_lab_has_a_place_for_each_worker(
 
 
 def test_rates_change_where_links_are_not_slow() -> None:
-    changing = lab(workers=3, slow_rank=["1:10mbit,1ms"], rate_at=["200:1gbit", "50:20mbit"])
-    rates = {step: [link.rate for link in changing.at(step)] for step in (0, 49, 50, 199, 200)}
+    changing = Lab("100mbit,2ms", 3, ("1:10mbit,1ms",), ("200:1gbit", "50:20mbit"))
+    rates = {step: [link.rate for link in changing.links(step)] for step in (0, 49, 50, 199, 200)}
     assert rates[0] == rates[49] == [1e8, 1e7, 1e8]
     assert rates[50] == rates[199] == [2e7, 1e7, 2e7]
     assert rates[200] == [1e9, 1e7, 1e9]
-    assert [link.delay for link in changing.at(200)] == [0.0, 1e-3, 0.0]
+    assert [link.delay for link in changing.links(200)] == [2e-3, 1e-3, 2e-3]
+    assert [step for step in range(300) if changing.changes_at(step)] == [50, 200]
 
 
 def test_options_make_the_same_lab_again() -> None:
-    first = lab(workers=2, rate="1gbit,5ms", slow_rank=["0:10mbit"], rate_at=["3:20mbit"])
-    words = dict(zip(first.options[::2], first.options[1::2], strict=True))
-    again = make_lab(
-        {
-            "workers": 2,
-            "rate": words["--rate"],
-            "slow_rank": [words["--slow-rank"]],
-            "rate_at": [words["--rate-at"]],
-        }
-    )
-    assert again == first
+    first = Lab("1gbit,5ms", slow_rank=("0:10mbit",), rate_at=("3:20mbit",))
+    assert Lab(**read("netlab", OPTIONS, HELP, [*first.options, "--workers", "2"])) == first
     assert real_links(first.options) == str(first)
-    assert "rank 0 10mbit, from step 3 20mbit" in str(first)
+    assert "1gbit and 5ms, rank 0 10mbit, from step 3 20mbit" in str(first)
 
 
 def test_child_processes_learn_of_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(labs.VARIABLE, "null")
     assert Lab.of_environment() is None
-    opened = replace(
-        lab(slow_rank=["1:10mbit"], rate_at=["5:1mbit"]), holder=7, inside=(8, 9), switch=3
-    )
+    opened = Lab("1gbit", 2, ("1:10mbit",), ("5:1mbit",), holder=7, inside=(8, 9), switch=3)
     opened.tell()
     assert Lab.of_environment() == opened
 
 
-def test_headers_are_told_from_data() -> None:
-    sent = Sent(1000 + HEADERS * 3, 3) - Sent(HEADERS, 1)
-    assert sent.data == 1000
-    counted = {"steps": 4, "interface_bytes": 1100, "data_bytes": 1000, "reported_bytes": 1000.0}
-    assert "1.100 and 1.000 of the 0.001 MB reported" in told(counted)
+def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(Lab("100mbit"), rank=1)
+    place.model = model = torch.nn.Linear(2, 2)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sent in ((70, 1), (1070 + 3 * HEADERS, 4), (2070 + 5 * HEADERS, 6)):
+        monkeypatch.setattr(places, "sent_so_far", lambda sent=sent: sent)
+        place._stepped(optimizer, (), {})
+    counted = place.counted(2000.0)
+    assert (counted["steps"], counted["data_bytes"]) == (2, 2000)
+    assert counted["interface_bytes"] == 2000 + 5 * HEADERS
+    assert "1.165 and 1.000 of the 0.002 MB reported" in told(counted)
     assert "reported" not in told({**counted, "reported_bytes": None})
 
 
@@ -110,6 +101,7 @@ def test_headers_are_told_from_data() -> None:
     [
         (["--rate", "fast", "--", "train"], ["--rate must be a rate", "'fast'"]),
         (["--rate", "1gbit"], ["-- COMMAND: none given"]),
+        (["--", "train"], ["--rate"]),
         (["--rate", "1gbit", "--", "tune"], ["-- tune: must be train, compare"]),
         (["--rate", "1gbit", "--workers", "2", "--", "train", "--workers", "4"], ["--workers 4"]),
         (["--rate", "1gbit", "--slow-rank", "2:1mbit", "--", "train"], ["ranks 0 to 1"]),
@@ -141,6 +133,6 @@ def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd:
 
 def test_a_lab_is_not_built_inside_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(labs.VARIABLE, "null")
-    lab().tell()
+    Lab("1gbit").tell()
     with pytest.raises(UsageError, match="inside a netlab already"):
-        lab().opened()
+        Lab("1gbit").opened()

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs.tasks import DataNotFoundError, idx, make_task
-from runs.tasks.cifar import read_cifar10, read_cifar100
-from runs.tasks.idx import read_fashion_mnist, read_idx
+from runs.tasks import DataNotFoundError, imageset, make_task
+from runs.tasks.imageset import read_cifar10, read_cifar100, read_fashion_mnist, read_idx
 
 PROTOCOLS = (0, 2, 4)
 
@@ -95,13 +94,17 @@ def test_fashion_mnist_round_trip(tmp_path, suffix, under):
 @pytest.mark.parametrize(
     ("task", "address", "expected"),
     [
-        ("cifar10", "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "data_batch_1"),
+        (
+            "cifar10",
+            "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+            "data_batch_* and test_batch",
+        ),
         ("cifar100", "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "train and test"),
         ("fashion-mnist", "dataset-fashion-mnist", "t10k-labels-idx1-ubyte"),
     ],
 )
 def test_missing_data_says_what_and_where(task, address, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(idx, "DEBIAN_FOLDER", tmp_path / "debian")
+    monkeypatch.setattr(imageset, "DEBIAN_FOLDER", tmp_path / "debian")
     with pytest.raises(FileNotFoundError) as caught:
         make_task(task, data=tmp_path)
     for part in (address, expected, str(tmp_path), "--data"):
@@ -127,14 +130,14 @@ def test_pickle_that_runs_code_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "holds list"),
-        ({"data": pixels(2)}, "no 'labels' in it"),
-        ({"data": [1, 2], "labels": [1, 2]}, "not an array of uint8"),
-        ({"data": pixels(2).astype(np.float32), "labels": [1, 2]}, "not an array of uint8"),
-        ({"data": pixels(2)[:, :100], "labels": [1, 2]}, r"expected \(N, 3072\)"),
-        ({"data": pixels(2), "labels": [1]}, r"labels of shape \(1,\) for 2 images"),
-        ({"data": pixels(2), "labels": [1, 10]}, "expected 0 to 9"),
-        ({"data": pixels(2), "labels": ["a", "b"]}, "not integers"),
+        ([1, 2], "is not a pickle of a dict"),
+        ({"data": pixels(2)}, "expected 'data', an array .* and 'labels', N integers"),
+        ({"data": [1, 2], "labels": [1, 2]}, "expected 'data', an array"),
+        ({"data": pixels(2).astype(np.float32), "labels": [1, 2]}, "of uint8"),
+        ({"data": pixels(2)[:, :100], "labels": [1, 2]}, r"array \(N, 3072\)"),
+        ({"data": pixels(2), "labels": [1]}, "expected 2 labels from 0 to 9"),
+        ({"data": pixels(2), "labels": [1, 10]}, "expected 2 labels from 0 to 9"),
+        ({"data": pixels(2), "labels": ["a", "b"]}, "N integers"),
     ],
 )
 def test_corrupt_cifar(tmp_path, content, message):
@@ -182,7 +185,9 @@ def test_truncated_gzip(tmp_path):
             read_idx(file, dims=1)
 
 
-@pytest.mark.skipif(not Path(idx.DEBIAN_FOLDER).is_dir(), reason="dataset-fashion-mnist not there")
+@pytest.mark.skipif(
+    not Path(imageset.DEBIAN_FOLDER).is_dir(), reason="dataset-fashion-mnist not there"
+)
 def test_debians_package():
     images = read_fashion_mnist(None)
     assert images.train_images.shape == (60_000, 1, 28, 28)

@@ -10,15 +10,18 @@ import torch
 
 from runs.models import make_model
 from runs.tasks import DataNotFoundError, make_task
-from runs.tasks import stdlib as stdlib_module
-from runs.tasks.corpus import user_corpus
-from runs.tasks.stdlib import stdlib_corpus
+from runs.tasks import corpus as corpus_module
+from runs.tasks.corpus import stdlib_corpus, user_corpus
 from runs.tasks.text import TextTask
+
+
+def text_task(length, **arguments):
+    return type("Short", (TextTask,), {"length": length})(**arguments)
 
 
 @pytest.fixture(scope="module")
 def task():
-    return TextTask(seed=5, batch_size=4, length=16)
+    return text_task(16, seed=5, batch_size=4)
 
 
 @pytest.fixture
@@ -37,9 +40,9 @@ def test_stdlib_files_are_sorted_and_apart():
     assert 0.08 < len(held_out) / (len(train) + len(held_out)) < 0.12
     names = {*train, *held_out}
     assert {"ast.py", "asyncio/base_events.py", "json/decoder.py"} <= names
-    assert {Path(name).parts[0] for name in names if "/" in name} <= set(stdlib_module.PACKAGES)
+    assert {Path(name).parts[0] for name in names if "/" in name} <= set(corpus_module.PACKAGES)
     assert not [name for name in names if "test" in Path(name).parts or "_sysconfig" in name]
-    assert 4_000_000 < len(corpus.train) + len(corpus.held_out) <= stdlib_module.MAX_BYTES
+    assert 4_000_000 < len(corpus.train) + len(corpus.held_out) <= corpus_module.STDLIB_BYTES
 
 
 def test_stdlib_bytes_are_the_files_bytes():
@@ -51,7 +54,7 @@ def test_stdlib_bytes_are_the_files_bytes():
 
 def test_stdlib_cap_and_missing_sources(monkeypatch, tmp_path):
     everything = {*stdlib_corpus().train_files, *stdlib_corpus().held_out_files}
-    monkeypatch.setattr(stdlib_module, "MAX_BYTES", 500_000)
+    monkeypatch.setattr(corpus_module, "STDLIB_BYTES", 500_000)
     corpus = stdlib_corpus()
     assert 250_000 < len(corpus.train) + len(corpus.held_out) <= 500_000
     assert {*corpus.train_files, *corpus.held_out_files} < everything
@@ -66,7 +69,7 @@ def test_batch_is_pure_and_targets_are_the_next_bytes(task):
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     task.batch(task.steps_per_epoch(2) + 3, 0, 2)
-    again = TextTask(seed=5, batch_size=4, length=16).batch(7, 1, 2)
+    again = text_task(16, seed=5, batch_size=4).batch(7, 1, 2)
     assert torch.equal(inputs, again[0])
     assert torch.equal(targets, again[1])
     assert not torch.equal(inputs, task.batch(7, 0, 2)[0])
@@ -76,7 +79,7 @@ def test_ranks_read_different_text_and_all_of_it(tmp_path):
     symbols = np.random.default_rng(0).permutation(255).astype(np.uint8) + 1  # none twice
     (tmp_path / "train.txt").write_bytes(symbols.tobytes())
     (tmp_path / "test.txt").write_bytes(symbols.tobytes())
-    task = TextTask(data=tmp_path, batch_size=3, length=8)
+    task = text_task(8, data=tmp_path, batch_size=3)
     for epoch in range(3):
         steps = range(epoch * task.steps_per_epoch(2), (epoch + 1) * task.steps_per_epoch(2))
         seen = [task.batch(s, r, 2)[0].flatten() for s in steps for r in range(2)]
@@ -132,8 +135,6 @@ def test_missing_and_short_text(tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ValueError, match="5 bytes of training text; accepted: at least 128"):
         make_task("text", data=tmp_path)
-    with pytest.raises(ValueError, match="length=0"):
-        TextTask(length=0)
 
 
 def test_evaluate_of_a_model_that_knows_nothing(task):
@@ -144,7 +145,7 @@ def test_evaluate_of_a_model_that_knows_nothing(task):
 
 
 def test_evaluate_is_deterministic_and_restores_the_mode(folder):
-    task = TextTask(data=folder, length=8)
+    task = text_task(8, data=folder)
     model = task.build_model().train()
     model.head.eval()
     before = torch.random.get_rng_state()
@@ -160,7 +161,7 @@ def test_evaluate_is_deterministic_and_restores_the_mode(folder):
 def test_a_few_steps_lower_loss_and_perplexity(model, folder):
     task = make_task("text", model=model, data=folder, batch_size=8)
     shape = {"hidden": 48} if model == "lstm" else {"width": 40}
-    task._make_model = lambda: make_model(model, length=task.length, **shape)
+    task._make_model = lambda: make_model(model, **shape)
     network = task.build_model()
     optimizer = task.optimizer(network)
     before, losses = task.evaluate(network), []

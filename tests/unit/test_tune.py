@@ -27,7 +27,6 @@ from optuna.trial import TrialState, create_trial
 
 from adaptive import LinkSpec
 from runs.build import build_compressor
-from runs.compare.digest import Digest, exploration
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
@@ -48,6 +47,7 @@ from runs.tune.study import (
     trials_that_count,
 )
 from runs.tune.tuning import Metrics, Objective, Tuning, make_tuning, make_tunings, measure, values
+from tests.unit.made_runs import made, record
 
 # -- what is searched ----------------------------------------------------------------------------
 
@@ -145,14 +145,11 @@ def _objective(*names: str, target: float | None = None, higher: bool = False) -
 
 
 def test_metrics_are_those_at_the_first_evaluation_at_the_target() -> None:
-    sent = (10.0, 20.0, 30.0, 40.0)
-    digest = Digest(
-        0, 4.0, ((2, 6.0), (3, 5.0), (4, 4.0)), 40.0, 80.0, 1.0, (), sent, (), exploration([])
-    )
-    ends = (1.0, 2.0, 3.0, 4.0)
-    assert measure(_objective("quality", "bytes"), digest, ends) == Metrics(4, 40, 4, True)
-    assert measure(_objective("bytes", target=5.5), digest, ends) == Metrics(4, 30, 3, True)
-    missed = measure(_objective("seconds", target=3.0), digest, ends)
+    steps = [record(i) for i in range(4)]  # of 1000 bytes each
+    run, ends = made("run", steps, ((2, 6.0), (3, 5.0), (4, 4.0))), (1.0, 2.0, 3.0, 4.0)
+    assert measure(_objective("quality", "bytes"), run, ends) == Metrics(4, 4000, 4, True)
+    assert measure(_objective("bytes", target=5.5), run, ends) == Metrics(4, 3000, 3, True)
+    missed = measure(_objective("seconds", target=3.0), run, ends)
     assert not missed.reached
     both = [Metrics(4, 40, 4, True), Metrics(6, 20, 8, True)]
     assert values(_objective("quality", "seconds"), both) == [5, 6]

@@ -1,5 +1,5 @@
-"""A training script as users write them, for `python -m runs bench doctor`: DDP, an optimizer, a
-loop; and with --cf the default AdaptiveCompressor, held at that CF."""
+"""A training script as users write them, for `docs.studies.doctor`: DDP, an optimizer, a loop; and
+with --cf the default AdaptiveCompressor, held at that CF."""
 
 from __future__ import annotations
 

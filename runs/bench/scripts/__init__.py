@@ -1,1 +1,0 @@
-"""Training scripts of their own, which benches start as a user would."""
