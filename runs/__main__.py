@@ -7,7 +7,6 @@ import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
-from textwrap import dedent
 
 from runs.parser import UsageError, fail, read, split_command
 from runs.pipes import outlive_readers
@@ -36,6 +35,17 @@ COMMANDS = {
     "bench": ("runs.bench.command", "measure speed and memory of the library, as ratios"),
 }
 
+_LINES = "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())
+USAGE = f"""\
+usage: python -m runs COMMAND [OPTIONS]
+
+Runnable jobs around the adaptive gradient compression library.
+
+commands:
+{_LINES}
+
+"python -m runs COMMAND --help" lists a command's options, with examples."""
+
 WITH_COMMAND = ("netlab", "doctor")
 """Commands whose options are followed by another command or a script."""
 
@@ -47,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (2 for a wrong command line)."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in ("-h", "--help"):
-        print(_usage())
+        print(USAGE)
         return 0
     if not (words and words[0] in COMMANDS):
         told = f"got {words[0]!r}" if words else "none given"
@@ -72,22 +82,6 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"python -m runs {name}", error)
     except KeyboardInterrupt:
         return 130
-
-
-def _usage() -> str:
-    lines = "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())
-    text = dedent(
-        """\
-        usage: python -m runs COMMAND [OPTIONS]
-
-        Runnable jobs around the adaptive gradient compression library.
-
-        commands:
-        {}
-
-        "python -m runs COMMAND --help" lists a command's options, with examples."""
-    )
-    return text.format(lines)
 
 
 def run() -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn, optim
 
 from adaptive import (
     AdaptiveCompressor,
@@ -22,18 +24,23 @@ from adaptive import (
 )
 from adaptive.exchange.link import ServerSpec
 from policies import DENSE
+from runs.checkpoint import find_checkpoint
 from runs.config import TrainConfig
-from runs.initial import initial_model
-from runs.optimizers import learning_rate
+from runs.models.lora import add_adapters
 from runs.options import HOOK_OPTIONS, check_optimizer
 from runs.parser import UsageError, option
 from runs.policy_expression import OFF, policy_from
-from runs.settings import DEFAULT_CF
-from runs.tasks import Task, make_task
+from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, DEFAULT_CF, LR, WITH_BETAS
+from runs.tasks import TASKS, Task, make_task, trainable
 
 CF_RANGE = (10.0, 1000.0)
 _ELSEWHERE = ("layerwise", "base", "cf_range", "rungs", "fixed_clock", "model_mb", "server")
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
+
+_CLASSES = (optim.SGD, optim.AdamW, optim.Adam, optim.NAdam, optim.RAdam, optim.RMSprop)
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    each.__name__.lower(): each for each in (*_CLASSES, optim.Adagrad)
+}
 
 
 def build_task(config: TrainConfig) -> Task:
@@ -140,6 +147,136 @@ def _check_pieces(config: TrainConfig, policy: Policy) -> None:
                 f"policy {config.policy}: CF {cf:g} from step {step} must be 1 or inside "
                 f"--cf-range {low:g} {high:g}"
             )
+
+
+# -- the model and its optimizer ------------------------------------------------------------------
+
+
+def initial_model(config: TrainConfig, task: Task, read_weights: bool = True) -> nn.Module:
+    """The model on the CPU, the same on all ranks.
+
+    read_weights: take the weights of --init, if it is given. A run that goes on from a checkpoint
+    need not: the checkpoint holds all parameters, the frozen ones too, and the run of --init may
+    be gone. UsageError if --init or --lora cannot be done.
+    """
+    model = task.build_model()
+    if config.init is not None and read_weights:
+        _take_weights(model, config, config.init)
+        task.restart(model)
+    if config.lora is not None:
+        try:
+            add_adapters(model, config.lora, config.seed)
+        except ValueError as error:
+            raise UsageError(
+                f"--lora {config.lora}: {error}; got --model {_model(config)}"
+            ) from error
+    return model
+
+
+def _take_weights(model: nn.Module, config: TrainConfig, init: str) -> None:
+    """Load the model of the checkpoint in that run's folder, but neither its optimizer nor its
+    step. UsageError if there is none, or if it is another model's."""
+    try:
+        checkpoint = find_checkpoint(Path(init))
+        _check_same_model(config, checkpoint.config, init)
+        state = checkpoint.read(0)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--resume", "--init", 1)) from error
+    try:
+        model.load_state_dict(state["model"])
+    except Exception as error:  # whatever does not fit; torch says it in several lines
+        said = " ".join(str(error).split())
+        raise UsageError(f"--init {init}: its weights do not fit the model: {said}") from error
+
+
+def _check_same_model(config: TrainConfig, other: TrainConfig, init: str) -> None:
+    if (other.task, _model(other)) != (config.task, _model(config)):
+        raise UsageError(
+            f"--init {init}: is a run of --task {other.task} --model {_model(other)}; accepted: a "
+            f"run of --task {config.task} --model {_model(config)}"
+        )
+    if other.lora is not None:
+        raise UsageError(
+            f"--init {init}: is a run with --lora {other.lora}, whose weights are not merged; "
+            f"accepted: a run without --lora"
+        )
+
+
+def _model(config: TrainConfig) -> str:
+    """The model's name, the task's default if none is given."""
+    if config.model is None and config.task in TASKS:
+        return TASKS[config.task].models[0]
+    return str(config.model)
+
+
+def learning_rate(config: TrainConfig) -> float | None:
+    """The learning rate that schedules start from; None for the task's own, which is for SGD."""
+    if config.lr is not None or config.optimizer == "sgd":
+        return config.lr
+    return ADAGRAD_LR if config.optimizer == "adagrad" else LR
+
+
+def make_optimizer(config: TrainConfig, task: Task, model: nn.Module) -> optim.Optimizer:
+    """The optimizer of the model's parameters that are not frozen, with the task's learning rate.
+
+    Settings that the configuration leaves out are the task's for SGD. For the others they are those
+    above and otherwise torch's own.
+    """
+    if config.optimizer == "sgd":
+        return _sgd(config, task, model)
+    decay = ADAMW_DECAY if config.optimizer == "adamw" else 0.0
+    if config.weight_decay is not None:
+        decay = config.weight_decay
+    settings: dict[str, Any] = {"lr": task.lr, "weight_decay": decay}
+    if config.optimizer in WITH_BETAS:
+        settings["betas"] = BETAS if config.betas is None else config.betas
+    parameters: Iterable[Any] = trainable(model)
+    if config.optimizer == "adamw":
+        parameters = _decayed_and_others(model)
+    return OPTIMIZERS[config.optimizer](parameters, **settings)
+
+
+def lr_factor(config: TrainConfig, step: int) -> float:
+    """What the learning rate is multiplied by in a step, the first of which is 0.
+
+    It depends on nothing but the step, so a resumed run goes on with the learning rates of one that
+    was never stopped.
+    """
+    drops = (config.lr_drop,) if isinstance(config.lr_drop, int) else config.lr_drop or ()
+    drop: float = 0.1 ** sum(step >= first for first in drops)
+    count = step + 1
+    if count <= config.warmup:
+        return drop * (count / config.warmup)
+    if config.lr_schedule == "constant":
+        return drop
+    passed = (count - config.warmup) / (config.steps - config.warmup)
+    if config.lr_schedule == "cosine":
+        return drop * (0.5 * (1 + cos(pi * passed)))
+    return drop * (1 - passed)
+
+
+def _sgd(config: TrainConfig, task: Task, model: nn.Module) -> optim.Optimizer:
+    """The task's SGD, with the settings of the configuration where it has any."""
+    optimizer = task.optimizer(model)
+    for name in ("momentum", "weight_decay"):
+        value = getattr(config, name)
+        if value is not None:
+            for group in optimizer.param_groups:
+                group[name] = value
+    return optimizer
+
+
+def _decayed_and_others(model: nn.Module) -> list[dict[str, Any]]:
+    """Two parameter groups: biases and the scales of norms, which have fewer than two dimensions,
+    are not decayed."""
+    parameters = trainable(model)
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+# -- all of it, to see whether it can be built -----------------------------------------------------
 
 
 def check(config: TrainConfig, resumed: bool = False) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from adaptive import reshard_states
 from runs.config import TrainConfig, as_today, write_text
-from runs.files import not_a_link, open_regular, read_json
+from runs.files import not_a_link, open_regular, read_json, whole_file
 from runs.parser import UsageError
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
@@ -38,17 +38,8 @@ _CONTENTS = ("step", "model", "optimizer", "compressor", "rng")
 """What a rank's file holds, beside the entry that says of which run and step it is."""
 
 _FREE = (
-    "log_dir",
-    "data",
-    "workers",
-    "steps",
-    "threads",
-    "eval_every",
-    "checkpoint_every",
-    "json",
-    "simulated",
-    "densities",
-    "command",
+    *("log_dir", "data", "workers", "steps", "threads", "eval_every", "checkpoint_every", "json"),
+    *("simulated", "densities", "command"),
 )
 """Entries of a configuration that may be others when a run goes on; the rest is its identity."""
 
@@ -180,13 +171,8 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
     path = folder / "meta.json"
     try:
         meta = read_json(path)
-        config = TrainConfig.from_json({**meta["config"], "log_dir": str(log_dir)})
+        config = TrainConfig.from_json(meta["config"], log_dir)
         step, world_size = int(meta["step"]), int(meta["world_size"])
-        if "digests" not in meta:
-            raise UsageError(
-                f"--resume {log_dir}: the checkpoint is of an older version, without the digests "
-                f"of its files, and cannot be checked; {_ACCEPTED}"
-            )
         digests = tuple(str(digest) for digest in meta["digests"])
         if len(digests) != world_size:
             raise ValueError(f"{len(digests)} digests for {world_size} ranks")
@@ -198,10 +184,10 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(f"--resume {log_dir}: {path} is damaged: {error}; {_ACCEPTED}") from error
-    for rank in range(found.world_size):
-        file = _rank_file(folder, found.step, rank)
-        if not file.exists():
-            raise UsageError(f"--resume {log_dir}: {file} is missing; {_ACCEPTED}")
+    files = (_rank_file(folder, step, rank) for rank in range(world_size))
+    missing = next((file for file in files if not file.exists()), None)
+    if missing is not None:
+        raise UsageError(f"--resume {log_dir}: {missing} is missing; {_ACCEPTED}")
     return found
 
 
@@ -264,15 +250,10 @@ def _identity(config: TrainConfig, step: int, rank: int, world_size: int) -> dic
 
 def _write(path: Path, state: dict[str, Any]) -> str:
     """Write one rank's file, whole or not at all; returns its digest."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = not_a_link(path.with_name(path.name + ".tmp"))
-    with temporary.open("wb") as file:
+    with whole_file(path) as file:
         digesting = _Digesting(file)
         torch.save(state, cast(IO[bytes], digesting))
         digesting.check()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
     _sync(path.parent)
     return digesting.sha256.hexdigest()
 
@@ -332,12 +313,9 @@ def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
 
 def _take_back(path: Path) -> None:
     """Remove what was written of a checkpoint that did not become valid."""
-    for left in (path, path.with_name(path.name + ".tmp")):
-        try:
-            left.unlink(missing_ok=True)
-            path.parent.rmdir()
-        except OSError:
-            continue  # other ranks' files are in it, or the disk is gone
+    with suppress(OSError):  # other ranks' files are beside it, or the disk is gone
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 class _Digesting:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -13,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runs.files import not_a_link
+from filelock import FileLock, Timeout
+
+from runs.files import not_a_link, read_json
 from runs.parser import UsageError
 
-LOCK_FILE = "lock.json"
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What file systems answer that cannot lock a file."""
+LOCK_FILE = "lock"
+SIGNATURE = "lock.json"
+"""Says who holds the lock."""
 
 
 @contextmanager
@@ -30,74 +29,42 @@ def claim(folder: Path, what: str, command: str) -> Iterator[None]:
     killed blocks nobody. what: the option that names the folder, for errors. command: what the next
     one is told of this one. UsageError if another process holds the folder.
     """
+    signature = folder / SIGNATURE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _lock(folder / LOCK_FILE, what)
+        lock = FileLock(not_a_link(folder / LOCK_FILE))
     except OSError as error:
         raise UsageError(f"{what}: cannot be claimed: {error.strerror or error}") from error
     try:
-        _sign(handle, command)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UsageError(
+            f"{what}: is in use by {_holder(signature)}; accepted: another folder, or wait until "
+            f"it ends"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        print(
+            f"warning: {folder} cannot be locked ({error}): see to it that no other run writes "
+            f"there",
+            file=sys.stderr,
+        )
+    by = {"pid": os.getpid(), "host": platform.node(), "command": command}
+    by["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with suppress(OSError):  # with a full disk the lock holds as well
+            not_a_link(signature).write_text(json.dumps(by) + "\n")
         yield
     finally:
         with suppress(OSError):  # it may be gone with its folder
-            if _is(folder / LOCK_FILE, handle):
-                (folder / LOCK_FILE).unlink()
-        os.close(handle)
+            signature.unlink()
+        with suppress(OSError):
+            lock.release()
 
 
-def _lock(path: Path, what: str) -> int:
-    """The handle of the file, locked."""
-    while True:
-        # Not for child processes, and never by way of a link: the file is emptied.
-        handle = os.open(not_a_link(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            holder = _holder(handle)
-            os.close(handle)
-            raise UsageError(
-                f"{what}: is in use by {holder}; accepted: another folder, or wait until it ends"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(handle)
-                raise
-            print(
-                f"warning: {path.parent} is on a file system without locks ({error.strerror}): "
-                f"see to it that no other run writes there",
-                file=sys.stderr,
-            )
-            return handle
-        if _is(path, handle):
-            return handle
-        os.close(handle)  # its holder has ended in between, and removed it
-
-
-def _is(path: Path, handle: int) -> bool:
-    """Is the file that we hold the one of that name?"""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
-
-
-def _sign(handle: int, command: str) -> None:
-    """Say in the file who holds it."""
-    signature = {
-        "pid": os.getpid(),
-        "host": platform.node(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": command,
-    }
-    with suppress(OSError):  # with a full disk the lock holds as well
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, (json.dumps(signature) + "\n").encode(), 0)
-
-
-def _holder(handle: int) -> str:
+def _holder(signature: Path) -> str:
     """Who has signed, for people."""
     try:
-        by = json.loads(os.pread(handle, 100_000, 0))
+        by = read_json(signature)
         return f"process {by['pid']} on {by['host']} since {by['since']} ({by['command']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"  # which is about to sign

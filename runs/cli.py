@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from runs.parser import options
@@ -58,28 +57,16 @@ OPTIONS = {
 
 def main(given: dict[str, Any]) -> int:
     """Run the job; returns the exit code."""
-    torchrun = {"RANK", "WORLD_SIZE"} <= set(os.environ)
-    return _as_torchrun_worker(given, os.environ) if torchrun else _launch(given)
-
-
-# torch is imported late, so that help and wrong options need not wait for it.
-
-
-def _launch(given: dict[str, Any]) -> int:
+    # torch is imported late, so that help and wrong options need not wait for it.
     from runs.job import claimed, make_job
     from runs.launch import launch
-    from runs.worker import run_worker
+    from runs.worker import run_torchrun_worker, run_worker
 
+    if {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return run_torchrun_worker(make_job(given, world_size), rank, world_size)
     with claimed(make_job(given, None)) as job:
         workers = "1 worker" if job.config.workers == 1 else f"{job.config.workers} workers"
         # It takes seconds, in which they import torch.
         print(f"starting {workers}", file=sys.stderr, flush=True)
         return launch(run_worker, job, job.config.workers)
-
-
-def _as_torchrun_worker(given: dict[str, Any], environment: Mapping[str, str]) -> int:
-    from runs.job import make_job
-    from runs.worker import run_torchrun_worker
-
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return run_torchrun_worker(make_job(given, world_size), rank, world_size)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from runs.records import whole_number
 
 LOW, HIGH, PER_DECADE = -9, 2, 8
 """Magnitudes from 10^LOW to 10^HIGH, in so many bins for each power of ten; what is smaller or
@@ -20,11 +17,15 @@ BINS = (HIGH - LOW) * PER_DECADE
 @dataclass(frozen=True)
 class Density:
     """A density is a histogram of a gradient's values: how many are 0, and how many negative and
-    positive ones have a magnitude in each of BINS bins."""
+    positive ones have a magnitude in each of BINS bins. ValueError if it has not so many."""
 
     zeros: int
     negative: tuple[int, ...]
     positive: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.negative) == len(self.positive) == BINS:
+            raise ValueError(f"negative and positive must be {BINS} numbers each")
 
     @property
     def values(self) -> int:
@@ -34,22 +35,6 @@ class Density:
     def shares(self, which: tuple[int, ...]) -> list[float]:
         """Of all values, those of each bin of `negative` or `positive`."""
         return [count / self.values for count in which]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"zeros": self.zeros, "negative": self.negative, "positive": self.positive}
-
-    @classmethod
-    def from_json(cls, value: Any) -> Density:
-        """Inverse of `as_json`. ValueError if it is none."""
-        if not isinstance(value, dict):
-            raise ValueError("a density must be an object")
-        counts = {}
-        for name in ("negative", "positive"):
-            listed = value.get(name)
-            if not isinstance(listed, list) or len(listed) != BINS:
-                raise ValueError(f"{name} of a density must be {BINS} numbers")
-            counts[name] = tuple(whole_number(name, count) for count in listed)
-        return cls(whole_number("zeros", value.get("zeros")), **counts)
 
 
 def edges() -> list[float]:
@@ -81,14 +66,3 @@ class Densities:
     step: int
     before: Density
     after: Density
-
-    def as_json(self) -> dict[str, Any]:
-        return {"before": self.before.as_json(), "after": self.after.as_json()}
-
-    @classmethod
-    def from_json(cls, step: int, value: Any) -> Densities:
-        """ValueError if it is none."""
-        if not isinstance(value, dict):
-            raise ValueError("densities must be an object")
-        before, after = (Density.from_json(value.get(name)) for name in ("before", "after"))
-        return cls(step, before, after)

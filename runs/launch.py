@@ -47,11 +47,23 @@ def launch(
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         blocked = (signal.SIGINT, signal.SIGTERM)
+        requests = 0
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            """The first Ctrl-C (or SIGTERM) asks the workers to stop, the second kills them."""
+            nonlocal requests
+            requests += 1
+            for process in processes:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, signal.SIGTERM if requests == 1 else signal.SIGKILL)
+            if requests == 1:
+                os.write(2, STOPPING.encode())  # not print: a handler may interrupt one
+
         # Children inherit the mask, so that a signal waits until they are ready for it. (The
         # tracker that multiprocessing starts with the first of them would lift it again.)
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        stopper = _Stopper(processes)
+        before = {number: signal.signal(number, stop) for number in blocked}
         try:
             for rank in range(workers):
                 ours, theirs = context.Pipe(duplex=False)
@@ -69,36 +81,12 @@ def launch(
             for process in processes:
                 process.kill()
                 process.join()
-            stopper.restore()
+            for number, handler in before.items():
+                signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
-    if stopper.at_once:
+    if requests > 1:
         return INTERRUPTED
     return _verdict(codes, [process.pid for process in processes], said, failed or (lambda _: None))
-
-
-class _Stopper:
-    """The first Ctrl-C (or SIGTERM) asks the workers to stop, the second kills them."""
-
-    def __init__(self, processes: list[BaseProcess]) -> None:
-        self.at_once = False
-        self._asked = False
-        self._processes = processes
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._caught) for number in signals}
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.at_once = self._asked
-        for process in self._processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL if self.at_once else signal.SIGTERM)
-        if not self._asked:
-            # not print: a handler may interrupt one
-            os.write(2, STOPPING.encode())
-        self._asked = True
-
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def _wait(processes: list[BaseProcess], pipes: list[Connection]) -> dict[int, tuple[float, Any]]:

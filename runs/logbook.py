@@ -10,6 +10,8 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from itertools import pairwise
 from math import isfinite
 from statistics import median
 from typing import Any, TextIO
@@ -61,10 +63,10 @@ class Logbook(Timeline):
         self.last: StepRecord | None = None
         self.notes: list[str] = []
         self.evaluations: list[tuple[int, float]] = []
-        self.progress = progress or Progress(first_step, config.steps, emulated(config))
+        self.progress = progress or Progress(config.steps, emulated(config))
         self._metrics: TextIO | None = None
         self._writer: Any = None
-        self._pace = _Pace()
+        self._times = array("d")  # at which steps were done
         self._first = self._done = first_step
         self._ends_early = False
         self._board: TensorBoardTimeline | None = None
@@ -142,9 +144,13 @@ class Logbook(Timeline):
                 self._metrics.close()
             self._metrics = None
         if self._writer is not None:
-            if self.config.policy == "off":
-                pace = self._pace.last, self._pace.metrics(), completed
-                self._try(EVENTS, end_session, self._writer, *pace)
+            if self.config.policy == "off":  # which has no timeline to tell its pace
+                # The median leaves evaluations out.
+                seconds = [end - start for start, end in pairwise(self._times)]
+                pace = {"final/steps_per_second": 1 / median(seconds)} if seconds else {}
+                self._try(
+                    EVENTS, end_session, self._writer, max(0, self._done - 1), pace, completed
+                )
             self._try(EVENTS, self._writer.close)
             self._writer = None
         self.progress.close()
@@ -164,10 +170,8 @@ class Logbook(Timeline):
     def trained(self, done: int, loss: float) -> None:
         """`done` steps are done, the last with this mean loss over the workers."""
         self._done = done
-        self._pace.step(done - 1)
-        self._metric(done - 1, "loss", loss)
-        if self._writer is not None and isfinite(loss):
-            self._try(EVENTS, self._writer.add_scalar, "train/loss", loss, done - 1)
+        self._times.append(time.monotonic())
+        self._metric(done - 1, "loss", loss, "train/loss")
         self.progress.update(done, loss, self.last)
 
     def evaluated(
@@ -177,30 +181,31 @@ class Logbook(Timeline):
         self.evaluations.append((done, quality))
         told = {"quality": quality, **(beside or {})}
         for measured, value in told.items():
-            self._metric(done - 1, measured, value)
-            if self._writer is not None and isfinite(value):
-                tag = f"eval/{re.sub(r'[^a-z0-9]+', '_', measured).strip('_')}"
-                self._try(EVENTS, self._writer.add_scalar, tag, value, done - 1)
+            tag = f"eval/{re.sub(r'[^a-z0-9]+', '_', measured).strip('_')}"
+            self._metric(done - 1, measured, value, tag)
         if done < self.config.steps:
             more = "".join(f", {other} {value:.4g}" for other, value in (beside or {}).items())
             self.announce(f"step {done}: held-out {name} {quality:.4g}{more}")
 
     def histograms(self, densities: Densities) -> None:
         """Histograms of a step's gradients."""
-        line = json.dumps({"step": densities.step, "densities": densities.as_json()}) + "\n"
-        if self._metrics is not None:
-            self._try(METRICS_FILE, self._metrics.write, line)
+        found = asdict(densities)
+        self._line({"step": found.pop("step"), "densities": found})
 
     def ended(self, why: str) -> None:
         """The run ends before its last step, as it should."""
         self._ends_early = True
         self.announce(why)
 
-    def _metric(self, step: int, name: str, value: float) -> None:
-        known = value if isfinite(value) else None
+    def _metric(self, step: int, name: str, value: float, tag: str) -> None:
+        """Note a number in metrics.jsonl, and for TensorBoard under its tag."""
+        self._line({"step": step, name: value if isfinite(value) else None})
+        if self._writer is not None and isfinite(value):
+            self._try(EVENTS, self._writer.add_scalar, tag, value, step)
+
+    def _line(self, values: Mapping[str, Any]) -> None:
         if self._metrics is not None:
-            line = json.dumps({"step": step, name: known}) + "\n"
-            self._try(METRICS_FILE, self._metrics.write, line)
+            self._try(METRICS_FILE, self._metrics.write, json.dumps(values) + "\n")
 
     # -- what may fail -------------------------------------------------------------------------
 
@@ -234,25 +239,6 @@ class Logbook(Timeline):
             self.notes.append("no TensorBoard events: tensorboard is not installed")
             return
         self._writer = SummaryWriter(str(self.config.folder), purge_step=self._first or None)
-
-
-class _Pace:
-    """Steps a second, of a run that has no timeline to tell it."""
-
-    def __init__(self) -> None:
-        self.last = 0
-        self._before: float | None = None
-        self._seconds = array("d")
-
-    def step(self, step: int) -> None:
-        now = time.monotonic()
-        if self._before is not None:
-            self._seconds.append(now - self._before)
-        self.last, self._before = step, now
-
-    def metrics(self) -> dict[str, float]:
-        """By tag; empty if there were less than two steps. The median leaves evaluations out."""
-        return {"final/steps_per_second": 1 / median(self._seconds)} if self._seconds else {}
 
 
 class _Handler(logging.Handler):

@@ -17,8 +17,6 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from runs.policy_expression import moved_option
-
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the message names the option and what is accepted."""
@@ -44,9 +42,7 @@ def read(
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        names = [each.name for group in groups.values() for each in fields(group)]
-        moved = moved_option(words, names) if "policy" in names else ""
-        raise UsageError(moved or _first_words(errors.getvalue())) from None
+        raise UsageError(_first_words(errors.getvalue())) from None
     told = {}
     for name in groups:
         group = getattr(found, name)
@@ -153,10 +149,17 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def shown(value: Any) -> str:
+def words_of(value: Any) -> list[str]:
     """A value as it is written on a command line."""
-    if isinstance(value, (list, tuple)):
-        return " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
     if isinstance(value, bool):
-        return ("off", "on")[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return ["on" if value else "off"]
+    if isinstance(value, (list, tuple)):
+        return [word for part in value for word in words_of(part)]
+    if isinstance(value, float):
+        return [str(int(value)) if value.is_integer() else repr(value)]
+    return [str(value)]
+
+
+def shown(value: Any) -> str:
+    """The same, to be told of."""
+    return " ".join(words_of(value))

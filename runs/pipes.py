@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 
@@ -23,25 +24,22 @@ class _Lasting:
         self.lost = ""
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._give_up(error)
-            return len(text)
+        self._do(self._stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._give_up(error)
+        self._do(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self, error: OSError) -> None:
-        """Also what is buffered goes nowhere, or it would be an error again at exit."""
-        if not isinstance(error, BrokenPipeError):
-            self.lost = error.strerror or str(error)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+    def _do(self, work: Callable[..., object], *args: object) -> None:
+        """If it fails, what is buffered goes nowhere, too: it would be an error again at exit."""
+        try:
+            work(*args)
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.lost = error.strerror or str(error)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

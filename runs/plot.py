@@ -9,7 +9,8 @@ from typing import Any
 from adaptive import StepRecord
 from policies.base import GainKind
 from policies.words import bytes_in_words
-from runs.records import Recorded, planned
+from runs.fields import EXACT
+from runs.records import Recorded
 from runs.style import BLUE, GREEN, ORANGE, RED, cf_axis, legend, log_axis, picture, steps
 
 PLOT_FILE = "cf_timeline.png"
@@ -35,7 +36,8 @@ def _draw_cf(axes: Any, recorded: Recorded) -> None:
     sent = [record.report.cf for record in recorded.steps]
     shown = [*sent]
     for name, colour, style in _WANTED:
-        values = [planned(record, name) for record in recorded.steps]
+        values = [record.status.get(name, nan) for record in recorded.steps]
+        values = [cf if 1 <= cf <= EXACT else nan for cf in values]
         steps(axes, xs, values, name, color=colour, linestyle=style)
         shown += values
     steps(axes, xs, sent, "sent", color=BLUE, linewidth=2)

@@ -181,28 +181,6 @@ def value_of(words: Sequence[str]) -> Any:
         return words[0]
 
 
-def moved_option(words: Sequence[str], options: Sequence[str]) -> str:
-    """What to write in place of an option that the command had once: an argument of a policy; "" if
-    there is none among these words of a command line. options: those that it has."""
-    for i, word in enumerate(words):
-        flag, equals, text = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or name in options:
-            continue
-        rest = [text] if equals else list(words[i + 1 :])
-        values = rest[: next((n for n, one in enumerate(rest) if one.startswith("--")), None)]
-        for policy, each in sorted(BY_NAME.items(), key=lambda item: item[0] != "gravac"):
-            own = name.removeprefix(f"{policy}_")
-            if own in argument_names(policy):
-                value = literal(value_of(values))
-                call = f"{each.__name__}({own}={value})"
-                return f'{flag} is an argument of the policy: --policy "{call}"'
-        if name in ("schedule", "expression"):
-            example = EXAMPLE if name == "expression" else "Schedule({0: 10, 500: 100})"
-            return f'{flag} is --policy itself, as in --policy "{example}"'
-    return ""
-
-
 def _parsed(text: str) -> ast.expr:
     for name in BY_NAME:
         if "-" in name:  # which is no name in Python

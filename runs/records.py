@@ -9,55 +9,67 @@ twice.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import nan, prod
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
 
-from adaptive import Event, Header, StepRecord, StepReport
-from adaptive.headline import DenseStep
+from adaptive import Event, Header, StepRecord
 from adaptive.timeline.records import VERSION
-from policies import GainKind, LayerReport, Measurement
 from runs.config import write_text
-from runs.events import event_values, has_events
-from runs.files import Damage, json_lines, not_a_link, parse_object, raw_lines
-
-__all__ = [
-    "METRICS_FILE",
-    "TIMELINE_FILE",
-    "Metrics",
-    "Recorded",
-    "Stretch",
-    "amount",
-    "json_lines",
-    "keep_before",
-    "make",
-    "number",
-    "planned",
-    "read_header",
-    "read_metrics",
-    "read_records",
-    "stretches",
-    "whole_number",
-]
+from runs.densities import Densities
+from runs.fields import EXACT, Fields, Limits, shown
+from runs.files import (
+    Damage,
+    event_values,
+    has_events,
+    json_lines,
+    not_a_link,
+    parse_object,
+    raw_lines,
+)
 
 TIMELINE_FILE = "timeline.jsonl"
 METRICS_FILE = "metrics.jsonl"
 
-LAST_STEP = 2**53
-"""Steps, CFs and sizes beyond are not exact in double precision, and nobody has them."""
-
 LARGE = 1e100
 """Beyond what a squared norm in single precision can reach, summed over any number of elements."""
 
+_CF, _COUNT, _LOCAL = Limits(1, EXACT), Limits(1, EXACT), Limits(1, 10**4)
+_AMOUNT = Limits(0, LARGE, unknown=True)
+_NUMBER, _WHOLE = Limits(-LARGE, LARGE, unknown=True), Limits(0, EXACT)
+_FIELDS = Fields(
+    {
+        **{"float": _NUMBER, "int": _WHOLE},
+        **dict.fromkeys(("cf", "cf_before", "cf_range", "layer_cfs"), _CF),
+        "timed_cf": _CF._replace(unknown=True),
+        **dict.fromkeys(("numel", "world_size"), _COUNT),
+        **dict.fromkeys(("local_steps", "timed_steps"), _LOCAL),
+        **dict.fromkeys(("seconds", "median_seconds", "grad_norm", "sum_norm", "energy"), _AMOUNT),
+        **dict.fromkeys(("kept", "total", "grad", "sample_total"), _AMOUNT),
+        **dict.fromkeys(("kept_norms", "grad_norms", "down_bytes"), _AMOUNT),
+        **dict.fromkeys(("wire_bytes", "dense_wire_bytes", "timed_bytes"), _AMOUNT),
+        **dict.fromkeys(("statistics_bytes", "dense_bytes"), _AMOUNT),
+        **dict.fromkeys(("bytes_sent", "floats_sent", "steps_per_second"), _AMOUNT),
+    }
+)
+"""How records are read; of all other fields a number may be anything."""
+
+make = _FIELDS.read
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A count of another file. ValueError names it."""
+    return _FIELDS.read(int, value, name)
+
+
+DEEPEST = 32
+"""Settings of a policy in one another, and dimensions of a tensor."""
+
 DELAY = 2
 """A switch is on record up to so many steps before the record of its step."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -137,12 +149,15 @@ def read_records(path: Path) -> Recorded:
     damage = Damage(path)
     found = _Found(damage)
     values = event_values(path, damage) if has_events(path) else json_lines(path, True, damage)
-    with _no_collection():
+    gc.disable()  # millions of new objects: looking for cycles takes most of the time
+    try:
         for line, value in values:
             try:
                 found.take(line, value)
             except ValueError as error:
                 damage.add(line, f"not a timeline record: {error}")
+    finally:
+        gc.enable()
     if damage.count and not (found.steps or found.events or found.header):
         raise ValueError(f"{path}, {damage.first}")
     steps = [found.steps[step] for step in sorted(found.steps)]
@@ -163,23 +178,23 @@ class _Found:
         self._damage = damage
         self._newest = -1
         self._events_before = 0  # the last step
-        self._again: list[str] = []  # where the run was resumed
+        self._again = ""  # where the run was resumed first
 
     def take(self, line: int, value: dict[str, Any]) -> None:
         """ValueError if the value is no record."""
         kind = value.get("kind")
         if kind == "step":
-            record = make(StepRecord, value)
+            record = _FIELDS.read(StepRecord, value)
             step = record.report.step
             if step in self.steps:
-                self._again.append(f"step {step} in line {line}")
+                self._again = self._again or f"step {step} in line {line}"
                 self._go_back_to(step)
             elif step < self._newest:
                 self._damage.unordered = True
             self.steps[step] = record
             self._newest, self._events_before = step, len(self.events)
         elif kind == "event":
-            self.events.append(make(Event, value))
+            self.events.append(_FIELDS.read(Event, value))
         elif kind == "header":
             version = whole_number("version", value.get("version", VERSION))
             if version != VERSION:
@@ -187,9 +202,9 @@ class _Found:
                     f"its records are of version {version}, and are read as those of version "
                     f"{VERSION}: what they have besides is passed over"
                 )
-            self.header = make(Header, value)
+            self.header = _header(value)
         else:
-            raise ValueError(f"kind must be step, event or header, got {_shown(kind)}")
+            raise ValueError(f"kind must be step, event or header, got {shown(kind)}")
 
     def _go_back_to(self, step: int) -> None:
         """Forget the step, and what came after it (files are in order, or next to it). Switches
@@ -208,10 +223,9 @@ class _Found:
         """What else there is to say of the file."""
         said = []
         if self._again:
-            more = f", and {len(self._again) - 1} more" if len(self._again) > 1 else ""
             said.append(
-                f"steps come again ({self._again[0]}{more}), as in a run that was resumed: the "
-                f"later ones count"
+                f"steps come again ({self._again}), as in a run that was resumed: the later ones "
+                f"count"
             )
         missing = steps[-1].report.step - steps[0].report.step + 1 - len(steps) if steps else 0
         if missing and not self._damage.count:
@@ -222,7 +236,28 @@ class _Found:
 def read_header(path: Path) -> Header | None:
     """With which a timeline begins; None if it does not. OSError or ValueError if it is damaged."""
     _, value = next(json_lines(path), (0, {}))
-    return make(Header, value) if value.get("kind") == "header" else None
+    return _header(value) if value.get("kind") == "header" else None
+
+
+def _header(value: dict[str, Any]) -> Header:
+    """ValueError also for numbers that fit by themselves, and not together."""
+    header: Header = _FIELDS.read(Header, value)
+    _check_depth(header.settings, 0)
+    counts = header.local_steps
+    if not counts or sorted(set(counts)) != list(counts):
+        raise ValueError(f"local_steps must be different, the smallest first, got {shown(counts)}")
+    for name, shape in header.layers.items():
+        if len(shape) > DEEPEST or prod(shape) > EXACT:
+            raise ValueError(f"layers: {name} must be the shape of a tensor, got {shown(shape)}")
+    return header
+
+
+def _check_depth(value: Any, depth: int) -> None:
+    if depth > DEEPEST:
+        raise ValueError("settings is nested too deep")
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, (dict, list)):
+            _check_depth(part, depth + 1)
 
 
 def keep_before(path: Path, step: int) -> None:
@@ -260,13 +295,13 @@ def stretches(recorded: Recorded) -> list[Stretch]:
 @dataclass(frozen=True)
 class Metrics:
     """A run's own numbers, from metrics.jsonl. trained: steps done. evaluations: (steps done,
-    quality) in order, nan for what was not finite. damage: as in `Recorded`. densities: (step, what
-    was recorded) in order."""
+    quality) in order, nan for what was not finite. damage: as in `Recorded`. densities: in order of
+    their steps."""
 
     trained: int
     evaluations: tuple[tuple[int, float], ...]
     damage: str = ""
-    densities: tuple[tuple[int, Any], ...] = ()
+    densities: tuple[Densities, ...] = ()
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -277,257 +312,30 @@ def read_metrics(path: Path) -> Metrics:
         return Metrics(0, ())
     damage, trained = Damage(path), 0
     evaluations: list[tuple[int, float]] = []
-    densities: dict[int, Any] = {}
+    densities: dict[int, Densities] = {}
     for line, value in json_lines(path, damage=damage):
         try:
             done = _step_of(value) + 1
             if "quality" in value:
-                evaluations.append((done, number("quality", value["quality"])))
+                evaluations.append((done, _FIELDS.read(float, value["quality"], "quality")))
             if "densities" in value:
-                densities[done - 1] = value["densities"]
+                densities[done - 1] = _densities(done - 1, value["densities"])
             trained = max(trained, done)
         except ValueError as error:
             damage.add(line, f"not a metric: {error}")
     if trained:
         damage.warn()
     ordered = tuple(sorted(evaluations, key=lambda pair: pair[0]))
-    return Metrics(trained, ordered, damage.text, tuple(sorted(densities.items())))
+    by_step = tuple(densities[step] for step in sorted(densities))
+    return Metrics(trained, ordered, damage.text, by_step)
 
 
-def planned(record: StepRecord, name: str) -> float:
-    """A CF of the policy's own status, its candidate or floor; nan if it has none of that name."""
-    cf = record.status.get(name, nan)
-    return cf if 1 <= cf <= LAST_STEP else nan
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Millions of new objects, no cycles among them: looking for cycles takes most of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def _densities(step: int, value: Any) -> Densities:
+    return _FIELDS.read(Densities, {**value, "step": step} if isinstance(value, dict) else value)
 
 
 def _step_of(value: dict[str, Any]) -> int:
     if value.get("kind") == "header":
         return -1
-    whose = _object("report", value.get("report")) if value.get("kind") == "step" else value
-    return whole_number("step", whose.get("step"))
-
-
-# -- from JSON to dataclasses, each field by its declared type -------------------------------------
-
-
-def make(kind: Callable[..., _T], value: Mapping[str, Any]) -> _T:
-    """A dataclass from the entries that it has; others are passed over. ValueError names the one
-    that is missing or wrong."""
-    made = {}
-    for name, read, required in _fields(kind):
-        if name in value:
-            made[name] = read(name, value[name])
-        elif required:
-            raise ValueError(f"{name} is missing")
-    return kind(**made)
-
-
-@cache
-def _fields(kind: Callable[..., Any]) -> tuple[tuple[str, Callable[[str, Any], Any], bool], ...]:
-    """Name, reader, and whether it must be there."""
-    types = get_type_hints(kind)
-    return tuple(
-        (
-            field.name,
-            _BY_NAME.get((field.name, types[field.name])) or _READERS[types[field.name]],
-            field.default is MISSING and field.default_factory is MISSING,
-        )
-        for field in fields(kind)  # type: ignore[arg-type]
-    )
-
-
-def number(name: str, value: Any) -> float:
-    """A finite number of a record; null, and what other programs write as NaN, is one that is not
-    known. ValueError names the entry."""
-    if value is None or value != value:
-        return nan
-    if type(value) is not float and type(value) is not int:
-        raise ValueError(f"{name} must be a number, got {_shown(value)}")
-    if not -LARGE <= value <= LARGE:
-        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
-    return value
-
-
-def amount(name: str, value: Any) -> float:
-    """The same for bytes, seconds and energies, which are never negative."""
-    known = number(name, value)
-    if known < 0:
-        raise ValueError(f"{name} must not be negative, got {_shown(value)}")
-    return known
-
-
-def _cf(name: str, value: Any) -> float:
-    cf = number(name, value)
-    if not 1 <= cf <= LAST_STEP:
-        raise ValueError(f"{name} must be a CF, a number >= 1, got {_shown(value)}")
-    return cf
-
-
-def _cf_if_known(name: str, value: Any) -> float:
-    return nan if value is None or value != value else _cf(name, value)
-
-
-def whole_number(name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= LAST_STEP:
-        raise ValueError(f"{name} must be a whole number from 0 to 2^53, got {_shown(value)}")
-    return value
-
-
-def _counted(name: str, value: Any) -> int:
-    return whole_number(name, value) or _refuse(name, value, "must be at least 1")
-
-
-def _local_steps(name: str, value: Any) -> int:
-    count = _counted(name, value)
-    return count if count <= 10**4 else _refuse(name, value, "must be at most 10,000")
-
-
-def _text(name: str, value: Any) -> str:
-    return value if isinstance(value, str) else _refuse(name, value, "must be a text")
-
-
-def _gain(name: str, value: Any) -> Any:
-    kinds = get_args(GainKind)
-    return value if value in kinds else _refuse(name, value, f"must be one of {', '.join(kinds)}")
-
-
-def _flag(name: str, value: Any) -> bool:
-    return value if isinstance(value, bool) else _refuse(name, value, "must be true or false")
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else _refuse(name, value, "must be an object")
-
-
-def _refuse(name: str, value: Any, what: str) -> Any:
-    raise ValueError(f"{name} {what}, got {_shown(value)}")
-
-
-def _by_cf(name: str, value: Any) -> dict[float, float]:
-    """JSON has only strings as keys."""
-    found = _object(name, value)
-    return {_key(name, key): number(name, value) for key, value in found.items()}
-
-
-def _key(name: str, text: str) -> float:
-    try:
-        cf = float(text)
-    except ValueError:
-        cf = nan
-    if not 0 < cf <= LAST_STEP:
-        raise ValueError(f"{name} must have CFs as keys, got {_shown(text)}")
-    return cf
-
-
-def _by_name(name: str, value: Any) -> dict[str, float]:
-    return {key: number(key, value) for key, value in _object(name, value).items()}
-
-
-def _measurements(name: str, value: Any) -> dict[float, Measurement]:
-    found = _object(name, value)
-    return {_key(name, cf): make(Measurement, _object(cf, one)) for cf, one in found.items()}
-
-
-def _pair(name: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{name} must be two numbers, got {_shown(value)}")
-    return float(_cf(name, value[0])), float(_cf(name, value[1]))
-
-
-def _counts(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or sorted(set(value)) != value:
-        _refuse(name, value, "must be a list of different numbers, the smallest first")
-    return tuple(_local_steps(name, count) for count in value)
-
-
-def _shapes(name: str, value: Any) -> dict[str, Sequence[int]]:
-    found = _object(name, value)
-    for layer, shape in found.items():
-        sizes = [whole_number(layer, size) for size in shape] if isinstance(shape, list) else [-1]
-        if len(sizes) > _DEEPEST or not 0 <= prod(sizes) <= LAST_STEP:
-            raise ValueError(f"{name} must be the shapes of tensors, got {_shown(shape)}")
-    return found
-
-
-def _settings(name: str, value: Any) -> dict[str, Any]:
-    """Plain values, in one another a few times at most."""
-    found = _object(name, value)
-    _check_depth(name, found, 0)
-    return found
-
-
-def _check_depth(name: str, value: Any, depth: int) -> None:
-    if depth > _DEEPEST:
-        raise ValueError(f"{name} is nested too deep")
-    for part in value.values() if isinstance(value, dict) else value:
-        if isinstance(part, (dict, list)):
-            _check_depth(name, part, depth + 1)
-
-
-_DEEPEST = 32
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested, or a number of thousands of digits
-        text = type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-_READERS: dict[Any, Callable[[str, Any], Any]] = {
-    float: number,
-    int: whole_number,
-    int | None: lambda name, value: None if value is None else whole_number(name, value),
-    str: _text,
-    GainKind: _gain,
-    bool: _flag,
-    Mapping[float, float]: _by_cf,
-    Mapping[str, float]: _by_name,
-    Mapping[str, Any]: _settings,
-    Mapping[str, Sequence[int]]: _shapes,
-    tuple[int, ...]: _counts,
-    Mapping[float, Measurement]: _measurements,
-    Mapping[str, LayerReport]: lambda name, value: {
-        layer: make(LayerReport, _object(layer, one)) for layer, one in _object(name, value).items()
-    },
-    StepReport: lambda name, value: make(StepReport, _object(name, value)),
-    DenseStep: lambda name, value: make(DenseStep, _object(name, value)),
-    tuple[float, float]: _pair,
-}
-"""How a field of each type is read."""
-
-_BY_NAME: dict[tuple[str, Any], Callable[[str, Any], Any]] = {
-    ("cf", float): _cf,
-    ("cf_before", float): _cf,
-    ("timed_cf", float): _cf_if_known,
-    ("layer_cfs", Mapping[str, float]): lambda name, value: {
-        layer: _cf(layer, cf) for layer, cf in _object(name, value).items()
-    },
-    ("numel", int): _counted,
-    ("world_size", int): _counted,
-    ("local_steps", int): _local_steps,
-    ("timed_steps", int): _local_steps,
-    **{
-        (name, float): amount
-        for name in (
-            *("seconds", "median_seconds", "grad_norm", "sum_norm", "energy"),
-            *("kept", "total", "grad", "sample_total", "kept_norms", "grad_norms"),
-            *("wire_bytes", "dense_wire_bytes", "timed_bytes", "statistics_bytes", "dense_bytes"),
-            *("down_bytes", "bytes_sent", "floats_sent", "steps_per_second"),
-        )
-    },
-}
-"""How a field is read whose name says more than its type."""
+    whose = value.get("report") if value.get("kind") == "step" else value
+    return whole_number("step", whose.get("step") if isinstance(whose, dict) else None)

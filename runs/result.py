@@ -54,11 +54,8 @@ def title(config: TrainConfig) -> str:
     model += f", from {config.init}" if config.init is not None else ""
     how = f"{config.policy} over {config.base}"
     if config.policy == OFF:
-        how = (
-            f"DDP with PyTorch's {config.ddp_hook} hook"
-            if config.ddp_hook
-            else "plain DDP, no hook"
-        )
+        hook = config.ddp_hook
+        how = f"DDP with PyTorch's {hook} hook" if hook else "plain DDP, no hook"
     elif policy_name(config.policy) == "fixed":
         cf = written_arguments(config.policy).get("cf", DEFAULT_CF)
         how = "dense" if sends_dense(config) else f"{config.base} at {named(cf)}"
@@ -83,16 +80,16 @@ def is_dense(config: TrainConfig) -> bool:
 
 def header(config: TrainConfig, first_step: int) -> str:
     """What is printed before training."""
-    steps = f"resumed after step {first_step}" if first_step else f"{config.steps} steps"
+    steps = f"{config.steps} steps"
     if first_step:
-        steps += f", to step {config.steps}"
-    lines = [title(config), f"{steps}, files in {config.log_dir}"]
+        steps = f"resumed after step {first_step}, to step {config.steps}"
+    text = f"{title(config)}\n{steps}, files in {config.log_dir}"
     if config.simulated:
-        lines.append(
-            f"step times are modelled: {_modelled(config)}; this process's own say nothing of a "
+        text += (
+            f"\nstep times are modelled: {_modelled(config)}; this process's own say nothing of a "
             f"cluster"
         )
-    return "\n".join(lines)
+    return text
 
 
 def _modelled(config: TrainConfig) -> str:
@@ -114,18 +111,14 @@ def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: Te
         print(json.dumps(result, allow_nan=False), flush=True)
         lost = getattr(sys.stdout, "lost", "")
         unsaved += [f"the result could not be printed: {lost}"] if lost else []
-    errors = [_divergence(config, outcome)] if outcome.diverged else []
-    for error in errors + unsaved:
+    errors = list(unsaved)
+    if outcome.diverged:
+        by = f"by step {outcome.steps_done} of {config.steps}"
+        left = _left(config, outcome)
+        errors.insert(0, f"the run has diverged {by}: {outcome.diverged}; {left}")
+    for error in errors:
         print(f"error: {error}", file=sys.stderr, flush=True)
     return not unsaved
-
-
-def _divergence(config: TrainConfig, outcome: Outcome) -> str:
-    """That a run has diverged, why, and what is left of it."""
-    return (
-        f"the run has diverged by step {outcome.steps_done} of {config.steps}: {outcome.diverged}; "
-        f"{_left(config, outcome)}"
-    )
 
 
 def _left(config: TrainConfig, outcome: Outcome) -> str:
@@ -233,14 +226,13 @@ def make_result(
 
 def _measured(outcome: Outcome) -> dict[str, Any]:
     """What some tasks have, and some options bring, beside the quality."""
-    found: dict[str, Any] = {}
-    if outcome.beside:
-        found["beside"] = {name: _known(value) for name, value in outcome.beside.items()}
-    if outcome.test is not None:
-        found["test"] = _known(outcome.test)
-    if outcome.best_step is not None:
-        found |= {"best_step": outcome.best_step, "stopped_early": outcome.stopped_early or None}
-    return found
+    found = {
+        "beside": {name: _known(value) for name, value in outcome.beside.items()},
+        "test": _known(outcome.test),
+        "best_step": outcome.best_step,
+        "stopped_early": outcome.stopped_early,
+    }
+    return {name: value for name, value in found.items() if value not in (None, {}, "")}
 
 
 def ending(
@@ -249,16 +241,18 @@ def ending(
     """The end of the run, to be read."""
     better = "higher is better" if result["higher_is_better"] else "lower is better"
     quality = "not known" if result["quality"] is None else f"{result['quality']:.4g}"
+    rows = [(f"held-out {result['quality_name']}", f"{quality} ({better})")]
+    rows += [(f"held-out {name}", f"{value:.4g}") for name, value in outcome.beside.items()]
+    if outcome.test is not None:
+        rows.append((f"test {result['quality_name']}", f"{outcome.test:.4g}"))
+    done = f"{outcome.steps_done} of {config.steps}"
+    if outcome.best_step is not None:
+        why = f": {outcome.stopped_early}" if outcome.stopped_early else ""
+        done += f", the best model is that after {outcome.best_step}{why}"
+    rows.append(("steps", done))
     rate = result["steps_per_second"]
-    rows = [
-        (f"held-out {result['quality_name']}", f"{quality} ({better})"),
-        *_beside(outcome, result["quality_name"]),
-        ("steps", f"{outcome.steps_done} of {config.steps}{_early(outcome)}"),
-        (
-            "steps/s of this process" if config.simulated else "steps/s, mean",
-            number_text(rate, 3) if rate else "not known",
-        ),
-    ]
+    whose = "steps/s of this process" if config.simulated else "steps/s, mean"
+    rows.append((whose, number_text(rate, 3) if rate else "not known"))
     if result["modelled_seconds"]:
         modelled = result["steps"] / result["modelled_seconds"]
         rows.append(("steps/s, modelled", f"{number_text(modelled, 3)} ({_modelled(config)})"))
@@ -268,7 +262,8 @@ def ending(
     summary = outcome.summary
     in_rounds = config.local_steps not in (None, 1)
     unit = "round" if in_rounds else "step"
-    rows.append(("bytes sent", f"{_share(summary)} (wire factor {summary.wire_factor:.2f})"))
+    share = f"{_bytes(summary.bytes_sent)} of {_bytes(summary.dense_bytes)} if dense, a worker"
+    rows.append(("bytes sent", f"{share} (wire factor {summary.wire_factor:.2f})"))
     if result["server_bytes"]:
         up, down = (_bytes(nbytes) for nbytes in result["server_bytes"])
         rows.append(("on the server's link", f"{up} up, {down} down"))
@@ -296,22 +291,6 @@ def ending(
     return parts
 
 
-def _beside(outcome: Outcome, quality_name: str) -> list[tuple[str, str]]:
-    """Rows for what was measured beside the quality, and for test data."""
-    measured = {f"held-out {name}": value for name, value in outcome.beside.items()}
-    if outcome.test is not None:
-        measured[f"test {quality_name}"] = outcome.test
-    return [(name, f"{value:.4g}") for name, value in measured.items()]
-
-
-def _early(outcome: Outcome) -> str:
-    """What early stopping has done."""
-    if outcome.best_step is None:
-        return ""
-    why = f": {outcome.stopped_early}" if outcome.stopped_early else ""
-    return f", the best model is that after {outcome.best_step}{why}"
-
-
 def _parts(spent: Mapping[str, float]) -> str:
     """Milliseconds by name; the network's are a part of the exchange's."""
     told = {name: f"{name} {number_text(value, 3)}" for name, value in spent.items()}
@@ -331,10 +310,6 @@ def _history(history: list[dict[str, Any]]) -> Table:
         left_out = len(rows) - SHOWN + 1
         rows[3 : 3 + left_out] = [("...", "", "", "", f"{left_out} more, in {RESULT_FILE} ...")]
     return table([""] * 5, rows, left=(0, 3, 4), indent=4)
-
-
-def _share(summary: Summary) -> str:
-    return f"{_bytes(summary.bytes_sent)} of {_bytes(summary.dense_bytes)} if dense, a worker"
 
 
 def _summary(summary: Summary) -> dict[str, Any]:

@@ -49,7 +49,7 @@ TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
 GOSSIP_ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
 
 DDP_HOOKS = ("bf16", "powersgd")
-"""PyTorch's own, see `runs/ddp_hooks.py`."""
+"""PyTorch's own, see `runs/trainer.py`."""
 
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 """Of local steps."""

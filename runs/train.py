@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.utils import clip_grad_norm_
 
-from adaptive import Summary, Timeline
-from adaptive.exchange.collectives import reduce_wire_bytes
-from policies import DENSE
-from runs.build import build_compressor, build_task
+from adaptive import Summary
 from runs.checkpoint import (
     Checkpoint,
     NotFiniteError,
@@ -29,153 +22,17 @@ from runs.checkpoint import (
     withdraw_checkpoint,
 )
 from runs.config import TrainConfig
-from runs.ddp_hooks import OtherHook
-from runs.densities import Densities, density
-from runs.early import EarlyStopping
-from runs.initial import initial_model
 from runs.interrupt import Stop
 from runs.logbook import Logbook
 from runs.netlab.place import the_place
-from runs.optimizers import lr_factor, make_optimizer
-from runs.tasks import Task, trainable
-from runs.vote import Vote
+from runs.tasks import Task
+from runs.trainer import Trainer
 
 HOPELESS = 1e6
 """A loss from which training does not come back: every task's is a cross-entropy, in nats."""
 
 PATIENCE = 3
 """Steps in a row with such a loss, or one that is not finite, after which a run has diverged."""
-
-
-class Trainer:
-    """A model, its optimizer and compressor on one rank; `step` counts the steps done.
-
-    With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
-    task: what to train, if it is there already; ranks of one process may share it.
-    resumed: a checkpoint will be loaded, so that the weights of --init are not needed.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        timeline: Timeline | None = None,
-        task: Task | None = None,
-        resumed: bool = False,
-    ) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.step = 0
-        self.task = task or build_task(config)
-        torch.manual_seed(config.seed * self.world_size + self.rank)
-        model = initial_model(config, self.task, read_weights=not resumed)
-        self._other_hook = OtherHook(config.ddp_hook)
-        self.model = DDP(model, bucket_cap_mb=self._other_hook.bucket_cap_mb)
-        self._other_hook.register(self.model)
-        self.optimizer = make_optimizer(config, self.task, self.model)
-        self.early = EarlyStopping(config.patience, self.task.higher_is_better)
-        self._config = config
-        self.compressor = None
-        if config.policy != "off":
-            self.compressor = build_compressor(
-                config,
-                samples_per_step=self.task.batch_size * self.world_size,
-                timeline=[timeline] if timeline is not None else [],
-                numel=sum(p.numel() for p in trainable(self.model)),
-            ).attach(self.model, optimizer=self.optimizer)
-
-    def loss(self) -> torch.Tensor:
-        """The loss of this rank's batch in the present step."""
-        batch = self.task.batch(self.step, self.rank, self.world_size)
-        return self.task.loss(self.model, batch)
-
-    def descend(self, loss: torch.Tensor) -> Densities | None:
-        """Backward, with the exchange in it, and the optimizer's step; histograms of its gradients
-        on rank 0, if the configuration asks for them in this step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.task.lr * lr_factor(self._config, self.step)
-        found = self._backward(loss)
-        if self._config.clip_grad is not None:
-            clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return found
-
-    def _backward(self, loss: torch.Tensor) -> Densities | None:
-        """The backward pass that exchanges. If this rank's gradient is to be known before, there is
-        another one: `torch.autograd.grad` does not set off DDP's hook, which has a bucket at a
-        time, and compresses it."""
-        every, limit = self._config.densities, self._config.clip_local
-        parameters = trainable(self.model)
-        watched = self.rank == 0 and every > 0 and (self.step + 1) % every == 0
-        if not watched and limit is None:
-            loss.backward()
-            return None
-        own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        if limit is not None:
-            norm = torch.stack([part.norm() for part in own if part is not None]).norm()
-            loss = loss * (limit / sqrt(self.world_size) / norm).clamp(max=1.0)
-        loss.backward()
-        if not watched:
-            return None
-        return Densities(self.step, density(own), density(p.grad for p in parameters))
-
-    def measured(self) -> AbstractContextManager[None]:
-        """A context in which the model is the one whose quality counts, the mean of all ranks'."""
-        return nullcontext() if self.compressor is None else self.compressor.averaged()
-
-    def summary(self) -> Summary:
-        """What was sent so far."""
-        if self.compressor is None:
-            return self._dense_summary()
-        self.compressor.flush()
-        return self.compressor.summary()
-
-    def _dense_summary(self) -> Summary:
-        """What plain DDP has sent, perhaps with a hook of PyTorch's."""
-        dense = self.step * sum(p.numel() for p in trainable(self.model))
-        floats, payload = self._other_hook.payload(dense)
-        return Summary(
-            steps=self.step,
-            cf=DENSE,
-            steps_at_cf={DENSE: self.step},
-            bytes_sent=reduce_wire_bytes(payload, self.world_size),
-            payload_bytes=payload,
-            floats_sent=floats,
-            dense_bytes=reduce_wire_bytes(4 * dense, self.world_size),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's whole state, between steps."""
-        return {
-            "step": self.step,
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "compressor": self.compressor.state_dict() if self.compressor is not None else None,
-            "rng": torch.get_rng_state(),
-            "early": self.early.state_dict(),
-        }
-
-    def throw_away_a_step(self) -> None:
-        """Before `load_state_dict`: DDP orders its buckets anew after the first backward, which
-        changes the order of summation, so that one must not count. Whatever it changes is loaded
-        afterwards."""
-        self.loss().backward()
-        self.optimizer.step()  # without it, the library warns of a step that was left out
-        self.optimizer.zero_grad()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`, bit-identically given the same step times."""
-        self.step = state["step"]
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.compressor is not None:
-            self.compressor.load_state_dict(state["compressor"])
-        if "early" in state:  # not in checkpoints of older versions
-            self.early.load_state_dict(state["early"])
-        if state["rng"] is not None:
-            torch.set_rng_state(state["rng"])
-        else:  # no worker of the run before had these random numbers
-            torch.manual_seed(crc32(repr((self._config.seed, self.step, self.rank)).encode()))
 
 
 @dataclass(frozen=True)
@@ -226,35 +83,37 @@ def train(
     checkpoint: where to go on from. interrupt: asks to stop after a step. logbook: rank 0's.
     pause_at: stop after so many steps, with a checkpoint, to go on later; quality is then
     measured only where `config` says so. keep: save a checkpoint when it stops early. task: see
-    `Trainer`. voters: see `Vote`. test: measure the quality on test data, too, in the end.
+    `Trainer`. voters: see `_Vote`. test: measure the quality on test data, too, in the end.
     """
     trainer = Trainer(config, logbook, task, resumed=checkpoint is not None)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
     if logbook is not None:
         logbook.open()
-    vote = Vote(voters)
+    vote = _Vote(voters)
     place, sent_before = the_place(), 0.0
     if place is not None:
         sent_before = trainer.summary().bytes_sent
         place.begin(trainer.step)
     first, loss, stop = trainer.step, float("nan"), False
     keeper = _Keeper(config, trainer, logbook)
-    timer = _Timer()
+    seconds = first_seconds = 0.0
     examiner = _Examiner(trainer, logbook)
     early = trainer.early
     last = config.steps if pause_at is None else min(pause_at, config.steps)
     while trainer.step < last and not (stop or keeper.diverged or early.stopped):
-        with timer:
-            local = trainer.loss()
-            vote.cast(local.item(), interrupt is not None and interrupt.requested)
-            found = trainer.descend(local)
-            loss, stop = vote.count()
-            keeper.watch(loss)
-            if logbook is not None:
-                logbook.trained(trainer.step, loss)
-                if found is not None:
-                    logbook.histograms(found)
+        began = time.perf_counter()
+        local = trainer.loss()
+        vote.cast(local.item(), interrupt is not None and interrupt.requested)
+        found = trainer.descend(local)
+        loss, stop = vote.count()
+        keeper.watch(loss)
+        if logbook is not None:
+            logbook.trained(trainer.step, loss)
+            if found is not None:
+                logbook.histograms(found)
+        spent = time.perf_counter() - began
+        seconds, first_seconds = seconds + spent, first_seconds or spent
         done = trainer.step == config.steps
         if config.eval_every and trainer.step % config.eval_every == 0 and not done:
             examiner.evaluate()
@@ -272,8 +131,7 @@ def train(
     summary = trainer.summary()
     keeper.check_model()  # rank 0 goes on alone from here
     vote.close()
-    paused = pause_at is not None and not finished
-    if not paused:
+    if pause_at is None or finished:
         examiner.conclude(finished, test)
     quality, diverged = examiner.quality, keeper.diverged
     if quality is not None and not isfinite(quality) and not diverged:
@@ -285,11 +143,11 @@ def train(
         trainer.step,
         first,
         interrupted,
-        timer.seconds,
+        seconds,
         loss,
         summary,
         quality,
-        timer.first,
+        first_seconds,
         keeper.saved_at,
         diverged,
         keeper.unsaved,
@@ -299,6 +157,37 @@ def train(
         early.why(),
         None if place is None else place.counted(summary.bytes_sent - sent_before),
     )
+
+
+class _Vote:
+    """A tiny all-reduce that is under way while backward runs.
+
+    All ranks see the same, so all of them stop after the same step.
+    group: to vote in; None: one of its own, so that no exchange stands in the way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._own = group is None
+        self._group = group or dist.new_group(backend="gloo")
+        self._ballot = torch.zeros(2, dtype=torch.float64)
+        self._work: dist.Work | None = None
+
+    def cast(self, loss: float, stop: bool) -> None:
+        """Start the all-reduce of this rank's loss and wish."""
+        self._ballot = torch.tensor([loss, stop], dtype=torch.float64)
+        self._work = dist.all_reduce(self._ballot, group=self._group, async_op=True)
+
+    def count(self) -> tuple[float, bool]:
+        """The mean loss, and whether any rank was asked to stop."""
+        assert self._work is not None
+        self._work.wait()
+        loss, wishes = self._ballot.tolist()
+        return loss / dist.get_world_size(), wishes > 0
+
+    def close(self) -> None:
+        """Give its own group's threads and sockets back; on all ranks."""
+        if self._own:
+            dist.destroy_process_group(self._group)
 
 
 class _Keeper:
@@ -405,8 +294,7 @@ class _Examiner:
         trainer = self._trainer
         with trainer.measured():
             if trainer.rank == 0:
-                self._measure()
-                trainer.early.note(trainer.step, self._known, trainer.model.module)
+                self._measure(note=True)
 
     def conclude(self, finished: bool, test: bool) -> None:
         """Training ends, for good if it is finished: then with the best model, if there is early
@@ -418,9 +306,7 @@ class _Examiner:
     def _conclude(self, finished: bool, test: bool) -> None:
         trainer = self._trainer
         if self._at != trainer.step:
-            self._measure()
-            if finished:
-                trainer.early.note(trainer.step, self._known, trainer.model.module)
+            self._measure(note=finished)
         if not finished:
             return
         task, best = trainer.task, trainer.early.take_best(trainer.step, trainer.model.module)
@@ -432,17 +318,15 @@ class _Examiner:
         if test and task.has_test:
             self.test = task.measure(trainer.model, test=True)[task.quality_name]
 
-    @property
-    def _known(self) -> float:
-        assert self.quality is not None
-        return self.quality
-
-    def _measure(self) -> None:
-        task, step = self._trainer.task, self._trainer.step
-        self.beside = task.measure(self._trainer.model)
-        self.quality, self._at = self.beside.pop(task.quality_name), step
+    def _measure(self, note: bool) -> None:
+        trainer, name = self._trainer, self._trainer.task.quality_name
+        self.beside = trainer.task.measure(trainer.model)
+        self.quality = quality = self.beside.pop(name)
+        self._at = trainer.step
         if self._logbook is not None:
-            self._logbook.evaluated(step, task.quality_name, self.quality, self.beside)
+            self._logbook.evaluated(trainer.step, name, quality, self.beside)
+        if note:
+            trainer.early.note(trainer.step, quality, trainer.model.module)
 
 
 def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -> None:
@@ -475,18 +359,3 @@ def _rescaled(trainer: Trainer, before: int) -> str:
         f"of {before * each}, in another order, and the learning rate is not scaled; what the "
         f"{before} had still to send is shared out, and step times are measured anew"
     )
-
-
-class _Timer:
-    """Adds up the time spent inside `with`; `first` is the first time."""
-
-    def __init__(self) -> None:
-        self.seconds = self.first = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.perf_counter() - self._began
-        self.first = self.first or spent
-        self.seconds += spent

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
+from runs.checkpoint import raise_on_all
 from runs.config import TrainConfig
 from runs.interrupt import DIVERGED, INTERRUPTED, UNSAVED, Interrupt
 from runs.job import Job, claimed
@@ -20,13 +20,15 @@ from runs.logbook import Logbook
 from runs.parser import UsageError
 from runs.result import header, make_report
 from runs.tasks import Task
-from runs.train import Outcome, train
+from runs.train import train
 
 
 def run_worker(job: Job, rank: int, world_size: int, init_method: str) -> int:
-    """Train as one of `world_size` ranks; returns the exit code, see `Ended`."""
+    """Train as one of `world_size` ranks; returns the exit code, see `run_rank`."""
     interrupt = join(job.config.threads, rank, world_size, init_method)
-    return _work(job, rank, interrupt)
+    code = run_rank(job, rank, interrupt)
+    dist.destroy_process_group()
+    return code
 
 
 def run_torchrun_worker(job: Job, rank: int, world_size: int) -> int:
@@ -34,40 +36,17 @@ def run_torchrun_worker(job: Job, rank: int, world_size: int) -> int:
     rank 0 does, and tells the others which it is. job: as this rank has understood the command."""
     interrupt = join(job.config.threads, rank, world_size, "env://")
     with ExitStack() as held:
-        said: list[Any] = [None, ""]
+        agreed, problem = [job], ""
         if rank == 0:
             try:
-                said[0] = held.enter_context(claimed(job))
+                agreed = [held.enter_context(claimed(job))]
             except UsageError as error:
-                said[1] = str(error)
-        dist.broadcast_object_list(said, src=0)
-        agreed, problem = said
-        if problem:
-            raise UsageError(problem)
-        return _work(agreed, rank, interrupt)
-
-
-def _work(job: Job, rank: int, interrupt: Interrupt) -> int:
-    ended = run_rank(job, rank, interrupt)
-    dist.destroy_process_group()
-    return ended.code(rank)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a rank's run has ended. saved: everything that should be on the disk is there."""
-
-    outcome: Outcome
-    saved: bool
-
-    def code(self, rank: int) -> int:
-        """The exit code of that rank's process. What has gone wrong is rank 0's to say, which needs
-        time for it: a failure of another would cut that short."""
-        if rank == 0 and self.outcome.diverged:
-            return DIVERGED
-        if rank == 0 and not self.saved:
-            return UNSAVED
-        return INTERRUPTED if self.outcome.interrupted else 0
+                problem = str(error)
+        raise_on_all(problem)
+        dist.broadcast_object_list(agreed, src=0)
+        code = run_rank(agreed[0], rank, interrupt)
+        dist.destroy_process_group()
+        return code
 
 
 def run_rank(
@@ -76,8 +55,10 @@ def run_rank(
     interrupt: Interrupt,
     task: Task | None = None,
     voters: dist.ProcessGroup | None = None,
-) -> Ended:
-    """Train as that rank of the default group, and if it is 0 keep the run's files and report.
+) -> int:
+    """Train as that rank of the default group, and if it is 0 keep the run's files and report. The
+    exit code of that rank's process: what has gone wrong is rank 0's to say, which needs time for
+    it, and a failure of another would cut that short.
 
     task, voters: see `train`."""
     config, checkpoint = job.config, job.checkpoint
@@ -99,8 +80,13 @@ def run_rank(
     finally:
         if logbook is not None:
             logbook.close()
-    saved = logbook is None or make_report(config, outcome, logbook, output(config))
-    return Ended(outcome, saved and not outcome.unsaved)
+    if logbook is not None:
+        saved = make_report(config, outcome, logbook, output(config))
+        if outcome.diverged:
+            return DIVERGED
+        if not saved:
+            return UNSAVED
+    return INTERRUPTED if outcome.interrupted else 0
 
 
 def join(threads: int, rank: int, world_size: int, init_method: str) -> Interrupt:

@@ -23,10 +23,8 @@ import torch
 
 from docs.studies.common import columns, write
 from docs.studies.rules import FP32, PEERS, Replica, Rule
-from runs.build import build_task, check
+from runs.build import build_task, check, initial_model, learning_rate, lr_factor, make_optimizer
 from runs.config import TrainConfig
-from runs.initial import initial_model
-from runs.optimizers import learning_rate, lr_factor, make_optimizer
 from runs.parser import UsageError
 from runs.stages import counted
 from runs.tasks import Task

@@ -10,7 +10,7 @@ from pathlib import Path
 from adaptive import Header
 from adaptive.config import make_base
 from runs.config import TrainConfig, load_config
-from runs.events import has_events
+from runs.files import has_events
 from runs.parser import UsageError
 from runs.policy_expression import canonical, policy_name
 from runs.records import TIMELINE_FILE, Recorded, read_records

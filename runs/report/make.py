@@ -19,7 +19,7 @@ from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
 from runs.report.table import columns, make_text, row_as_json, shown
 from runs.report.verdict import headline_lines, headlines
-from runs.stages import told
+from runs.stages import counted
 from runs.tables import faint, show, strong
 
 PAGE_FILE, RESULT_FILE = "report.html", "report.json"
@@ -87,7 +87,7 @@ def make_report(
 def _read(places: Sequence[Place], notes: list[str]) -> list[Run]:
     """All runs; one that has not begun is a note among others, and an error alone."""
     runs: list[Run] = []
-    for place in told([(place.name, place) for place in places], "reading"):
+    for place in counted(places, len(places), "reading", "runs"):
         try:
             runs.append(read_run(place))
         except NoStepError:

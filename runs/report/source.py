@@ -10,9 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from runs.config import CONFIG_FILE, TrainConfig, load_config
-from runs.densities import Densities
-from runs.events import has_events
-from runs.files import json_lines, read_json
+from runs.files import has_events, json_lines, read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.policy_expression import UntrustedPolicyError
@@ -126,7 +124,7 @@ def _read_run(place: Place, smooth: int) -> Run:
         slices,
         ending,
         tuple(damage for damage in (recorded.damage, metrics.damage) if damage),
-        tuple(Densities.from_json(step, value) for step, value in metrics.densities),
+        metrics.densities,
     )
 
 

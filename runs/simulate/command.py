@@ -75,7 +75,7 @@ def main(given: dict[str, Any]) -> int:
     from runs.worker import run_rank
 
     with claimed(make_job(_with_defaults(given), None, simulated=True)) as job:
-        return simulate(job.config, lambda rank, *own: run_rank(job, rank, *own).code(rank))
+        return simulate(job.config, lambda rank, *own: run_rank(job, rank, *own))
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:

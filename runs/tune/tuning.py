@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adaptive import LinkSpec
+from runs.build import learning_rate
 from runs.compare.contender import parse_contender
 from runs.config import TrainConfig
-from runs.optimizers import learning_rate
 from runs.options import CONFIG_OPTIONS, make_config, policy_for
 from runs.parser import UsageError, option
 from runs.policy_expression import argument_names, policy_name, written_arguments

@@ -25,7 +25,7 @@ class _Terminal(io.StringIO):
 
 def test_the_bar_on_a_terminal_says_what_is_emulated() -> None:
     terminal = _Terminal()
-    progress = Progress(0, 3, LINK, stream=terminal)
+    progress = Progress(3, LINK, stream=terminal)
     for step in range(1, 4):
         progress.update(step, 1.5, None)
     progress.say("a switch")

@@ -230,7 +230,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
 ) -> None:
     """After so many good steps one update spoils the model, though every number is finite yet."""
     factor = lr / TextTask.learning_rates["lstm"]
-    monkeypatch.setattr("runs.train.lr_factor", lambda _, step: factor if step >= good else 1.0)
+    monkeypatch.setattr("runs.trainer.lr_factor", lambda _, step: factor if step >= good else 1.0)
     run = tmp_path / "run"
     assert _simulate(text, run, "--steps", "12", "--workers", "2", "--checkpoint-every", "1") == 3
     lines = capsys.readouterr().err.splitlines()

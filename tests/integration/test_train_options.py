@@ -17,6 +17,7 @@ from runs.parser import read
 from tests.integration.commands import assert_refused
 
 BAD = {
+    "--window 5": ["Unrecognized", "--window"],
     "--task x": ["--task", "'x'", "text, cifar10"],
     "--model x": ["--model", "'x'", "lstm, gpt"],
     "--model gpt --init /nowhere": ["--init /nowhere", "no checkpoint", "--checkpoint-every"],
@@ -42,13 +43,6 @@ BAD = {
     "--policy Schedule({0:0.5})": ["--policy", "pieces[0]=0.5", ">= 1"],
     "--policy Schedule({-1:2})": ["--policy", "step=-1", ">= 0"],
     "--policy Schedule({5:2}) --cf-range 10 20": ["CF 2", "--cf-range 10 20"],
-    "--schedule 0:1 5:2": ["--schedule", '--policy "Schedule({0: 10, 500: 100})"'],
-    "--policy gravac --window 5": ["--window", '--policy "GraVAC(window=5)"'],
-    "--warmup-steps 5": ["--warmup-steps", '--policy "Warmup(steps=5)"'],
-    "--probe 10 20 --steps 3": ["--probe", '--policy "Fixed(probe=(10, 20))"'],
-    "--gain=raw": ["--gain", """--policy "GraVAC(gain='raw')\""""],
-    "--per-layer on": ["--per-layer", '--policy "Accordion(per_layer=True)"'],
-    "--expression GraVAC()": ["--expression", '--policy "Warmup(steps=50'],
     "--step 3": ["--step", "--steps N"],
     "--cf-range 1000 10": ["--cf-range", "1000", "must not exceed"],
     "--cf-range 0 10": ["--cf-range", "0.0", ">= 1"],

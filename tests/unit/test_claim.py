@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runs.checkpoint import Checkpoint
-from runs.claim import LOCK_FILE, claim
+from runs.claim import LOCK_FILE, SIGNATURE, claim
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.job import Job, claimed
 from runs.parser import UsageError
@@ -42,19 +42,20 @@ def test_a_second_one_is_told_who_holds_it_and_a_killed_holder_blocks_nobody(
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    assert (folder / LOCK_FILE).exists()  # of the one that was killed
+    assert (folder / SIGNATURE).exists()  # of the one that was killed
     with claim(folder, "--log-dir z", ""):
         pass
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
 
 
 def test_nothing_is_written_through_a_link_of_that_name(tmp_path: Path) -> None:
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
     mine.write_text("mine")
-    (folder / LOCK_FILE).symlink_to(mine)
+    for name in (LOCK_FILE, SIGNATURE):
+        (folder / name).symlink_to(mine)
     with claim(folder, "", ""):
-        assert not (folder / LOCK_FILE).is_symlink()
+        assert not any((folder / name).is_symlink() for name in (LOCK_FILE, SIGNATURE))
         with pytest.raises(UsageError), claim(folder, "", ""):
             pass
     assert mine.read_text() == "mine"
@@ -67,9 +68,9 @@ def test_a_holder_whose_folder_is_removed_ends_well_and_leaves_the_next_ones_cla
     with claim(folder, "", ""):
         folder.rename(away)
         with claim(folder, "", ""):  # a new folder of the same name
-            inner = folder / LOCK_FILE
-            assert inner.exists()
-        assert not inner.exists()
+            assert (folder / SIGNATURE).exists()
+            with pytest.raises(UsageError, match="is in use"), claim(folder, "", ""):
+                pass
 
 
 def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
@@ -96,4 +97,4 @@ def test_a_named_folder_is_looked_at_again_once_it_is_claimed(
         pass
     with claimed(Job(config, new)) as job:
         assert job.config == config
-    assert [path.name for path in tmp_path.iterdir()] == [CONFIG_FILE]
+    assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, LOCK_FILE}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from math import nan
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from runs.densities import BINS, Densities, Density, density, edges
-from runs.early import EarlyStopping
+from runs.records import read_metrics
 from runs.simulate.ranks import run_ranks
+from runs.trainer import EarlyStopping
 from tests.unit.ranks import simulates
 
 
@@ -67,7 +70,7 @@ def test_all_ranks_stop_when_rank_0_says_so() -> None:
     assert run_ranks(3, work) == [[False, False, False, True]] * 3
 
 
-def test_a_density_counts_every_value_once() -> None:
+def test_a_density_counts_every_value_once(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(999, generator=generator) * 10 ** torch.linspace(-12, 4, 999)
     values[::9] = 0
@@ -84,19 +87,30 @@ def test_a_density_counts_every_value_once() -> None:
     assert sum(found.shares(found.positive)) == pytest.approx(sum(found.positive) / 998)
 
     pair = Densities(7, found, density([torch.zeros(3)]))
-    assert Densities.from_json(7, json.loads(json.dumps(pair.as_json()))) == pair
+    line = {"step": 7, "densities": {"before": asdict(pair.before), "after": asdict(pair.after)}}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert read_metrics(path).densities == (pair,)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([], "densities must be an object"),
-        ({"before": 3}, "a density must be an object"),
-        ({"before": {"negative": [1]}}, f"negative of a density must be {BINS} numbers"),
-        ({"before": {"negative": [0] * BINS, "positive": [-1] * BINS}}, "positive must be a whole"),
+        ([], "must be a valid dictionary"),
+        ({"before": 3}, "before must be a valid dictionary"),
+        ({"before": {"negative": [1]}}, "before.zeros is missing"),
+        ({"before": {"zeros": 0, "negative": [1], "positive": []}}, f"must be {BINS} numbers"),
+        (
+            {"before": {"zeros": 0, "negative": [0] * BINS, "positive": [-1] * BINS}},
+            "before.positive.0 must be greater than or equal to 0, got -1",
+        ),
     ],
 )
-def test_damaged_densities_say_so(value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Densities.from_json(0, value)
+def test_damaged_densities_are_left_out(value: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 7, "densities": value}) + "\n" + '{"step": 8}\n')
+    found = read_metrics(path)
+    assert found.densities == ()
+    assert found.trained == 9
+    assert message in found.damage
     assert Density(1, (0,) * BINS, (0,) * BINS).values == 1

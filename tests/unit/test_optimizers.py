@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runs.build import build_task, check
+from runs.build import OPTIMIZERS, build_task, check, learning_rate, lr_factor, make_optimizer
 from runs.config import TrainConfig, load_config
-from runs.optimizers import OPTIMIZERS, learning_rate, lr_factor, make_optimizer
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.tasks import Task

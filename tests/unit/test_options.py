@@ -18,7 +18,7 @@ from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS, main
-from runs.optimizers import OPTIMIZERS
+from runs.build import OPTIMIZERS
 
 NAN = float("nan")
 

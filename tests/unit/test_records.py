@@ -46,7 +46,7 @@ def _record(step: int, cf: float = 10.0) -> StepRecord:
         {cf: Measurement(0.5, 0.5, 1.0, 1.0)},
         timed_cf=cf if step else nan,
         seconds=0.1,
-        wire_bytes=400,
+        wire_bytes=400.0,
         dense_wire_bytes=4000.0,
         steady={cf: 0.5},
         layers={"fc.weight": LayerReport(1.0, nan, {cf: 0.25})},

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from adaptive import JSONLTimeline, StepRecord, StepReport
 from adaptive.timeline.progress import make_bar
 from runs.records import read_records
-from runs.stages import counted, told
+from runs.stages import counted
 
 
 class _Terminal(io.StringIO):
@@ -36,10 +36,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_long_work_says_where_it_is_in_plain_lines(work: Callable[[float], None]) -> None:
     out = io.StringIO()
-    parts = [("a", 1.0), ("b", 1.5), ("c", 1.0), ("d", 6.0), ("e", 9.0)]
-    for seconds in told(parts, "reading", out):
+    for seconds in counted([1.0, 1.5, 1.0, 6.0, 9.0], 5, "reading", "runs", out):
         work(seconds)
-    assert out.getvalue().splitlines() == ["reading 3 of 5: c", "reading 5 of 5: e"]
+    assert out.getvalue().splitlines() == ["reading 3 of 5 runs", "reading 5 of 5 runs"]
 
 
 def test_parts_without_names_are_counted(work: Callable[[float], None]) -> None:
@@ -55,7 +54,7 @@ def test_parts_without_names_are_counted(work: Callable[[float], None]) -> None:
 def test_quick_work_says_nothing() -> None:
     out, terminal = io.StringIO(), _Terminal()
     assert list(counted(range(3), 3, "replaying", "steps", out)) == [0, 1, 2]
-    assert list(told([("a", 1)], "reading", terminal)) == [1]
+    assert list(counted([1], 1, "reading", "runs", terminal)) == [1]
     assert out.getvalue() == ""
     assert "reading" not in terminal.getvalue()
 

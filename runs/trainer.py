@@ -1,0 +1,247 @@
+"""A model on one rank, its optimizer, and what exchanges its gradients: the library's compressor,
+plain DDP, or one of PyTorch's own hooks to compare with.
+
+No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
+classes themselves.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from math import sqrt
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+
+from adaptive import Summary, Timeline
+from adaptive.exchange.collectives import reduce_wire_bytes
+from policies import DENSE
+from runs.build import (
+    build_compressor,
+    build_task,
+    initial_model,
+    lr_factor,
+    make_optimizer,
+)
+from runs.config import TrainConfig
+from runs.densities import Densities, density
+from runs.tasks import Task, trainable
+
+RANK, START = 4, 2
+"""Of PowerSGD, and dense steps before it compresses (it needs 2; by default it sends 1,000)."""
+
+ONE_BUCKET = 10_000
+"""MB: with several buckets PowerSGD's hook aborts on gloo, since it sends from callbacks."""
+
+
+class Trainer:
+    """A model, its optimizer and compressor on one rank; `step` counts the steps done.
+
+    With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
+    task: what to train, if it is there already; ranks of one process may share it.
+    resumed: a checkpoint will be loaded, so that the weights of --init are not needed.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        timeline: Timeline | None = None,
+        task: Task | None = None,
+        resumed: bool = False,
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.step = 0
+        self.task = task or build_task(config)
+        torch.manual_seed(config.seed * self.world_size + self.rank)
+        model = initial_model(config, self.task, read_weights=not resumed)
+        self._power: PowerSGDState | None = None
+        if config.ddp_hook == "powersgd":
+            self._power = PowerSGDState(
+                None, matrix_approximation_rank=RANK, start_powerSGD_iter=START
+            )
+        self.model = DDP(model, bucket_cap_mb=None if self._power is None else ONE_BUCKET)
+        if self._power is not None:
+            self.model.register_comm_hook(self._power, powerSGD_hook)
+        elif config.ddp_hook == "bf16":
+            self.model.register_comm_hook(None, _bf16)
+        self.optimizer = make_optimizer(config, self.task, self.model)
+        self.early = EarlyStopping(config.patience, self.task.higher_is_better)
+        self._config = config
+        self.compressor = None
+        if config.policy != "off":
+            self.compressor = build_compressor(
+                config,
+                samples_per_step=self.task.batch_size * self.world_size,
+                timeline=[timeline] if timeline is not None else [],
+                numel=sum(p.numel() for p in trainable(self.model)),
+            ).attach(self.model, optimizer=self.optimizer)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of this rank's batch in the present step."""
+        batch = self.task.batch(self.step, self.rank, self.world_size)
+        return self.task.loss(self.model, batch)
+
+    def descend(self, loss: torch.Tensor) -> Densities | None:
+        """Backward, with the exchange in it, and the optimizer's step; histograms of its gradients
+        on rank 0, if the configuration asks for them in this step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.lr * lr_factor(self._config, self.step)
+        found = self._backward(loss)
+        if self._config.clip_grad is not None:
+            clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return found
+
+    def _backward(self, loss: torch.Tensor) -> Densities | None:
+        """The backward pass that exchanges. If this rank's gradient is to be known before, there is
+        another one: `torch.autograd.grad` does not set off DDP's hook, which has a bucket at a
+        time, and compresses it."""
+        every, limit = self._config.densities, self._config.clip_local
+        parameters = trainable(self.model)
+        watched = self.rank == 0 and every > 0 and (self.step + 1) % every == 0
+        if not watched and limit is None:
+            loss.backward()
+            return None
+        own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        if limit is not None:
+            norm = torch.stack([part.norm() for part in own if part is not None]).norm()
+            loss = loss * (limit / sqrt(self.world_size) / norm).clamp(max=1.0)
+        loss.backward()
+        if not watched:
+            return None
+        return Densities(self.step, density(own), density(p.grad for p in parameters))
+
+    def measured(self) -> AbstractContextManager[None]:
+        """A context in which the model is the one whose quality counts, the mean of all ranks'."""
+        return nullcontext() if self.compressor is None else self.compressor.averaged()
+
+    def summary(self) -> Summary:
+        """What was sent so far."""
+        if self.compressor is None:
+            return self._dense_summary()
+        self.compressor.flush()
+        return self.compressor.summary()
+
+    def _dense_summary(self) -> Summary:
+        """What plain DDP has sent, perhaps with a hook of PyTorch's."""
+        dense = self.step * sum(p.numel() for p in trainable(self.model))
+        floats = dense
+        if self._power is not None:
+            _, before, after = self._power.compression_stats()
+            floats = round(dense - before + after)
+        payload = floats * (2 if self._config.ddp_hook == "bf16" else 4)
+        return Summary(
+            steps=self.step,
+            cf=DENSE,
+            steps_at_cf={DENSE: self.step},
+            bytes_sent=reduce_wire_bytes(payload, self.world_size),
+            payload_bytes=payload,
+            floats_sent=floats,
+            dense_bytes=reduce_wire_bytes(4 * dense, self.world_size),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's whole state, between steps."""
+        return {
+            "step": self.step,
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "compressor": self.compressor.state_dict() if self.compressor is not None else None,
+            "rng": torch.get_rng_state(),
+            "early": self.early.state_dict(),
+        }
+
+    def throw_away_a_step(self) -> None:
+        """Before `load_state_dict`: DDP orders its buckets anew after the first backward, which
+        changes the order of summation, so that one must not count. Whatever it changes is loaded
+        afterwards."""
+        self.loss().backward()
+        self.optimizer.step()  # without it, the library warns of a step that was left out
+        self.optimizer.zero_grad()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, bit-identically given the same step times."""
+        self.step = state["step"]
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.compressor is not None:
+            self.compressor.load_state_dict(state["compressor"])
+        if "early" in state:  # not in checkpoints of older versions
+            self.early.load_state_dict(state["early"])
+        if state["rng"] is not None:
+            torch.set_rng_state(state["rng"])
+        else:  # no worker of the run before had these random numbers
+            torch.manual_seed(crc32(repr((self._config.seed, self.step, self.rank)).encode()))
+
+
+class EarlyStopping:
+    """This stops a run whose quality has not become better in `patience` evaluations in a row, and
+    keeps the model that had the best one (Prechelt 1998). A patience of 0 does neither.
+
+    Rank 0 evaluates, so rank 0 notes, and the others hear from it. stopped: on all ranks, whether
+    the run is to end. best, step: the best quality, and after how many steps; on rank 0, which also
+    has the model.
+    """
+
+    def __init__(self, patience: int, higher_is_better: bool) -> None:
+        self.patience = patience
+        self.stopped = False
+        self.best: float | None = None
+        self.step = 0
+        self._sign = 1 if higher_is_better else -1
+        self._since = 0  # evaluations since the best one
+        self._model: dict[str, Any] = {}
+
+    def note(self, step: int, quality: float, model: nn.Module) -> None:
+        """The model's quality after so many steps. One that is not a number is no better."""
+        if not self.patience:
+            return
+        if self.best is None or self._sign * (quality - self.best) > 0:
+            self.best, self.step, self._since = quality, step, 0
+            self._model = deepcopy(model.state_dict())
+        else:
+            self._since += 1
+
+    def agree(self) -> None:
+        """Tell all ranks whether it stops: a collective, unless the patience is 0."""
+        if self.patience:
+            said = [self._since]
+            dist.broadcast_object_list(said, src=0)
+            self._since = said[0]
+            self.stopped = self._since >= self.patience
+
+    def take_best(self, step: int, model: nn.Module) -> float | None:
+        """Give the model, which has done so many steps, the weights of the best one; the quality
+        that it has then, or None if it is the best itself."""
+        if self.best is None or self.step == step:
+            return None
+        model.load_state_dict(self._model)
+        return self.best
+
+    def why(self) -> str:
+        """Why it has stopped, in words; "" if it has not."""
+        if not self.stopped:
+            return ""
+        times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations in a row"
+        return f"{times} brought nothing better than that after step {self.step}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "step": self.step, "since": self._since, "model": self._model}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.step, self._since = state["best"], state["step"], state["since"]
+        self._model = state["model"]
+        self.stopped = 0 < self.patience <= self._since
+
+
+def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's, under another name: DDP lets it have that one with NCCL alone."""
+    return bf16_compress_hook(state, bucket)
