@@ -157,9 +157,9 @@ def test_a_folder_cannot_have_its_code_run(folder: Folder, words: list[str], cap
 def test_a_report_does_without_the_folders_code(folder: Folder, capfd: Any) -> None:
     assert main(["report", str(folder.path), "--json"]) == 0
     assert not folder.imported
-    [run] = json.loads(capfd.readouterr().out)["runs"]
-    assert run["steps"] == 4
-    assert any("was not imported" in note for note in run["notes"])
+    [row] = json.loads(capfd.readouterr().out)["rows"]
+    assert row["steps"]["values"] == [4]
+    assert any("was not imported" in note for note in row["runs"][0]["notes"])
 
 
 def test_who_names_it_again_goes_on_with_it(

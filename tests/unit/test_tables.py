@@ -41,7 +41,9 @@ def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_escape_what_they_are_given() -> None:
-    values = {"text": STRANGE, "snippet": None, "pictures": [], "trials": [(1, STRANGE, "", False)]}
+    rows = [(["1", STRANGE], "", False)]
+    values = {"answer": [STRANGE], "snippet": None, "pictures": [], "head": ["trial"], "rows": rows}
+    values |= {"notes": [], "log_dir": "logs"}
     page = render("tune.html", title=f"{STRANGE}\udcff", **values)
     assert "<b>" not in page
     assert page.count("&lt;b&gt;&amp;amp;") == 4
