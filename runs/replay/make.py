@@ -62,6 +62,9 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
     """The policy, started as the controller does it. UsageError if the settings do not fit."""
     try:
         policy = build_policy(config)
+    except (ValueError, TypeError) as error:  # which names the policy, abridged
+        raise UsageError(f"--{error}") from error
+    try:
         context = make_context(config, source, policy)
         if policy.layerwise and not context.layers:
             layerwise = " --layerwise on" if config.layerwise else ""
