@@ -211,6 +211,7 @@ def _each_way(rank: int) -> list[tuple[Tensor, list[float]]]:
     return found
 
 
+@pytest.mark.long
 @on_this_torch
 def test_every_way_to_exchange() -> None:
     """Shards are of unequal size, and some are empty."""

@@ -56,6 +56,7 @@ def _logged_norms(rank: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_the_norm_that_clipping_returns_is_about_that_of_the_mean_gradient() -> None:
     for ratios in run_ranks(2, _logged_norms):
         assert min(ratios) > 1 / 5
