@@ -60,8 +60,8 @@ def overlapped(overlap: int | None, steps: int) -> int:
 @dataclass(eq=False)
 class StepTime(Stateful):
     """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF. overlap:
-    see `overlapped`. watched: gains are measured in every step, dense ones too, so that what this
-    takes is a part of a dense step as of all others; else it ends when dense is sent for good."""
+    see `overlapped`. watched: gains are measured in dense steps, too, so that what this takes is a
+    part of them as of all others; else it ends once dense is sent for good."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0

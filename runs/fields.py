@@ -47,7 +47,7 @@ class Fields:
             wanted = first["msg"].replace("Input should", "must")
             if first["type"] == "less_than_equal":  # which may have a hundred digits
                 wanted = f"must be less than or equal to {first['ctx']['le']:g}"
-            raise ValueError(f"{where} {wanted}, got {shown(first['input'])}") from None
+            raise ValueError(f"{where} {wanted}, got {abridged(first['input'])}") from None
 
     def _validator_of(self, kind: Any, name: str) -> Any:
         from pydantic import TypeAdapter
@@ -95,7 +95,7 @@ def _or_nan(value: Any, check: Callable[[Any], float]) -> float:
     return nan if value is None or value != value else check(value)
 
 
-def shown(value: Any) -> str:
+def abridged(value: Any) -> str:
     """A value, abridged."""
     try:
         text = repr(value)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
+from math import isfinite
 from pathlib import Path
 from struct import Struct
 from typing import Any, BinaryIO
@@ -83,6 +84,11 @@ def read_json(path: Path) -> Any:
     if len(content) > LARGEST:
         raise ValueError(f"has more than {LARGEST >> 20} MB")
     return parse_json(content)
+
+
+def known(value: float | None) -> float | None:
+    """A number as JSON has it: null for one that is not finite, or not known."""
+    return value if value is not None and isfinite(value) else None
 
 
 def parse_json(content: bytes | str) -> Any:

@@ -17,6 +17,9 @@ DIVERGED = 3
 UNSAVED = 4
 """The exit code of a run whose result, or last checkpoint, could not be written."""
 
+GOES_ON = "interrupted; the same command goes on from here"
+"""What a command says in the end that goes on by itself when it is given again."""
+
 STOPPING = "\nstopping after this step; once more ends at once\n"
 """What the first Ctrl-C is answered with."""
 

@@ -20,7 +20,7 @@ from adaptive import Event, Header, StepRecord
 from adaptive.timeline.records import VERSION
 from runs.config import write_text
 from runs.densities import Densities
-from runs.fields import EXACT, Fields, Limits, shown
+from runs.fields import EXACT, Fields, Limits, abridged
 from runs.files import (
     Damage,
     event_values,
@@ -204,7 +204,7 @@ class _Found:
                 )
             self.header = _header(value)
         else:
-            raise ValueError(f"kind must be step, event or header, got {shown(kind)}")
+            raise ValueError(f"kind must be step, event or header, got {abridged(kind)}")
 
     def _go_back_to(self, step: int) -> None:
         """Forget the step, and what came after it (files are in order, or next to it). Switches
@@ -245,10 +245,12 @@ def _header(value: dict[str, Any]) -> Header:
     _check_depth(header.settings, 0)
     counts = header.local_steps
     if not counts or sorted(set(counts)) != list(counts):
-        raise ValueError(f"local_steps must be different, the smallest first, got {shown(counts)}")
+        raise ValueError(
+            f"local_steps must be different, the smallest first, got {abridged(counts)}"
+        )
     for name, shape in header.layers.items():
         if len(shape) > DEEPEST or prod(shape) > EXACT:
-            raise ValueError(f"layers: {name} must be the shape of a tensor, got {shown(shape)}")
+            raise ValueError(f"layers: {name} must be the shape of a tensor, got {abridged(shape)}")
     return header
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from textwrap import indent
 from typing import Any, TextIO
@@ -22,6 +21,7 @@ from adaptive.exchange.link import ServerSpec
 from policies.words import named
 from runs.build import sends_dense
 from runs.config import TrainConfig, write_text
+from runs.files import known
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.netlab.lab import real_links
 from runs.netlab.place import told
@@ -199,10 +199,10 @@ def make_result(
         "diverged": outcome.diverged or None,
         "quality_name": task.quality_name,
         "higher_is_better": task.higher_is_better,
-        "quality": _known(outcome.quality),
+        "quality": known(outcome.quality),
         **_measured(outcome),
-        "evaluations": [{"step": step, "quality": _known(value)} for step, value in evaluations],
-        "train_loss": _known(outcome.loss),
+        "evaluations": [{"step": step, "quality": known(value)} for step, value in evaluations],
+        "train_loss": known(outcome.loss),
         "seconds": outcome.seconds,
         "steps_per_second": rate,
         "modelled_seconds": modelled,
@@ -227,8 +227,8 @@ def make_result(
 def _measured(outcome: Outcome) -> dict[str, Any]:
     """What some tasks have, and some options bring, beside the quality."""
     found = {
-        "beside": {name: _known(value) for name, value in outcome.beside.items()},
-        "test": _known(outcome.test),
+        "beside": {name: known(value) for name, value in outcome.beside.items()},
+        "test": known(outcome.test),
         "best_step": outcome.best_step,
         "stopped_early": outcome.stopped_early,
     }
@@ -316,14 +316,10 @@ def _summary(summary: Summary) -> dict[str, Any]:
     values = asdict(summary)
     del values["gains"]
     values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
-    values["mean_gain"] = [[cf, _known(gain)] for cf, gain in summary.mean_gain.items()]
-    values["dense_step"]["seconds"] = _known(summary.dense_step.seconds)
-    values["step_seconds"] = _known(summary.step_seconds)
+    values["mean_gain"] = [[cf, known(gain)] for cf, gain in summary.mean_gain.items()]
+    values["dense_step"]["seconds"] = known(summary.dense_step.seconds)
+    values["step_seconds"] = known(summary.step_seconds)
     return {**values, "wire_factor": summary.wire_factor}
-
-
-def _known(value: float | None) -> float | None:
-    return value if value is not None and isfinite(value) else None
 
 
 def _bytes(count: float) -> str:

@@ -12,13 +12,11 @@ from runs.claim import claim
 from runs.compare.contender import Contender
 from runs.compare.options import HELP, OPTIONS, Comparison, make_comparison
 from runs.config import TrainConfig
-from runs.interrupt import INTERRUPTED, UNSAVED
+from runs.interrupt import GOES_ON, INTERRUPTED, UNSAVED
 from runs.netlab.command import run_again_inside
 from runs.parser import UsageError, check_writable, typed
 
 __all__ = ["HELP", "OPTIONS", "main"]
-
-GOES_ON = "interrupted; the same command goes on from here"
 
 
 def main(given: dict[str, Any]) -> int:

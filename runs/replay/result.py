@@ -16,6 +16,7 @@ from policies import DENSE
 from policies.base import counted_steps
 from policies.words import named
 from runs.config import TrainConfig
+from runs.files import known
 from runs.logbook import gain_kind
 from runs.parser import shown
 from runs.policy_expression import policy_name, written_arguments
@@ -52,10 +53,10 @@ def make_result(source: Source, config: TrainConfig, replayed: Replayed) -> dict
         "verdict": replayed.verdict,
         "share_at_cf": _shares(ours),
         "recorded_share_at_cf": _shares(theirs),
-        "modelled_seconds": _known(sum(map(costs.seconds, ours))),
-        "recorded_modelled_seconds": _known(sum(map(costs.seconds, theirs))),
-        "modelled_bytes": _known(sum(map(costs.nbytes, ours))),
-        "recorded_bytes": _known(recorded.bytes_sent),
+        "modelled_seconds": known(sum(map(costs.seconds, ours))),
+        "recorded_modelled_seconds": known(sum(map(costs.seconds, theirs))),
+        "modelled_bytes": known(sum(map(costs.nbytes, ours))),
+        "recorded_bytes": known(recorded.bytes_sent),
         "notes": [*_notes(source, config, replayed), *filter(None, beyond.values())],
     }
 
@@ -213,7 +214,3 @@ def departure(recorded: Recorded, replayed: Replayed) -> str:
 def _shares(cfs: list[float]) -> list[list[float]]:
     """Pairs (CF, share of steps), since JSON has no float keys."""
     return [[cf, count / len(cfs)] for cf, count in sorted(Counter(cfs).items())]
-
-
-def _known(value: float) -> float | None:
-    return value if isfinite(value) else None

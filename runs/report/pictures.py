@@ -25,6 +25,7 @@ from runs import dashboard
 from runs.dashboard.thin import Switch
 from runs.dashboard.timeline import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series, timeline
 from runs.densities import edges
+from runs.files import known
 from runs.progress import cf_name
 from runs.report.run import Run
 
@@ -302,7 +303,7 @@ def _timeline(run: Run) -> dict[str, Any] | None:
 
 
 def _known(values: Any) -> list[float | None]:
-    return [value if isfinite(value) else None for value in values]
+    return [known(value) for value in values]
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

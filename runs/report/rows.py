@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from adaptive import LinkSpec
+from runs.files import known
 from runs.parser import UsageError
 from runs.progress import number_text
 from runs.report.command import BANDWIDTHS
@@ -56,11 +57,6 @@ class Spread:
         """null for what is not known."""
         values = [NEVER if value == inf else known(value) for value in self.values]
         return {"mean": known(self.mean), "deviation": known(self.deviation), "values": values}
-
-
-def known(value: float) -> float | None:
-    """For JSON."""
-    return value if isfinite(value) else None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import RenderableType
 
 from adaptive import LinkSpec
-from runs.report.rows import Row, known
+from runs.files import known
+from runs.report.rows import Row
 from runs.report.run import Run
 from runs.tables import table
 

@@ -6,9 +6,9 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.parser import UsageError, fail
-from runs.tune.options import GOES_ON, HELP, OPTIONS
+from runs.tune.options import HELP, OPTIONS
 
 __all__ = ["HELP", "OPTIONS", "main"]
 

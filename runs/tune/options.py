@@ -29,7 +29,6 @@ REPLAYS, KEPT = 1000, 8
 """Screened on a record, and handed to real runs, unless the command says otherwise."""
 
 STUDY_FILE = "study.db"
-GOES_ON = "interrupted; the same command goes on from here"
 
 ACCEPTED = {
     ("quality",): False,

@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 
 from runs.build import check
 from runs.config import TrainConfig
-from runs.interrupt import INTERRUPTED, Interrupt
+from runs.interrupt import GOES_ON, INTERRUPTED, Interrupt
 from runs.launch import launch
 from runs.logbook import Logbook, emulated
 from runs.parser import UsageError, check_writable
@@ -31,7 +31,6 @@ from runs.report.source import read_folder
 from runs.result import save_result, title
 from runs.train import Outcome, train
 from runs.tune import study as book
-from runs.tune.options import GOES_ON
 from runs.tune.report import make_report, make_summary
 from runs.tune.screen import Record, read, screen
 from runs.tune.storage import BEAT, needed

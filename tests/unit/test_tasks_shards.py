@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runs.tasks.shards import Shards
+from runs.tasks.base import Shards
 
 
 @given(
