@@ -137,8 +137,8 @@ class Bucket:
     one. poisoned: a gradient is not finite, or its squares or their sum are not in that precision;
     larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or later, or what
     compressors make of it. The gradients of a poisoned bucket are set to zero. rooms: what `room`
-    has given out, which on the host the same bucket of the next step finds again. turned: a
-    memory has made what it sends of the gradients.
+    has given out, which on the host the same bucket of the next step finds again. updates: it
+    holds updates, not gradients.
     """
 
     work: Tensor
@@ -147,7 +147,7 @@ class Bucket:
     rooms: dict[str, Tensor]
     parts: list[Part] = field(default_factory=list)
     poisoned: Flag = False
-    turned: bool = False
+    updates: bool = False
 
     def open(
         self,

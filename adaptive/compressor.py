@@ -95,10 +95,10 @@ class AdaptiveCompressor:
         in the residual. "auto": {2: "bf16", 4: "int8"} with policy "goodput" and a sparsifier with
         error feedback, for a network that is only a little too slow. None: none.
     memory: "residual" feeds back errors. "momentum": momentum correction (DGC, section 3), for SGD
-        with momentum. "updates": what each rank's own Adam, AdamW, NAdam, RAdam, RMSprop or Adagrad
-        makes of its gradient is fed back and sent. "none": what is not sent is lost. "auto": by the
-        optimizer that `attach` is handed "updates" for one of these, "momentum" for SGD with
-        momentum, else "residual"; "none" for an unbiased compressor.
+        with momentum. "updates": what the step of each rank's optimizer has done is fed back and
+        sent, with any optimizers that `attach` is handed. "none": what is not sent is lost. "auto":
+        by what `attach` is handed "momentum" for torch's SGD with momentum, "residual" for one
+        without or nothing, else "updates"; "none" for an unbiased compressor.
     residual_dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random; not
         with momentum correction. Of float64 parameters it is in float64 all the same.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
@@ -242,18 +242,18 @@ class AdaptiveCompressor:
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
         Sparse gradients and complex parameters are exchanged as DDP does without a hook.
 
         model: `DistributedDataParallel`, or what `torch.compile` or Fabric have made of it.
-        optimizer: lets the memory do what the optimizer would have to do before averaging (see
-            `memory`), and Accordion see the learning rate. With an SGD's momentum `p.grad` then
-            holds velocity, which clipping and logging must know; with Adam and those like it,
-            updates, scaled so that their norm is about that of the mean gradient. A wrapper that
-            has the optimizer as its `.optimizer` will do.
+        optimizer: the optimizer of the model, or all of them. In compressed steps each rank's
+            optimizer then steps by this rank's own gradients, and what the step has done is
+            compressed and averaged (see `memory`). With an SGD's momentum, gradients are averaged,
+            and `p.grad` holds velocity, which clipping and logging must know. A wrapper that has
+            the optimizer as its `.optimizer` will do.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units. None: that of
             Accelerate's optimizer, if it has one.
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
@@ -280,7 +280,7 @@ class AdaptiveCompressor:
         root: nn.Module,
         mesh: DeviceMesh,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Compress what the replicas of a sharded model exchange, on every rank, before the first
@@ -314,7 +314,7 @@ class AdaptiveCompressor:
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
     ) -> AdaptiveCompressor:
         """Learn the model's parameters (a collective), without registering the hook: for whoever
@@ -334,14 +334,15 @@ class AdaptiveCompressor:
     ) -> AdaptiveCompressor:
         """inside: with the optimizer. everyone: see `Session`. check: raises what is wrong with the
         model on this rank, which all are told of."""
-        optimizer = inside.optimizer
+        optimizers = inside.optimizers
         scaler = inside.scaler if scaler is None else scaler
         session = self._session
 
         def check_arguments() -> str:
             check()
-            is_optimizer = isinstance(optimizer, Optimizer | None)
-            require(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer or None")
+            for each in optimizers:
+                accepted = "a torch.optim.Optimizer, several of them, or None"
+                require(isinstance(each, Optimizer), "optimizer", each, accepted)
             scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
             require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
             if self._model is not None:
@@ -354,9 +355,9 @@ class AdaptiveCompressor:
 
         agree(check_arguments, group if everyone is None else everyone)
         if session is not None and session.model is model:
-            session.attach_again(optimizer, scaler)
+            session.attach_again(optimizers, scaler)
         else:
-            self._session = Session(self._settings, group, model, optimizer, scaler, everyone)
+            self._session = Session(self._settings, group, model, optimizers, scaler, everyone)
         self._model = model
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self

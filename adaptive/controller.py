@@ -170,7 +170,7 @@ class Controller(saved.Stateful):
             ladder=requested.ladder if shadow else (),
             layers=0 if layers is None else layers.numel,
             sketch=0 if peers is None else WIDTH,
-            updates=self.memory().scales is not None,
+            updates=self.memory().moments is not None,
             drift=peers is not None and len(self.numbers) > 1,
             by_energy=self.sizes.choice.by_energy,
             norms=self.policy.gain == "raw",
@@ -257,6 +257,12 @@ class Controller(saved.Stateful):
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
+    def ranks_that_stepped(self) -> Tensor:
+        """Of the step that has ended last: how many ranks' optimizers have stepped, a 0-dim tensor
+        (float64) where the gradients are. Waits for the other ranks."""
+        last = self._pending[-1]
+        return last.summed.wait()[last.tally.places["stepped"]].sum()
+
     def flush(self) -> None:
         """Take in the last step's statistics now (the next step would have; on a device the one
         after it)."""
@@ -341,7 +347,6 @@ class Controller(saved.Stateful):
             self._spoiled = {each for each in self._spoiled if each > step - 4}
             if agreed.spoiled:
                 self._spoiled.add(step)
-            self.memory().learn(agreed)
             self.corrupt = self.corrupt or agreed.corrupt > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum

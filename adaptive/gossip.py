@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from adaptive.bucket import (
     record_levels,
     strided_sample,
 )
+from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Arriving, Exchange
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.exchange.topology import GossipChoice, Topology
@@ -59,10 +59,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
-from compressors.kernels.blocks import fill_if, is_host
-
-CHUNK = 25 * 2**20
-"""Bytes of parameters that are sent as one message, but for a parameter that is larger."""
+from compressors.kernels.blocks import fill_if
 
 AT_ONCE = ("deepsqueeze", "choco-sgd")
 """Algorithms that mix in the step itself."""
@@ -82,43 +79,25 @@ class _Round:
 
 
 @dataclass(eq=False)
-class _Chunk:
-    """Parameters that travel as one message, of one precision; all tensors are flat.
+class _Chunk(Chunk):
+    """Parameters that travel as one message; all tensors are flat.
 
     offset, kept: see above; kept is the error or the replica, if the algorithm has one. before:
     where the rank stood before a step that is being made."""
 
-    parameters: Sequence[ModelParameter]
-    offset: Tensor
-    kept: Tensor | None
+    offset: Tensor = field(init=False)
+    kept: Tensor | None = None
     before: Tensor | None = None
     round: _Round | None = None
-    rooms: dict[str, Tensor] = field(default_factory=dict)
 
-    def here(self, use: str) -> Tensor:
-        """The parameters as they are, in a buffer for this use."""
-        own = [p.tensor.detach().reshape(-1).to(self.offset.dtype) for p in self.parameters]
-        if not is_host(self.offset.device):
-            return torch.cat(own)
-        if use not in self.rooms:
-            self.rooms[use] = torch.empty_like(self.offset)
-        return torch.cat(own, out=self.rooms[use])
-
-    @torch.no_grad()
-    def go_to(self, x: Tensor) -> None:
-        """The parameters become `x`."""
-        for p, there in zip(self.parameters, self.split(x), strict=True):
-            p.tensor.copy_(there.view_as(p.tensor))
+    def __post_init__(self) -> None:
+        self.offset = torch.cat([p.zeros() for p in self.parameters])
 
     @torch.no_grad()
     def move(self, by: Tensor, alpha: float) -> None:
         """Add alpha times `by` to the parameters."""
         for p, each in zip(self.parameters, self.split(by), strict=True):
             p.tensor.add_(each.view_as(p.tensor), alpha=alpha)
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """By parameter."""
-        return list(flat.split([p.tensor.numel() for p in self.parameters]))
 
 
 class Gossip:
@@ -143,13 +122,12 @@ class Gossip:
         self._step_at = choice.step_at
         self._granularity = granularity
         self._exchange = exchange
-        self._chunks = [self._chunk(each) for each in _chunks(self.parameters)]
+        self._chunks = [self._chunk(each) for each in chunks(self.parameters)]
 
     def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
-        offset = torch.cat([p.zeros() for p in parameters])
-        chunk = _Chunk(parameters, offset, None)
+        chunk = _Chunk(parameters)
         if self.algorithm == "deepsqueeze":
-            chunk.kept = torch.zeros_like(offset)
+            chunk.kept = torch.zeros_like(chunk.offset)
         elif self.algorithm == "choco-sgd":  # of where all stand
             chunk.kept = chunk.here("replica").clone()
         return chunk
@@ -311,18 +289,3 @@ def _add(out: Tensor, units: Sequence[Unit], payloads: Sequence[Payload], weight
     """out += weight * what the payloads stand for."""
     for unit, payload in zip(units, payloads, strict=True):
         unit.compressor.add_to(out[unit.start : unit.stop], payload, weight)
-
-
-def _chunks(parameters: Sequence[ModelParameter]) -> Iterable[list[ModelParameter]]:
-    """In the model's order, of one precision and device, and of CHUNK bytes at most."""
-    for _, alike in groupby(parameters, key=lambda p: (p.dtype, p.tensor.device)):
-        chunk: list[ModelParameter] = []
-        nbytes = 0
-        for p in alike:
-            own = p.tensor.numel() * p.dtype.itemsize
-            if chunk and nbytes + own > CHUNK:
-                yield chunk
-                chunk, nbytes = [], 0
-            chunk.append(p)
-            nbytes += own
-        yield chunk

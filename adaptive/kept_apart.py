@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.memory.moments import KEPT
+from adaptive.memory.moments import SECOND_MOMENTS
 from adaptive.parameters import ModelParameter, ModelParameters, like, local
 from policies.state import read, together
+
+KEPT = {*SECOND_MOMENTS, "exp_avg", "grad_avg", "momentum_buffer", "mu_product", "step"}
 
 
 class KeptApart:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,6 @@ from torch.optim import Optimizer
 
 from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.moments import flat, shaped
 from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameter
 from adaptive.uniting import averaged, unite, unite_moments
@@ -202,9 +201,6 @@ class LocalSteps:
         self.conclude()
         for p in self._parameters:
             residual = p.open_residual().add_(self.anchors[p]).sub_(as_flat(p.tensor))
-            # Residuals of updates lie as the parameter does in memory.
-            like = torch.empty_like(p.tensor, dtype=residual.dtype)
-            residual.copy_(flat(like.copy_(residual.view_as(p.tensor))))
             lr = memory.learning_rate(p)
             if isinstance(lr, Tensor):
                 residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
@@ -232,7 +228,7 @@ class LocalSteps:
         updates, self._updates = self._updates, []
         for p in updates:
             assert p.residual is not None
-            p.tensor.data.sub_(shaped(p.residual, p.tensor))
+            p.tensor.data.sub_(p.residual.view(p.tensor.shape))
             p.filled = False
         arrived = [each for each in self._arrived if due is None or each.due <= due]
         self._arrived = [each for each in self._arrived if each not in arrived]
@@ -294,12 +290,12 @@ class LocalSteps:
         self.conclude(self.at_rest)
         return averaged(self._parameters, exchange)
 
-    def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
+    def end(self, exchange: Exchange, optimizers: Iterable[Optimizer]) -> None:
         """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
         collective, dense), and without local steps."""
         self.conclude()
         unite(self._parameters, exchange)
-        if optimizer is not None:  # it may not have stepped since a state was loaded
+        for optimizer in optimizers:  # it may not have stepped since a state was loaded
             self._optimizers.add(optimizer)
         unite_moments(self._parameters, self._optimizers, exchange)
         for p in self._parameters:

@@ -3,8 +3,7 @@
 1. Open the bucket: look at the local gradients, clip them, add up their norms. A bucket with a
    gradient that is not finite is poisoned, so that it ends non-finite on every rank, as in dense
    DDP, and no memory is touched by it.
-2. Accumulate each gradient into the memory (`adaptive.memory`), which may first turn gradients into
-   something else, in which everything from there on is.
+2. Accumulate each gradient into the memory (`adaptive.memory`).
 3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
    payload (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
@@ -16,7 +15,8 @@ On a device nobody waits to know whether a bucket is poisoned: a `Flag` goes alo
 on it is done by the device. On the host it is a bool, and what is known to be in vain is not done.
 
 `Reducer.compressed` is that way. `Reducer.dense` is the shorter one of a step that is not
-compressed: all that the memory holds is sent with the gradient, in one all-reduce.
+compressed: all that the memory holds is sent with the gradient, in one all-reduce. What is called a
+gradient here may be the update that an optimizer's step has made of it (memory/updates.py).
 """
 
 from __future__ import annotations
@@ -64,13 +64,16 @@ Send = Callable[[Tensor], Future[Tensor]]
 @dataclass(frozen=True)
 class Step:
     """What the buckets of one step have in common: its number, what is sent and measured, this
-    rank's statistics, and who is told the means and this rank's own gradients."""
+    rank's statistics, and who is told the means and this rank's own gradients.
+
+    updates: buckets hold updates, in chunks that stay as they are, and not DDP's gradients."""
 
     number: int
     cfs: StepCFs
     tally: Tally
     on_mean: OnGradient | None = None
     on_local: OnGradient | None = None
+    updates: bool = False
 
 
 @dataclass
@@ -110,7 +113,7 @@ class Reducer:
         strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
         last: no bucket of this step comes after it."""
         rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
-        bucket = self._open(step, buffer, parameters, rooms, self.memory.turn)  # 1
+        bucket = self._open(step, buffer, parameters, rooms)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
         granularity = self.granularity.in_full if strategy.votes else self.granularity
         units = granularity.cut(bucket, step.cfs, shards)
@@ -138,7 +141,6 @@ class Reducer:
             if received.poisoned is not True:
                 _decode(bucket, units, received, memory, self.exchange)  # 6
                 _tell(step.on_mean, parameters, bucket.work, received.poisoned)
-                self.memory.hand_out(index, parameters, bucket.work)
             fill_if(received.poisoned, bucket.work, nan)
             return _written_back(bucket, buffer)
 
@@ -201,21 +203,17 @@ class Reducer:
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
         rooms: dict[str, Tensor],
-        turn: Callable[[Bucket, StepCFs, Tally], None] | None = None,
     ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         key = Key("", step.number, rank=self.exchange.rank)
         # A step may have been an early one before it was resumed: then DDP may be through with
         # cutting buckets anew, after backwards that were thrown away.
-        settled = min(step.number, self._backwards) >= self.settling
+        settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
-        bucket = Bucket(work, key, whole, rooms)
+        bucket = Bucket(work, key, whole, rooms, updates=step.updates)
         energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
         _tell(step.on_local, parameters, work, bucket.poisoned)
-        if turn is not None:
-            turn(bucket, step.cfs, step.tally)
-            bucket.turned = True
         self.requested.observe(bucket, energies, step.tally)
         return bucket
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -38,8 +39,8 @@ from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.memory.updates import UpdateMemory, UpdateScales
-from adaptive.parameters import ModelParameters, travel_as_they_are
+from adaptive.memory.updates import MomentState, UpdateMemory
+from adaptive.parameters import ModelParameters, local, travel_as_they_are
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, undone_on_error
@@ -50,6 +51,8 @@ from adaptive.summary import Summary
 from adaptive.timeline.records import Recorder
 from adaptive.uniting import averaged, unite, unite_moments
 from compressors.base import CorruptPayload
+from compressors.kernels import all_finite, squared_norm
+from compressors.kernels.blocks import Flag, either, fill_if, is_host
 from policies import DENSE
 from policies import state as saved
 from policies.step_time import overlapped
@@ -92,7 +95,7 @@ class Session:
         settings: Settings,
         group: dist.ProcessGroup,
         model: DistributedDataParallel | ShardedReplica | None = None,
-        optimizer: Optimizer | None = None,
+        optimizers: Sequence[Optimizer] = (),
         scaler: GradScaler | None = None,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
@@ -104,8 +107,11 @@ class Session:
         self._parameters = ModelParameters(model, settings.residual_dtype)
         of_ddp = model if isinstance(model, DistributedDataParallel) else None
         self.order = BucketOrder(of_ddp, self._parameters)
-        self._watch = StepWatch(self._parameters, self._before_step, self._after_step)
-        self._memory = ModelMemory(settings.memory, self._parameters, world_size, self._watch)
+        self._watch = StepWatch(
+            self._parameters, self._step_begins, self._before_step, self._after_step
+        )
+        self._nonfinite: Flag = False  # gradients of this rank, in the backward under way
+        self._memory = ModelMemory(settings.memory, self._parameters, world_size)
         self._gave_up_momentum = False
         self._failed: tuple[int, Exception] | None = None  # the step, and why
         device = self._parameters.device
@@ -126,7 +132,7 @@ class Session:
         self._left: LocalSteps | None = None  # the ranks meet with the next step
         self._gossip: Gossip | None = None
         self._loading: RemovableHandle | None = None
-        self._agree(self._prepare, optimizer, scaler)
+        self._agree(self._prepare, optimizers, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
         if world_size == 1:
@@ -138,7 +144,7 @@ class Session:
             Recorder(settings.timeline, tells, self._header, settings.samples_per_step or 1.0),
             self._requested,
             self._sizes,
-            lambda: learning_rate(self._optimizer),
+            lambda: learning_rate(next(iter(self._optimizers), None)),
             lambda: self._memory.now,
             device,
             self._numbers,
@@ -158,17 +164,17 @@ class Session:
         self._start_watching()
 
     def _agree(
-        self, prepare: Callable[[], str], optimizer: Optimizer | None, scaler: GradScaler | None
+        self, prepare: Callable[[], str], optimizers: Sequence[Optimizer], scaler: GradScaler | None
     ) -> None:
         """Run `prepare` on every rank, and attach if none fails and all describe the same. A
         collective; the error of a rank is raised on all."""
-        self._optimizer, self._scaler = optimizer, scaler
-        handed_over = f"optimizer {describe(optimizer)}, scaler={scaler is not None}"
+        self._optimizers, self._scaler = optimizers, scaler
+        handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
         try:
             agree(lambda: f"{prepare()}\n{handed_over}", self.exchange.everyone)
         except Exception:
             self._memory.release()
-            self._optimizer = None
+            self._optimizers = ()
             self.settings.release()
             raise
         self._reduce_with(self.settings.clip_norm)
@@ -178,7 +184,7 @@ class Session:
         elif self._apart_always:
             self._step_apart(int(every))
         else:
-            warnings.append(self._memory.warning(optimizer))
+            warnings.append(self._memory.warning(optimizers))
         if every == "auto" and self._numbers == (1,):
             warnings.append(AUTO_IS_ONE)
         model = self.model if every != 1 or self.settings.delay or self._gossip else None
@@ -192,7 +198,7 @@ class Session:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
         settings.claim()
-        self._choose_memory(self._optimizer)
+        self._choose_memory(self._optimizers)
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
             self._numbers = (int(settings.local_steps),)
@@ -232,8 +238,14 @@ class Session:
         )
         return "\n".join(lines)
 
-    def _choose_memory(self, optimizer: Optimizer | None) -> None:
+    def _choose_memory(self, optimizers: Sequence[Optimizer]) -> None:
         """ValueError if it does not go with what was asked for."""
+        strange = [o for o in optimizers if not self._watch.is_ours(o)]
+        if strange and len(self._parameters):
+            raise ValueError(
+                f"optimizer must be one of the model's parameters, got a "
+                f"{type(strange[0]).__name__} with none of those that the ranks exchange"
+            )
         every, delay = self.settings.local_steps, self.settings.delay
         name, value, none = ("delay", delay, 0) if delay else ("local_steps", every, 1)
         if value != none and self.model is None:
@@ -245,10 +257,10 @@ class Session:
                 f"({names}), which the ranks exchange as they are; got {value!r}"
             )
         if self.settings.gossip is not None:
-            self._check_gossip(optimizer)
+            self._check_gossip(optimizers)
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
         own = self._apart_always or self.settings.gossip is not None
-        self._memory.choose(None if own else optimizer)
+        self._memory.choose(() if own else optimizers)
         self._feeds_back = bool(self._memory.now.keeps)
         if delay and self._feeds_back:
             self._memory.now = KeptByParameters(self._parameters.maybe_unused)
@@ -259,8 +271,13 @@ class Session:
                 f"'residual' does without; got {wanted}"
             )
 
-    def _check_gossip(self, optimizer: Optimizer | None) -> None:
-        """ValueError unless each rank's own step of this optimizer moves all of the model."""
+    def _check_gossip(self, optimizers: Sequence[Optimizer]) -> None:
+        """ValueError unless each rank's own step of one optimizer moves all of the model."""
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"exchange='gossip' needs one optimizer of all parameters, got {len(optimizers)}"
+            )
+        optimizer = next(iter(optimizers), None)
         if self.model is None:
             raise ValueError("exchange='gossip' needs the model: attach(model, optimizer=...)")
         if self._parameters.as_they_are:
@@ -280,7 +297,7 @@ class Session:
         if left:
             raise ValueError(
                 f"exchange='gossip' needs an optimizer of all parameters, after whose step they "
-                f"are sent: attach(model, optimizer=...); got {describe(optimizer)}, without "
+                f"are sent: attach(model, optimizer=...); got {describe(optimizers)}, without "
                 f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}"
             )
 
@@ -322,7 +339,7 @@ class Session:
             self._step_apart(controller.local_steps).part(memory)
             self._memory.release()
         elif controller.local_steps == 1 and local is not None:
-            self._memory.choose(self._optimizer)
+            self._memory.choose(self._optimizers)
             memory = self._memory.now
             assert isinstance(memory, UpdateMemory)
             local.meet(memory)
@@ -338,9 +355,19 @@ class Session:
             self._left.conclude()
             self._left = None
 
-    def _before_step(self, optimizer: Optimizer, under_way: bool) -> None:
+    @property
+    def _updates(self) -> UpdateMemory | None:
+        """The memory, where the ranks' optimizers step by themselves in every step."""
+        return memory if isinstance(memory := self._memory.now, UpdateMemory) else None
+
+    def _step_begins(self, optimizer: Optimizer) -> None:
         """See `StepWatch`."""
-        if self._gossip is not None and self._gossip.open and optimizer is self._optimizer:
+        if self._updates is not None and self._left is None:
+            self._updates.step_begins(optimizer)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """See `StepWatch`."""
+        if self._gossip is not None and self._gossip.open and optimizer in self._optimizers:
             self._check_whole()
             stopwatch = self.controller.stopwatch
             entered = stopwatch.timestamps()
@@ -352,14 +379,104 @@ class Session:
             local.before_step(optimizer)
             if isinstance(local, DelayedAveraging):  # so long the step has waited
                 self.controller.stopwatch.bucket_done(drain(self._pipeline.decoded))
-        if self._left is not None and under_way:
-            self._memory.now.join(optimizer)
         self._left = None  # the ranks have met
+        if self._updates is not None:
+            self._updates.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """See `StepWatch`."""
-        if optimizer is self._optimizer:
+        if self._gossip is not None and optimizer in self._optimizers:
             self._tell_neighbours()
+        updates = self._updates
+        if updates is not None:
+            updates.after_step(optimizer)
+            if updates.pending and updates.all_stepped:
+                self._exchange_updates()
+
+    def _exchange_updates(self) -> None:
+        """In parameter space: exchange what the optimizers' steps have done, and move all ranks by
+        the mean of it. Once for each backward, on every rank: where a step was left out, before
+        the next forward, since other ranks may have made theirs."""
+        updates, controller = self._updates, self.controller
+        if updates is None or not updates.pending:
+            return
+        self._check_whole()
+        stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
+        entered = stopwatch.timestamps()
+        with self._pipeline.stream.hook_call(last=True), self._noting_failure(controller.step):
+            grad = tally.at("grad").clone()  # of gradients, not of updates
+            tally.at("stepped").fill_(float(updates.all_stepped))
+            add = self._requested.sums.add if controller.plan.accumulate else None
+            on_mean = None if controller.plan.local_sum else add
+            step = Step(controller.step, cfs, tally, on_mean, updates=True)
+            strategy = self._choice.pick(
+                self._sizes.bucket_nbytes(cfs), self._granularity.by(cfs.send)
+            )
+            done, last = [], len(updates.chunks) - 1
+            for i, chunk in enumerate(updates.chunks):
+                work = updates.outgoing(chunk)
+                args = chunk.parameters, strategy, controller.leader, i, i == last
+                done.append(self._reducer.compressed(step, work, *args))
+            tally.at("grad").copy_(grad)
+            controller.end_step(self._watch.take_found())
+            sent = stopwatch.timestamps()
+            for chunk, future in zip(updates.chunks, done, strict=True):
+                updates.apply(chunk, future.wait(), controller.ranks_that_stepped)
+            updates.exchanged()
+        waits = [(sent, stopwatch.timestamps()), *drain(self._pipeline.waits)]
+        stopwatch.hook_left(entered, waits)
+
+    def _own_gradient(self, bucket: dist.GradBucket, updates: UpdateMemory) -> Future[Tensor]:
+        """In parameter space, the hook's work in a compressed step: autograd gets this rank's own
+        gradient back. Parameters that no optimizer handed over steps get the mean.
+
+        If some rank's gradients are not finite, all ranks' are not: what a script or a `GradScaler`
+        does then is the same on all ranks."""
+        buffer, of, tally = bucket.buffer(), bucket.parameters(), self.controller.tally
+        parameters = [self._parameters.find(p) for p in of]
+        pieces = buffer.split([p.local.numel() for p in parameters])
+        self._nonfinite = either(self._nonfinite, all_finite(buffer) ^ True)
+        scale = loss_scale(self._scaler, buffer.device)
+        energy = torch.as_tensor(squared_norm(buffer), device=tally.vector.device)
+        tally.at("grad").add_(energy if scale is None else energy / scale.square())
+        if self.controller.plan.accumulate and self.controller.plan.local_sum:
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                own = piece if scale is None else piece / scale
+                self._requested.sums.add(parameter, own, self._nonfinite)
+        done = done_with(buffer)
+        if apart := [pieces[i] for i in updates.apart(of)]:
+            done = self._mean_apart(buffer, apart)
+        if not bucket.is_last():
+            return done
+        nonfinite = self._end_own_backward(updates)
+
+        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+            _, flag = (future.value() for future in futures.value())
+            fill_if(bool(flag) if is_host(flag.device) else flag[0] > 0, buffer, nan)
+            return buffer
+
+        return torch.futures.collect_all([done, nonfinite]).then(finish)
+
+    def _end_own_backward(self, updates: UpdateMemory) -> Future[Tensor]:
+        """After the last bucket; a future of whether some rank's gradients are not finite."""
+        flag, self._nonfinite = self._nonfinite, False
+        self.controller.tally.at("spoiled").add_(torch.as_tensor(flag))
+        updates.backward_ends(self.controller.plan.send)
+        self._reducer.end_backward()
+        self._watch.backward_ends(None, False, self._pipeline.stream.backward_waited)
+        return self.exchange.any_rank(flag, self.device)
+
+    def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
+        """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
+        flat = torch.cat([*pieces]).div_(self.exchange.world_size)
+        self.exchange.count_floats(flat.numel())
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            for piece, mean in zip(pieces, future.value().split([*map(len, pieces)]), strict=True):
+                piece.copy_(mean)
+            return buffer
+
+        return self.exchange.all_reduce(flat).then(finish)
 
     def _tell_neighbours(self) -> None:
         """With gossip, after the step that belongs to the last backward, or where that was left
@@ -396,20 +513,20 @@ class Session:
         self._reducer.memory = self._memory.now
         self._requested.follow(self._memory.now)
 
-    def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
+    def attach_again(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
         """Compress again after `detach`, from where it stood. A collective; the error of a rank
         that cannot is raised on all, and it is as it was."""
 
         def prepare() -> str:
             self.settings.claim(again=True)
-            self._choose_memory(optimizer)
+            self._choose_memory(optimizers)
             if len(self._numbers) > 1 and not self._memory.now.may_part:
                 raise ValueError(
-                    f"optimizer must be one as before, got {describe(optimizer)}: {AUTO_IS_ONE}"
+                    f"optimizer must be one as before, got {describe(optimizers)}: {AUTO_IS_ONE}"
                 )
             return ""
 
-        self._agree(prepare, optimizer, scaler)
+        self._agree(prepare, optimizers, scaler)
         self._gave_up_momentum = False
         self.controller.take_steps(self._numbers[0])
         self._start_watching()
@@ -421,7 +538,7 @@ class Session:
             log.warning("what the compressor before holds is forgotten: its last exchange failed")
             return
         theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
-        updates = self._memory.now.scales is not None  # the residual is one of gradients
+        updates = self._updates is not None  # the residual is one of gradients
         if self._gossip is not None:
             log.warning("what the compressor before holds is forgotten: gossip has no residual")
             return
@@ -433,6 +550,7 @@ class Session:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
         step."""
         self._put_back_no_more()
+        self._exchange_updates()
         self.controller.flush()
         self.controller.forced_dense = True
         self.settings.release()
@@ -440,18 +558,18 @@ class Session:
             self._forward_hook.remove()
         self._end_meeting()
         if self._local is not None:
-            self._local.end(self.exchange, self._optimizer)
+            self._local.end(self.exchange, self._optimizers)
             self._local = None
-        if self._gossip is not None and self._optimizer is not None:
+        if self._gossip is not None and self._optimizers:
             self._gossip.settle()
             parameters = self._gossip.parameters
             unite(parameters, self.exchange)
-            unite_moments(parameters, [self._optimizer], self.exchange)
+            unite_moments(parameters, self._optimizers, self.exchange)
             self._gossip = None
         self.controller.take_steps(1)
         self._memory.release(self.exchange)
         self._watch.end()
-        self._optimizer = None
+        self._optimizers = ()
         self._reduce_with(clip_norm=None)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -484,8 +602,21 @@ class Session:
     def end_backward(self) -> None:
         """After the last `reduce_now` of a backward."""
         self._check_whole()
+        updates = self._updates
         with self._pipeline.stream.hook_call(last=True), self._noting_failure(self.controller.step):
-            self._end_step(loss_scale(self._scaler, self._parameters.device))
+            if updates is None or not self._sends_updates:
+                self._end_step(loss_scale(self._scaler, self._parameters.device))
+                return
+            nonfinite = self._end_own_backward(updates).wait()
+            grads = [local(p.grad) for p in self._parameters if p.grad is not None]
+            for grad in grads[-1:]:
+                fill_if(bool(nonfinite) if is_host(grad.device) else nonfinite[0] > 0, grad, nan)
+
+    @property
+    def _sends_updates(self) -> bool:
+        """In parameter space, in a step that is compressed."""
+        send = self.controller.plan.send
+        return self._updates is not None and send not in (DENSE, *self.settings.hooks)
 
     def gradients_arrive(self) -> None:
         """A backward begins to write them, where torch's hooks on parameters are not called."""
@@ -514,6 +645,7 @@ class Session:
         if self._gossip is not None:
             return self._gossip_backward(bucket, self._gossip)
         if bucket.index() == 0:
+            self._exchange_updates()
             self._part_or_meet()
         local = self._local
         delayed = local if isinstance(local, DelayedAveraging) else None
@@ -530,6 +662,11 @@ class Session:
         stopwatch, entered = controller.stopwatch, controller.stopwatch.timestamps()
         buffer, of = bucket.buffer(), bucket.parameters()
         as_it_is = travel_as_they_are(buffer, of)
+        updates = self._updates
+        if updates is not None and self._sends_updates and not as_it_is:
+            done = self._own_gradient(bucket, updates)
+            stopwatch.hook_left(entered, ())
+            return done
         parameters = [] if as_it_is else [self._parameters.find(p) for p in of]
         scale = loss_scale(self._scaler, buffer.device) if local is None else None
         work = buffer if local is None else local.outer_gradients(bucket.index(), parameters)
@@ -601,6 +738,7 @@ class Session:
             if self.exchange.shards > 1:
                 compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
         # Falling back is decided on an agreed statistic, warnings are each rank's own.
+        self._nonfinite = False
         agreed, memory, watch = controller.agreed, self._memory.now, self._watch
         sends_velocities = "velocity" in memory.keeps
         if agreed.changed > 0 and sends_velocities:
@@ -610,7 +748,7 @@ class Session:
             self._fall_back()
         if agreed.unscaled > 0 and self._scaler is None and watch.is_new(UNSCALED):
             controller.note(UNSCALED)
-        twice = watch.unstepped and (sends_velocities or memory.scales is not None)
+        twice = watch.unstepped and sends_velocities
         watch.warn(twice, UNSTEPPED, controller.step - 1, controller.was_spoiled)
 
     def _alike(self) -> Iterable[tuple[str, Tensor]]:
@@ -687,6 +825,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         self._check_whole()
+        self._exchange_updates()
         self.controller.flush()
         self._memory.now.conclude()
         self._end_meeting()
@@ -704,7 +843,7 @@ class Session:
             "link": list(vars(self._choice.link).values()),
             "server": {name: kept.clone() for name, kept in (self._choice.server or {}).items()},
             "memory": self._memory.state_dict(),
-            "scales": scales.state_dict() if (scales := self._memory.now.scales) else {},
+            "moments": moments.state_dict() if (moments := self._memory.now.moments) else {},
             "local": local,
             **self._requested.state_dict(),
             "controller": self.controller.state_dict(),
@@ -740,15 +879,15 @@ class Session:
             if len(self._numbers) > 1 and not controller.forced_dense:
                 apart = bool(local.get("anchors"))
                 expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
-            scales = UpdateScales() if expected["memory_kind"] == UpdateMemory.name else None
+            moments = MomentState() if expected["memory_kind"] == UpdateMemory.name else None
             check_state(state, expected, by_name, len(requested.ladder))
             saved.together(
                 apart == bool(local.get("anchors")),
                 "it is of ranks that step by themselves: attach before loading it",
             )
             base.load_state_dict(saved.read(state, "compressor", Mapping))
-            if scales is not None:
-                scales.load_state_dict(saved.read(state, "scales", Mapping))
+            if moments is not None:
+                moments.load_state_dict(saved.read(state, "moments", Mapping))
             controller.load_state_dict(saved.read(state, "controller", Mapping), same_clock)
             if state["resharded_from"] is not None:
                 controller.policy.rescale()
@@ -758,11 +897,11 @@ class Session:
                 self._memory.release()
                 self._step_apart(controller.local_steps)
             else:
-                self._memory.choose(self._optimizer)
+                self._memory.choose(self._optimizers)
                 self._local = None
             self._use_memory()
-        if scales is not None:
-            self._memory.now.scales = scales
+        if moments is not None:
+            self._memory.now.moments = moments
         if has_fallen_back:
             self._fall_back()
             if self.exchange.place == 0:
@@ -820,10 +959,9 @@ class Session:
 
     def kept_apart(self) -> KeptApart:
         """What else is this rank's own now, though frameworks save it as if all ranks had it."""
-        scales = self._memory.now.scales
         apart = self._local is not None or self._gossip is not None
-        differs = apart or (isinstance(scales, UpdateScales) and scales.differ)
-        optimizer = self._optimizer if differs else None
+        differs = apart or (self._updates is not None and self._updates.moments.differ)
+        optimizer = next(iter(self._optimizers), None) if differs else None
         return KeptApart(self._parameters, optimizer, apart)
 
     def _identity(self) -> dict[str, Any]:
@@ -868,4 +1006,5 @@ class Session:
         """What the script does with the gradients, and when the model's forward begins."""
         self._watch.start()
         mark, model = self.controller.stopwatch.forward, self.model
+        mark.begins = weakref.WeakMethod(self._exchange_updates)
         self._forward_hook = None if model is None else model.register_forward_pre_hook(mark)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from adaptive.memory.handover import when_gradients_are_there
+from adaptive.memory.handover import has_closure, when_gradients_are_there
 from adaptive.parameters import local
 
 log = logging.getLogger("adaptive")
@@ -66,17 +66,19 @@ class StepWatch:
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
     were cleared. clipped: by which factor the script has clipped the norm of the gradients between
     the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
-    before_step: called when an optimizer of these parameters has its gradients, with whether its
-    step is under way already: then a closure has run backward. after_step: called after its step.
+    step_begins: called when an optimizer of these parameters is to step with a closure.
+    before_step: called when it has its gradients. after_step: called after its step.
     """
 
     def __init__(
         self,
         parameters: Collection[Tensor],
-        before_step: Callable[[Optimizer, bool], None],
+        step_begins: Callable[[Optimizer], None],
+        before_step: Callable[[Optimizer], None],
         after_step: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
         self._parameters = parameters
+        self._call_step_begins = step_begins
         self._call_before_step = before_step
         self._call_after_step = after_step
         self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
@@ -178,17 +180,21 @@ class StepWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         def act(under_way: bool) -> None:
             self._compare(optimizer)
-            if self._is_ours(optimizer):
-                self._call_before_step(optimizer, under_way)
+            if ours:
+                self._call_before_step(optimizer)
 
+        ours = self.is_ours(optimizer)
+        if ours and has_closure(args, kwargs):
+            self._call_step_begins(optimizer)
         return when_gradients_are_there(act, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if self._is_ours(optimizer):
+        if self.is_ours(optimizer):
             self.unstepped = False
             self._call_after_step(optimizer)
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
+    def is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it has one of the parameters."""
         ours = self._parameters
         return any(p in ours for group in optimizer.param_groups for p in group["params"])
 

@@ -19,20 +19,20 @@ FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
 
 
 class Unwrapped(NamedTuple):
-    """A model and an optimizer without what frameworks have put around them.
+    """A model and its optimizers without what frameworks have put around them.
 
-    model, optimizer: those inside, or what was given where nothing is. scaler: the `GradScaler`
-    that a wrapper of the optimizer has. by_framework: one of FRAMEWORKS has made the wrapper."""
+    model, optimizers: those inside, or what was given where nothing is. scaler: the `GradScaler`
+    that a wrapper of an optimizer has. by_framework: one of FRAMEWORKS has made a wrapper."""
 
     model: Any
-    optimizer: Any
+    optimizers: tuple[Any, ...]
     scaler: Any
     by_framework: bool
 
 
 def unwrap(model: Any, optimizer: Any) -> Unwrapped:
     """The DDP model inside of what `torch.compile`, Accelerate or Fabric have made of it, and the
-    innermost optimizer."""
+    innermost optimizers. optimizer: one, several, or None."""
     scaler, by_framework = None, False
     while not isinstance(model, DistributedDataParallel):
         inside = (getattr(model, name, None) for name in AROUND_MODELS)
@@ -41,11 +41,20 @@ def unwrap(model: Any, optimizer: Any) -> Unwrapped:
             break
         by_framework = by_framework or _is_of_framework(model)
         model = inner
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        by_framework = by_framework or _is_of_framework(optimizer)
-        scaler = scaler or getattr(optimizer, "scaler", None)
-        optimizer = inner
-    return Unwrapped(model, optimizer, scaler, by_framework)
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = []
+    for each in given if optimizer is not None else ():
+        while isinstance(inner := getattr(each, "optimizer", None), Optimizer):
+            by_framework = by_framework or _is_of_framework(each)
+            scaler = scaler or getattr(each, "scaler", None)
+            each = inner
+        optimizers.append(each)
+    return Unwrapped(model, tuple(optimizers), scaler, by_framework)
+
+
+def steps_a_part(optimizer: Optimizer) -> bool:
+    """Each rank steps some of the parameters, for all ranks."""
+    return isinstance(optimizer, ZeroRedundancyOptimizer)
 
 
 def advice(optimizer: Optimizer) -> str:

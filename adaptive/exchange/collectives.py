@@ -211,6 +211,14 @@ class Exchange:
         self._traffic.down += wire / 2
         return PendingSum(tensor, self.everyone)
 
+    def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
+        """Whether the flag is set on any rank of everyone: a tensor of one element, above 0 if so.
+        Counted as statistics, which an emulated link does not hold back."""
+        tensor = torch.as_tensor(flag, device=device).to(torch.float32).reshape(1)
+        self.sum_later(tensor)
+        work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
+        return work.get_future().then(lambda future: _after(future, tensor))
+
     def all_gather(self, payload: Tensor, what: str, means: bool = False) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
         rank's payload is of the mean, not of its own gradients."""

@@ -13,17 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
 from policies.state import Stateful
 
 if TYPE_CHECKING:
-    from adaptive.bucket import Bucket, StepCFs
     from adaptive.exchange.collectives import Exchange
     from adaptive.memory.momentum import MomentumRule
-    from adaptive.statistics.vector import Statistics, Tally
 
 
 class NoMemory:
@@ -38,8 +35,8 @@ class NoMemory:
     name = "none"
     keeps: tuple[str, ...] = ()
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
-    scales: Stateful | None = None
-    """Of a memory that sends updates, not gradients: what it has learnt of their norms."""
+    moments: Stateful | None = None
+    """Of a memory that sends updates, not gradients: what has become of the optimizers' moments."""
     may_fall_back = False
     """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
@@ -77,34 +74,21 @@ class NoMemory:
         """Ranks that exchange each step with this memory may go on by themselves, and come back."""
         return False
 
-    def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
-        """Before a compressed step: turn a bucket's gradients, in place, into what is to be sent in
-        their stead."""
-
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
     ) -> Sequence[Tensor]:
-        """What `turn` would make of samples of gradients, every stride-th element of each (flat);
-        it changes nothing."""
+        """The updates that would be made of samples of gradients, every stride-th element of each
+        (flat), if updates are what is sent."""
         return grads
-
-    def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
-        """Turn the decoded mean of bucket `index`, in place, into what `p.grad` is to hold."""
 
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
-
-    def join(self, optimizer: Optimizer) -> None:
-        """Begin in the middle of a step of this optimizer, whose closure has run backward."""
 
     def discard(self) -> None:
         """The last backward's gradients are thrown away, and all that residuals hold."""
 
     def conclude(self) -> None:
-        """Before a state is saved: let `scales` know all that is known of the last step."""
-
-    def learn(self, agreed: Statistics) -> None:
-        """Take in what the ranks have agreed on of a step."""
+        """Before a state is saved: what was to go with a dense step waits in the residuals."""
 
     def idle(self, parameter: ModelParameter) -> bool:
         """A dense step has nothing to fold in, now and for this parameter."""

@@ -34,16 +34,21 @@ def loss_scale(scaler: GradScaler | None, device: torch.device) -> Tensor | None
     return scaler.scale(torch.ones((), device=device))
 
 
-def describe(optimizer: Optimizer | None) -> str:
+def describe(optimizers: Sequence[Optimizer]) -> str:
     """What must be alike on all ranks."""
-    if optimizer is None:
-        return "none"
     settings = ("momentum", "betas", "amsgrad", "centered")
-    kept = [
-        {name: group[name] for name in settings if name in group}
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} with {kept}, stepped before: {bool(optimizer.state)}"
+    told = []
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        kept = [{name: group[name] for name in settings if name in group} for group in groups]
+        stepped = f"stepped before: {bool(optimizer.state)}"
+        told.append(f"{type(optimizer).__name__} with {kept}, {stepped}")
+    return ", ".join(told) or "none"
+
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Of an optimizer's step, with arguments as torch hands them to its hooks."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def when_gradients_are_there(act: Callable[[bool], object], args: Any, kwargs: Any) -> Any:

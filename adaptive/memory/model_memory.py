@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import inf, log10
 from typing import Any
 
-from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.moments import steps_as
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
-from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
+from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameters
-from adaptive.step_watch import StepWatch
-from adaptive.wrappers import advice
+from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from compressors.quantizers import Quantizer
@@ -64,30 +63,31 @@ class MemoryChoice:
             )
 
     def make(
-        self,
-        optimizer: Optimizer | None,
-        parameters: ModelParameters,
-        ranks: int,
-        clipped: Callable[[], Tensor | None],
+        self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
     ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
-        does not go with what was asked for. ranks, clipped: see `UpdateMemory`."""
+        does not go with what was asked for. ranks: world size."""
+        optimizer = next(iter(optimizers), None)
         maybe_unused, momentum = parameters.maybe_unused, self._momentum
         if self.kind == "none" or not self._base.error_feedback:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
             return Residual(maybe_unused)
-        if self.kind in ("auto", "updates") and steps_for(optimizer):
-            assert optimizer is not None
-            return UpdateMemory(optimizer, parameters, ranks, self._update_lag_at, clipped)
+        by_itself = bool(optimizers) and all(map(_steps_by_itself, optimizers))
+        plain = len(optimizers) == 1 and is_sgd(optimizer)
+        if by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain)):
+            return UpdateMemory(optimizers, parameters, ranks, self._update_lag_at)
         if self.kind == "updates":
             raise ValueError(
-                f"memory='updates' needs an optimizer of torch's that makes the update of each "
-                f"element by itself, attach(model, optimizer=...): "
-                f"{', '.join(kind.__name__ for kind in OPTIMIZERS)}, not differentiable; got "
-                f"{type(optimizer).__name__ if optimizer else None}"
+                f"memory='updates' needs an optimizer that steps by itself on each rank, "
+                f"attach(model, optimizer=...): not LBFGS, ZeroRedundancyOptimizer or a "
+                f"differentiable one; got {', '.join(type(o).__name__ for o in optimizers) or None}"
             )
-        if isinstance(optimizer, SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
+        if (
+            plain
+            and isinstance(optimizer, SGD)
+            and any(g["momentum"] != 0 for g in optimizer.param_groups)
+        ):
             if momentum is None:
                 return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
             raise ValueError(
@@ -128,40 +128,60 @@ class MemoryChoice:
         return f"memory={self.kind!r}, {settings}"
 
 
+def is_sgd(optimizer: Optimizer | None) -> bool:
+    """Whether this is torch's own SGD, or inherits its `step`."""
+    kind: Any = type(optimizer)
+    return optimizer is not None and steps_as(kind, (SGD,))
+
+
+def _steps_by_itself(optimizer: Optimizer) -> bool:
+    """Each rank's step, by its own gradients, moves all of the optimizer's parameters."""
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return not (differentiable or isinstance(optimizer, LBFGS) or steps_a_part(optimizer))
+
+
 class ModelMemory:
     """The memory of one model. now: the one in use."""
 
-    def __init__(
-        self, choice: MemoryChoice, parameters: ModelParameters, ranks: int, watch: StepWatch
-    ) -> None:
+    def __init__(self, choice: MemoryChoice, parameters: ModelParameters, ranks: int) -> None:
         self.now = NoMemory(parameters.maybe_unused)
         self._choice = choice
         self._parameters = parameters
         self._ranks = ranks
-        self._watch = watch
 
-    def choose(self, optimizer: Optimizer | None) -> None:
-        """Now that the optimizer is known; its momentum is taken over. ValueError if it does not go
-        with what was asked for."""
-        watch = self._watch
-        self.now = self._choice.make(
-            optimizer, self._parameters, self._ranks, lambda: watch.clipped
-        )
+    def choose(self, optimizers: Sequence[Optimizer]) -> None:
+        """Now that the optimizers are known; an SGD's momentum is taken over. ValueError if they do
+        not go with what was asked for."""
+        self.now = self._choice.make(optimizers, self._parameters, self._ranks)
         for parameter in self._parameters.values():
             self.now.take_over(parameter)
 
-    def warning(self, optimizer: Optimizer | None) -> str:
-        """What whoever handed this optimizer over should know; nothing if that is as expected."""
-        known = isinstance(optimizer, SGD) or isinstance(self.now, UpdateMemory)
-        if optimizer is None or known or not self.now.keeps:
+    def warning(self, optimizers: Sequence[Optimizer]) -> str:
+        """What whoever handed these optimizers over should know; nothing if that is as expected."""
+        if not optimizers or not self.now.keeps:
             return ""
-        better = ", ".join(kind.__name__ for kind in (SGD, *OPTIMIZERS))
+        if isinstance(self.now, UpdateMemory):
+            apart = [
+                parameter.name for p, parameter in self._parameters.items() if self.now.apart([p])
+            ]
+            return (
+                (
+                    f"parameters of no optimizer that was handed over ({', '.join(apart[:3])}"
+                    f"{', ...' if len(apart) > 3 else ''}) are exchanged uncompressed: hand all "
+                    f"optimizers over, attach(model, optimizer=[a, b])"
+                )
+                if apart
+                else ""
+            )
+        if len(optimizers) == 1 and is_sgd(optimizers[0]):
+            return ""
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         return (
-            f"optimizer {type(optimizer).__name__}, memory {self.now.name!r}: gradients get plain "
-            f"error feedback. What is sent late comes in bursts, which an optimizer that divides "
-            f"by the gradients' own size takes for noise: expect a loss of quality at every CF. "
-            f"With memory='auto' this is not so for torch's {better}. {advice(optimizer)}".rstrip()
-        )
+            f"optimizer {names}, memory {self.now.name!r}: gradients get plain error feedback. "
+            f"What is sent late comes in bursts, which an optimizer that divides by the gradients' "
+            f"own size takes for noise: expect a loss of quality at every CF. "
+            f"{advice(optimizers[0])}"
+        ).rstrip()
 
     def adopt(self, other: ModelMemory) -> None:
         """Take over what another, detached compressor on the same model still holds."""

@@ -1,27 +1,26 @@
-"""The moments that an optimizer keeps of gradients: which update it makes by them, and how much of
-the second moment is noise.
+"""The moments that an adaptive optimizer keeps of gradients, and how much of the second is noise.
 
-The update is made by a copy of the user's own optimizer, so no optimizer's formula is repeated
-here. Only what all of them have in common is: averages over steps that began with zeros.
+A rank that steps by itself has second moments of its own gradients. They also hold the noise that
+averaging over N ranks removes, so its updates are too small, by a factor between 1 and sqrt(N).
+The first moment tells how much is noise: the average over steps of mere noise is small. With b the
+decay of the first moment, its square is in the mean (1 - b) / (1 + b) of the second moment where
+all is noise, and as large as the second moment where nothing is.
 
-How much is noise, the first moment tells: the average over steps of mere noise is small. With
-b the decay of the first moment, its square is in the mean (1 - b) / (1 + b) of the second moment
-where all is noise, and as large as the second moment where nothing is.
+No optimizer's formula is repeated here: the user's own optimizer makes every update. Only what all
+of these have in common is used: averages over steps that began with zeros.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import inspect
 from collections.abc import Mapping, Sequence
-from copy import copy
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from adaptive.bucket import sampling
 from adaptive.memory.handover import Group
 from adaptive.memory.momentum import MomentumRule
 from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host, takes_triton
@@ -29,161 +28,110 @@ from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host, takes
 if TYPE_CHECKING:
     from compressors.kernels.triton_moments import Piece
 
+ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
+"""torch's own optimizers that divide by the root of a second moment, element by element."""
+
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """In an optimizer's state of a parameter: they also hold the gradient's noise."""
-
-KEPT = {*SECOND_MOMENTS, "exp_avg", "grad_avg", "momentum_buffer", "mu_product", "step"}
-"""What torch's optimizers keep of a parameter. More may be in its state, of somebody else's."""
 
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
 
 
-class UpdateJob(NamedTuple):
-    """One gradient that is to become an update.
+def is_adaptive(optimizer: Optimizer | None) -> bool:
+    """Whether this is one of `ADAPTIVE`, or inherits the `step` of one."""
+    kind: Any = type(optimizer)
+    return optimizer is not None and steps_as(kind, ADAPTIVE)
 
-    group: the user's parameter group. share: of the lag of its momentum, in [0, 1]. weights, grad,
-    update: the parameter, its gradient, and zeros for the update, alike in shape. state: the
-    optimizer's, of that parameter."""
+
+@cache
+def steps_as(kind: Any, kinds: tuple[type[Optimizer], ...]) -> bool:
+    """Whether `kind`, a class, is one of `kinds`, or a subclass that inherits its `step`."""
+    step = inspect.unwrap(kind.step)
+    return any(issubclass(kind, each) and step is inspect.unwrap(each.step) for each in kinds)
+
+
+class Moments(NamedTuple):
+    """The moments of one parameter.
+
+    group: the user's parameter group. share: of the momentum's lag that the step had, in [0, 1].
+    state: the optimizer's, with tensors of the shard that is here."""
 
     group: Group
     share: float
-    weights: Tensor
-    grad: Tensor
-    update: Tensor
     state: dict[str, Any]
 
     @property
-    def without_momentum(self) -> bool:
-        """The first moment has no part in the update."""
-        return "betas" in self.group and self.share == 0
+    def have_noise(self) -> bool:
+        """Both moments are there, so that noise can be told."""
+        return "exp_avg" in self.state and "exp_avg_sq" in self.state
+
+    @property
+    def mean(self) -> Tensor:
+        return flat(self.state["exp_avg"])
+
+    @property
+    def square(self) -> Tensor:
+        return flat(self.state["exp_avg_sq"])
 
 
-class Twin:
-    """A copy of the user's optimizer. It steps zeros by learning rate -1 and without weight decay:
-    what becomes of them is the update."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = copy(optimizer)
-
-    def update(self, jobs: Sequence[UpdateJob]) -> None:
-        """Make the updates by the second moments as they are, and step the states."""
-        groups: dict[tuple[int, float], dict[str, Any]] = {}
-        states = self._optimizer.state = defaultdict(dict)
-        stepped = []
-        for job in jobs:
-            zeros, grad = job.update, job.grad
-            if job.weights.dtype != zeros.dtype:  # the optimizer works in the parameter's precision
-                zeros, grad = torch.zeros_like(job.weights), grad.to(job.weights.dtype)
-            if job.group["weight_decay"] and not is_decoupled(self._optimizer, job.group):
-                sign = -1 if job.group["maximize"] else 1
-                grad.add_(job.weights, alpha=sign * job.group["weight_decay"])
-            zeros.grad = grad
-            aside = job.without_momentum and job.state
-            states[zeros] = {**job.state, "exp_avg": grad} if aside else job.state
-            settings = _without_decay(job.group, job.share, is_host(zeros.device))
-            groups.setdefault((id(job.group), job.share), settings)["params"].append(zeros)
-            stepped.append(zeros)
-        self._optimizer.param_groups = list(groups.values())
-        self._optimizer.step()
-        for job, zeros in zip(jobs, stepped, strict=True):
-            if zeros is not job.update:
-                job.update.copy_(zeros)
-        _move_means(jobs, [states[zeros] for zeros in stepped])
-        self._optimizer.state, self._optimizer.param_groups = defaultdict(dict), []
-
-
-def enlarge(jobs: Sequence[UpdateJob], ranks: int) -> Tensor:
-    """Make the updates as large as they would be by the mean gradient's second moment. Returns the
-    energy of the mean gradient, as far as a sample of this rank's tells."""
-    stride = sampling(sum(job.grad.numel() for job in jobs))
-    averaged = all("exp_avg" in job.state for job in jobs)
-    if averaged and all(map(_takes_triton, jobs)):
+def enlarge(updates: Sequence[Tensor], moments: Sequence[Moments], ranks: int) -> None:
+    """Make updates (flat, in place) as large as the mean gradient's second moment would: divide
+    each element by the root of that moment's share of this rank's own."""
+    if not updates:
+        return
+    if all(map(_takes_triton, updates, moments)):
         from compressors.kernels import triton_moments  # here, as Triton need not be installed
 
-        pieces = [_piece(job) for job in jobs]
-        return triton_moments.enlarge(pieces, ranks, LEAST, stride) * stride
-    energies = torch.cat([flat(job.grad)[::stride] for job in jobs]).square_()
-    if not averaged:
-        return energies.sum(dtype=torch.float64) * stride
-    moments = [
-        (flat(job.state["exp_avg"]), flat(job.state["exp_avg_sq"]), flat(job.update))
-        for job in jobs
-    ]
-    noises = [_noise(job.group, job.share, job.state) for job in jobs]
-    if is_host(energies.device):  # block by block, in the cache
-        for noise, (mean, square, update) in zip(noises, moments, strict=True):
-            for start, stop in block_bounds(update, CACHE_BLOCK):
-                block = mean[start:stop], square[start:stop]
-                parts = _parts_of_mean([block[0]], [block[1]], [noise], ranks)
-                update[start:stop].mul_(parts[0].rsqrt_())
-        samples = [(mean[::stride], square[::stride]) for mean, square, _ in moments]
-        means, squares = map(list, zip(*samples, strict=True))
-        parts = _parts_of_mean(means, squares, noises, ranks)
-    else:
-        means, squares, updates = map(list, zip(*moments, strict=True))
-        parts = _parts_of_mean(means, squares, noises, ranks)
-        torch._foreach_div_(updates, list(torch._foreach_sqrt(parts)))
-        parts = [part[::stride] for part in parts]
-    return energies.mul_(torch.cat([*parts])).sum(dtype=torch.float64) * stride
+        pieces = [_piece(u, m) for u, m in zip(updates, moments, strict=True)]
+        triton_moments.enlarge(pieces, ranks, LEAST)
+        return
+    noises = [_noise(m) for m in moments]
+    if not is_host(updates[0].device):
+        shares = _mean_shares([m.mean for m in moments], [m.square for m in moments], noises, ranks)
+        torch._foreach_div_(list(updates), list(torch._foreach_sqrt(shares)))
+        return
+    for noise, own, update in zip(noises, moments, updates, strict=True):
+        mean, square = own.mean, own.square
+        for start, stop in block_bounds(update, CACHE_BLOCK):  # block by block, in the cache
+            block = [mean[start:stop]], [square[start:stop]]
+            update[start:stop].mul_(_mean_shares(*block, [noise], ranks)[0].rsqrt_())
 
 
-def _takes_triton(job: UpdateJob) -> bool:
-    """Whether a kernel may enlarge the update."""
-    if not job.group["betas"][0]:
-        return False
-    state, step = job.state, job.state["step"]
-    tensors = (state["exp_avg"], state["exp_avg_sq"], job.update, job.grad)
-    known = all(takes_triton(each) and each.dtype == torch.float32 for each in tensors)
-    return known and (step.device.type == "cpu" or step.dtype == torch.float32)
+def mean_share(moments: Moments, ranks: int) -> Tensor:
+    """The share of each element's second moment that the mean gradient has as well, flat."""
+    return _mean_shares([moments.mean], [moments.square], [_noise(moments)], ranks)[0]
 
 
-def _piece(job: UpdateJob) -> Piece:
-    """The same as `compressors.kernels.triton_moments` takes it."""
-    from compressors.kernels.triton_moments import Piece
-
-    state, step = job.state, job.state["step"]
-    beta1, beta2 = _decay_of_means(job.group["betas"][0], job.share), job.group["betas"][1]
-    return Piece(
-        mean=flat(state["exp_avg"]),
-        square=flat(state["exp_avg_sq"]),
-        update=flat(job.update),
-        grad=flat(job.grad),
-        betas=(beta1, beta2),
-        step=float(step) if step.device.type == "cpu" else step,
-        of_noise=(1 - beta1) / (1 + beta1),
-    )
-
-
-def part_of_mean(group: Group, share: float, state: Mapping[str, Tensor], ranks: int) -> Tensor:
-    """Which part of each element's second moment the mean gradient has as well, flat."""
-    mean, square = flat(state["exp_avg"]), flat(state["exp_avg_sq"])
-    return _parts_of_mean([mean], [square], [_noise(group, share, state)], ranks)[0]
-
-
-def typical_energy(job: UpdateJob) -> Tensor | None:
-    """||g||^2 in the mean over steps, by the second moment; None if there is none yet."""
-    square = job.state.get("exp_avg_sq" if "betas" in job.group else "square_avg")
-    if square is None:
-        return None
-    return square.sum(dtype=torch.float64) / _bias(decay_of_squares(job.group), job.state)
-
-
-def undelivered(group: Group, share: float, state: Mapping[str, Tensor], part: Any) -> Tensor:
-    """m / (sqrt(v) + eps), both without their bias: times beta1 / (1 - beta1) it is what momentum
-    has yet to deliver. part: of the second moment that counts, like the moments, or 1."""
+def undelivered(moments: Moments, share_of_square: Any) -> Tensor:
+    """m / (sqrt(v) + eps) without bias, flat: times beta1 / (1 - beta1) it is what momentum has yet
+    to deliver. share_of_square: of the second moment that counts, flat, or 1."""
+    group, state = moments.group, moments.state
     beta1, beta2 = group["betas"]
-    mean = state["exp_avg"] / _bias(_decay_of_means(beta1, share), state)
-    square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
+    mean = moments.mean / _bias(_decay_of_mean(beta1, moments.share), state)
+    square = flat(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
     square = square / _bias(beta2, state)
-    return mean.div_(square.mul_(part).sqrt_().add_(group["eps"]))
+    return mean.div_(square.mul_(share_of_square).sqrt_().add_(group["eps"]))
+
+
+def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int) -> Tensor:
+    """A sample of a gradient (flat, every stride-th element) divided by the root of the second
+    moment as it is: the update that comes of it without momentum and decay; `grad` itself where
+    there is no second moment yet."""
+    name = next((name for name in SECOND_MOMENTS if name in state), None)
+    if name is None:
+        return grad
+    square = flat(state[name])[::stride]
+    if name != "sum":  # an average
+        square = square / _bias(decay_of_square(group), state)
+    return grad / square.sqrt().add_(group["eps"])
 
 
 def scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
     """factor: of each element, flat."""
     for name in SECOND_MOMENTS:
         if name in state:
-            state[name].mul_(shaped(factor, state[name]))
+            state[name].mul_(factor.view(state[name].shape))
 
 
 def is_decoupled(optimizer: Optimizer, group: Group) -> bool:
@@ -191,58 +139,52 @@ def is_decoupled(optimizer: Optimizer, group: Group) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
 
 
-def decay_of_squares(group: Group) -> float:
+def decay_of_square(group: Group) -> float:
     """Of the second moment, or of one that is not an average what comes near."""
     beta2: float = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
     return beta2
 
 
-def shaped(flat: Tensor, p: Tensor) -> Tensor:
-    """A view of a flat tensor like `p`, whose elements lie in the order of memory."""
-    return flat.as_strided(p.size(), p.stride())
+@lru_cache(maxsize=64)
+def with_lag(beta1: float, share: float) -> float:
+    """The decay of a first moment whose lag beta1 / (1 - beta1) is this share of what it was."""
+    return MomentumRule(beta1).with_lag(share).momentum if share else 0.0
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A view of a dense tensor with its elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    """The elements in the order of the indices: a view of a tensor that lies so, else a copy."""
+    return tensor.detach().reshape(-1)
 
 
-def _without_decay(group: Group, share: float, host: bool) -> dict[str, Any]:
-    """The user's group with no parameters, no weight decay, learning rate -1, and momentum with a
-    share of its lag; on the host fused where torch can, which is four times as fast."""
-    own = {**group, "params": [], "weight_decay": 0.0, "lr": -1.0}
-    if host and group.get("fused", False) is None and not group["foreach"]:
-        own["fused"] = True
-    if "betas" in group:
-        own["betas"] = (_with_lag(group["betas"][0], share), group["betas"][1])
-    return own
+def _takes_triton(update: Tensor, moments: Moments) -> bool:
+    """Whether a kernel may enlarge the update."""
+    if not moments.group["betas"][0]:
+        return False
+    step = moments.state["step"]
+    tensors = (moments.state["exp_avg"], moments.state["exp_avg_sq"], update)
+    fits = all(takes_triton(t) and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+    return fits and (step.device.type == "cpu" or step.dtype == torch.float32)
 
 
-def _move_means(jobs: Sequence[UpdateJob], states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Let the first moments of jobs without momentum take the gradients in, which the twin was
-    given in their place. states: what it stepped."""
-    of_weight = defaultdict(list)
-    for job, stepped in zip(jobs, states, strict=True):
-        if job.without_momentum:
-            of_weight[1 - job.group["betas"][0]].append((job.state, stepped))
-    for weight, pairs in of_weight.items():
-        began = [own["exp_avg"] for own, stepped in pairs if own is stepped]
-        if began:  # the twin has begun an average with its first value
-            torch._foreach_mul_(began, weight)
-        went_on = [pair for pair in pairs if pair[0] is not pair[1]]
-        if went_on:
-            means, grads = ([pair[i]["exp_avg"] for pair in went_on] for i in (0, 1))
-            torch._foreach_lerp_(means, grads, weight)
+def _piece(update: Tensor, moments: Moments) -> Piece:
+    """The same as `compressors.kernels.triton_moments` takes it."""
+    from compressors.kernels.triton_moments import Piece
+
+    step = moments.state["step"]
+    beta1 = _decay_of_mean(moments.group["betas"][0], moments.share)
+    return Piece(
+        mean=moments.mean,
+        square=moments.square,
+        update=update,
+        betas=(beta1, moments.group["betas"][1]),
+        step=float(step) if step.device.type == "cpu" else step,
+        of_noise=(1 - beta1) / (1 + beta1),
+    )
 
 
-@lru_cache(maxsize=64)
-def _with_lag(beta1: float, share: float) -> float:
-    return MomentumRule(beta1).with_lag(share).momentum
-
-
-def _decay_of_means(beta1: float, share: float) -> float:
+def _decay_of_mean(beta1: float, share: float) -> float:
     """Of the first moment while momentum has a share of its lag; with none it is the user's."""
-    return _with_lag(beta1, share) if share else beta1
+    return with_lag(beta1, share) if share else beta1
 
 
 def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
@@ -250,32 +192,36 @@ def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
     return (1 - beta ** state["step"]).clamp(min=1 - beta)
 
 
-def _noise(group: Group, share: float, state: Mapping[str, Tensor]) -> tuple[Any, float]:
-    """By what the ratio of an element's squared first moment to its second moment is to be
-    multiplied for an unbiased one of all that is not noise but for a constant, and that constant.
-    A first moment that does not decay is the last gradient, and tells nothing: all is the mean's.
-    """
-    beta1, beta2 = _decay_of_means(group["betas"][0], share), group["betas"][1]
+def _noise(moments: Moments) -> tuple[Any, float]:
+    """(scale, constant): an unbiased estimate of the signal's share of a second moment is
+    scale * m^2 / v - constant. A first moment that does not decay is the last gradient, and tells
+    nothing: then all counts as signal."""
+    beta1 = _decay_of_mean(moments.group["betas"][0], moments.share)
+    beta2 = moments.group["betas"][1]
     if beta1 == 0:
-        scale, constant = 0 * _bias(beta2, state), -1.0
+        scale, constant = 0 * _bias(beta2, moments.state), -1.0
     else:
         of_noise = (1 - beta1) / (1 + beta1)
-        scale = _bias(beta2, state) / _bias(beta1, state) ** 2 / (1 - of_noise)
-        constant = of_noise / (1 - of_noise)
+        bias1, bias2 = _bias(beta1, moments.state), _bias(beta2, moments.state)
+        scale, constant = bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
     on_host = scale.device.type == "cpu"  # where an optimizer keeps its steps unless capturable
     return float(scale) if on_host else scale, constant
 
 
-def _parts_of_mean(
+def _mean_shares(
     means: list[Tensor], squares: list[Tensor], noises: list[tuple[Any, float]], ranks: int
 ) -> list[Tensor]:
-    """Which part of each second moment the mean gradient has as well, in [1 / N, 1]: all of the
-    signal's, and 1 / N of the noise's. From first moments, second ones, and `_noise` of each."""
+    """The share of each second moment that the mean gradient has as well, in [1 / N, 1]: all of the
+    signal's, and 1 / N of the noise's. From first moments, second ones, and `_noise` of each.
+
+    Of a second moment that has overflown it is 1 / N, as of mere noise."""
     shared = 1 - 1 / ranks
-    parts = list(torch._foreach_mul(means, means))
-    torch._foreach_div_(parts, list(torch._foreach_add(squares, LEAST)))
-    torch._foreach_mul_(parts, [scale * shared for scale, _ in noises])
-    torch._foreach_add_(parts, [1 / ranks - constant * shared for _, constant in noises])
-    torch._foreach_clamp_min_(parts, 1 / ranks)
-    torch._foreach_clamp_max_(parts, 1.0)
-    return parts
+    roots = list(torch._foreach_add(squares, LEAST))
+    torch._foreach_sqrt_(roots)
+    shares = list(torch._foreach_div(means, roots))
+    torch._foreach_mul_(shares, shares)
+    torch._foreach_mul_(shares, [scale * shared for scale, _ in noises])
+    torch._foreach_add_(shares, [1 / ranks - constant * shared for _, constant in noises])
+    torch._foreach_clamp_min_(shares, 1 / ranks)
+    torch._foreach_clamp_max_(shares, 1.0)
+    return shares

@@ -1,472 +1,491 @@
-"""Error feedback on updates: each rank's gradient becomes the update that the user's own optimizer
-would make of it, and that is what is accumulated, compressed and averaged.
+"""Compression in parameter space: each rank's optimizer steps by itself, and what its step has done
+to the parameters is fed back, compressed, exchanged and averaged.
 
 An optimizer that divides by the root of a second moment (Adam and those like it) must not be fed
 with decoded gradients: an element that has waited T steps in the residual arrives T times as large,
 its second moment grows with T^2, and the optimizer divides the burst away (docs/defaults.md).
-So the second moment is taken of what each rank sees in every step, before anything waits.
+So autograd gets this rank's own gradient back, whatever a script does to it, and the user's own
+optimizer makes the step. In a compressed step, with `lr` the learning rate of the moment:
 
-In a compressed step a copy of the optimizer makes the update of this rank's gradient (moments.py).
-Moments stay where they always are, in `optimizer.state`; meanwhile they are each rank's own.
-Afterwards `p.grad` holds the
-decoded mean of the ranks' updates, and when the script calls `optimizer.step()`, that is subtracted
-times the learning rate of the moment, and the optimizer itself passes over the parameter. In a
-dense step it does all its work itself, as if nobody else was there.
+1. before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
+   ranks; momentum gets a share of its lag, for this step only.
+2. after it: d = (b - parameters) / lr, enlarged by the noise in this rank's second moment
+   (moments.py); r += d; the largest elements c of r are sent, r -= c.
+3. parameters = b - lr * mean of c over the ranks, the same on all ranks again.
 
-A rank's own second moment also holds the noise that averaging over N ranks takes away, so that the
-mean of the ranks' updates is too small, by a factor between 1 and sqrt(N). How much of an element's
-second moment is noise, its first moment tells. So the update is enlarged element by element, and
-nobody has to send anything for it.
+A dense step is DDP's own: before the first one the ranks agree on what their optimizers keep.
 
-What momentum holds back and what a residual holds are the same: updates yet to be delivered. With
-both they would be late twice, so in compressed steps momentum keeps only a share of its lag, and
-what it gives up goes to the residual.
+Momentum holds updates back, and so does a residual. With both they would be late twice, so in
+compressed steps momentum keeps only a share of its lag, and what it gives up goes to the residual.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import isfinite, nan, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
-from adaptive.bucket import Bucket, StepCFs
+from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Group, Handover
+from adaptive.memory.handover import Group
 from adaptive.memory.moments import (
-    KEPT,
-    LEAST,
-    Twin,
-    UpdateJob,
-    decay_of_squares,
+    Moments,
     enlarge,
-    flat,
+    is_adaptive,
     is_decoupled,
-    part_of_mean,
+    mean_share,
+    normalized,
     scale_second_moments,
-    shaped,
-    typical_energy,
     undelivered,
+    with_lag,
 )
 from adaptive.parameters import ModelParameter, ModelParameters, like, local
-from adaptive.statistics.vector import Statistics, Tally
-from compressors.kernels import squared_norms
-from compressors.kernels.blocks import Scalar, fill_if, is_host, scratch_like
+from adaptive.uniting import agree_on_states
+from compressors.kernels.blocks import Flag, Scalar
 from policies import state as saved
-
-OPTIMIZERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
-"""Those in whose stead it can step, and what inherits their `step`."""
-
-TINY = 1e-6
-"""What updates are multiplied by in `p.grad` until their norm is known: no script clips that."""
-
-
-def steps_for(optimizer: Optimizer | None) -> bool:
-    """Whether the optimizer makes the update of each element by itself, as torch's own do."""
-    if optimizer is None:
-        return False
-    step = inspect.unwrap(type(optimizer).step)
-    known = any(isinstance(optimizer, o) and step is inspect.unwrap(o.step) for o in OPTIMIZERS)
-    return known and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 @dataclass(eq=False)
-class UpdateScales(saved.Stateful):
-    """What the ranks have agreed on of gradients and updates as a whole, averaged over the steps.
+class MomentState(saved.Stateful):
+    """What has become of the optimizers' moments since the last dense step.
 
-    grad: the energy of the mean gradient, as the ranks estimate it. clipped: the same of gradients
-    that were clipped before they became updates. given: the energy of the mean update. Each is a
-    sum over steps and the weight of it. max_norm: that a script has last clipped the norm of
-    `p.grad` to, if it has. last: what of the last step is yet to be agreed on, from `state_dict` to
-    the next step; negative if it is not known. differ: the moments in the optimizer may not be the
-    same on all ranks.
-    """
+    differ: they are each rank's own, and residuals may hold something. share: of its lag that
+    momentum had in the last step, in [0, 1]."""
 
-    grad: tuple[float, float] = saved.saved((0.0, 0.0))
-    clipped: tuple[float, float] = saved.saved((0.0, 0.0))
-    given: tuple[float, float] = saved.saved((0.0, 0.0))
-    max_norm: float | None = saved.saved(None)
-    last: tuple[float, float] | None = saved.saved(None)
     differ: bool = saved.saved(False)
+    share: float = saved.saved(1.0)
 
-    def add(self, name: str, value: float, decay: float) -> None:
-        """Take in a step's number, unless it is not finite."""
-        if isfinite(value):
-            total, weight = getattr(self, name)
-            setattr(self, name, (decay * total + (1 - decay) * value, decay * weight + 1 - decay))
-
-    def mean(self, name: str) -> float:
-        """Over the steps so far, the last ones most; 0 if there were none."""
-        total, weight = getattr(self, name)
-        return float(total / weight) if weight else 0.0
-
-    def gradient_per_update(self) -> float:
-        """By which a mean update is as large as a mean gradient."""
-        given = self.mean("given")
-        return sqrt(self.mean("grad") / given) if given > 0 else TINY
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        saved.together(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
 
 
 class UpdateMemory(Residual):
-    """One residual of updates for each parameter, beside the optimizer's own moments.
+    """One residual of updates for each parameter, and what is done around an optimizer's step.
 
-    ranks: world size. lag: share of the lag of the optimizer's momentum in a compressed step at a
-    CF, in [0, 1]. clipped: by which factor the script has clipped `p.grad` since the last backward,
-    if that is known.
+    ranks: world size. lag: the share of its lag that momentum keeps in a step at a CF, in [0, 1].
+    pending: a backward has ended whose updates are yet to be exchanged.
     """
 
     name = "updates"
-    scales: UpdateScales
+    moments: MomentState
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         parameters: ModelParameters,
         ranks: int,
         lag: Callable[[float], float],
-        clipped: Callable[[], Tensor | None],
     ) -> None:
         super().__init__(parameters.maybe_unused)
-        self.scales = UpdateScales()
-        self.scales.differ = bool(optimizer.state)
-        self._optimizer = optimizer
+        self.moments = MomentState()
+        self.moments.differ = any(optimizer.state for optimizer in optimizers)
+        self._own = False  # moments are of this rank's own gradients
+        self.pending = False
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
-        self._clipped = clipped
-        self._handover = Handover(optimizer, {}, lambda group: True, self._step, self._show)
-        self._twin = Twin(optimizer)
-        self._at = -1  # the step
-        self._memory_of_norms = decay_of_squares(optimizer.param_groups[0])
-        self._scale = 1.0  # what p.grad is multiplied by in this step
-        self._clips = False  # in this step gradients are clipped, not updates
-        self._own: set[Tensor] = set()  # parameters whose second moments are this rank's
-        self._holding: set[Tensor] = set()  # those whose p.grad holds an update
-        self._given: dict[int, Tensor] = {}  # by bucket, the energy of the last step's mean updates
-        self._known: tuple[Any, Any] | None = None  # what `_last` was when dense steps began
+        # The optimizer of each parameter, and its group: those that have stepped it last.
+        self._of: dict[Tensor, tuple[Optimizer, dict[str, Any]]] = {}
+        for optimizer in optimizers:
+            self._learn(optimizer)
+        self._chunks: list[Chunk] = []
+        self._share = 1.0  # of momentum's lag, in the step to come
+        self._outer: Optimizer | None = None  # whose step is under way
+        self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
+        self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
+        self._stepped: set[Tensor] = set()  # parameters, since the last backward
+        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a group, its settings
+        self._split: list[tuple[Optimizer, dict[str, Any]]] = []  # groups added for one step
+        self._aside: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}  # moments
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
-        self._hidden: dict[Tensor, Tensor | None] = {}  # p.grad, while the optimizer steps
 
-    def turn(self, bucket: Bucket, cfs: StepCFs, tally: Tally) -> None:
-        """The bucket's gradients become updates, in place, but for those of parameters that are
-        skipped or that the optimizer has not."""
-        self._begin_step(bucket.key.step, tally)
-        # On all ranks alike: what one skips, or is not finite there, another may send.
-        of = [(part, self._handover.settings(part.parameter.tensor)) for part in bucket.parts]
-        self._holding |= {part.parameter.tensor for part, group in of if group is not None}
-        if bucket.poisoned is True:
-            return
-        gradients = scratch_like("gradients", bucket.work).copy_(bucket.work)
-        jobs, stepped = [], []
-        for part, group in of:
-            p = part.parameter.tensor
-            if group is None or part.skipped is True or not part.grad.numel():
+    # -- what is exchanged --
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
+        ours = [parameter for p, parameter in self._parameters.items() if p in self._of]
+        if sum(len(chunk.parameters) for chunk in self._chunks) != len(ours):
+            self._chunks = [Chunk(each) for each in chunks(ours)]
+        return self._chunks
+
+    def apart(self, parameters: Iterable[Tensor]) -> list[int]:
+        """Places of the parameters that no known optimizer steps."""
+        return [i for i, p in enumerate(parameters) if p not in self._of]
+
+    def backward_ends(self, cf: float) -> None:
+        """The gradients of a step that is compressed at `cf` are there."""
+        self.pending = True
+        self._share = self._lag(cf)
+        self._stepped.clear()
+        if self._outer is None:
+            self._before.clear()
+        self._rates = {id(of[1]): _rates(*of) for of in self._of.values()}
+        self._begin_apart(self._share)
+
+    def outgoing(self, chunk: Chunk) -> Tensor:
+        """What this rank's step has done to the parameters of a chunk, as updates (flat, in the
+        chunk's scratch). Zeros for those that no optimizer has stepped since backward."""
+        before, work = self._before.get(chunk), chunk.here("work")
+        if before is None:
+            return work.zero_()
+        torch.sub(before, work, out=work)
+        pieces = chunk.split(work)
+        _multiply(work, pieces, [_inverse(lr) for lr, _ in self._rates_of(chunk)])
+        told: list[tuple[Tensor, Moments]] = []
+        for parameter, piece in zip(chunk.parameters, pieces, strict=True):
+            if parameter.tensor not in self._stepped:
+                piece.zero_()
                 continue
-            share = self._lag(cfs.sent(part.parameter.name))
-            self._make_own(part.parameter, share)
-            here, state = part.parameter.local, self._state(p)
-            grad = shaped(gradients[part.start : part.stop], here)
-            update = shaped(part.grad, here)
-            jobs.append(UpdateJob(group, share, here, grad, update, state))
-            stepped.append(p)
-        if jobs:
-            torch._foreach_zero_([job.update for job in jobs])
-            factor = self._clip(jobs, gradients)
-            self._twin.update(jobs)
-            for p, job in zip(stepped, jobs, strict=True):
-                self._keep(p, job.state)
-            energy = enlarge(jobs, self._ranks)
-            tally.at("clipped_mean").add_(energy)
-            tally.at("grad_of_mean").add_(energy / factor**2)
-        fill_if(bucket.poisoned, bucket.work, 0.0)
+            moments = self._moments(parameter, self._share)
+            if moments is not None and moments.have_noise:
+                told.append((piece, moments))
+        enlarge([piece for piece, _ in told], [moments for _, moments in told], self._ranks)
+        return work
+
+    @torch.no_grad()
+    def apply(self, chunk: Chunk, mean: Tensor, any_stepped: Callable[[], Tensor]) -> None:
+        """Move the parameters of a chunk by the ranks' mean update, which is overwritten.
+
+        any_stepped: how many ranks have stepped (0-dim); called on a rank that has not."""
+        rates = self._rates_of(chunk)
+        _multiply(mean, chunk.split(mean), [lr for lr, _ in rates])
+        before = self._before.get(chunk)
+        if before is None or not self._stepped:
+            before = chunk.here("unstepped")
+            decays = [] if self._stepped else [decay for _, decay in rates]
+            if any(_is_tensor(decay) or decay > 0 for decay in decays):
+                some = (any_stepped() > 0).to(before.dtype)
+                _multiply(before, chunk.split(before), [1 - decay * some for decay in decays])
+        chunk.go_to(before.sub_(mean))
+
+    def exchanged(self) -> None:
+        """All chunks have been."""
+        self.pending = False
+        if self._outer is None:
+            self._before.clear()
+
+    # -- around an optimizer's step --
+
+    @property
+    def all_stepped(self) -> bool:
+        """No step of this backward's gradients is to come."""
+        return self._outer is None and self._of.keys() <= self._stepped
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """`optimizer.step(closure)` has been called, and the closure has not run yet. One that is
+        not torch's may move parameters before (SAM), and back again."""
+        if self._outer is None and not is_adaptive(optimizer):
+            self._outer = optimizer
+            self._remember()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has its gradients, perhaps within a step of another."""
+        self._put_back()  # a step that raised never came to its end
+        self._learn(optimizer)
+        if self._outer is None:
+            self._outer = optimizer
+        if not self.pending:
+            if self._outer is optimizer:
+                self._deliver_late()
+            return
+        self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
+        if self._outer is optimizer and not self._before:
+            self._remember()
+        self._set_momentum(optimizer)
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """All that the step has changed but parameters and moments is as it was."""
+        self._put_back()
+        if self._outer is not optimizer:
+            return
+        self._outer = None
+        if not self.pending:
+            self._before.clear()
+            return
+        ours = {p for group in optimizer.param_groups for p in group["params"]}
+        self._stepped |= ours & self._of.keys()
+        taken = _taken(optimizer)
+        for chunk, before in self._before.items():
+            pairs = zip(chunk.parameters, self._rates_of(chunk), strict=True)
+            decays = [decay if p.tensor in ours else 0.0 for p, (_, decay) in pairs]
+            if any(_is_tensor(decay) or decay > 0 for decay in decays):
+                _multiply(before, chunk.split(before), [1 - decay * taken for decay in decays])
+
+    def _rates_of(self, chunk: Chunk) -> list[tuple[Scalar, Scalar]]:
+        return [self._rates[id(self._of[p.tensor][1])] for p in chunk.parameters]
+
+    def _remember(self) -> None:
+        self._before = {chunk: chunk.here("before") for chunk in self.chunks}
+
+    def _learn(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in self._parameters:
+                    self._of[p] = optimizer, group
+
+    def _set_momentum(self, optimizer: Optimizer) -> None:
+        """For this step, momentum of our parameters has its share of the lag. With none the first
+        moment is put aside, since it still tells what is noise."""
+        if self._share == 1 or not is_adaptive(optimizer):
+            return
+        without: list[Tensor] = []
+        for group in list(optimizer.param_groups):
+            ours = [p for p in group["params"] if p in self._parameters]
+            if not ours or not group.get("betas", (0.0,))[0]:
+                continue
+            own = {"betas": group["betas"], "params": group["params"]}
+            self._changed.append((group, own))
+            if len(ours) < len(group["params"]):  # the others go on as they were
+                rest = [p for p in group["params"] if p not in self._parameters]
+                optimizer.param_groups.append({**group, "params": rest})
+                self._split.append((optimizer, optimizer.param_groups[-1]))
+            beta1, beta2 = group["betas"]
+            group["params"], group["betas"] = ours, (with_lag(beta1, self._share), beta2)
+            without += [p for p in ours if self._share == 0 and p.grad is not None]
+        if without:
+            self._put_aside(optimizer, set(without))
+
+    def _put_aside(self, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
+        """Zeros, in a room that is not needed until after the step, take the place of moments."""
+        for chunk in self.chunks:
+            room = chunk.room("work").zero_()
+            for parameter, zeros in zip(chunk.parameters, chunk.split(room), strict=True):
+                p = parameter.tensor
+                if p not in parameters:
+                    continue
+                state = optimizer.state[p]
+                mean = state.get("exp_avg")
+                if mean is not None:
+                    fits = local(mean).is_contiguous() and mean.dtype == zeros.dtype
+                    if fits:
+                        state["exp_avg"] = like(zeros.view(local(mean).shape), p)
+                    else:
+                        state["exp_avg"] = torch.zeros_like(mean)
+                self._aside[p] = state, mean
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for group, own in self._changed:
+            group.update(own)
+        for optimizer, group in self._split:
+            optimizer.param_groups[:] = [g for g in optimizer.param_groups if g is not group]
+        begun: dict[float, list[Tensor]] = {}
+        moved: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for p, (state, mean) in self._aside.items():
+            optimizer, group = self._of[p]
+            weight = 1 - group["betas"][0]
+            last, taken = state.get("exp_avg"), _taken(optimizer)
+            if mean is None and last is not None:  # the average begins with its first value
+                begun.setdefault(weight, []).append(local(last))
+            if mean is None or last is None:
+                continue
+            state["exp_avg"] = mean
+            if isinstance(taken, Tensor):
+                local(mean).lerp_(local(last), (weight * taken).to(mean.dtype))
+            else:
+                means, lasts = moved.setdefault(weight, ([], []))
+                means.append(local(mean))
+                lasts.append(local(last))
+        for weight, lasts in begun.items():
+            torch._foreach_mul_(lasts, weight)
+        for weight, (means, lasts) in moved.items():
+            torch._foreach_lerp_(means, lasts, weight)
+        self._changed, self._split, self._aside = [], [], {}
+
+    # -- dense steps, and ranks that part --
+
+    def settle(self, exchange: Exchange) -> None:
+        """Before a dense step: the ranks agree on what their optimizers keep (collectives), and all
+        that residuals hold goes, with the ranks' mean, with the next step."""
+        if not self.moments.differ:
+            return
+        share = self.moments.share
+        self._change_share(1.0)
+        states = {}
+        for p, parameter in self._parameters.items():
+            if p not in self._of:
+                continue
+            states[parameter] = self._state(p)
+            moments = self._moments(parameter, share)
+            if self._own and moments is not None and moments.have_noise:
+                scale_second_moments(moments.state, mean_share(moments, self._ranks))
+        agree_on_states(states, exchange)
+        for parameter, state in states.items():
+            self._keep(parameter.tensor, state)
+        for chunk in self.chunks:
+            waiting = chunk.room("work")
+            for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
+                if parameter.filled and parameter.residual is not None:
+                    piece.copy_(parameter.residual)
+                else:
+                    piece.zero_()
+                parameter.filled = False
+            mean = exchange.all_reduce(waiting.div_(self._ranks)).wait().clone()
+            pieces = zip(chunk.parameters, chunk.split(mean), strict=True)
+            self._late |= {parameter.tensor: piece for parameter, piece in pieces}
+        self.moments.differ = self._own = False
+
+    @property
+    def may_part(self) -> bool:
+        # No parameter that DDP reduces is another optimizer's, and all divide by a second moment.
+        known = all(is_adaptive(optimizer) for optimizer, _ in self._of.values())
+        return known and len(self._of) == len(self._parameters)
+
+    def learning_rate(self, parameter: ModelParameter) -> Any:
+        """Of the optimizer that steps the parameter; one must."""
+        return self._of[parameter.tensor][1]["lr"]
+
+    def part(self) -> None:
+        """Before ranks step by themselves for longer: momentum has all of its lag, and what waits
+        is in the residuals."""
+        self._begin_apart(1.0)
+
+    def meet(self) -> None:
+        """After ranks have stepped by themselves for longer."""
+        self.moments.differ = self._own = True
+
+    def hand_back(self, exchange: Exchange | None) -> None:
+        self._put_back()
+        if exchange is not None:
+            self.settle(exchange)
+            exchange.take_traffic()  # no step's
+            self._deliver_late()
+
+    def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(parameter, state)
+        self._own = self.moments.differ
+        self._late.pop(parameter.tensor, None)  # of a step before
+        self.pending = False
+
+    def conclude(self) -> None:
+        """Before a state is saved: what was to go with a dense step waits again."""
+        self._back_to_residuals()
 
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
     ) -> Sequence[Tensor]:
-        jobs, previews = [], []
+        found = []
         for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
-            p, group = parameter.tensor, self._handover.settings(parameter.tensor)
-            previews.append(torch.zeros_like(grad) if group else grad)
-            if group is not None:
-                known = self._state(p) if p in self._optimizer.state else {}
-                state = {
-                    name: (flat(kept)[::stride] if kept.dim() else kept).clone()
-                    for name, kept in known.items()
-                }
-                weights = flat(parameter.local.detach())[::stride]
-                jobs.append(UpdateJob(group, 0.0, weights, grad.clone(), previews[-1], state))
-        self._twin.update(jobs)  # with second moments that are already those of the mean gradient
-        return previews
+            of = self._of.get(parameter.tensor)
+            if of is not None and is_adaptive(of[0]):
+                grad = normalized(grad, of[1], self._state(parameter.tensor), stride)
+            found.append(grad)
+        return found
 
-    def hand_out(self, index: int, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
-        """Scale the decoded mean of bucket `index`, in place, so that `p.grad` is as large as a
-        gradient: scripts clip its norm, and log it."""
-        parts = mean.split([parameter.local.numel() for parameter in parameters])
-        of = zip(parameters, parts, strict=True)
-        updates = [part for parameter, part in of if parameter.tensor in self._holding]
-        if updates:
-            self._given[index] = squared_norms(updates).sum()
-            torch._foreach_mul_(updates, self._scale)
+    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
+        """One that has not been stepped keeps its residual to itself."""
+        return self.pending and parameter.tensor not in self._stepped
 
-    def learn(self, agreed: Statistics) -> None:
-        """Take in what the ranks have agreed on of a compressed step."""
-        if agreed.spoiled or not agreed.grad_of_mean > 0:
-            return
-        self.scales.add("grad", agreed.grad_of_mean, self._memory_of_norms)
-        self.scales.add("clipped", agreed.clipped_mean, self._memory_of_norms)
-        self.scales.add("given", agreed.given, self._memory_of_norms)
-        if isfinite(agreed.clipped_to):
-            self.scales.max_norm = sqrt(agreed.clipped_to)
-
-    def settle(self, exchange: Exchange) -> None:
-        """Before a dense step: the ranks agree on the optimizer's moments (a collective), and all
-        that waits, with the ranks' mean, for the optimizer's next step."""
-        self._holding.clear()
-        if self._given and self._known is None:
-            self._known = self._last()  # before a dense step's gradients are clipped
-        if self.scales.differ:
+    def _begin_apart(self, share: float) -> None:
+        """From here on moments are this rank's, and momentum has this share of its lag."""
+        self.moments.differ = True
+        if not self._own:
+            self._own = True
             for p, parameter in self._parameters.items():
-                if self._handover.settings(p) is not None:
-                    self._agree_on(parameter, exchange)
-            self.scales.differ = False
-            self._own.clear()
+                moments = self._moments(parameter, self.moments.share)
+                if p in self._of and moments is not None and moments.have_noise:
+                    # A second moment of the mean has the signal's, and 1 / N of the noise's.
+                    part = mean_share(moments, self._ranks)
+                    scale = part.mul_(-self._ranks).add_(1 + self._ranks)
+                    scale_second_moments(moments.state, scale)
+            self._back_to_residuals()
+        self._change_share(share)
 
-    @property
-    def may_part(self) -> bool:
-        # No parameter that DDP reduces is another optimizer's.
-        return all(self._handover.settings(p) is not None for p in self._parameters)
-
-    def learning_rate(self, parameter: ModelParameter) -> Any:
-        """By which the optimizer multiplies updates of the parameter, which must be its own."""
-        group = self._handover.settings(parameter.tensor)
-        assert group is not None
-        return group["lr"]
-
-    def part(self) -> None:
-        """Before ranks step by themselves: the moments are each rank's own, momentum has all of its
-        lag, and what waits is in the residuals."""
-        for p, parameter in self._parameters.items():
-            self._make_own(parameter, 1.0)
-            late = self._late.pop(p, None)
-            if late is not None:
-                parameter.open_residual().add_(late)
-
-    def meet(self) -> None:
-        """After ranks have stepped by themselves: the moments are each rank's own."""
-        self.scales.differ = True
-        self._own.update(self._parameters)
-
-    def discard(self) -> None:
-        """Moments have taken in what is thrown away, so they begin anew; those that the ranks have
-        agreed on have not."""
-        for p in self._own:
-            for name, kept in self._state(p).items():
-                kept.fill_(1.0 if name == "mu_product" else 0.0)
-
-    def join(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizer:
-            self._handover.begin()
-
-    def hand_back(self, exchange: Exchange | None) -> None:
-        if exchange is not None:
-            self.settle(exchange)
-            exchange.take_traffic()  # no step's
-            for group in self._optimizer.param_groups:
-                self._deliver_late(group)
-        self._handover.unhook()
-
-    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
-        return (parameter.filled, parameter.lag)
-
-    def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
-        state = super().state_dict(parameter)
-        return state if parameter.lag == 1 else {**state, "lag": parameter.lag}
-
-    def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(parameter, state)
-        parameter.lag = state.get("lag", 1.0)
-        p = parameter.tensor
-        (self._own.add if self.scales.differ else self._own.discard)(p)
-        # Of a step before, which the state is not of.
-        self._holding.discard(p)
-        self._late.pop(p, None)
-        self._given.clear()
-        self._known = None
-
-    def _begin_step(self, step: int, tally: Tally) -> None:
-        """Once a step: what is known of the one before goes into the tally."""
-        if step == self._at:
+    def _change_share(self, share: float) -> None:
+        """What momentum had yet to deliver with its share of the lag so far, and with the new one
+        has no longer, goes to the residual, or comes from there."""
+        before, self.moments.share = self.moments.share, share
+        if before == share:
             return
-        self._at = step
-        given, clipped_to = self._last()
-        if self.scales.last is not None:
-            given, clipped_to = (nan if number < 0 else number for number in self.scales.last)
-        self._given, self._known, self.scales.last = {}, None, None
-        tally.at("given").add_(given)
-        tally.at("clipped_to").add_(clipped_to)
-        self._holding.clear()
-        self._scale = self.scales.gradient_per_update()
-        self._clips = self.scales.max_norm is not None and not isinstance(self._optimizer, Adagrad)
-        self.scales.differ = True
+        for parameter in self._parameters.values():
+            moments = self._moments(parameter, before)
+            if moments is None or not moments.have_noise or not moments.group["betas"][0]:
+                continue
+            late = undelivered(moments, mean_share(moments, self._ranks) if self._own else 1.0)
+            beta1 = moments.group["betas"][0]
+            alpha = beta1 / (1 - beta1) * (before - share)
+            parameter.open_residual().add_(late, alpha=alpha)
 
-    def _last(self) -> tuple[Any, Any]:
-        """||mean update||^2 of the last compressed step, nan if there was none, and the energy of
-        `p.grad` once the script had clipped it, nan if it has not."""
-        if self._known is not None:
-            return self._known
-        given = sum([self._given[index] for index in sorted(self._given)]) if self._given else nan
-        factor = self._clipped()
-        if factor is None:
-            return given, nan
-        return given, torch.where(factor < 1, given * (self._scale * factor) ** 2, nan)
-
-    def conclude(self) -> None:
-        if self._given:
-            given, clipped_to = (float(number) for number in self._last())
-            self.scales.last = (
-                given if isfinite(given) else -1.0,
-                clipped_to if isfinite(clipped_to) else -1.0,
-            )
+    def _moments(self, parameter: ModelParameter, share: float) -> Moments | None:
+        """Of a parameter that an adaptive optimizer steps."""
+        of = self._of.get(parameter.tensor)
+        if of is None or not is_adaptive(of[0]):
+            return None
+        return Moments(of[1], share, self._state(parameter.tensor))
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's of a parameter; of a sharded one with the shards that are here."""
-        state: dict[str, Any] = self._optimizer.state[p]
+        of = self._of.get(p)
+        state: dict[str, Any] = {} if of is None else dict(of[0].state.get(p, {}))
         if not hasattr(p, "to_local"):
             return state
         return {name: local(kept) for name, kept in state.items()}
 
-    def _keep(self, p: Tensor, state: Mapping[str, Any]) -> None:
-        """What the twin has begun in a `_state` is the optimizer's from now on."""
-        own = self._optimizer.state[p]
+    def _keep(self, p: Tensor, state: dict[str, Any]) -> None:
+        """What another rank's optimizer had, and this rank's has not."""
+        if not state:
+            return
+        own = self._of[p][0].state[p]
         for name in state.keys() - own.keys():
-            own[name] = like(state[name], p) if state[name].dim() else state[name]
+            kept = state[name]
+            own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
 
-    def _make_own(self, parameter: ModelParameter, share: float) -> None:
-        """From here on the moments are this rank's, and momentum has this share of its lag."""
-        p, state = parameter.tensor, self._state(parameter.tensor)
-        if p not in self._own:
-            parameter.filled = False  # gradients, from before the optimizer had it, are no updates
-            group = self._handover.settings(p)
-            if group is not None and "exp_avg" in state:
-                # A second moment of the mean has the signal's, and 1 / N of the noise's.
-                part = part_of_mean(group, parameter.lag, state, self._ranks)
-                scale_second_moments(state, part.mul_(-self._ranks).add_(1 + self._ranks))
-            self._own.add(p)
-        self._change_lag(parameter, share)
-
-    def _change_lag(self, parameter: ModelParameter, share: float) -> None:
-        """What momentum had yet to deliver with its share of the lag so far, and with the new one
-        has no longer, goes to the residual, or comes from there."""
-        before, parameter.lag = parameter.lag, share
-        p, state = parameter.tensor, self._state(parameter.tensor)
-        group = self._handover.settings(p)
-        if before == share or group is None or "exp_avg" not in state:
-            return
-        part: Any = 1.0
-        if p in self._own:
-            part = part_of_mean(group, before, state, self._ranks)
-            part = shaped(part, parameter.local)
-        late, beta1 = undelivered(group, before, state, part), group["betas"][0]
-        parameter.open_residual().add_(flat(late), alpha=beta1 / (1 - beta1) * (before - share))
-
-    def _clip(self, jobs: Sequence[UpdateJob], gradients: Tensor) -> Scalar:
-        """Clip a bucket's gradients as the script would clip the mean gradient, had it that.
-        Returns the factor.
-
-        A clip has to come before the second moment, and the norm of the whole gradient is not known
-        yet: it is as much larger than usual as the bucket's own is, by its second moments."""
-        energies = [typical_energy(job) for job in jobs] if self._clips else []
-        known = [energy for energy in energies if energy is not None]
-        if len(known) < len(jobs):
-            return 1.0
-        assert self.scales.max_norm is not None
-        now = squared_norms([flat(job.grad) for job in jobs]).sum()
-        norm = (self.scales.mean("clipped") * now / (sum(known) + LEAST)).sqrt()
-        factor = (self.scales.max_norm / norm).clamp(max=1.0)
-        gradients.mul_(factor.to(gradients.dtype))
-        return factor
-
-    @torch.no_grad()
-    def _step(self, group: Group) -> None:
-        """In the stead of the optimizer: parameters whose gradient is an update make that step, and
-        are hidden from it."""
-        self._deliver_late(group)
-        held = [p for p in group["params"] if p in self._holding and p.grad is not None]
-        if not held:
-            return
-        lr, updates = group["lr"], [local(p.grad) for p in held if p.grad is not None]
-        weights = [local(p) for p in held]
-        skips = getattr(self._optimizer, "found_inf", None)  # of a fused one, told by a GradScaler
-        if skips is not None:
-            lr = lr * (1 - skips)
-            updates = [update.masked_fill(skips > 0, 0.0) for update in updates]
-        if group["weight_decay"] and is_decoupled(self._optimizer, group):
-            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        factor = lr / self._scale
-        clipped = self._clipped() if self._clips else None
-        if clipped is not None:  # `_clip` has done better
-            factor = factor / (float(clipped) if is_host(clipped.device) else clipped)
-        scale = getattr(self._optimizer, "grad_scale", None)
-        if scale is not None:
-            factor = factor / scale
-        if isinstance(factor, Tensor):
-            torch._foreach_sub_(weights, torch._foreach_mul(updates, factor))
-        else:
-            torch._foreach_sub_(weights, updates, alpha=factor)
-        for p in held:
-            self._hidden[p], p.grad = p.grad, None
-
-    def _show(self) -> None:
-        """After the optimizer's step."""
-        for p, grad in self._hidden.items():
-            p.grad = grad
-        self._hidden.clear()
-
-    @torch.no_grad()
-    def _deliver_late(self, group: Group) -> None:
-        """What residuals held before dense steps began."""
-        for p in group["params"] if self._late else ():
-            late = self._late.pop(p, None)
+    def _back_to_residuals(self) -> None:
+        for parameter in self._parameters.values():
+            late = self._late.pop(parameter.tensor, None)
             if late is not None:
-                here = local(p)
-                here.sub_(shaped(late, here).to(p.dtype) * group["lr"])
+                parameter.open_residual().add_(late)
+                self.moments.differ = True
 
-    def _agree_on(self, parameter: ModelParameter, exchange: Exchange) -> None:
-        """The same moments on all ranks, and what waits of the parameter for the next step. A
-        collective."""
-        p, group = parameter.tensor, self._handover.settings(parameter.tensor)
-        assert group is not None
-        state, own, here = self._state(p), p in self._own, parameter.local.detach()
-        if own and "exp_avg" in state:
-            part = part_of_mean(group, parameter.lag, state, self._ranks)
-            self._change_lag(parameter, 1.0)
-            scale_second_moments(state, part)
-        parameter.lag = 1.0
-        stepped = "step" in state
-        if not stepped:  # this rank has not used the parameter: moments to be filled
-            grad, update = (shaped(parameter.zeros(), here) for _ in range(2))
-            self._twin.update([UpdateJob(group, 1.0, here, grad, update, state)])
-            self._keep(p, state)
-        names = sorted(KEPT & state.keys())
-        sizes = [here.numel(), 1, *(state[name].numel() for name in names)]
-        sent = torch.zeros(sum(sizes), dtype=parameter.dtype, device=p.device)
-        residual, there, *moments = sent.split(sizes)
-        # A residual that is not its own is one of gradients, which another memory has left.
-        if own and parameter.filled and parameter.residual is not None:
-            residual.copy_(parameter.residual)
-            parameter.filled = False
-        if stepped:
-            there.fill_(1.0)
-            for name, moment in zip(names, moments, strict=True):
-                moment.copy_(flat(state[name]))
-        exchange.all_reduce(sent).wait()
-        some = there.clamp(min=1.0)
-        for name, moment in zip(names, moments, strict=True):
-            state[name].copy_(shaped(moment.div_(some), state[name]))
-        self._late[p] = residual.div_(exchange.world_size)
+    @torch.no_grad()
+    def _deliver_late(self) -> None:
+        """What residuals held before dense steps began."""
+        for p in list(self._late):
+            late, here = self._late.pop(p), local(p)
+            here.sub_(late.view(here.shape).to(here.dtype) * self._of[p][1]["lr"])
+
+
+def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
+    """The learning rate, and by which share of itself a parameter decays in a step."""
+    lr, decay = group["lr"], group.get("weight_decay", 0.0)
+    decoupled = is_adaptive(optimizer) and is_decoupled(optimizer, group)
+    return lr, lr * decay if decoupled and decay else 0.0
+
+
+def _taken(optimizer: Optimizer) -> Scalar:
+    """1, or 0 if a `GradScaler` has told a fused optimizer to skip the step."""
+    skips = getattr(optimizer, "found_inf", None)
+    return 1.0 if skips is None else 1 - skips
+
+
+def _inverse(lr: Scalar) -> Scalar:
+    """Nothing moves by a learning rate of 0."""
+    if isinstance(lr, Tensor):
+        return torch.where(lr > 0, 1 / lr, 0.0)
+    return 1 / lr if lr > 0 else 0.0
+
+
+def _multiply(whole: Tensor, pieces: Sequence[Tensor], factors: Sequence[Scalar]) -> None:
+    """Each piece of `whole` by its factor, in place."""
+    first = factors[0]
+    if all(f is first or (not _is_tensor(f) and f == first) for f in factors):
+        whole.mul_(first)
+    elif any(map(_is_tensor, factors)):
+        torch._foreach_mul_(
+            list(pieces), [torch.as_tensor(f, device=whole.device) for f in factors]
+        )
+    else:
+        torch._foreach_mul_(list(pieces), [float(factor) for factor in factors])
+
+
+def _is_tensor(x: Scalar) -> bool:
+    return isinstance(x, Tensor)

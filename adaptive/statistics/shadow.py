@@ -193,7 +193,7 @@ class ShadowLadder:
         host."""
         group = self._group([[part.parameter for part in section] for section in together])
         parts, sections = [*chain.from_iterable(together)], group.sections
-        g = sampled(self._gradients(parts, group.strides, bucket.turned), [1] * len(parts))
+        g = sampled(self._gradients(parts, group.strides, bucket.updates), [1] * len(parts))
         host = on_host(g)
         arrays = {} if host else group.arrays  # "sent" is replaced, not written to
         before = {name: x if name == "sent" else x.clone() for name, x in arrays.items()}
@@ -244,11 +244,11 @@ class ShadowLadder:
             self.layers.add_levels(group.parameters, levels * sections.weights)
 
     def _gradients(
-        self, parts: Sequence[Part], strides: Sequence[int], turned: bool
+        self, parts: Sequence[Part], strides: Sequence[int], updates: bool
     ) -> Sequence[Tensor]:
-        """The sample of each part's gradient, or of what the memory would send in its stead."""
+        """The sample of each part's gradient, or of the update that would be made of it."""
         samples = [part.grad[::stride] for part, stride in zip(parts, strides, strict=True)]
-        if turned:
+        if updates:
             return samples
         return self.memory.preview([part.parameter for part in parts], samples, strides)
 

@@ -139,15 +139,20 @@ class ForwardMark:
     """A forward pre-hook that notes when a step's forward began; one without gradients (an
     evaluation between two steps) does not count, and a compiled one cannot be seen.
 
-    timestamps: None for the copy that a copied or pickled model takes along.
+    timestamps: None for the copy that a copied or pickled model takes along. begins: called before
+    a forward with gradients.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp] | None = None) -> None:
         self._timestamps = timestamps
         self._began: Timestamp = None
+        self.begins: Callable[[], Callable[[], None] | None] = lambda: None  # a weak reference
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         seen = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        begins = self.begins() if seen else None
+        if begins is not None:
+            begins()
         if seen and self._timestamps is not None and self._began is None:
             self._began = self._timestamps()
 

@@ -20,8 +20,7 @@ from policies import Measurement
 
 
 def _number(agree: str, host: bool = False, reported: bool = False, only: str = "") -> Any:
-    """A number of the step. agree: "sum" or "mean" over the ranks, or "replicas", the mean over the
-    replicas of the model of the sum over the shards of each. host: known as a Python number;
+    """A number of the step. agree: "sum" or "mean" over the ranks. host: known as a Python number;
     nan if nobody tells it. reported: by its name, in the `StepReport`. only: what of a `Tally` must
     be asked for, or it is not in the vector."""
     metadata = {"agree": agree, "host": host, "reported": reported, "only": only}
@@ -41,7 +40,8 @@ class Tally:
     is the same on every rank.
 
     cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
-    many numbers of the layers, and of signal gain's sketch. updates: what is sent are updates.
+    many numbers of the layers, and of signal gain's sketch. updates: the ranks' optimizers step by
+    themselves, and what is sent are updates.
     drift: how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by
     rank. norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards:
     in how many each replica of the model is. known: the numbers that the host knows, by name.
@@ -174,14 +174,8 @@ class Statistics:
     peers: list[float] = _numbers("ladder", only="sketch")
     sketch: list[float] = _numbers("sketch")
     """Of this rank's gradient (signal.py)."""
-    grad_of_mean: float = _number("replicas", only="updates")
-    """||mean gradient||^2 in a compressed step, as each rank estimates it (memory/updates.py)."""
-    clipped_mean: float = _number("replicas", only="updates")
-    """The same of gradients that were clipped before they became updates."""
-    given: float = _number("replicas", only="updates")
-    """||mean update||^2 of the compressed step before; nan if there was none."""
-    clipped_to: float = _number("replicas", only="updates")
-    """||p.grad||^2 once a script had clipped it in that step; nan if it had not."""
+    stepped: float = _number("sum", only="updates")
+    """Ranks whose optimizers have stepped, where updates are sent."""
     sent_bytes: float = _number("mean", only="sharded")
     """Bytes that a rank has sent in the step, but for statistics. Where nothing is sharded all have
     sent as many, and know it; shards may be of unequal size."""
@@ -192,7 +186,7 @@ class Statistics:
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:
         """From the sum of the ranks' vectors, on the host. tally: of this rank."""
         values: list[float] = summed.tolist()
-        over = {"sum": 1, "mean": tally.ranks, "replicas": tally.replicas}
+        over = {"sum": 1, "mean": tally.ranks}
         found: dict[str, Any] = {}
         for name, place in tally.places.items():
             part, declared = values[place], _DECLARED[name]
