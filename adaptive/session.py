@@ -451,8 +451,10 @@ class Session:
         nonfinite = self._end_own_backward(updates)
 
         def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
-            _, flag = (future.value() for future in futures.value())
-            fill_if(bool(flag) if is_host(flag.device) else flag[0] > 0, buffer, nan)
+            _, sum_of_flags = (future.value() for future in futures.value())
+            flag = bool(sum_of_flags) if is_host(sum_of_flags.device) else sum_of_flags[0] > 0
+            fill_if(flag, buffer, nan)
+            self._pipeline.stream.keep(sum_of_flags, flag)
             return buffer
 
         return torch.futures.collect_all([done, nonfinite]).then(finish)
@@ -770,6 +772,7 @@ class Session:
             return
         # After `detach` nobody would compare them.
         compare = bool(self._memory.now.keeps) and not controller.forced_dense
+        compare = compare and self._updates is None  # whose gradients are the script's
         watch.backward_ends(scale, compare, self._pipeline.stream.backward_waited)
         kept = watch.thrown_away and self._memory.holds_something()
         watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)

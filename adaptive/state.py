@@ -21,7 +21,7 @@ from policies.state import read, together
 State = Mapping[str, Any]
 
 CONTENTS = (
-    *("compressor", "link", "server", "memory", "scales", "local", "shadow", "sum", "layers"),
+    *("compressor", "link", "server", "memory", "moments", "local", "shadow", "sum", "layers"),
     *("peers", "controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
@@ -90,7 +90,7 @@ def check_state(
         whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
         together(bool(kept) and whole, f"the memory of {name!r} has lost something")
     if expected["memory_kind"] != UpdateMemory.name:  # which checks its own
-        check_like("scales", state["scales"], {})
+        check_like("moments", state["moments"], {})
     steps, local = expected["local_steps"], read(state, "local", Mapping)
     apart = steps != 1 or "delay" in expected
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -78,8 +77,7 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
         if isinstance(value, Tensor)
     }
     told = {where: (value.shape, value.dtype) for where, value in kept.items()}
-    everyone = [told] * exchange.world_size
-    dist.all_gather_object(everyone, told, group=exchange.group)
+    everyone = exchange.gather_objects(told)
     steps = (state["step"].device for state in states.values() if "step" in state)
     steps_at = next(steps, torch.device("cpu"))
     sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs

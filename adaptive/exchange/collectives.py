@@ -211,6 +211,12 @@ class Exchange:
         self._traffic.down += wire / 2
         return PendingSum(tensor, self.everyone)
 
+    def gather_objects(self, own: T) -> list[T]:
+        """Of each rank of the group, in order. Waits for them."""
+        found = [own] * self.world_size
+        dist.all_gather_object(found, own, group=self.group)
+        return found
+
     def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
         """Whether the flag is set on any rank of everyone: a tensor of one element, above 0 if so.
         Counted as statistics, which an emulated link does not hold back."""

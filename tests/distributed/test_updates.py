@@ -399,8 +399,8 @@ def _on_device_path(rank: int, name: str) -> dict[str, float]:
             run.optimizer.zero_grad()
             loss, bad = loss_of(run.model, step, rank), step == bad_at
             (loss * float("nan") if bad and rank == 1 else loss).backward()
-            finite = [bool(p.grad.isfinite().any()) for p in run.model.parameters()]
-            assert not any(finite) if bad else all(finite)
+            finite = [bool(p.grad.isfinite().all()) for p in run.model.parameters()]
+            assert bad != all(finite)
             if not bad:
                 run.optimizer.step()
             if step == 10:

@@ -302,10 +302,10 @@ def _updates() -> tuple[_Run, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("path", "damaged", "told"),
     [
-        (("scales",), None, "'scales' must be Mapping"),
-        (("scales", "grad"), [1.0], "'grad' must be"),
-        (("scales", "given"), [nan, 1.0], "'given' must be"),
-        (("scales", "differ"), 1.0, "'differ' must be bool"),
+        (("moments",), None, "'moments' must be Mapping"),
+        (("moments", "share"), nan, "'share' must be"),
+        (("moments", "share"), 1.5, "'share' must be in [0, 1]"),
+        (("moments", "differ"), 1.0, "'differ' must be bool"),
         (("memory", "0.weight", "residual"), torch.zeros(3), "memory: 0.weight: residual"),
         (("memory", "0.weight", "lag"), "x", "'memory: 0.weight: lag' must be float"),
         (("memory", "stranger"), {}, "memory has unknown keys: stranger"),
@@ -328,18 +328,18 @@ def test_a_damaged_state_of_updates_is_refused(path: Any, damaged: Any, told: st
     run.train(3)
 
 
-def test_scales_of_a_run_without_updates_must_be_empty() -> None:
+def test_moments_of_a_run_without_updates_must_be_empty() -> None:
     run = _Run("gravac", "topk")
     run.train(3)
-    state = deepcopy(run.state()) | {"scales": "none"}
-    with pytest.raises(ValueError, match="state: scales must be a mapping"):
+    state = deepcopy(run.state()) | {"moments": "none"}
+    with pytest.raises(ValueError, match="state: moments must be a mapping"):
         run.compressor.load_state_dict(state)
 
 
-def test_a_state_without_the_scales_of_updates_is_refused() -> None:
+def test_a_state_without_the_moments_of_updates_is_refused() -> None:
     run, state = _updates()
-    del state["scales"]
-    with pytest.raises(ValueError, match="state: scales missing"):
+    del state["moments"]
+    with pytest.raises(ValueError, match="state: moments missing"):
         run.compressor.load_state_dict(state)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ class MetaExchange(Exchange):
     def all_gather(self, payload: Tensor, what: str = "", means: bool = False) -> Future[Tensor]:
         return _done(payload.new_empty(2, payload.numel()))
 
+    def gather_objects(self, own: Any) -> list[Any]:
+        return [own, own]
+
     def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str = "") -> Future[Tensor]:
         return _done(payload.new_empty(2, sizes[0]))
 
@@ -94,8 +98,7 @@ class Parameters(ModelParameters):
 
 
 def _updates(optimizer: Optimizer, parameters: Parameters) -> UpdateMemory:
-    changed = torch.empty((), dtype=torch.float64, device="meta")
-    return UpdateMemory(optimizer, parameters, 2, lambda cf: 0.5 * (cf < CF), lambda: changed)
+    return UpdateMemory([optimizer], parameters, 2, lambda cf: 0.5 * (cf < CF))
 
 
 def _parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[ModelParameter]:
@@ -160,7 +163,7 @@ class Hook:
             cfs.measured,
             self.ladder,
             sketch=sketch,
-            updates=self.memory.scales is not None,
+            updates=self.memory.moments is not None,
             ranks=2,
             device=buffer.device,
         )
@@ -168,7 +171,10 @@ class Hook:
             peers.begin_step(tally)
         add = self.requested.sums.add if self.accumulate else None
         step = Step(self.step, cfs, tally, add)
-        if not measured:
+        if isinstance(self.memory, UpdateMemory) and measured:
+            self._step_and_exchange(self.memory, step)
+            done = _done(buffer)
+        elif not measured:
             done = self.reducer.dense(step, buffer, self.parameters)
         else:
             done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, 0, True)
@@ -180,6 +186,29 @@ class Hook:
         assert tally.complete().device.type == "meta"
         self.step += 1
         return tally
+
+    def _step_and_exchange(self, memory: UpdateMemory, step: Step) -> None:
+        """What a session does in a compressed step in parameter space."""
+        memory.backward_ends(step.cfs.send)
+        self.optimizer_steps()
+        assert memory.pending
+        assert memory.all_stepped
+        step = replace(step, updates=True)
+        for i, chunk in enumerate(memory.chunks):
+            work = memory.outgoing(chunk)
+            args = chunk.parameters, self.strategy, 0, i, True
+            mean = self.reducer.compressed(step, work, *args).wait()
+            memory.apply(chunk, mean, lambda: step.tally.at("stepped"))
+        memory.exchanged()
+
+    def optimizer_steps(self) -> None:
+        """As the hooks of torch around it see it."""
+        assert isinstance(self.memory, UpdateMemory)
+        for parameter in self.parameters:
+            parameter.tensor.grad = torch.empty_like(parameter.tensor)
+        self.memory.before_step(self.optimizer)
+        self.optimizer.step()
+        self.memory.after_step(self.optimizer)
 
 
 BASES = [name for name in compressor_names() if name != "none"]
@@ -252,27 +281,22 @@ def test_no_value_is_read_where_updates_are_sent(
     for options in ({}, {"unused": True, "dtype": torch.bfloat16}, {"ladder": True}):
         made = OPTIMIZERS[name]
         hook = Hook(make_compressor("topk+int4"), "updates", optimizer=made, **options)
-        tensors = [parameter.tensor for parameter in hook.parameters]
         for measured in ((CF,), (CF, 2 * CF), (CF / 2,), (), (CF,)):
-            if measured:
-                for p in tensors:
-                    p.grad = torch.empty_like(p)
-            elif name == "capturable":  # others keep their steps on the host, whom this tells
+            if not measured and name == "capturable":  # others keep their steps on the host
                 hook.memory.settle(hook.exchange)
             hook.run(*measured)
-            hook.optimizer.step()
-            for p in tensors:
-                p.grad = None
+            if not measured:
+                hook.optimizer_steps()
 
 
 def test_no_value_is_read_where_a_fused_step_would_take_off_a_loss_scale() -> None:
     hook = Hook(make_compressor("topk+int4"), "updates")
-    for _ in range(2):
+    optimizer, skips = hook.optimizer, torch.empty((), device="meta")
+    # A fused optimizer, of which there is none on meta tensors, finds it while it steps.
+    optimizer.register_step_pre_hook(lambda *_: vars(optimizer).update(found_inf=None))
+    optimizer.register_step_post_hook(lambda *_: setattr(optimizer, "found_inf", skips))
+    for _ in range(3):
         hook.run(CF)
-        for parameter in hook.parameters:
-            parameter.tensor.grad = torch.empty_like(parameter.tensor)
-        hook.optimizer.grad_scale = hook.optimizer.found_inf = torch.empty((), device="meta")
-        hook.optimizer.step()
 
 
 @pytest.mark.parametrize("memory", ["residual", "momentum"])
