@@ -382,6 +382,10 @@ class Session:
         self._left = None  # the ranks have met
         if self._updates is not None:
             self._updates.before_step(optimizer)
+        elif local is None and self._gossip is None and not self._optimizers:
+            told = self._memory.not_handed_over(optimizer)
+            if told and self.exchange.place == 0 and self._watch.is_new(told):
+                log.warning("%s", told)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """See `StepWatch`."""

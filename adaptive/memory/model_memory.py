@@ -183,6 +183,18 @@ class ModelMemory:
             f"{advice(optimizers[0])}"
         ).rstrip()
 
+    def not_handed_over(self, optimizer: Optimizer) -> str:
+        """What to do about an optimizer of the model that steps, and was not handed over."""
+        chosen = self._choice.kind != "auto" or not self.now.keeps
+        if chosen or is_sgd(optimizer) or not _steps_by_itself(optimizer):
+            return ""
+        name = type(optimizer).__name__
+        return (
+            f"{name} steps the model and was not handed over: gradients get plain error feedback, "
+            f"which costs {name} quality at every CF. Hand it over: compressor.attach(model, "
+            f"optimizer=optimizer)"
+        )
+
     def adopt(self, other: ModelMemory) -> None:
         """Take over what another, detached compressor on the same model still holds."""
         for p, parameter in self._parameters.items():

@@ -583,6 +583,27 @@ def test_which_optimizers_step_by_themselves() -> None:
         }
 
 
+def _not_handed_over(rank: int, kind: Any, memory: str) -> int:
+    """How often a script is warned that hands no optimizer over."""
+    told, model = listen(), DDP(small_net())
+    optimizer = kind(model.parameters(), lr=LR)
+    AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(20), memory=memory).attach(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return sum("compressor.attach(model, optimizer=optimizer)" in each for each in told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "times"), [(AdamW, "auto", 1), (AdamW, "residual", 0), (SGD, "auto", 0)]
+)
+def test_who_forgets_to_hand_the_optimizer_over_is_told_once(
+    kind: Any, memory: str, times: int
+) -> None:
+    assert run_ranks(2, _not_handed_over, kind, memory) == [times, 0]
+
+
 def _wrapped_steps(rank: int) -> float:
     """A wrapper's step is the step of the optimizer in it."""
 
