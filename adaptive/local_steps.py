@@ -294,16 +294,20 @@ class LocalSteps:
         self.conclude(self.at_rest)
         return averaged(self._parameters, exchange)
 
-    def end(self, exchange: Exchange, optimizer: Optimizer | None) -> None:
+    def unite(self, exchange: Exchange, optimizer: Optimizer | None) -> list[Optimizer]:
         """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
-        collective, dense), and without local steps."""
+        collective, dense). Nothing is under way then, and the anchor is there. Returns the
+        optimizers: `optimizer`, if there is one, and those that have stepped."""
         self.conclude()
         unite(self._parameters, exchange)
         if optimizer is not None:  # it may not have stepped since a state was loaded
             self._optimizers.add(optimizer)
-        unite_moments(self._parameters, self._optimizers, exchange)
-        for p in self._parameters:
+        optimizers = list(self._optimizers)
+        unite_moments(self._parameters, optimizers, exchange)
+        for p, anchor in self.anchors.items():
             p.filled = False
+            anchor.copy_(as_flat(p.tensor))
+        return optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name. Between steps; what is due is taken in first, and what is under way is

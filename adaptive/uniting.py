@@ -1,8 +1,14 @@
-"""Ranks whose parameters differ, brought to their mean: to evaluate, to save, and for good."""
+"""Ranks whose parameters differ, brought to their mean: to evaluate, to save, and for good.
+
+Scripts and frameworks save the model and the optimizer of one rank, as if all ranks had the same.
+So before the states of all ranks are saved as one, the ranks agree on both. Accelerate and Hugging
+Face's Trainer have written model and optimizer by then: what was agreed on is saved once more, with
+the compressor's states, and taken up from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +20,9 @@ from torch.optim import Optimizer
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.moments import part_of_mean, scale_second_moments
 from adaptive.memory.updates import steps_for
-from adaptive.parameters import ModelParameter
+from adaptive.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.state import check_like
+from policies.state import read, together
 
 
 @contextmanager
@@ -33,13 +41,13 @@ def averaged(parameters: Sequence[ModelParameter], exchange: Exchange) -> Iterat
 
 @torch.no_grad()
 def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
-    """All ranks go on from the mean of their parameters, less residuals (a collective, dense)."""
+    """All ranks go on from the mean of their parameters, less residuals (a collective, dense). A
+    rank with a parameter that is not finite gets the mean of the others."""
     for p in parameters:
         own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
         if p.filled and p.residual is not None:
             own -= p.residual
-        own /= exchange.world_size
-        p.tensor.copy_(exchange.all_reduce(own).wait().view_as(p.tensor))
+        p.tensor.copy_(_mean(own, exchange).view_as(p.tensor))
     exchange.take_traffic()  # no step's
 
 
@@ -48,14 +56,17 @@ def unite_moments(
     parameters: Sequence[ModelParameter], optimizers: Iterable[Optimizer], exchange: Exchange
 ) -> None:
     """The same of what optimizers keep of them, or ranks whose parameters are the same would go
-    apart with the next step. A rank that has not used a parameter yet gets what the others keep of
-    it."""
+    apart with the next step: of any optimizer, each floating-point tensor in its state becomes the
+    mean of the ranks'. A rank that has not used a parameter yet, or whose tensor is not finite,
+    gets what the others keep of it."""
     states: dict[str, dict[str, Any]] = {p.name: {} for p in parameters}
+    holders: dict[str, Optimizer] = {}
     names = {p.tensor: p.name for p in parameters}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for tensor in names.keys() & set(group["params"]):
-                state = states[names[tensor]] = optimizer.state[tensor]
+                state = states[names[tensor]] = optimizer.state.get(tensor, {})
+                holders[names[tensor]] = optimizer
                 if steps_for(optimizer) and "exp_avg" in state:
                     # A rank's own second moment has noise that the mean gradient's has not.
                     part = part_of_mean(group, 1.0, state, exchange.world_size)
@@ -71,10 +82,92 @@ def unite_moments(
     for p in parameters:
         state = states[p.name]
         for key in sorted({key for theirs in everyone for name, key in theirs if name == p.name}):
-            found = [theirs[p.name, key] for theirs in everyone if (p.name, key) in theirs]
-            shape, dtype = found[0]
+            shape, dtype = next(of[p.name, key] for of in everyone if (p.name, key) in of)
+            there = key in state
             mine = state.setdefault(key, torch.zeros(shape, dtype=dtype, device=p.tensor.device))
             # Sums are made where gradients are, whatever may lie elsewhere.
-            wide = mine.to(p.tensor.device, p.dtype, copy=True).flatten() / len(found)
-            mine.copy_(exchange.all_reduce(wide).wait().view(shape))
+            wide = mine.to(p.tensor.device, p.dtype, copy=True).flatten()
+            mine.copy_(_mean(wide, exchange, there).view(shape))
+        if state and p.name in holders:
+            holders[p.name].state[p.tensor] = state
     exchange.take_traffic()  # no step's
+
+
+def _mean(own: Tensor, exchange: Exchange, there: bool = True) -> Tensor:
+    """Of the ranks that have this flat tensor, and have it finite; nan if none has."""
+    counts = own.isfinite().all() & there
+    sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
+    exchange.all_reduce(sent).wait()
+    return sent[:-1].div_(sent[-1])
+
+
+class Agreed:
+    """What the ranks have agreed on outside the compressor, to be saved and taken up again: the
+    parameters, and what optimizers keep of them."""
+
+    def __init__(self, parameters: ModelParameters) -> None:
+        self._parameters = parameters
+        self._moments: dict[str, Any] = {}  # by parameter name, that no optimizer has taken up yet
+
+    def state_dict(self, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+        """By parameter name. Tensors are those in use, no copies; of DTensors what is here."""
+        moments = dict(self._moments)
+        for optimizer in optimizers:
+            for p, kept in optimizer.state.items():
+                if p in self._parameters and kept:
+                    moments[self._parameters[p].name] = {
+                        key: local(each) if isinstance(each, Tensor) else each
+                        for key, each in kept.items()
+                    }
+        values = {each.name: each.local.detach() for each in self._parameters.values()}
+        return {"parameters": values, "moments": moments}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless it is a state of parameters like these, or empty."""
+        if not state:
+            return
+        by_name = self._parameters.by_name()
+        here = {name: each.local.detach() for name, each in by_name.items()}
+        check_like("parameters", read(state, "parameters", Mapping), here)
+        moments = read(state, "moments", Mapping)
+        check_like("moments", moments, dict.fromkeys(by_name, Mapping))
+        for name, kept in moments.items():
+            for key, each in kept.items():
+                bad = isinstance(each, Tensor) and not each.isfinite().all()
+                together(not bad, f"moments: {name}: {key} is not finite")
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+        """Take up what `check` has found to be good. Another optimizer than this one takes up its
+        part with its next step: see `before_step`."""
+        self._moments = dict(state.get("moments", {}))
+        by_name = self._parameters.by_name()
+        with torch.no_grad():
+            for name, values in state.get("parameters", {}).items():
+                by_name[name].local.copy_(values)
+        if optimizer is not None:
+            self.before_step(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Give the optimizer what was loaded of its parameters."""
+        if not self._moments:
+            return
+        of = enumerate(p for group in optimizer.param_groups for p in group["params"])
+        names = {i: self._parameters[p].name for i, p in of if p in self._parameters}
+        by_name, found = self._parameters.by_name(), {}
+        for i, name in names.items():
+            if name in self._moments:
+                found[i] = _like(self._moments.pop(name), by_name[name])
+        if found:
+            whole = optimizer.state_dict()
+            optimizer.load_state_dict({**whole, "state": {**whole["state"], **found}})
+
+
+def _like(kept: Mapping[str, Any], parameter: ModelParameter) -> dict[str, Any]:
+    """A copy of an optimizer's state of a parameter, in shards if the parameter is in shards."""
+    copied = {key: e.clone() if isinstance(e, Tensor) else e for key, e in kept.items()}
+    sharded = {
+        key: like(each, parameter.tensor)
+        for key, each in copied.items()
+        if isinstance(each, Tensor) and each.shape == parameter.local.shape and each.dim()
+    }
+    return {**copied, **sharded}

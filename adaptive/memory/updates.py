@@ -237,6 +237,14 @@ class UpdateMemory(Residual):
             self.scales.differ = False
             self._own.clear()
 
+    def agree(self, exchange: Exchange) -> bool:
+        differed = self.scales.differ or bool(self._late)
+        self.settle(exchange)
+        exchange.take_traffic()  # no step's
+        for group in self._optimizer.param_groups:
+            self._deliver_late(group)
+        return differed
+
     @property
     def may_part(self) -> bool:
         # No parameter that DDP reduces is another optimizer's.
@@ -275,10 +283,7 @@ class UpdateMemory(Residual):
 
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
-            self.settle(exchange)
-            exchange.take_traffic()  # no step's
-            for group in self._optimizer.param_groups:
-                self._deliver_late(group)
+            self.agree(exchange)
         self._handover.unhook()
 
     def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
