@@ -1,17 +1,13 @@
-"""The forms of a saved state: each rank's by itself, all of them on rank 0, or one leaf of bytes.
+"""The forms of a saved state: each rank's by itself, or all of them on rank 0.
 
-Frameworks save on rank 0 what they ask every rank for, or keep the structure of a state in their
-files. A state that each rank writes and reads by itself does not fit either. So the states can be
-gathered on rank 0, from whose file each rank takes its own again; or packed into bytes, which
-`torch.distributed.checkpoint` stores as one object whatever shapes are in it: under a key that
-names the rank, or it would take all ranks' for one and keep the first.
+A state belongs to a rank, which saves and loads it. Frameworks save on rank 0 what they ask every
+rank for. For them the states are gathered on rank 0, from whose file each rank takes its own again.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,10 +22,10 @@ from policies.state import read, together
 
 log = logging.getLogger("adaptive")
 
-FORMS = ("auto", "rank", "gathered", "opaque")
+FORMS = ("auto", "rank", "gathered")
 """What `AdaptiveCompressor(checkpoint=...)` takes."""
 
-VERSION = 14
+VERSION = 15
 
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""
@@ -43,12 +39,8 @@ REFUSED = "state: it is not loaded, being refused on"
 
 
 def save(session: Session, form: str) -> dict[str, Any]:
-    """The state in one of FORMS. A collective for "gathered", an error on all ranks if one has none
-    to give."""
-    if form == "opaque":
-        file = io.BytesIO()
-        torch.save(_whole(session), file)
-        return {_key(session): file.getvalue()}
+    """The state as "rank" or "gathered". A collective for "gathered", an error on all ranks if one
+    has none to give."""
     return _gathered(session) if form == "gathered" else _of_rank(session)
 
 
@@ -56,49 +48,36 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
     """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
     changed, if one of them cannot."""
     group = session.exchange.everyone
-    kept_apart: dict[str, Any] = {"optimizer": {}, "parameters": {}}
-    order: list[str] = []
+    agreed: Mapping[str, Any] = {}
     with all_or_none(group, REFUSED):
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"state: {state!r:.80} must be a mapping; is it a state_dict() of ours?"
             )
-        if _key(session) in state:
-            whole = _unpacked(read(state, _key(session), bytes))
-            state, kept_apart, order = (read(whole, k, t) for k, t in _WHOLE.items())
-        elif "ranks" in state:
-            state, kept_apart, order = _own_part(session, state)
-        elif others := [key for key in state if re.fullmatch(r"rank_\d+_of_\d+", str(key))]:
-            raise ValueError(f"state: it is of {others[0]}, expected {_key(session)}")
+        if "ranks" in state:
+            state, agreed = _own_part(session, state)
         elif "elsewhere" in state:
             raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
         _check_version(state)
-        session.kept_apart().check(kept_apart)
+        session.agreed.check(agreed)
     session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
-    session.put_back(kept_apart)
-    if order:
-        session.order_buckets(order)
+    session.take_up(agreed)
 
 
 def _of_rank(session: Session) -> dict[str, Any]:
     return {"version": VERSION, **session.state_dict()}
 
 
-_WHOLE: dict[str, Any] = {"state": Mapping, "kept_apart": Mapping, "order": list[str]}
-
-
-def _whole(session: Session) -> dict[str, Any]:
-    """All that a rank has to save, on the host."""
-    state = _of_rank(session)  # moves parameters, if something is due
-    kept_apart = session.kept_apart().state_dict()
-    return _on_host({"state": state, "kept_apart": kept_apart, "order": session.order.names})
-
-
 def _gathered(session: Session) -> dict[str, Any]:
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
     with all_or_none(group, "there is no state to save on"):
-        whole, packed = _whole(session), io.BytesIO()
+        session.check_whole()
+    agreed = session.unite()
+    with all_or_none(group, "there is no state to save on"):
+        first = rank < session.exchange.shards  # the others of this shard have agreed on the same
+        whole = _on_host({"state": _of_rank(session), "agreed": agreed if first else {}})
+        packed = io.BytesIO()
         if rank:
             torch.save(whole, packed)
     if "cpu" in {each.type for each in group._device_types}:  # gloo gathers on the host only
@@ -112,8 +91,7 @@ def _gathered(session: Session) -> dict[str, Any]:
     return {
         "version": VERSION,
         "ranks": [each["state"] for each in everyone],
-        "kept_apart": [each["kept_apart"] for each in everyone],
-        "order": whole["order"],
+        "agreed": [each["agreed"] for each in everyone[: session.exchange.shards]],
     }
 
 
@@ -142,43 +120,28 @@ def _gather_bytes(
     return received[1:] if rank == 0 else []
 
 
-def _unpacked(packed: bytes) -> Any:
-    try:
-        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise almost anything
-        raise ValueError(f"state: its bytes cannot be read, {error}") from error
-
-
-def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
-    """A rank's own of what rank 0 has saved, made to fit another number of ranks if need be."""
+def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A rank's own of what rank 0 has saved, made to fit another number of ranks if need be; and
+    what the ranks had agreed on."""
     exchange = session.exchange
-    states, apart = (read(state, what, list[object]) for what in ("ranks", "kept_apart"))
-    order = read(state, "order", list[str])
-    together(len(apart) == len(states) > 0, "'ranks' and 'kept_apart' must be of as many ranks")
+    states, agreed = (read(state, what, list[Mapping]) for what in ("ranks", "agreed"))
+    fits = states and len(agreed) == exchange.shards
+    together(bool(fits), f"'ranks' must not be empty, and 'agreed' be of {exchange.shards}")
     for each in states:
         _check_version(each)
+    shard = exchange.place % exchange.shards
     if len(states) == exchange.ranks:
-        return states[exchange.place], apart[exchange.place], order
+        return states[exchange.place], agreed[shard]
     if exchange.place == 0:
         log.warning("the state of %d ranks is resharded for %d", len(states), exchange.ranks)
-    # Of the ranks that held the same shard.
-    states, apart = (
-        each[exchange.place % exchange.shards :: exchange.shards] for each in (states, apart)
-    )
-    heir = apart[exchange.rank * len(states) // exchange.world_size]
-    # All go on from the parameters of one.
-    own = reshard_states(states, exchange.world_size)[exchange.rank]
-    return own, {**heir, "parameters": {}}, order
+    of_shard = states[shard :: exchange.shards]
+    return reshard_states(of_shard, exchange.world_size)[exchange.rank], agreed[shard]
 
 
 def _check_version(state: Any) -> None:
     version = read(state, "version", int)
     if version != VERSION:
         raise ValueError(f"state: version is {version}, expected {VERSION}")
-
-
-def _key(session: Session) -> str:
-    return f"rank_{session.exchange.place}_of_{session.exchange.ranks}"
 
 
 def _on_host(value: Any) -> Any:

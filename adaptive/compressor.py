@@ -140,8 +140,7 @@ class AdaptiveCompressor:
         bytes changed on the way raise CorruptPayload out of backward (docs/reliability.md).
     checkpoint: what `state_dict()` gives. "rank": each rank its own state, to save and load by
         itself. "gathered": rank 0 the states of all ranks, for frameworks that write what rank 0
-        has, and hand it to every rank. "opaque": each rank one leaf of bytes, for
-        `torch.distributed.checkpoint`. "auto": "gathered" where `attach` is handed what Accelerate
+        has, and hand it to every rank. "auto": "gathered" where `attach` is handed what Accelerate
         or Fabric have wrapped, else "rank".
 
     ValueError or TypeError names the argument, its value and what is accepted.
@@ -494,14 +493,16 @@ class AdaptiveCompressor:
         policy, statistics, residuals, totals, by parameter name. Take it on every rank, between
         steps. With "gathered" it is a collective, and holds something on rank 0 only.
 
-        With updates the optimizer's moments are each rank's own while gradients are compressed, and
-        with local steps and gossip the parameters, too. The forms "gathered" and "opaque" hold
-        these as well, so that one rank's model and optimizer are enough to go on to the bit. With
-        "rank" each rank has to save its own (those of rank 0 for all will do, but not to the bit,
-        and with gossip not at all); and since DDP orders its buckets anew after the first backward
+        With updates the optimizer's moments are each rank's own while gradients are compressed.
+        With local steps, a delay and gossip the parameters are, too. With "rank" each rank has to
+        save its own model and optimizer. With "gathered" the ranks agree on both first, by dense
+        exchanges, and rank 0's are enough: all ranks train on from there, and so does a run that
+        resumes.
+
+        A run that resumes does so to rounding: DDP orders its buckets anew after the first backward
         (with `static_graph` after the second), which changes the order of summation, and what is
-        compressed as one, as many throwaway backwards have to come before `load_state_dict` (as
-        `runs train --resume` does)."""
+        compressed as one. To the bit it does so if as many throwaway backwards come before
+        `load_state_dict` (as `runs train --resume` does)."""
         form = self._form if checkpoint is None else checkpoint
         form = checks.one_of("checkpoint", form, forms.FORMS)
         return forms.save(
@@ -511,8 +512,9 @@ class AdaptiveCompressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()` of any form, on every rank (a collective): from this rank's
         own, or from what rank 0 has gathered, which may be of another number of ranks
-        (`reshard_states` makes states of the other forms for another number). Same model and
-        settings. The optimizer's state may be loaded before or after.
+        (`reshard_states` makes states of the other form for another number). Same model and
+        settings. Load the model and the optimizer first: what the ranks had agreed on of both when
+        all their states were gathered is in the state, and takes their place.
 
         ValueError on all ranks, with nothing changed, if some rank's does not fit or is damaged: a
         key or a parameter is missing or unknown, a value has another type or shape, a number is not

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from adaptive.bucket import (
     Bucket,
@@ -55,8 +56,10 @@ from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Arriving, Exchange
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.exchange.topology import GossipChoice, Topology
+from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
+from adaptive.uniting import unite
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if
@@ -122,6 +125,10 @@ class Gossip:
         self._step_at = choice.step_at
         self._granularity = granularity
         self._exchange = exchange
+        self._begin()
+
+    def _begin(self) -> None:
+        """From parameters that are alike on all ranks."""
         self._chunks = [self._chunk(each) for each in chunks(self.parameters)]
 
     def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
@@ -249,6 +256,14 @@ class Gossip:
         """Wait for what is under way. The parameters stay as they are."""
         for chunk in self._chunks:
             self._receive(chunk)
+
+    def unite(self, optimizer: Optimizer) -> None:
+        """All ranks go on from the mean of their parameters, and of what the optimizer keeps of
+        them (a collective, dense)."""
+        self.settle()
+        unite(self.parameters, self._exchange)
+        unite_moments(self.parameters, [optimizer], self._exchange)
+        self._begin()
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, between steps; what is under way is waited for."""

@@ -40,8 +40,9 @@ from torch.optim import Optimizer
 from adaptive.config import Settings
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.updates import UpdateMemory
+from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
-from adaptive.uniting import averaged, unite, unite_moments
+from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
 
@@ -290,16 +291,20 @@ class LocalSteps:
         self.conclude(self.at_rest)
         return averaged(self._parameters, exchange)
 
-    def end(self, exchange: Exchange, optimizers: Iterable[Optimizer]) -> None:
+    def unite(self, exchange: Exchange, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
-        collective, dense), and without local steps."""
+        collective, dense). Nothing is under way then, and the anchor is there. Returns the
+        optimizers: these, and those that have stepped."""
         self.conclude()
         unite(self._parameters, exchange)
         for optimizer in optimizers:  # it may not have stepped since a state was loaded
             self._optimizers.add(optimizer)
-        unite_moments(self._parameters, self._optimizers, exchange)
-        for p in self._parameters:
+        optimizers = list(self._optimizers)
+        unite_moments(self._parameters, optimizers, exchange)
+        for p, anchor in self.anchors.items():
             p.filled = False
+            anchor.copy_(as_flat(p.tensor))
+        return optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name. Between steps; what is due is taken in first, and what is under way is

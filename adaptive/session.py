@@ -18,11 +18,9 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from adaptive.agreement import agree, compare_replicas
 from adaptive.bucket import Granularity
-from adaptive.bucket_order import BucketOrder
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import Controller
 from adaptive.delay import DelayedAveraging, KeptByParameters
@@ -34,7 +32,6 @@ from adaptive.exchange.topology import GossipChoice
 from adaptive.gossip import Gossip
 from adaptive.headline import DenseTimer
 from adaptive.hook import send_through
-from adaptive.kept_apart import KeptApart
 from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
@@ -49,7 +46,7 @@ from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import CHANGED, FALLEN_BACK, THROWN_AWAY, UNSCALED, UNSTEPPED, StepWatch
 from adaptive.summary import Summary
 from adaptive.timeline.records import Recorder
-from adaptive.uniting import averaged, unite, unite_moments
+from adaptive.uniting import Agreed, averaged
 from compressors.base import CorruptPayload
 from compressors.kernels import all_finite, squared_norm
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
@@ -71,11 +68,6 @@ JOIN = (
     "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
     "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
     "drop_last=True), and leave join() out"
-)
-
-OTHER_ORDER = (
-    "DDP orders its buckets anew after the first backward, and sums may then be in another order, "
-    "and other tensors compressed together, than in the run that is resumed: not to the bit"
 )
 
 
@@ -105,8 +97,7 @@ class Session:
         self.exchange = Exchange(group, link, settings.checksum, everyone)
         world_size, tells = self.exchange.world_size, self.exchange.place == 0
         self._parameters = ModelParameters(model, settings.residual_dtype)
-        of_ddp = model if isinstance(model, DistributedDataParallel) else None
-        self.order = BucketOrder(of_ddp, self._parameters)
+        self.agreed = Agreed(self._parameters)
         self._watch = StepWatch(
             self._parameters, self._step_begins, self._before_step, self._after_step
         )
@@ -131,7 +122,6 @@ class Session:
         self._local: LocalSteps | None = None
         self._left: LocalSteps | None = None  # the ranks meet with the next step
         self._gossip: Gossip | None = None
-        self._loading: RemovableHandle | None = None
         self._agree(self._prepare, optimizers, scaler)
         if self._choice.measures:
             self._choice.link = measure_link(self.exchange, settings.clock, device)
@@ -367,8 +357,9 @@ class Session:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """See `StepWatch`."""
+        self.agreed.before_step(optimizer)
         if self._gossip is not None and self._gossip.open and optimizer in self._optimizers:
-            self._check_whole()
+            self.check_whole()
             stopwatch = self.controller.stopwatch
             entered = stopwatch.timestamps()
             with self._noting_failure(self.controller.step):
@@ -404,7 +395,7 @@ class Session:
         updates, controller = self._updates, self.controller
         if updates is None or not updates.pending:
             return
-        self._check_whole()
+        self.check_whole()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered = stopwatch.timestamps()
         with self._pipeline.stream.hook_call(last=True), self._noting_failure(controller.step):
@@ -555,7 +546,6 @@ class Session:
     def detach(self) -> None:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
         step."""
-        self._put_back_no_more()
         self._exchange_updates()
         self.controller.flush()
         self.controller.forced_dense = True
@@ -564,13 +554,10 @@ class Session:
             self._forward_hook.remove()
         self._end_meeting()
         if self._local is not None:
-            self._local.end(self.exchange, self._optimizers)
+            self._local.unite(self.exchange, self._optimizers)
             self._local = None
         if self._gossip is not None and self._optimizers:
-            self._gossip.settle()
-            parameters = self._gossip.parameters
-            unite(parameters, self.exchange)
-            unite_moments(parameters, self._optimizers, self.exchange)
+            self._gossip.unite(self._optimizers[0])
             self._gossip = None
         self.controller.take_steps(1)
         self._memory.release(self.exchange)
@@ -581,13 +568,9 @@ class Session:
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
-        if self.order.passing:
-            return done_with(bucket.buffer())
-        self._check_whole()
+        self.check_whole()
         if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
             raise RuntimeError(JOIN)
-        self.order.see(bucket)
-        self._put_back_no_more()
         on_stream = self._pipeline.stream.hook_call(bucket.is_last())
         with on_stream, self._noting_failure(self.controller.step):
             return self._reduce(bucket)
@@ -607,7 +590,7 @@ class Session:
 
     def end_backward(self) -> None:
         """After the last `reduce_now` of a backward."""
-        self._check_whole()
+        self.check_whole()
         updates = self._updates
         with self._pipeline.stream.hook_call(last=True), self._noting_failure(self.controller.step):
             if updates is None or not self._sends_updates:
@@ -636,7 +619,7 @@ class Session:
             self._failed = self._failed or (step, error)
             raise
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
         """RuntimeError after an exchange that failed: some ranks may have its mean, others not,
         and what the memory holds may be neither of the step before nor of the step after."""
         if self._failed is not None:
@@ -818,7 +801,7 @@ class Session:
 
     def discard(self) -> None:
         """Forget what the memory holds: the last backward's gradients are thrown away."""
-        self._check_whole()
+        self.check_whole()
         if self._local is None:  # else what it holds is of other steps
             self._memory.discard()
         self._watch.discarded()
@@ -831,7 +814,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
-        self._check_whole()
+        self.check_whole()
         self._exchange_updates()
         self.controller.flush()
         self._memory.now.conclude()
@@ -943,33 +926,25 @@ class Session:
         """Where the model is."""
         return self._parameters.device
 
-    def put_back(self, kept_apart: Mapping[str, Any]) -> None:
-        """What was `kept_apart`, now and until the first backward, whatever the script loads."""
-        self._put_back_no_more()
-        here = self.kept_apart()
-        here.load_state_dict(kept_apart)
-        self._loading = here.put_back_after_loading(kept_apart)
+    def unite(self) -> dict[str, Any]:
+        """Between steps (a collective, dense): model and optimizer become the same on all ranks, so
+        that those of one rank may be saved for all. With updates that is of the optimizer's
+        moments, and what waits moves the parameters now; with local steps, a delay and gossip of
+        the parameters, too. Returns both (see `Agreed`); nothing where they were the same."""
+        self._exchange_updates()
+        self._end_meeting()
+        optimizers = list(self._optimizers)
+        if self._gossip is not None and optimizers:
+            self._gossip.unite(optimizers[0])
+        elif self._local is not None:
+            optimizers = self._local.unite(self.exchange, optimizers)
+        elif not self._memory.now.agree(self.exchange):
+            return {}
+        return self.agreed.state_dict(optimizers)
 
-    def order_buckets(self, names: Sequence[str]) -> None:
-        """As those of a run that is resumed, unless a backward has come already."""
-        if not self.order.settled:
-            self.order.repeat(names)
-            if self.order.settled:
-                self._reducer.end_backward()
-            elif self.exchange.rank == 0:
-                log.info("%s", OTHER_ORDER)
-
-    def _put_back_no_more(self) -> None:
-        if self._loading is not None:
-            self._loading.remove()
-            self._loading = None
-
-    def kept_apart(self) -> KeptApart:
-        """What else is this rank's own now, though frameworks save it as if all ranks had it."""
-        apart = self._local is not None or self._gossip is not None
-        differs = apart or (self._updates is not None and self._updates.moments.differ)
-        optimizer = next(iter(self._optimizers), None) if differs else None
-        return KeptApart(self._parameters, optimizer, apart)
+    def take_up(self, agreed: Mapping[str, Any]) -> None:
+        """What `unite` has returned, in the run that the state is of."""
+        self.agreed.load_state_dict(agreed, self._optimizers)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is loaded."""

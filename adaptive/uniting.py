@@ -1,4 +1,10 @@
-"""Ranks whose parameters differ, brought to their mean: to evaluate, to save, and for good."""
+"""Ranks whose parameters differ, brought to their mean: to evaluate, to save, and for good.
+
+Scripts and frameworks save the model and the optimizer of one rank, as if all ranks had the same.
+So before the states of all ranks are saved as one, the ranks agree on both. Accelerate and Hugging
+Face's Trainer have written model and optimizer by then: what was agreed on is saved once more, with
+the compressor's states, and taken up from there.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import CHUNK
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.moments import Moments, is_adaptive, mean_share, scale_second_moments
-from adaptive.parameters import ModelParameter
+from adaptive.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.state import check_like
+from policies.state import read, together
 
 
 @contextmanager
@@ -32,83 +38,91 @@ def averaged(parameters: Sequence[ModelParameter], exchange: Exchange) -> Iterat
 
 @torch.no_grad()
 def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
-    """All ranks go on from the mean of their parameters, less residuals (a collective, dense)."""
+    """All ranks go on from the mean of their parameters, less residuals (a collective, dense). A
+    rank with a parameter that is not finite gets the mean of the others."""
     for p in parameters:
         own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
         if p.filled and p.residual is not None:
             own -= p.residual
-        own /= exchange.world_size
-        p.tensor.copy_(exchange.all_reduce(own).wait().view_as(p.tensor))
+        p.tensor.copy_(_mean(own, exchange).view_as(p.tensor))
     exchange.take_traffic()  # no step's
 
 
-@torch.no_grad()
-def unite_moments(
-    parameters: Sequence[ModelParameter], optimizers: Iterable[Optimizer], exchange: Exchange
-) -> None:
-    """The same of what optimizers keep of them, or ranks whose parameters are the same would go
-    apart with the next step."""
-    states: dict[ModelParameter, dict[str, Any]] = {p: {} for p in parameters}
-    of = {p.tensor: p for p in parameters}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for tensor in of.keys() & set(group["params"]):
-                state = states[of[tensor]] = optimizer.state[tensor]
-                moments = Moments(group, 1.0, state)
-                if is_adaptive(optimizer) and moments.have_noise:
-                    # A rank's own second moment has noise that the mean gradient's has not.
-                    scale_second_moments(state, mean_share(moments, exchange.world_size))
-    agree_on_states(states, exchange)
-    exchange.take_traffic()  # no step's
+def _mean(own: Tensor, exchange: Exchange) -> Tensor:
+    """Of the ranks whose flat tensor is finite; nan if none is."""
+    counts = own.isfinite().all()
+    sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
+    exchange.all_reduce(sent).wait()
+    return sent[:-1].div_(sent[-1])
 
 
-@torch.no_grad()
-def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: Exchange) -> None:
-    """What optimizers keep of parameters (their `state` of each) becomes the same on all ranks, in
-    place (collectives): of floating-point tensors the mean over the ranks that have them, of others
-    that of the first rank that has them. A rank that has not used a parameter yet gets what the
-    others keep of it.
+class Agreed:
+    """What the ranks have agreed on outside the compressor, to be saved and taken up again: the
+    parameters, and what optimizers keep of them."""
 
-    One all-reduce for many tensors of one precision, and one for each tensor of integers."""
-    kept = {
-        (p.name, key): value
-        for p, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
+    def __init__(self, parameters: ModelParameters) -> None:
+        self._parameters = parameters
+        self._moments: dict[str, Any] = {}  # by parameter name, that no optimizer has taken up yet
+
+    def state_dict(self, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+        """By parameter name. Tensors are those in use, no copies; of DTensors what is here."""
+        moments = dict(self._moments)
+        for optimizer in optimizers:
+            for p, kept in optimizer.state.items():
+                if p in self._parameters and kept:
+                    moments[self._parameters[p].name] = {
+                        key: local(each) if isinstance(each, Tensor) else each
+                        for key, each in kept.items()
+                    }
+        values = {each.name: each.local.detach() for each in self._parameters.values()}
+        return {"parameters": values, "moments": moments}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless it is a state of parameters like these, or empty."""
+        if not state:
+            return
+        by_name = self._parameters.by_name()
+        here = {name: each.local.detach() for name, each in by_name.items()}
+        check_like("parameters", read(state, "parameters", Mapping), here)
+        moments = read(state, "moments", Mapping)
+        check_like("moments", moments, dict.fromkeys(by_name, Mapping))
+        for name, kept in moments.items():
+            for key, each in kept.items():
+                bad = isinstance(each, Tensor) and not each.isfinite().all()
+                together(not bad, f"moments: {name}: {key} is not finite")
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> None:
+        """Take up what `check` has found to be good. Other optimizers than these take up their part
+        with their next step: see `before_step`."""
+        self._moments = dict(state.get("moments", {}))
+        by_name = self._parameters.by_name()
+        with torch.no_grad():
+            for name, values in state.get("parameters", {}).items():
+                by_name[name].local.copy_(values)
+        for optimizer in optimizers:
+            self.before_step(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Give the optimizer what was loaded of its parameters."""
+        if not self._moments:
+            return
+        of = enumerate(p for group in optimizer.param_groups for p in group["params"])
+        names = {i: self._parameters[p].name for i, p in of if p in self._parameters}
+        by_name, found = self._parameters.by_name(), {}
+        for i, name in names.items():
+            if name in self._moments:
+                found[i] = _like(self._moments.pop(name), by_name[name])
+        if found:
+            whole = optimizer.state_dict()
+            optimizer.load_state_dict({**whole, "state": {**whole["state"], **found}})
+
+
+def _like(kept: Mapping[str, Any], parameter: ModelParameter) -> dict[str, Any]:
+    """A copy of an optimizer's state of a parameter, in shards if the parameter is in shards."""
+    copied = {key: e.clone() if isinstance(e, Tensor) else e for key, e in kept.items()}
+    sharded = {
+        key: like(each, parameter.tensor)
+        for key, each in copied.items()
+        if isinstance(each, Tensor) and each.shape == parameter.local.shape and each.dim()
     }
-    told = {where: (value.shape, value.dtype) for where, value in kept.items()}
-    everyone = exchange.gather_objects(told)
-    steps = (state["step"].device for state in states.values() if "step" in state)
-    steps_at = next(steps, torch.device("cpu"))
-    sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs
-    for p, state in states.items():
-        for key in sorted({key for theirs in everyone for name, key in theirs if name == p.name}):
-            having = [rank for rank, theirs in enumerate(everyone) if (p.name, key) in theirs]
-            shape, dtype = everyone[having[0]][p.name, key]
-            mine = state.get(key)
-            if mine is None:
-                device = steps_at if key == "step" else p.tensor.device
-                mine = state[key] = torch.zeros(shape, dtype=dtype, device=device)
-            if dtype.is_floating_point:
-                own = mine.to(p.tensor.device, p.dtype).reshape(-1) / len(having)
-                if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
-                    _sum_up(sums, exchange)
-                sums.append((own, mine))
-                if sum(own.nbytes for own, _ in sums) > CHUNK:
-                    _sum_up(sums, exchange)
-            else:
-                first = mine.to(p.tensor.device, torch.int64, copy=True)
-                first = first if exchange.rank == having[0] else torch.zeros_like(first)
-                mine.copy_(exchange.all_reduce(first.reshape(-1)).wait().view(shape))
-    _sum_up(sums, exchange)
-
-
-def _sum_up(sums: list[tuple[Tensor, Tensor]], exchange: Exchange) -> None:
-    """Sum the first tensors of the pairs over the ranks, in one collective; the sums go to the
-    second ones. The list is empty afterwards."""
-    if sums:
-        total = exchange.all_reduce(torch.cat([own for own, _ in sums])).wait()
-        sizes = [own.numel() for own, _ in sums]
-        for (_, mine), part in zip(sums, total.split(sizes), strict=True):
-            mine.copy_(part.view(mine.shape))
-    sums.clear()
+    return {**copied, **sharded}

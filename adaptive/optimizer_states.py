@@ -1,0 +1,92 @@
+"""What optimizers keep of parameters, made the same on all ranks.
+
+Ranks whose optimizers step by themselves have moments of their own gradients. Before a dense step,
+and before the state of one rank is saved for all, they agree on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from adaptive.chunks import CHUNK
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.moments import Moments, is_adaptive, mean_share, scale_second_moments
+from adaptive.parameters import ModelParameter
+
+
+@torch.no_grad()
+def unite_moments(
+    parameters: Sequence[ModelParameter], optimizers: Iterable[Optimizer], exchange: Exchange
+) -> None:
+    """Of any optimizers, what they keep of the parameters becomes the ranks' mean."""
+    states: dict[ModelParameter, dict[str, Any]] = {p: {} for p in parameters}
+    of = {p.tensor: p for p in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for tensor in of.keys() & set(group["params"]):
+                state = states[of[tensor]] = optimizer.state[tensor]
+                moments = Moments(group, 1.0, state)
+                if is_adaptive(optimizer) and moments.have_noise:
+                    # A rank's own second moment has noise that the mean gradient's has not.
+                    scale_second_moments(state, mean_share(moments, exchange.world_size))
+    agree_on_states(states, exchange)
+    for optimizer in optimizers:  # which one has made empty by asking for it
+        for tensor in [p for p, kept in optimizer.state.items() if not kept]:
+            del optimizer.state[tensor]
+    exchange.take_traffic()  # no step's
+
+
+@torch.no_grad()
+def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: Exchange) -> None:
+    """What optimizers keep of parameters (their `state` of each) becomes the same on all ranks, in
+    place (collectives): of floating-point tensors the mean over the ranks that have them, of others
+    that of the first rank that has them. A rank that has not used a parameter yet gets what the
+    others keep of it. nan counts as 0, infinity as the largest number.
+
+    One all-reduce for many tensors of one precision, and one for each tensor of integers."""
+    told = {
+        (p.name, key): (value.shape, value.dtype)
+        for p, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    everyone = exchange.gather_objects(told)
+    steps = (state["step"] for state in states.values() if isinstance(state.get("step"), Tensor))
+    steps_at = next((step.device for step in steps), torch.device("cpu"))
+    sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs
+    for p, state in states.items():
+        for key in sorted({key for theirs in everyone for name, key in theirs if name == p.name}):
+            having = [rank for rank, theirs in enumerate(everyone) if (p.name, key) in theirs]
+            shape, dtype = everyone[having[0]][p.name, key]
+            mine = state.get(key)
+            if mine is None:
+                device = steps_at if key == "step" else p.tensor.device
+                mine = state[key] = torch.zeros(shape, dtype=dtype, device=device)
+            if not dtype.is_floating_point:
+                first = mine.to(p.tensor.device, torch.int64, copy=True)
+                first = first if exchange.rank == having[0] else torch.zeros_like(first)
+                mine.copy_(exchange.all_reduce(first.reshape(-1)).wait().view(shape))
+                continue
+            own = mine.to(p.tensor.device, p.dtype).reshape(-1).nan_to_num() / len(having)
+            if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
+                _sum_up(sums, exchange)
+            sums.append((own, mine))
+            if sum(own.nbytes for own, _ in sums) > CHUNK:
+                _sum_up(sums, exchange)
+    _sum_up(sums, exchange)
+
+
+def _sum_up(sums: list[tuple[Tensor, Tensor]], exchange: Exchange) -> None:
+    """Sum the first tensors of the pairs over the ranks, in one collective; the sums go to the
+    second ones. The list is empty afterwards."""
+    if sums:
+        total = exchange.all_reduce(torch.cat([own for own, _ in sums])).wait()
+        sizes = [own.numel() for own, _ in sums]
+        for (_, mine), part in zip(sums, total.split(sizes), strict=True):
+            mine.copy_(part.view(mine.shape))
+    sums.clear()
