@@ -9,6 +9,7 @@ over with before training goes on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ class BucketOrder:
     def __init__(self, model: DistributedDataParallel | None, parameters: ModelParameters) -> None:
         self.names: list[str] = []
         self.passing = False
-        self._model = model
+        self._model = None if model is None else weakref.ref(model)
         self._parameters = parameters
         self._backwards = 0
 
@@ -56,7 +57,8 @@ class BucketOrder:
     def repeat(self, names: Sequence[str]) -> None:
         """Let DDP cut its buckets as they were, if no backward has come yet and that can be done
         (see `settled`). On every rank."""
-        model, by_name = self._model, self._parameters.by_name()
+        model = None if self._model is None else self._model()
+        by_name = self._parameters.by_name()
         if self.settled or model is None or sorted(names) != sorted(by_name):
             return
         if self._parameters.as_they_are:

@@ -55,12 +55,11 @@ class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
-    may hold something. residual_first: that must be sent, by a dense step, before anything is
-    compressed. local_steps: that each rank takes until the next exchange, one of `numbers`. apart:
-    whether each rank steps by itself now. lag: in steps, of decisions, beside the one that these
-    always have. skipped: backwards since the last step, which have
-    exchanged nothing. agreed: the statistics of the last step that the ranks have agreed
-    on. corrupt: something has arrived that no rank can have sent.
+    may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
+    apart: whether each rank steps by itself now. lag: in steps, of decisions, beside the one that
+    these always have. skipped: backwards since the last step, which have exchanged nothing.
+    agreed: the statistics of the last step that the ranks have agreed on. corrupt: something
+    has arrived that no rank can have sent.
     """
 
     _fields = saved.declare(policy=Policy)
@@ -85,12 +84,10 @@ class Controller(saved.Stateful):
     tally: Tally = field(default_factory=Tally)
     forced_dense: bool = False
     carrying: bool = saved.saved(False)
-    residual_first: bool = saved.saved(False)
     local_steps: int = saved.saved(1)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
-    _was_forced_dense: bool = False
     _agreed_step: int = -1  # the step that `agreed` is of
     _spoiled: set[int] = field(default_factory=set)  # last steps with gradients not finite
     _totals: Summary = saved.saved(Summary())
@@ -133,8 +130,8 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's, unless it is detached or must send what the residual holds first."""
-        was_forced_dense, self._was_forced_dense = self._was_forced_dense, self.forced_dense
+        """The policy's, unless it is detached, or a foreign hook is to wait for what the residual
+        holds to be sent."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -147,13 +144,10 @@ class Controller(saved.Stateful):
                 f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
-        if was_forced_dense and not plan.reason:
-            plan = replace(plan, reason="attached again")
         if self.apart() and plan.local_steps == 1 and plan.send != DENSE:
             why = "dense once, before the ranks meet"
             plan = replace(plan, send=DENSE, reason="; ".join(filter(None, (plan.reason, why))))
-        waits = self.residual_first or (self.carrying and plan.send in self.sizes.hooks)
-        if plan.send != DENSE and waits:
+        if self.carrying and plan.send in self.sizes.hooks:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
             plan = replace(plan, send=DENSE, reason=why)
         return plan
@@ -288,7 +282,7 @@ class Controller(saved.Stateful):
         cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
-            return "\n".join([*lines, "detached: dense until it is attached again"])
+            return "\n".join([*lines, "detached: dense from now on"])
         lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
         if detail:
             told = (f"at step {step}", details), ("now", self.policy.details())
@@ -346,7 +340,7 @@ class Controller(saved.Stateful):
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
             if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
-                self.carrying = self.residual_first = False
+                self.carrying = False
             ranks = self.exchange.ranks
             layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
             report = replace(report, layers=layers, **agreed.reported())

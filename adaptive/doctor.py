@@ -204,8 +204,6 @@ class Doctor:
             timeline=SafeTimeline(None),
             clock=self._clock,
             debug=0,
-            claimed=(),
-            in_use=False,
         )
         with _quiet():
             self._session = Session(own, model.process_group, model)

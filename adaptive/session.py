@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -38,6 +40,7 @@ from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
+from adaptive.memory.momentum import SGDMomentum
 from adaptive.memory.updates import UpdateMemory, UpdateScales
 from adaptive.parameters import ModelParameters, travel_as_they_are
 from adaptive.reducer import Reducer, Step
@@ -45,7 +48,16 @@ from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
-from adaptive.step_watch import CHANGED, FALLEN_BACK, THROWN_AWAY, UNSCALED, UNSTEPPED, StepWatch
+from adaptive.step_watch import (
+    CHANGED,
+    FALLEN_BACK,
+    OTHER_OPTIMIZER,
+    THROWN_AWAY,
+    UNSCALED,
+    UNSTEPPED,
+    Groups,
+    StepWatch,
+)
 from adaptive.summary import Summary
 from adaptive.timeline.records import Recorder
 from adaptive.uniting import averaged, unite, unite_moments
@@ -76,12 +88,15 @@ OTHER_ORDER = (
 )
 
 
+ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Sessions that compress, until they are detached."""
+
+
 class Session:
     """One compressor at work on one model: wires the parts together.
 
-    model: None when the hook was registered without one; parameters then have no names. everyone:
-    where a model is sharded, all ranks of all replicas, which decide alike; `group` has those that
-    hold the same shard.
+    model: is not kept alive: its hook keeps the session alive. everyone: where a model is sharded,
+    all ranks of all replicas, which decide alike; `group` has those that hold the same shard.
 
     A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
     the ranks differ.
@@ -91,13 +106,15 @@ class Session:
         self,
         settings: Settings,
         group: dist.ProcessGroup,
-        model: DistributedDataParallel | ShardedReplica | None = None,
+        model: DistributedDataParallel | ShardedReplica,
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
         self.settings = settings
-        self.model = model
+        self._model = weakref.ref(model)
+        # DDP rebuilds its buckets after the first backward, with a static graph after the second.
+        self._settling = isinstance(model, DistributedDataParallel) * (1 + model.static_graph)
         link = EmulatedLink(settings.link) if settings.link else None
         self.exchange = Exchange(group, link, settings.checksum, everyone)
         world_size, tells = self.exchange.world_size, self.exchange.place == 0
@@ -169,8 +186,8 @@ class Session:
         except Exception:
             self._memory.release()
             self._optimizer = None
-            self.settings.release()
             raise
+        ATTACHED.add(self)
         self._reduce_with(self.settings.clip_norm)
         every, warnings = self.settings.local_steps, []
         if self.settings.gossip is not None:
@@ -191,7 +208,7 @@ class Session:
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
-        settings.claim()
+        self._check_free()
         self._choose_memory(self._optimizer)
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
@@ -232,12 +249,30 @@ class Session:
         )
         return "\n".join(lines)
 
+    def _check_free(self) -> None:
+        """RuntimeError if another session compresses some of these parameters, or uses the same
+        policy or compressor object."""
+        if not self._taken():
+            return
+        gc.collect()  # the other may be garbage that nobody has found yet
+        if taken := self._taken():
+            raise RuntimeError(f"{taken} another AdaptiveCompressor: detach() that one first")
+
+    def _taken(self) -> str:
+        for other in ATTACHED:
+            for tensor, parameter in self._parameters.items():
+                if tensor in other._parameters:
+                    return f"model: the gradient of parameter {parameter.name!r} is compressed by"
+            theirs = other.settings.keeps()
+            for each in self.settings.keeps():
+                if any(each is another for another in theirs):
+                    return f"{each!r}: a policy or compressor works for one model, and this one for"
+        return ""
+
     def _choose_memory(self, optimizer: Optimizer | None) -> None:
         """ValueError if it does not go with what was asked for."""
         every, delay = self.settings.local_steps, self.settings.delay
         name, value, none = ("delay", delay, 0) if delay else ("local_steps", every, 1)
-        if value != none and self.model is None:
-            raise ValueError(f"{name}={value!r} needs the model: attach(model) or bind(model)")
         if value != none and self._parameters.as_they_are:
             names = ", ".join(self._parameters.as_they_are.values())
             raise ValueError(
@@ -261,8 +296,6 @@ class Session:
 
     def _check_gossip(self, optimizer: Optimizer | None) -> None:
         """ValueError unless each rank's own step of this optimizer moves all of the model."""
-        if self.model is None:
-            raise ValueError("exchange='gossip' needs the model: attach(model, optimizer=...)")
         if self._parameters.as_they_are:
             names = ", ".join(self._parameters.as_they_are.values())
             raise ValueError(
@@ -338,7 +371,7 @@ class Session:
             self._left.conclude()
             self._left = None
 
-    def _before_step(self, optimizer: Optimizer, under_way: bool) -> None:
+    def _before_step(self, optimizer: Optimizer, groups: Groups, under_way: bool) -> Groups | None:
         """See `StepWatch`."""
         if self._gossip is not None and self._gossip.open and optimizer is self._optimizer:
             self._check_whole()
@@ -355,6 +388,13 @@ class Session:
         if self._left is not None and under_way:
             self._memory.now.join(optimizer)
         self._left = None  # the ranks have met
+        memory = self._memory.now
+        if not self._watch.ours:  # another DDP's gradients, say, which no memory has changed
+            return None
+        changed = memory.before_step(optimizer, groups)
+        if isinstance(memory, SGDMomentum) and memory.foreign:
+            self._watch.note_change()
+        return changed
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """See `StepWatch`."""
@@ -396,46 +436,13 @@ class Session:
         self._reducer.memory = self._memory.now
         self._requested.follow(self._memory.now)
 
-    def attach_again(self, optimizer: Optimizer | None, scaler: GradScaler | None) -> None:
-        """Compress again after `detach`, from where it stood. A collective; the error of a rank
-        that cannot is raised on all, and it is as it was."""
-
-        def prepare() -> str:
-            self.settings.claim(again=True)
-            self._choose_memory(optimizer)
-            if len(self._numbers) > 1 and not self._memory.now.may_part:
-                raise ValueError(
-                    f"optimizer must be one as before, got {describe(optimizer)}: {AUTO_IS_ONE}"
-                )
-            return ""
-
-        self._agree(prepare, optimizer, scaler)
-        self._gave_up_momentum = False
-        self.controller.take_steps(self._numbers[0])
-        self._start_watching()
-        self.controller.forced_dense = False
-
-    def adopt(self, other: Session) -> None:
-        """Take over what another, detached session on the same model still holds."""
-        if other._failed is not None:
-            log.warning("what the compressor before holds is forgotten: its last exchange failed")
-            return
-        theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
-        updates = self._memory.now.scales is not None  # the residual is one of gradients
-        if self._gossip is not None:
-            log.warning("what the compressor before holds is forgotten: gossip has no residual")
-            return
-        self.controller.residual_first = theirs and (not ours or updates)
-        self.controller.carrying = theirs
-        self._memory.adopt(other._memory)
-
     def detach(self) -> None:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
         step."""
         self._put_back_no_more()
         self.controller.flush()
         self.controller.forced_dense = True
-        self.settings.release()
+        ATTACHED.discard(self)
         if self._forward_hook is not None:
             self._forward_hook.remove()
         self._end_meeting()
@@ -460,7 +467,8 @@ class Session:
         if self.order.passing:
             return done_with(bucket.buffer())
         self._check_whole()
-        if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and model._join_config.enable:
             raise RuntimeError(JOIN)
         self.order.see(bucket)
         self._put_back_no_more()
@@ -606,7 +614,10 @@ class Session:
         if agreed.changed > 0 and sends_velocities:
             if not memory.may_fall_back:
                 raise RuntimeError(f"{CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
-            controller.note(f"{CHANGED}; {FALLEN_BACK}")
+            foreign = memory.foreign if isinstance(memory, SGDMomentum) else ""
+            controller.note(
+                f"{OTHER_OPTIMIZER.format(foreign) if foreign else CHANGED}; {FALLEN_BACK}"
+            )
             self._fall_back()
         if agreed.unscaled > 0 and self._scaler is None and watch.is_new(UNSCALED):
             controller.note(UNSCALED)
@@ -793,6 +804,16 @@ class Session:
         return self._sizes.supported(cf)
 
     @property
+    def model(self) -> DistributedDataParallel | ShardedReplica | None:
+        """None once it is garbage."""
+        return self._model()
+
+    @property
+    def detached(self) -> bool:
+        """`detach` has been called: dense for good."""
+        return self.controller.forced_dense
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._parameters.device
@@ -851,16 +872,13 @@ class Session:
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
         self._requested.follow(self._memory.now)
-        # DDP rebuilds its buckets after the first backward, with a static graph after the second.
-        settling = 2 if self.model is not None and self.model.static_graph else 1
-        settling *= isinstance(self.model, DistributedDataParallel) or self.model is None
         self._reducer = Reducer(
             self._granularity,
             self._memory.now,
             self.exchange,
             self._pipeline,
             self._requested,
-            settling,
+            self._settling,
             clip_norm,
         )
 

@@ -23,14 +23,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from adaptive.memory.handover import when_gradients_are_there
+from adaptive.memory.handover import stand_in_for, when_gradients_are_there
 from adaptive.parameters import local
 
 log = logging.getLogger("adaptive")
 
+Groups = list[dict[str, Any]]
+"""Parameter groups of an optimizer."""
+
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
     "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
+)
+OTHER_OPTIMIZER = (
+    "{} has stepped parameters of the SGD that was handed over, and cannot take its place, where "
+    "with momentum correction p.grad holds velocities, not gradients"
 )
 FALLEN_BACK = (
     "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
@@ -66,14 +73,17 @@ class StepWatch:
     synchronised backward. thrown_away: none followed the one before it either, and its gradients
     were cleared. clipped: by which factor the script has clipped the norm of the gradients between
     the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
-    before_step: called when an optimizer of these parameters has its gradients, with whether its
-    step is under way already: then a closure has run backward. after_step: called after its step.
+    before_step: called when an optimizer of these parameters has its gradients, with the parameter
+    groups of this step, and whether the step is under way already: then a closure has run backward.
+    Returns other groups for this step, or None. after_step: called after the
+    step. ours: the gradients in `p.grad` have come out of our hook, and no other backward has begun
+    since they were cleared.
     """
 
     def __init__(
         self,
         parameters: Collection[Tensor],
-        before_step: Callable[[Optimizer, bool], None],
+        before_step: Callable[[Optimizer, Groups, bool], Groups | None],
         after_step: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
         self._parameters = parameters
@@ -84,7 +94,7 @@ class StepWatch:
 
     def start(self) -> None:
         """Watch, until `end()` is called."""
-        self.unstepped = self.thrown_away = False
+        self.unstepped = self.thrown_away = self.ours = False
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
@@ -97,6 +107,7 @@ class StepWatch:
         # The last parameter has its gradient among the first; one tells of all.
         self._witness = next(reversed(list(self._parameters)), None)
         self._version = -1
+        self._device = None if self._witness is None else self._witness.device
         if self._witness is not None:
             handles.append(self._witness.register_hook(lambda _: me.gradient_arrives()))
         self.end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
@@ -107,7 +118,7 @@ class StepWatch:
         """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
         compare: remember the gradients, to see whether they are changed before the step. waited:
         to be called once DDP has waited for the means."""
-        self._scale = scale
+        self._scale, self.ours = scale, True
         engine = Variable._execution_engine
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
         engine.queue_callback(
@@ -175,13 +186,29 @@ class StepWatch:
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        def act(under_way: bool) -> None:
-            self._compare(optimizer)
-            if self._is_ours(optimizer):
-                self._call_before_step(optimizer, under_way)
+    def note_change(self) -> None:
+        """Take it for a change of gradients that something else has happened to them, which ends
+        momentum correction: `take_found` tells the ranks."""
+        found = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._device)
+        self._found = found if self._found is None else self._found + found
 
-        return when_gradients_are_there(act, args, kwargs)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._is_ours(optimizer):
+            return when_gradients_are_there(lambda _: self._compare(optimizer), args, kwargs)
+        stands_in = args[0]  # another watch's hook may have put a stand-in there
+        stand_in, replaced = stand_in_for(stands_in), False
+
+        def act(under_way: bool) -> None:
+            nonlocal replaced
+            self._compare(optimizer)
+            groups = stands_in.param_groups
+            changed = self._call_before_step(optimizer, groups, under_way)
+            stand_in.param_groups, replaced = changed or groups, changed is not None
+
+        changed = when_gradients_are_there(act, args, kwargs)
+        if changed is not None:  # a closure, after which it is known whether groups are replaced
+            return (stand_in, *changed[0][1:]), changed[1]
+        return ((stand_in, *args[1:]), kwargs) if replaced else None
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._is_ours(optimizer):
@@ -196,6 +223,8 @@ class StepWatch:
         """The witness has a new gradient, which is yet to be added to `p.grad`. (FSDP sets those
         itself, and torch's hooks see nothing of it.)"""
         p = self._witness
+        if p is not None and _is_empty(p.grad):
+            self.ours = False  # until our hook is called
         # An optimizer of the script's own writes to the parameters, too.
         if not self.unstepped or p is None or p._version != self._version:
             return
@@ -233,6 +262,13 @@ def _clipped(before: Tensor, after: Tensor) -> Tensor:
     alike = (least > 0) & (most - least <= 1e-2 * least) & (most < 1 - _TOLERANCE)
     whole = (after.square().sum() / before.square().sum()).sqrt()
     return torch.where(alike, whole, 1.0)
+
+
+def _is_empty(grad: Tensor | None) -> bool:
+    """None, or on a CPU, where looking costs little, all zero."""
+    if grad is None or grad.device.type != "cpu":
+        return grad is None
+    return not bool(local(grad).any())
 
 
 def _cleared(grad: Tensor | None, before: Tensor | None) -> bool:

@@ -94,6 +94,13 @@ class NoMemory:
     def settle(self, exchange: Exchange) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective)."""
 
+    def before_step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """An optimizer is to step by gradients that this memory has made, with these parameter
+        groups. Returns groups to step with instead, or None."""
+        return None
+
     def join(self, optimizer: Optimizer) -> None:
         """Begin in the middle of a step of this optimizer, whose closure has run backward."""
 
@@ -132,9 +139,6 @@ class NoMemory:
     def masks(self, cf: float) -> bool:
         """The velocity of what is sent at this CF is cleared."""
         return False
-
-    def take_over(self, parameter: ModelParameter) -> None:
-        """A residual of gradients is handed to this memory: make it one of what it sends."""
 
     def hand_back(self, exchange: Exchange | None) -> None:
         """Make residuals ones of gradients, and let the optimizer do all its work itself again.

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.handover import steps_as
 from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
 from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
@@ -87,7 +88,9 @@ class MemoryChoice:
                 f"{', '.join(kind.__name__ for kind in OPTIMIZERS)}, not differentiable; got "
                 f"{type(optimizer).__name__ if optimizer else None}"
             )
-        if isinstance(optimizer, SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
+        is_sgd = steps_as(optimizer, SGD)
+        if is_sgd and optimizer and any(g["momentum"] != 0 for g in optimizer.param_groups):
+            assert isinstance(optimizer, SGD)
             if momentum is None:
                 return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
             raise ValueError(
@@ -147,12 +150,10 @@ class ModelMemory:
         self.now = self._choice.make(
             optimizer, self._parameters, self._ranks, lambda: watch.clipped
         )
-        for parameter in self._parameters.values():
-            self.now.take_over(parameter)
 
     def warning(self, optimizer: Optimizer | None) -> str:
         """What whoever handed this optimizer over should know; nothing if that is as expected."""
-        known = isinstance(optimizer, SGD) or isinstance(self.now, UpdateMemory)
+        known = steps_as(optimizer, SGD) or isinstance(self.now, UpdateMemory)
         if optimizer is None or known or not self.now.keeps:
             return ""
         better = ", ".join(kind.__name__ for kind in (SGD, *OPTIMIZERS))
@@ -162,15 +163,6 @@ class ModelMemory:
             f"by the gradients' own size takes for noise: expect a loss of quality at every CF. "
             f"With memory='auto' this is not so for torch's {better}. {advice(optimizer)}".rstrip()
         )
-
-    def adopt(self, other: ModelMemory) -> None:
-        """Take over what another, detached compressor on the same model still holds."""
-        for p, parameter in self._parameters.items():
-            theirs = other._parameters.get(p)
-            if theirs is not None and theirs.filled and theirs.residual is not None:
-                parameter.open_residual().copy_(theirs.residual)
-                theirs.residual, theirs.filled = None, False
-                self.now.take_over(parameter)
 
     def release(self, exchange: Exchange | None = None) -> None:
         """Only the residual stays: the optimizer does all its work itself again. What velocities

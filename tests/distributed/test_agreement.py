@@ -246,7 +246,7 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         ),
         (
             "unbound",
-            "RuntimeError: the compressor knows no model: attach(model) or bind(model) first",
+            "RuntimeError: the compressor knows no model: attach(model) first",
         ),
     ],
 )
