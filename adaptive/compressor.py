@@ -64,7 +64,8 @@ class AdaptiveCompressor:
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
-        sparsifiers) without hooks, "gravac" otherwise.
+        sparsifiers) without hooks, "gravac" otherwise; a model whose gradients are too few for the
+        statistics (more than 1% of dense's bytes) then stays dense, and nothing is measured.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. "auto": "bucket" for a base that
         keeps the largest elements, unless the policy gives layers CFs of their own.
@@ -101,7 +102,6 @@ class AdaptiveCompressor:
         momentum, else "residual"; "none" for an unbiased compressor.
     residual_dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random; not
         with momentum correction. Of float64 parameters it is in float64 all the same.
-    momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
         gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: with "momentum" the
         compressor's own, with "updates" 1 - log10(CF), and 0 from CF 10 on.
@@ -163,7 +163,6 @@ class AdaptiveCompressor:
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
         residual_dtype: torch.dtype = torch.float32,
-        momentum: float | None = None,
         momentum_lag: float | None = None,
         masking: bool | float | None = None,
         clip_norm: float | None = None,
@@ -187,6 +186,7 @@ class AdaptiveCompressor:
         neighbours = choose_gossip(compressor, exchange, topology, gossip, consensus_step)
         if neighbours is not None:
             memory = no_memory(memory)
+        unnamed = policy is None and neighbours is None
         if policy is None:
             policy = default_policy(compressor, foreign) if neighbours is None else "fixed"
         policy = make_policy(policy)
@@ -210,7 +210,8 @@ class AdaptiveCompressor:
             rungs=below,
             cf_range=cf_range,
             policy=policy,
-            memory=MemoryChoice(compressor, below, memory, momentum, momentum_lag, masking),
+            may_stay_dense=unnamed,
+            memory=MemoryChoice(compressor, below, memory, momentum_lag, masking),
             residual_dtype=residual_dtype,
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),

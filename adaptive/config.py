@@ -156,7 +156,7 @@ class Settings:
     """The checked arguments of an `AdaptiveCompressor`, which says what they mean.
 
     debug: steps between two comparisons of the ranks' parameters, 0 for none. gossip: None unless
-    exchange is "gossip".
+    exchange is "gossip". may_stay_dense: nobody has named a policy.
     ValueError if they do not go together."""
 
     base: Compressor
@@ -169,6 +169,7 @@ class Settings:
     rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
     policy: Policy
+    may_stay_dense: bool
     memory: MemoryChoice
     residual_dtype: torch.dtype
     clip_norm: float | None

@@ -38,6 +38,11 @@ from policies.words import named
 
 log = logging.getLogger("adaptive")
 
+TOO_SMALL = (
+    "dense: this model's gradients are so small that measuring them would cost more than it can "
+    "bring. A policy that is named, AdaptiveCompressor(policy=...), compresses them all the same"
+)
+
 
 class _Pending(NamedTuple):
     """A step whose statistics are under way: what of its report and of its record is known already,
@@ -59,7 +64,8 @@ class Controller(saved.Stateful):
     apart: whether each rank steps by itself now. lag: in steps, of decisions, beside the one that
     these always have. skipped: backwards since the last step, which have exchanged nothing.
     agreed: the statistics of the last step that the ranks have agreed on. corrupt: something
-    has arrived that no rank can have sent.
+    has arrived that no rank can have sent. too_small: the model,
+    to measure anything: every step is dense.
     """
 
     _fields = saved.declare(policy=Policy)
@@ -83,13 +89,12 @@ class Controller(saved.Stateful):
     cfs: StepCFs = field(default_factory=StepCFs)
     tally: Tally = field(default_factory=Tally)
     forced_dense: bool = False
+    too_small: bool = False
     carrying: bool = saved.saved(False)
     local_steps: int = saved.saved(1)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
-    _agreed_step: int = -1  # the step that `agreed` is of
-    _spoiled: set[int] = field(default_factory=set)  # last steps with gradients not finite
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
@@ -117,11 +122,6 @@ class Controller(saved.Stateful):
         compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
-
-    def was_spoiled(self, step: int) -> bool | None:
-        """Whether some rank's gradients were not finite in one of the last steps; None if the ranks
-        have not agreed on that yet."""
-        return step in self._spoiled if step <= self._agreed_step else None
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
@@ -154,12 +154,32 @@ class Controller(saved.Stateful):
 
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
+        requested = self.requested
+        # The first local step of ranks that part does not count.
+        steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
+        known = {"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)}
+        tally = self._new_tally(plan, known)
+        if tally.sharded:
+            tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
+        # Of the last step: backward has waited for its callbacks, which came to know it.
+        for corrupt in drain(self.exchange.corrupt):
+            tally.at("corrupt").add_(corrupt)
+        if tally.sketch and requested.peers is not None:
+            requested.peers.begin_step(tally)
+        norms: Mapping[ModelParameter, Tensor] = {}
+        if plan.read_sum:
+            norm, norms = requested.sums.read()
+            tally.at("sum_norm").copy_(norm)
+        if plan.read_layers and requested.layers is not None:
+            tally.at("layers").copy_(requested.layers.read(norms))
+        return tally
+
+    def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
+        """Empty, for what a step with this plan measures."""
         requested, shadow = self.requested, not (self.forced_dense or plan.rest)
         layers = requested.layers if plan.read_layers else None
         peers = requested.peers if shadow else None
-        # The first local step of ranks that part does not count.
-        steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
-        tally = Tally(
+        return Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
             layers=0 if layers is None else layers.numel,
@@ -172,22 +192,8 @@ class Controller(saved.Stateful):
             shards=self.exchange.shards,
             rank=self.exchange.place,
             device=self.device,
-            known={"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)},
+            known=known,
         )
-        if tally.sharded:
-            tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
-        # Of the last step: backward has waited for its callbacks, which came to know it.
-        for corrupt in drain(self.exchange.corrupt):
-            tally.at("corrupt").add_(corrupt)
-        if peers is not None:
-            peers.begin_step(tally)
-        norms: Mapping[ModelParameter, Tensor] = {}
-        if plan.read_sum:
-            norm, norms = requested.sums.read()
-            tally.at("sum_norm").copy_(norm)
-        if layers is not None:
-            tally.at("layers").copy_(layers.read(norms))
-        return tally
 
     def take_steps(self, local_steps: int) -> None:
         """So many from here on, until the policy says otherwise."""
@@ -251,6 +257,16 @@ class Controller(saved.Stateful):
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
+    def statistics_nbytes(self) -> int:
+        """Bytes of a step's statistics."""
+        return self._new_tally(Plan(DENSE), {}).vector.nbytes
+
+    def count_dense_step(self) -> None:
+        """A dense step is over, in which nothing was measured."""
+        traffic = self.exchange.take_traffic()
+        self._totals.add_step(DENSE, traffic, self.sizes.wire_bytes(DENSE), 1)
+        self.step += 1
+
     def flush(self) -> None:
         """Take in the last step's statistics now (the next step would have; on a device the one
         after it)."""
@@ -277,6 +293,8 @@ class Controller(saved.Stateful):
         """Whether it is worth it; CF, since when and why; what the policy has concluded, and what
         would change it. detail: and the numbers of the policy's rule, then and now."""
         step, reason, details = self._last_switch
+        if self.too_small:
+            return TOO_SMALL
         lines = [self.summary().headline]
         cf = named(self.cf)
         cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
@@ -309,7 +327,6 @@ class Controller(saved.Stateful):
         self.exchange.take_traffic()
         self.exchange.corrupt.clear()
         self.corrupt = False
-        self._agreed_step = self.step - 1
         energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
         n = self.exchange.ranks
         whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
@@ -331,10 +348,6 @@ class Controller(saved.Stateful):
             report, recorded, tally, sketches, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
-            self._agreed_step = step
-            self._spoiled = {each for each in self._spoiled if each > step - 4}
-            if agreed.spoiled:
-                self._spoiled.add(step)
             self.memory().learn(agreed)
             self.corrupt = self.corrupt or agreed.corrupt > 0
             if sketches is not None and requested.peers is not None:

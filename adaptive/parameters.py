@@ -169,6 +169,24 @@ def largest_shard(p: Tensor) -> torch.Size:
     return torch.Size(shape)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Its elements fill a piece of memory, in whatever order: neither gaps nor overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def shaped(flat: Tensor, p: Tensor) -> Tensor:
+    """Elements of a bucket, in the shape of their parameter. In a bucket they are in the order of
+    memory if the parameter is dense there, else row by row, as `Tensor.reshape` takes them."""
+    if not is_dense(p):
+        return flat.view(p.shape)
+    return flat.as_strided(p.shape, p.stride(), flat.storage_offset())
+
+
 def like(values: Tensor, p: Tensor) -> Tensor:
     """Local values, as a tensor of the kind of `p`: if that is a DTensor, one that has these for
     its shard."""

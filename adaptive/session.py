@@ -25,7 +25,7 @@ from adaptive.agreement import agree, compare_replicas
 from adaptive.bucket import Granularity
 from adaptive.bucket_order import BucketOrder
 from adaptive.config import Settings, whole_buckets
-from adaptive.controller import Controller
+from adaptive.controller import TOO_SMALL, Controller
 from adaptive.delay import DelayedAveraging, KeptByParameters
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
@@ -52,9 +52,7 @@ from adaptive.step_watch import (
     CHANGED,
     FALLEN_BACK,
     OTHER_OPTIMIZER,
-    THROWN_AWAY,
     UNSCALED,
-    UNSTEPPED,
     Groups,
     StepWatch,
 )
@@ -81,6 +79,9 @@ JOIN = (
     "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
     "drop_last=True), and leave join() out"
 )
+
+SMALL = 0.01
+"""Of a dense step's bytes, what statistics may be."""
 
 OTHER_ORDER = (
     "DDP orders its buckets anew after the first backward, and sums may then be in another order, "
@@ -172,7 +173,19 @@ class Session:
             max(0, settings.delay - 1),
         )
         self.controller.take_steps(self._numbers[0])
+        if settings.may_stay_dense and self._local is None and len(self._numbers) == 1:
+            self._stay_dense_if_small()
         self._start_watching()
+
+    def _stay_dense_if_small(self) -> None:
+        """Dense for good, without measuring anything, if statistics would be more than 1% of the
+        bytes of a dense step: the same on every rank."""
+        controller = self.controller
+        if controller.statistics_nbytes() > SMALL * self._sizes.dense_nbytes():
+            controller.too_small = True
+            self._memory.release()  # which holds nothing yet
+            self._use_memory()
+            log.info("%s", TOO_SMALL)
 
     def _agree(
         self, prepare: Callable[[], str], optimizer: Optimizer | None, scaler: GradScaler | None
@@ -209,6 +222,14 @@ class Session:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
         self._check_free()
+        for parameter in parameters.values():
+            strides = zip(parameter.tensor.stride(), parameter.tensor.shape, strict=True)
+            if any(stride == 0 and size > 1 for stride, size in strides):
+                raise ValueError(
+                    f"model: parameter {parameter.name!r} must have a place in memory for each of "
+                    f"its elements, got strides {parameter.tensor.stride()} for shape "
+                    f"{tuple(parameter.tensor.shape)}, as expand() makes them: clone() it first"
+                )
         self._choose_memory(self._optimizer)
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
@@ -521,6 +542,11 @@ class Session:
         controller = self.controller
         if self._gossip is not None:
             return self._gossip_backward(bucket, self._gossip)
+        if controller.too_small:
+            done = self.exchange.mean_as_it_is(bucket.buffer())
+            if bucket.is_last():
+                controller.count_dense_step()
+            return done
         if bucket.index() == 0:
             self._part_or_meet()
         local = self._local
@@ -612,8 +638,6 @@ class Session:
         agreed, memory, watch = controller.agreed, self._memory.now, self._watch
         sends_velocities = "velocity" in memory.keeps
         if agreed.changed > 0 and sends_velocities:
-            if not memory.may_fall_back:
-                raise RuntimeError(f"{CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
             foreign = memory.foreign if isinstance(memory, SGDMomentum) else ""
             controller.note(
                 f"{OTHER_OPTIMIZER.format(foreign) if foreign else CHANGED}; {FALLEN_BACK}"
@@ -621,8 +645,6 @@ class Session:
             self._fall_back()
         if agreed.unscaled > 0 and self._scaler is None and watch.is_new(UNSCALED):
             controller.note(UNSCALED)
-        twice = watch.unstepped and (sends_velocities or memory.scales is not None)
-        watch.warn(twice, UNSTEPPED, controller.step - 1, controller.was_spoiled)
 
     def _alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks, by parameter name."""
@@ -644,8 +666,6 @@ class Session:
         # After `detach` nobody would compare them.
         compare = bool(self._memory.now.keeps) and not controller.forced_dense
         watch.backward_ends(scale, compare, self._pipeline.stream.backward_waited)
-        kept = watch.thrown_away and self._memory.holds_something()
-        watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters, which with local steps and with gossip
@@ -687,7 +707,6 @@ class Session:
         self._check_whole()
         if self._local is None:  # else what it holds is of other steps
             self._memory.discard()
-        self._watch.discarded()
 
     def _fall_back(self) -> None:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""

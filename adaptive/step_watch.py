@@ -1,10 +1,8 @@
 """What a script does with the gradients between `backward()` and `optimizer.step()`.
 
 With momentum correction `p.grad` holds velocities: clipping or unscaling them is not what a script
-means. A backward whose gradients are cleared without a step has left its mark on the memory: what
-was not sent of it comes with later steps. Both are noticed, from `p.grad` itself and from torch's
-hooks around every optimizer's step. Nothing waits for a device. By the same hooks the memory and
-local steps do their part of a step.
+means. It is noticed, from `p.grad` itself and from torch's hooks around every optimizer's step.
+Nothing waits for a device. By the same hooks the memory and local steps do their part of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from adaptive.memory.handover import stand_in_for, when_gradients_are_there
-from adaptive.parameters import local
+from adaptive.parameters import is_dense, local
 
 log = logging.getLogger("adaptive")
 
@@ -49,16 +47,6 @@ UNSCALED = (
     "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
     "stays in the scale of an earlier step"
 )
-UNSTEPPED = (
-    "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
-    " accumulate gradients under model.no_sync() (FSDP2: set_requires_gradient_sync(False))"
-)
-THROWN_AWAY = (
-    "the gradients of a synchronised backward were cleared without optimizer.step(): what was not "
-    "sent of them waits in the residual and comes with the next steps. Call compressor.discard() "
-    "where gradients are thrown away, or run such passes through model.module"
-)
-
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
 
@@ -69,10 +57,9 @@ _TOLERANCE = 1e-5
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces. unstepped: no optimizer step has followed the last
-    synchronised backward. thrown_away: none followed the one before it either, and its gradients
-    were cleared. clipped: by which factor the script has clipped the norm of the gradients between
-    the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
+    parameters: those that DDP reduces. clipped: by which factor the script has clipped the norm of
+    the gradients between the last backward and step, a 0-dim tensor (1 if it has not); None if it
+    has not touched them.
     before_step: called when an optimizer of these parameters has its gradients, with the parameter
     groups of this step, and whether the step is under way already: then a closure has run backward.
     Returns other groups for this step, or None. after_step: called after the
@@ -89,12 +76,11 @@ class StepWatch:
         self._parameters = parameters
         self._call_before_step = before_step
         self._call_after_step = after_step
-        self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._said: set[str] = set()
 
     def start(self) -> None:
         """Watch, until `end()` is called."""
-        self.unstepped = self.thrown_away = self.ours = False
+        self.ours = False
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
@@ -106,7 +92,6 @@ class StepWatch:
         ]
         # The last parameter has its gradient among the first; one tells of all.
         self._witness = next(reversed(list(self._parameters)), None)
-        self._version = -1
         self._device = None if self._witness is None else self._witness.device
         if self._witness is not None:
             handles.append(self._witness.register_hook(lambda _: me.gradient_arrives()))
@@ -131,37 +116,14 @@ class StepWatch:
         found, self._found = self._found, None
         return found
 
-    def warn(
-        self, suspicious: bool, message: str, step: int, was_spoiled: Callable[[int], bool | None]
-    ) -> None:
-        """Warn, if this is suspicious, of a backward without a step, unless `step` was left out
-        since some gradients were not finite: on a device that is known some steps later."""
-        if suspicious:
-            self._suspects.append((step, message))
-        waiting, self._suspects = self._suspects, []
-        for each in waiting:
-            spoiled = was_spoiled(each[0])
-            if spoiled is None:
-                self._suspects.append(each)
-            elif not spoiled and self.is_new(each[1]):
-                log.warning("%s", each[1])
-
     def is_new(self, message: str) -> bool:
         """Whether this has not been asked of the message before."""
         new = message not in self._said
         self._said.add(message)
         return new
 
-    def discarded(self) -> None:
-        """The last backward's gradients are thrown away, and somebody has said so."""
-        self.unstepped = self.thrown_away = False
-        self._norms = {}
-
     def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
         waited()
-        self.unstepped, self.thrown_away = True, False
-        if self._witness is not None:
-            self._version = self._witness._version
         self._norms = _norms(self._parameters) if compare else {}
 
     def _compare(self, optimizer: Optimizer) -> None:
@@ -212,7 +174,6 @@ class StepWatch:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._is_ours(optimizer):
-            self.unstepped = False
             self._call_after_step(optimizer)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
@@ -225,10 +186,6 @@ class StepWatch:
         p = self._witness
         if p is not None and _is_empty(p.grad):
             self.ours = False  # until our hook is called
-        # An optimizer of the script's own writes to the parameters, too.
-        if not self.unstepped or p is None or p._version != self._version:
-            return
-        self.thrown_away = self.thrown_away or _cleared(p.grad, self._norms.get(p))
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
@@ -236,7 +193,10 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
     grads = {p: grad for p, grad in found if grad.numel()}
     samples = [
-        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset()) for g in grads.values()
+        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset())
+        if is_dense(g)
+        else g.reshape(-1)[:SAMPLE]
+        for g in grads.values()
     ]
     if not samples:
         return {}
@@ -269,12 +229,3 @@ def _is_empty(grad: Tensor | None) -> bool:
     if grad is None or grad.device.type != "cpu":
         return grad is None
     return not bool(local(grad).any())
-
-
-def _cleared(grad: Tensor | None, before: Tensor | None) -> bool:
-    """None, or on a CPU, where looking costs little, all zero. before: the norm of its sample as
-    backward left it, if that is known: at a large CF nothing may have been sent of a small tensor,
-    and then zeros tell nothing."""
-    if grad is None or grad.device.type != "cpu":
-        return grad is None
-    return bool(before is not None and before > 0) and not bool(local(grad).any())

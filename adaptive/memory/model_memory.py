@@ -13,7 +13,7 @@ from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import steps_as
-from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
+from adaptive.memory.momentum import SGDMomentum
 from adaptive.memory.updates import OPTIMIZERS, UpdateMemory, steps_for
 from adaptive.parameters import ModelParameters
 from adaptive.step_watch import StepWatch
@@ -33,7 +33,6 @@ class MemoryChoice:
         base: Compressor,
         rungs: Collection[float],
         memory: Any,
-        momentum: Any,
         momentum_lag: Any,
         masking: Any,
     ) -> None:
@@ -42,9 +41,6 @@ class MemoryChoice:
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
         self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
-        if momentum is not None and not 0 < checks.real("momentum", momentum) < 1:
-            raise ValueError(f"momentum={momentum!r}: must be a number in (0, 1) or None")
-        self._momentum: float | None = momentum
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
         if isinstance(masking, bool):
@@ -58,11 +54,6 @@ class MemoryChoice:
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
-        if self._momentum is not None and self.kind != "momentum":
-            raise ValueError(
-                f"momentum is for memory='momentum', got momentum={self._momentum!r} with "
-                f"memory={self.kind!r}"
-            )
 
     def make(
         self,
@@ -73,7 +64,7 @@ class MemoryChoice:
     ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
         does not go with what was asked for. ranks, clipped: see `UpdateMemory`."""
-        maybe_unused, momentum = parameters.maybe_unused, self._momentum
+        maybe_unused = parameters.maybe_unused
         if self.kind == "none" or not self._base.error_feedback:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
@@ -91,21 +82,13 @@ class MemoryChoice:
         is_sgd = steps_as(optimizer, SGD)
         if is_sgd and optimizer and any(g["momentum"] != 0 for g in optimizer.param_groups):
             assert isinstance(optimizer, SGD)
-            if momentum is None:
-                return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
-            raise ValueError(
-                f"momentum must be None when an optimizer with momentum is handed over: its own "
-                f"setting is used; got momentum={momentum!r}"
-            )
+            return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
         if self.kind == "auto":
             return Residual(maybe_unused)
-        if momentum is not None:
-            rule = MomentumRule(momentum)
-            return MomentumMemory(rule, self._masking, self._lag_at, maybe_unused)
         raise ValueError(
-            "momentum must be given for memory='momentum' when no SGD optimizer with "
-            "momentum is handed over: AdaptiveCompressor(memory='momentum', momentum=0.9) "
-            "or attach(model, optimizer=optimizer)"
+            f"memory='momentum' needs an SGD of torch's with momentum, attach(model, "
+            f"optimizer=optimizer); got {type(optimizer).__name__ if optimizer else None}"
+            f"{' without momentum' * is_sgd}"
         )
 
     def _lag_at(self, cf: float) -> float:
@@ -127,8 +110,7 @@ class MemoryChoice:
         return max(0.0, 1 - log10(cf)) if self._lag is None else self._lag
 
     def __str__(self) -> str:
-        settings = f"momentum={self._momentum}, momentum_lag={self._lag}, masking={self._masking}"
-        return f"memory={self.kind!r}, {settings}"
+        return f"memory={self.kind!r}, momentum_lag={self._lag}, masking={self._masking}"
 
 
 class ModelMemory:
@@ -188,9 +170,6 @@ class ModelMemory:
         for parameter in self._parameters.values():
             parameter.filled = parameter.started = False
             parameter.velocity = None
-
-    def holds_something(self) -> bool:
-        return any(parameter.filled or parameter.started for parameter in self._parameters.values())
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, of those that have something."""

@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, steps_as, with_settings
-from adaptive.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 
@@ -359,14 +359,12 @@ class SGDMomentum(MomentumMemory):
         group, state = self._group(p), self._optimizer.state[p]
         if group is not None and group["maximize"]:
             mean = -mean
-        # DDP's buckets hold a parameter's elements in the order of memory.
-        here = parameter.local
-        shaped = mean.to(p.dtype, copy=True).as_strided(here.size(), here.stride())
+        velocity = shaped(mean.to(p.dtype, copy=True), parameter.local)
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            state["momentum_buffer"] = like(shaped, p)
+            state["momentum_buffer"] = like(velocity, p)
         else:
-            local(buffer).add_(shaped)
+            local(buffer).add_(velocity)
 
     @torch.no_grad()
     def _add_decay(self, group: Group) -> None:

@@ -87,8 +87,3 @@ def test_cf_1_equals_dense_ddp(name: str) -> None:
 def test_cf_1_equals_dense_with_ddp_options(ddp_options: dict) -> None:
     for deviations in run_ranks(2, _compare, SGD_OPTIONS["decay"], ddp_options, ["fixed"]):
         assert deviations["fixed"] < 1e-13
-
-
-def test_registering_the_plain_hook_equals_dense() -> None:
-    for deviations in run_ranks(4, _compare, {}, {"bucket_cap_mb": 0.002}, ["hook"]):
-        assert deviations["hook"] < 1e-13
