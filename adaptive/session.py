@@ -173,7 +173,8 @@ class Session:
             max(0, settings.delay - 1),
         )
         self.controller.take_steps(self._numbers[0])
-        if settings.may_stay_dense and self._local is None and len(self._numbers) == 1:
+        every_step = self._local is None and len(self._numbers) == 1
+        if settings.may_stay_dense and every_step and not settings.debug:
             self._stay_dense_if_small()
         self._start_watching()
 
@@ -513,6 +514,9 @@ class Session:
     def end_backward(self) -> None:
         """After the last `reduce_now` of a backward."""
         self._check_whole()
+        if self.controller.too_small:
+            self.controller.count_dense_step()
+            return
         with self._pipeline.stream.hook_call(last=True), self._noting_failure(self.controller.step):
             self._end_step(loss_scale(self._scaler, self._parameters.device))
 

@@ -234,7 +234,9 @@ def _threads_left(rank: int) -> int:
     link.IDLE = 0.05
     model = DDP(small_net())
     for step in range(4):
-        compressor = AdaptiveCompressor("topk", (2, 100), link="1gbit").attach(model)
+        compressor = AdaptiveCompressor("topk", (2, 100), policy="fixed", link="1gbit").attach(
+            model
+        )
         loss_of(model, step, rank).backward()
         compressor.detach()
     deadline = time.monotonic() + 10
