@@ -3,18 +3,13 @@
 compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_model)
 """
 
-from adaptive.names import check_names as _check_names
-from adaptive.names import version as _version
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
 
-_check_names()
-__version__ = _version()
-
-# ruff: noqa: E402
 from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
 from adaptive.exchange.link import LinkSpec as LinkSpec
 from adaptive.exchange.link import ModelledClock as ModelledClock
 from adaptive.hook import HookRung as HookRung
-from adaptive.hook import adaptive_hook as adaptive_hook
 from adaptive.state import reshard_states as reshard_states
 from adaptive.summary import Summary as Summary
 from adaptive.timeline.records import Event as Event
@@ -44,3 +39,8 @@ from policies import Policy as Policy
 from policies import Schedule as Schedule
 from policies import StepReport as StepReport
 from policies import Warmup as Warmup
+
+try:
+    __version__ = _version("adaptive-compression")
+except _PackageNotFoundError:  # a source tree on sys.path
+    __version__ = "0+unknown"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ VERSION = 15
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""
 
+PATIENCE = timedelta(minutes=5)
+"""For ranks that read their states more slowly than others."""
+
 ELSEWHERE = (
     "rank 0's state_dict() holds the states of all ranks: save that, and hand it to "
     "load_state_dict on every rank"
@@ -48,6 +52,7 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
     """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
     changed, if one of them cannot."""
     group = session.exchange.everyone
+    _wait_for_all(group)
     agreed: Mapping[str, Any] = {}
     with all_or_none(group, REFUSED):
         if not isinstance(state, Mapping):
@@ -62,6 +67,20 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
         session.agreed.check(agreed)
     session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
     session.take_up(agreed)
+
+
+def _wait_for_all(group: dist.ProcessGroup) -> None:
+    """RuntimeError unless all ranks have come here in time. With gloo only: a rank that goes on
+    training instead would take part in another collective, which gloo answers by an abort."""
+    if dist.get_backend(group) != "gloo":
+        return
+    try:
+        dist.monitored_barrier(group, PATIENCE, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"load_state_dict must be called on every rank, with this rank's state: some have not "
+            f"done so within {PATIENCE.total_seconds():g} s ({error})"
+        ) from error
 
 
 def _of_rank(session: Session) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from adaptive.doctor import LEAST, STEPS, Doctor, Verdict, check_settings
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.topology import choose_gossip
-from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks, registered_group
+from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
@@ -64,7 +64,8 @@ class AdaptiveCompressor:
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
-        sparsifiers) without hooks, "gravac" otherwise.
+        sparsifiers) without hooks, "gravac" otherwise; a model whose gradients are too few for the
+        statistics (more than 1% of dense's bytes) then stays dense, and nothing is measured.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. "auto": "bucket" for a base that
         keeps the largest elements, unless the policy gives layers CFs of their own.
@@ -101,7 +102,6 @@ class AdaptiveCompressor:
         without or nothing, else "updates"; "none" for an unbiased compressor.
     residual_dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random; not
         with momentum correction. Of float64 parameters it is in float64 all the same.
-    momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
         gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: with "momentum" the
         compressor's own, with "updates" 1 - log10(CF), and 0 from CF 10 on.
@@ -131,8 +131,6 @@ class AdaptiveCompressor:
         2 D + 1 copies of the parameters.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
-    process_group: of the model whose hook is registered without `attach` or `bind`. None: it is
-        looked for at the first backward.
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
         in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
@@ -164,7 +162,6 @@ class AdaptiveCompressor:
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
         memory: str = "auto",
         residual_dtype: torch.dtype = torch.float32,
-        momentum: float | None = None,
         momentum_lag: float | None = None,
         masking: bool | float | None = None,
         clip_norm: float | None = None,
@@ -179,7 +176,6 @@ class AdaptiveCompressor:
         progress: bool = False,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        process_group: dist.ProcessGroup | None = None,
         debug: bool | int | None = None,
         checksum: bool = False,
         checkpoint: str = "auto",
@@ -189,6 +185,7 @@ class AdaptiveCompressor:
         neighbours = choose_gossip(compressor, exchange, topology, gossip, consensus_step)
         if neighbours is not None:
             memory = no_memory(memory)
+        unnamed = policy is None and neighbours is None
         if policy is None:
             policy = default_policy(compressor, foreign) if neighbours is None else "fixed"
         policy = make_policy(policy)
@@ -212,7 +209,8 @@ class AdaptiveCompressor:
             rungs=below,
             cf_range=cf_range,
             policy=policy,
-            memory=MemoryChoice(compressor, below, memory, momentum, momentum_lag, masking),
+            may_stay_dense=unnamed,
+            memory=MemoryChoice(compressor, below, memory, momentum_lag, masking),
             residual_dtype=residual_dtype,
             clip_norm=positive("clip_norm", clip_norm),
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
@@ -230,12 +228,10 @@ class AdaptiveCompressor:
             gossip=neighbours,
         )
         self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
-        self._group = process_group
         self._session: Session | None = None
-        self._model: DistributedDataParallel | ShardedReplica | None = None
         self._framework_form = "rank"  # of a state, as the script's framework needs it
         self._doctor: Doctor | None = None
-        self._attached_with: dict[str, Any] = {}
+        self._handed_over: tuple[Sequence[Optimizer], GradScaler | None] = (), None
 
     def attach(
         self,
@@ -258,7 +254,6 @@ class AdaptiveCompressor:
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
         """
-        self._attached_with = {"model": model, "optimizer": optimizer, "scaler": scaler}
         inside = unwrap(model, optimizer)
         ddp = check_model(inside.model, inside.model is not model)
         attachment: Attachment | None = None
@@ -267,11 +262,11 @@ class AdaptiveCompressor:
             nonlocal attachment
             attachment = Attachment.of(ddp)
 
-        self._bind(ddp, ddp.process_group, inside, scaler, check=check)
+        self._start(ddp, ddp.process_group, inside, scaler, check=check)
         if attachment is None:
             Attachment(self).register(ddp)
         else:
-            self._succeed(attachment)
+            attachment.compressor = self
         return self
 
     def attach_fsdp(
@@ -298,31 +293,12 @@ class AdaptiveCompressor:
         inside = unwrap(root, optimizer)
         replica = ShardedReplica.of(inside.model, mesh, self._settings)
         of, everyone = replica.process_group, replica.everyone
-        self._bind(replica, of, inside, scaler, everyone, check=replica.check_free)
+        self._start(replica, of, inside, scaler, everyone, check=replica.check_free)
         replica.start()
-        self._succeed(replica)
+        replica.compressor = self
         return self
 
-    def _succeed(self, attachment: Attachment | ShardedReplica) -> None:
-        """Compress from now on, in the stead of the compressor before, if there was another."""
-        before, attachment.compressor = attachment.compressor, self
-        if before is not None and before is not self and before._session is not None:
-            self._running().adopt(before._session)
-
-    def bind(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
-        scaler: GradScaler | None = None,
-    ) -> AdaptiveCompressor:
-        """Learn the model's parameters (a collective), without registering the hook: for whoever
-        calls `model.register_comm_hook(compressor, adaptive_hook)` afterwards."""
-        inside = unwrap(model, optimizer)
-        model = check_model(inside.model, inside.model is not model)
-        return self._bind(model, model.process_group, inside, scaler)
-
-    def _bind(
+    def _start(
         self,
         model: DistributedDataParallel | ShardedReplica,
         group: dist.ProcessGroup,
@@ -330,12 +306,11 @@ class AdaptiveCompressor:
         scaler: GradScaler | None,
         everyone: dist.ProcessGroup | None = None,
         check: Callable[[], object] = lambda: None,
-    ) -> AdaptiveCompressor:
+    ) -> None:
         """inside: with the optimizer. everyone: see `Session`. check: raises what is wrong with the
         model on this rank, which all are told of."""
         optimizers = inside.optimizers
         scaler = inside.scaler if scaler is None else scaler
-        session = self._session
 
         def check_arguments() -> str:
             check()
@@ -344,38 +319,34 @@ class AdaptiveCompressor:
                 require(isinstance(each, Optimizer), "optimizer", each, accepted)
             scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
             require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
-            if self._model is not None:
+            if self._session is not None:
                 raise RuntimeError(
-                    "the compressor is attached to a model already; detach() it first"
+                    "the compressor has been attached to a model already: make a new "
+                    "AdaptiveCompressor for each model, and after detach()"
                 )
-            if session is not None and session.model is None:
-                raise RuntimeError("bind(model) must come before the first backward")
             return ""
 
         agree(check_arguments, group if everyone is None else everyone)
-        if session is not None and session.model is model:
-            session.attach_again(optimizers, scaler)
-        else:
-            self._session = Session(self._settings, group, model, optimizers, scaler, everyone)
-        self._model = model
+        self._session = Session(self._settings, group, model, optimizers, scaler, everyone)
+        self._handed_over = optimizers, scaler
         self._framework_form = "gathered" if inside.by_framework else "rank"
-        return self
 
     def detach(self) -> None:
-        """Take the compressor off, on every rank (a collective with an optimizer).
+        """Take the compressor off for good, on every rank (a collective with an optimizer).
 
-        The exchange is dense until something is attached again. What the residual holds is sent
-        with the next step, or with updates is taken off the parameters now; velocities and moments
-        go back into the optimizer. With local steps or gossip all ranks go on from their mean."""
-        if self._model is None or self._session is None:
+        The exchange is dense from now on, unless another compressor is attached. The next step
+        sends what the residual holds (with updates that is taken off the parameters now); of a
+        model that takes no further step, or has another compressor by then, it is lost. Velocities
+        and moments go back into the optimizer. With local steps or gossip all ranks go on from
+        their mean."""
+        if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()
-        self._model = None
 
     @property
     def detached(self) -> bool:
-        """True unless it is attached or bound to a model."""
-        return self._model is None
+        """True unless it is attached to a model."""
+        return self._session is None or self._session.detached
 
     @property
     def base(self) -> Compressor:
@@ -409,7 +380,7 @@ class AdaptiveCompressor:
         if self._session is not None:
             controller, ranks = self._session.controller, self._session.exchange.ranks
             now = f"CF {cf_name(self.cf)} after {counted_steps(controller.step)} on {ranks} ranks"
-            now = f"detached, {now}" if self.detached and self._session.model is not None else now
+            now = f"detached, {now}" if self.detached else now
         low, high = chosen.cf_range
         return (
             f"AdaptiveCompressor(base={chosen.base.shown!r}, cf_range=({low:g}, {high:g}), "
@@ -432,8 +403,8 @@ class AdaptiveCompressor:
         steps: at least 25. tell: is told the verdict on rank 0 when it is there.
         Returns the doctor, whose `verdict` every rank has then. RuntimeError unless `attach` has
         been called; ValueError for a base that is no sparsifier, and for local steps."""
-        model = self._model
-        if not isinstance(model, DistributedDataParallel) or not self._attached_with:
+        model = None if self.detached else self._running().model
+        if not isinstance(model, DistributedDataParallel):
             raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
         checks.whole("steps", steps, least=LEAST)
         check_settings(self._settings)
@@ -475,18 +446,10 @@ class AdaptiveCompressor:
             if not self._doctor.over:
                 return self._doctor.reduce(bucket)
             self._doctor = None
-            self.attach(**self._attached_with)
-        if self._session is None:  # registered without bind(), so parameters have no names
-            of_model = registered_group(self)
-            if self._group is not None and of_model not in (None, self._group):
-                raise ValueError(
-                    "process_group is another than that of the model whose hook was registered: "
-                    "leave it out, or bind(model) before the first backward"
-                )
-            group = self._group or of_model or dist.group.WORLD
-            assert group is not None  # DDP has one
-            self._session = Session(self._settings, group)
-        return self._session.reduce(bucket)
+            model = self._running().model
+            assert isinstance(model, DistributedDataParallel)  # whose hook this is
+            self._session = Session(self._settings, model.process_group, model, *self._handed_over)
+        return self._running().reduce(bucket)
 
     def state_dict(self, checkpoint: str | None = None) -> dict[str, Any]:
         """What is to be saved, in the form that `checkpoint=` says, here or in the constructor:
@@ -505,9 +468,7 @@ class AdaptiveCompressor:
         `load_state_dict` (as `runs train --resume` does)."""
         form = self._form if checkpoint is None else checkpoint
         form = checks.one_of("checkpoint", form, forms.FORMS)
-        return forms.save(
-            self._running(named=True), self._framework_form if form == "auto" else form
-        )
+        return forms.save(self._running(), self._framework_form if form == "auto" else form)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()` of any form, on every rank (a collective): from this rank's
@@ -521,10 +482,9 @@ class AdaptiveCompressor:
         finite. An injected clock must go on from where it stood; the real one does not, and the
         interval is not timed."""
         same_clock = self._settings.clock is not time.perf_counter
-        forms.load(self._running(named=True), state, same_clock)
+        forms.load(self._running(), state, same_clock)
 
-    def _running(self, named: bool = False) -> Session:
-        """The session. named: it must know the model, and so the parameters' names."""
-        if self._session is None or (named and self._session.model is None):
-            raise RuntimeError("the compressor knows no model: attach(model) or bind(model) first")
+    def _running(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("the compressor knows no model: attach(model) first")
         return self._session

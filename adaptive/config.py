@@ -5,10 +5,8 @@ Errors name the argument, its value and what is accepted.
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -158,7 +156,7 @@ class Settings:
     """The checked arguments of an `AdaptiveCompressor`, which says what they mean.
 
     debug: steps between two comparisons of the ranks' parameters, 0 for none. gossip: None unless
-    exchange is "gossip". claimed, in_use: see `claim`.
+    exchange is "gossip". may_stay_dense: nobody has named a policy.
     ValueError if they do not go together."""
 
     base: Compressor
@@ -171,6 +169,7 @@ class Settings:
     rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
     policy: Policy
+    may_stay_dense: bool
     memory: MemoryChoice
     residual_dtype: torch.dtype
     clip_norm: float | None
@@ -187,8 +186,6 @@ class Settings:
     debug: int
     checksum: bool
     gossip: GossipChoice | None = None
-    claimed: Sequence[Policy | Compressor] = ()
-    in_use: bool = False
 
     def __post_init__(self) -> None:
         base, policy = self.base, self.policy
@@ -245,30 +242,9 @@ class Settings:
                     f"base must not be summed in half precision with {why}; got base={base.shown!r}"
                 )
 
-    def claim(self, again: bool = False) -> None:
-        """The policy and the compressors work for one `AdaptiveCompressor` from now on, until it is
-        garbage or has called `release`: they keep what they learn of its model. again: they are to
-        go on where they stood. RuntimeError if one of them works, or has since worked, for
-        another."""
-        used: list[Policy | Compressor] = [*_policies_in(self.policy)]
-        used += [self.base, *self.rungs.values()]
-        for each in used:
-            if _is_taken(each, self, again):
-                gc.collect()  # the other may be garbage that nobody has found yet
-            if _is_taken(each, self, again):
-                called = each.shown if isinstance(each, Compressor) else each.name
-                raise RuntimeError(
-                    f"{type(each).__name__} {called!r} is in use by another AdaptiveCompressor, "
-                    f"and keeps what it has learnt of that one's model: make a new one for each "
-                    f"(or detach() the other first, for good)"
-                )
-        for each in used:
-            _USERS[id(each)] = weakref.ref(self)
-        self.claimed, self.in_use = used, True
-
-    def release(self) -> None:
-        """Others may use the policy and the compressors."""
-        self.in_use = False
+    def keeps(self) -> list[Policy | Compressor]:
+        """Whatever keeps what it learns of a model."""
+        return [*_policies_in(self.policy), self.base, *self.rungs.values()]
 
     def _check_local_steps(self) -> None:
         """ValueError for whatever makes sense of gradients only."""
@@ -344,16 +320,6 @@ class Settings:
             f"gossip={self.gossip}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),
         )
-
-
-_USERS: dict[int, weakref.ref[Settings]] = {}
-"""Of policies and compressors, by id: who has claimed it last, and keeps it alive, so that no other
-object gets its id."""
-
-
-def _is_taken(each: Policy | Compressor, settings: Settings, again: bool) -> bool:
-    user = _USERS.get(id(each), lambda: None)()
-    return user is not None and user is not settings and (user.in_use or again)
 
 
 def _policies_in(policy: Policy) -> list[Policy]:

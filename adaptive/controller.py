@@ -38,6 +38,11 @@ from policies.words import named
 
 log = logging.getLogger("adaptive")
 
+TOO_SMALL = (
+    "dense: this model's gradients are so small that measuring them would cost more than it can "
+    "bring. A policy that is named, AdaptiveCompressor(policy=...), compresses them all the same"
+)
+
 
 class _Pending(NamedTuple):
     """A step whose statistics are under way: what of its report and of its record is known already,
@@ -55,12 +60,12 @@ class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
-    may hold something. residual_first: that must be sent, by a dense step, before anything is
-    compressed. local_steps: that each rank takes until the next exchange, one of `numbers`. apart:
-    whether each rank steps by itself now. lag: in steps, of decisions, beside the one that these
-    always have. skipped: backwards since the last step, which have
-    exchanged nothing. agreed: the statistics of the last step that the ranks have agreed
-    on. corrupt: something has arrived that no rank can have sent.
+    may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
+    apart: whether each rank steps by itself now. lag: in steps, of decisions, beside the one that
+    these always have. skipped: backwards since the last step, which have exchanged nothing.
+    agreed: the statistics of the last step that the ranks have agreed on. corrupt: something
+    has arrived that no rank can have sent. too_small: the model,
+    to measure anything: every step is dense.
     """
 
     _fields = saved.declare(policy=Policy)
@@ -84,15 +89,12 @@ class Controller(saved.Stateful):
     cfs: StepCFs = field(default_factory=StepCFs)
     tally: Tally = field(default_factory=Tally)
     forced_dense: bool = False
+    too_small: bool = False
     carrying: bool = saved.saved(False)
-    residual_first: bool = saved.saved(False)
     local_steps: int = saved.saved(1)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
     corrupt: bool = False
-    _was_forced_dense: bool = False
-    _agreed_step: int = -1  # the step that `agreed` is of
-    _spoiled: set[int] = field(default_factory=set)  # last steps with gradients not finite
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
@@ -121,11 +123,6 @@ class Controller(saved.Stateful):
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
 
-    def was_spoiled(self, step: int) -> bool | None:
-        """Whether some rank's gradients were not finite in one of the last steps; None if the ranks
-        have not agreed on that yet."""
-        return step in self._spoiled if step <= self._agreed_step else None
-
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
         if self.exchange.place == 0:
@@ -133,8 +130,8 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's, unless it is detached or must send what the residual holds first."""
-        was_forced_dense, self._was_forced_dense = self._was_forced_dense, self.forced_dense
+        """The policy's, unless it is detached, or a foreign hook is to wait for what the residual
+        holds to be sent."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -147,25 +144,42 @@ class Controller(saved.Stateful):
                 f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
-        if was_forced_dense and not plan.reason:
-            plan = replace(plan, reason="attached again")
         if self.apart() and plan.local_steps == 1 and plan.send != DENSE:
             why = "dense once, before the ranks meet"
             plan = replace(plan, send=DENSE, reason="; ".join(filter(None, (plan.reason, why))))
-        waits = self.residual_first or (self.carrying and plan.send in self.sizes.hooks)
-        if plan.send != DENSE and waits:
+        if self.carrying and plan.send in self.sizes.hooks:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
             plan = replace(plan, send=DENSE, reason=why)
         return plan
 
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
+        requested = self.requested
+        # The first local step of ranks that part does not count.
+        steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
+        known = {"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)}
+        tally = self._new_tally(plan, known)
+        if tally.sharded:
+            tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
+        # Of the last step: backward has waited for its callbacks, which came to know it.
+        for corrupt in drain(self.exchange.corrupt):
+            tally.at("corrupt").add_(corrupt)
+        if tally.sketch and requested.peers is not None:
+            requested.peers.begin_step(tally)
+        norms: Mapping[ModelParameter, Tensor] = {}
+        if plan.read_sum:
+            norm, norms = requested.sums.read()
+            tally.at("sum_norm").copy_(norm)
+        if plan.read_layers and requested.layers is not None:
+            tally.at("layers").copy_(requested.layers.read(norms))
+        return tally
+
+    def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
+        """Empty, for what a step with this plan measures."""
         requested, shadow = self.requested, not (self.forced_dense or plan.rest)
         layers = requested.layers if plan.read_layers else None
         peers = requested.peers if shadow else None
-        # The first local step of ranks that part does not count.
-        steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
-        tally = Tally(
+        return Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
             layers=0 if layers is None else layers.numel,
@@ -178,22 +192,8 @@ class Controller(saved.Stateful):
             shards=self.exchange.shards,
             rank=self.exchange.place,
             device=self.device,
-            known={"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)},
+            known=known,
         )
-        if tally.sharded:
-            tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
-        # Of the last step: backward has waited for its callbacks, which came to know it.
-        for corrupt in drain(self.exchange.corrupt):
-            tally.at("corrupt").add_(corrupt)
-        if peers is not None:
-            peers.begin_step(tally)
-        norms: Mapping[ModelParameter, Tensor] = {}
-        if plan.read_sum:
-            norm, norms = requested.sums.read()
-            tally.at("sum_norm").copy_(norm)
-        if layers is not None:
-            tally.at("layers").copy_(layers.read(norms))
-        return tally
 
     def take_steps(self, local_steps: int) -> None:
         """So many from here on, until the policy says otherwise."""
@@ -263,6 +263,16 @@ class Controller(saved.Stateful):
         last = self._pending[-1]
         return last.summed.wait()[last.tally.places["stepped"]].sum()
 
+    def statistics_nbytes(self) -> int:
+        """Bytes of a step's statistics."""
+        return self._new_tally(Plan(DENSE), {}).vector.nbytes
+
+    def count_dense_step(self) -> None:
+        """A dense step is over, in which nothing was measured."""
+        traffic = self.exchange.take_traffic()
+        self._totals.add_step(DENSE, traffic, self.sizes.wire_bytes(DENSE), 1)
+        self.step += 1
+
     def flush(self) -> None:
         """Take in the last step's statistics now (the next step would have; on a device the one
         after it)."""
@@ -289,12 +299,14 @@ class Controller(saved.Stateful):
         """Whether it is worth it; CF, since when and why; what the policy has concluded, and what
         would change it. detail: and the numbers of the policy's rule, then and now."""
         step, reason, details = self._last_switch
+        if self.too_small:
+            return TOO_SMALL
         lines = [self.summary().headline]
         cf = named(self.cf)
         cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
-            return "\n".join([*lines, "detached: dense until it is attached again"])
+            return "\n".join([*lines, "detached: dense from now on"])
         lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
         if detail:
             told = (f"at step {step}", details), ("now", self.policy.details())
@@ -321,7 +333,6 @@ class Controller(saved.Stateful):
         self.exchange.take_traffic()
         self.exchange.corrupt.clear()
         self.corrupt = False
-        self._agreed_step = self.step - 1
         energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
         n = self.exchange.ranks
         whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
@@ -343,15 +354,11 @@ class Controller(saved.Stateful):
             report, recorded, tally, sketches, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
-            self._agreed_step = step
-            self._spoiled = {each for each in self._spoiled if each > step - 4}
-            if agreed.spoiled:
-                self._spoiled.add(step)
             self.corrupt = self.corrupt or agreed.corrupt > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
             if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
-                self.carrying = self.residual_first = False
+                self.carrying = False
             ranks = self.exchange.ranks
             layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
             report = replace(report, layers=layers, **agreed.reported())

@@ -199,13 +199,12 @@ class Doctor:
             rungs=rungs,
             hooks={},
             policy=self._trial,
-            memory=MemoryChoice(base, rungs, "auto", None, None, None),
+            may_stay_dense=False,
+            memory=MemoryChoice(base, rungs, "auto", None, None),
             residual_dtype=torch.float32,
             timeline=SafeTimeline(None),
             clock=self._clock,
             debug=0,
-            claimed=(),
-            in_use=False,
         )
         with _quiet():
             self._session = Session(own, model.process_group, model)

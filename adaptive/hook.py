@@ -9,7 +9,6 @@ No `from __future__ import annotations` here: DDP compares the annotations of a 
 classes themselves, and rejects strings.
 """
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -31,28 +30,15 @@ DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
 def adaptive_hook(
-    state: "AdaptiveCompressor | Attachment", bucket: dist.GradBucket
+    state: "Attachment", bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Exchange one bucket compressed: `ddp_model.register_comm_hook(compressor, adaptive_hook)`.
+    """Exchange one bucket compressed, as `AdaptiveCompressor.attach` registers it.
 
     Returns a future of the mean gradient, shape (elements of the bucket,). RuntimeError if DDP
     hands over no bucket."""
     if isinstance(bucket, tuple):  # a gradient and its parameter
         raise RuntimeError(PYTHON_REDUCER)
     return state.reduce(bucket)
-
-
-def registered_group(compressor: "AdaptiveCompressor") -> dist.ProcessGroup | None:
-    """The process group of the model that the hook was registered with, this compressor being its
-    state; None if there is no such model, or several of different groups. A bucket does not say
-    whose it is, so all of Python's objects are looked through: once a run."""
-    found = set()
-    for each in gc.get_objects():
-        if issubclass(type(each), DistributedDataParallel):
-            states = [state for _, state in vars(each).get("_comm_hooks", ())]
-            if any(state is compressor for state in states):
-                found.add(each.process_group)
-    return found.pop() if len(found) == 1 else None
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ is then compressed as one without being copied together.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -87,58 +88,48 @@ class ModelParameter:
 class ModelParameters(dict[Tensor, ModelParameter]):
     """What is kept of each parameter of a model.
 
-    model: None when the hook was registered without one; parameters are then
-    found one by one, and have no names. residual_dtype: see `ModelParameter`.
+    model: is not kept alive. residual_dtype: see `ModelParameter`.
     as_they_are: parameters, and their names, whose gradients are exchanged as by DDP without a hook
     (see `travel_as_they_are`); nothing is kept of these.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel | ShardedReplica | None,
+        model: DistributedDataParallel | ShardedReplica,
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self._model = model
-        self._residual_dtype = residual_dtype
+        self._model = weakref.ref(model)
         self.as_they_are: dict[Tensor, str] = {}
-        if model is not None:
-            sparse = _with_sparse_gradients(model.module)
-            # DDP looks parameters of the outermost module up as ".name", so never ignores those.
-            ignored = model.parameters_to_ignore
-            for name, p in model.module.named_parameters():
-                if not p.requires_grad or (name if "." in name else f".{name}") in ignored:
-                    continue
-                name = name.replace(COMPILED, "")
-                if p.is_complex() or p in sparse:
-                    self.as_they_are[p] = name
-                else:
-                    self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
+        sparse = _with_sparse_gradients(model.module)
+        # DDP looks parameters of the outermost module up as ".name", so never ignores those.
+        ignored = model.parameters_to_ignore
+        for name, p in model.module.named_parameters():
+            if not p.requires_grad or (name if "." in name else f".{name}") in ignored:
+                continue
+            name = name.replace(COMPILED, "")
+            if p.is_complex() or p in sparse:
+                self.as_they_are[p] = name
+            else:
+                self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
     def find(self, param: Tensor) -> ModelParameter:
         """Of a parameter in a bucket. RuntimeError if the model has it not."""
         if param in self:
             return self[param]
-        if self._model is not None:
-            names = {p: name for name, p in self._model.module.named_parameters()}
-            raise RuntimeError(
-                f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
-                f"be reduced when the compressor was attached: freeze parameters before DDP(model)"
-            )
-        name = f"parameter{len(self)}"
-        self[param] = ModelParameter(name, param, residual_dtype=self._residual_dtype)
-        return self[param]
+        model = self._model()
+        names = {p: name for name, p in model.module.named_parameters()} if model else {}
+        raise RuntimeError(
+            f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
+            f"be reduced when the compressor was attached: freeze parameters before DDP(model)"
+        )
 
     def by_name(self) -> dict[str, ModelParameter]:
         return {parameter.name: parameter for parameter in self.values()}
 
-    def own(self) -> set[Tensor]:
-        """All parameters of the model, also those that DDP ignores."""
-        return set(self if self._model is None else self._model.parameters())
-
     def maybe_unused(self) -> bool:
         """A step may leave some of them without a gradient on all ranks."""
-        model = self._model
+        model = self._model()
         return model is None or model.find_unused_parameters or model.static_graph
 
     @property
@@ -176,6 +167,24 @@ def largest_shard(p: Tensor) -> torch.Size:
     shape, dim = list(p.shape), p.placements[0].dim  # type: ignore[attr-defined]
     shape[dim] = -(-shape[dim] // mesh.size())
     return torch.Size(shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Its elements fill a piece of memory, in whatever order: neither gaps nor overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def shaped(flat: Tensor, p: Tensor) -> Tensor:
+    """Elements of a bucket, in the shape of their parameter. In a bucket they are in the order of
+    memory if the parameter is dense there, else row by row, as `Tensor.reshape` takes them."""
+    if not is_dense(p):
+        return flat.view(p.shape)
+    return flat.as_strided(p.shape, p.stride(), flat.storage_offset())
 
 
 def like(values: Tensor, p: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from adaptive.agreement import agree, compare_replicas
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
-from adaptive.controller import Controller
+from adaptive.controller import TOO_SMALL, Controller
 from adaptive.delay import DelayedAveraging, KeptByParameters
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
@@ -36,6 +37,7 @@ from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
+from adaptive.memory.momentum import SGDMomentum
 from adaptive.memory.updates import MomentState, UpdateMemory
 from adaptive.parameters import ModelParameters, local, travel_as_they_are
 from adaptive.reducer import Reducer, Step
@@ -43,7 +45,14 @@ from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import check_state, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
-from adaptive.step_watch import CHANGED, FALLEN_BACK, THROWN_AWAY, UNSCALED, UNSTEPPED, StepWatch
+from adaptive.step_watch import (
+    CHANGED,
+    FALLEN_BACK,
+    OTHER_OPTIMIZER,
+    UNSCALED,
+    Groups,
+    StepWatch,
+)
 from adaptive.summary import Summary
 from adaptive.timeline.records import Recorder
 from adaptive.uniting import Agreed, averaged
@@ -70,13 +79,19 @@ JOIN = (
     "drop_last=True), and leave join() out"
 )
 
+SMALL = 0.01
+"""Of a dense step's bytes, what statistics may be."""
+
+
+ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Sessions that compress, until they are detached."""
+
 
 class Session:
     """One compressor at work on one model: wires the parts together.
 
-    model: None when the hook was registered without one; parameters then have no names. everyone:
-    where a model is sharded, all ranks of all replicas, which decide alike; `group` has those that
-    hold the same shard.
+    model: is not kept alive: its hook keeps the session alive. everyone: where a model is sharded,
+    all ranks of all replicas, which decide alike; `group` has those that hold the same shard.
 
     A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
     the ranks differ.
@@ -86,13 +101,15 @@ class Session:
         self,
         settings: Settings,
         group: dist.ProcessGroup,
-        model: DistributedDataParallel | ShardedReplica | None = None,
+        model: DistributedDataParallel | ShardedReplica,
         optimizers: Sequence[Optimizer] = (),
         scaler: GradScaler | None = None,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
         self.settings = settings
-        self.model = model
+        self._model = weakref.ref(model)
+        # DDP rebuilds its buckets after the first backward, with a static graph after the second.
+        self._settling = isinstance(model, DistributedDataParallel) * (1 + model.static_graph)
         link = EmulatedLink(settings.link) if settings.link else None
         self.exchange = Exchange(group, link, settings.checksum, everyone)
         world_size, tells = self.exchange.world_size, self.exchange.place == 0
@@ -151,7 +168,20 @@ class Session:
             max(0, settings.delay - 1),
         )
         self.controller.take_steps(self._numbers[0])
+        every_step = self._local is None and len(self._numbers) == 1
+        if settings.may_stay_dense and every_step and not settings.debug:
+            self._stay_dense_if_small()
         self._start_watching()
+
+    def _stay_dense_if_small(self) -> None:
+        """Dense for good, without measuring anything, if statistics would be more than 1% of the
+        bytes of a dense step: the same on every rank."""
+        controller = self.controller
+        if controller.statistics_nbytes() > SMALL * self._sizes.dense_nbytes():
+            controller.too_small = True
+            self._memory.release()  # which holds nothing yet
+            self._use_memory()
+            log.info("%s", TOO_SMALL)
 
     def _agree(
         self, prepare: Callable[[], str], optimizers: Sequence[Optimizer], scaler: GradScaler | None
@@ -165,8 +195,8 @@ class Session:
         except Exception:
             self._memory.release()
             self._optimizers = ()
-            self.settings.release()
             raise
+        ATTACHED.add(self)
         self._reduce_with(self.settings.clip_norm)
         every, warnings = self.settings.local_steps, []
         if self.settings.gossip is not None:
@@ -187,7 +217,15 @@ class Session:
     def _prepare(self) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
-        settings.claim()
+        self._check_free()
+        for parameter in parameters.values():
+            strides = zip(parameter.tensor.stride(), parameter.tensor.shape, strict=True)
+            if any(stride == 0 and size > 1 for stride, size in strides):
+                raise ValueError(
+                    f"model: parameter {parameter.name!r} must have a place in memory for each of "
+                    f"its elements, got strides {parameter.tensor.stride()} for shape "
+                    f"{tuple(parameter.tensor.shape)}, as expand() makes them: clone() it first"
+                )
         self._choose_memory(self._optimizers)
         self._numbers: tuple[int, ...] = (1,)
         if settings.local_steps != "auto":
@@ -228,6 +266,26 @@ class Session:
         )
         return "\n".join(lines)
 
+    def _check_free(self) -> None:
+        """RuntimeError if another session compresses some of these parameters, or uses the same
+        policy or compressor object."""
+        if not self._taken():
+            return
+        gc.collect()  # the other may be garbage that nobody has found yet
+        if taken := self._taken():
+            raise RuntimeError(f"{taken} another AdaptiveCompressor: detach() that one first")
+
+    def _taken(self) -> str:
+        for other in ATTACHED:
+            for tensor, parameter in self._parameters.items():
+                if tensor in other._parameters:
+                    return f"model: the gradient of parameter {parameter.name!r} is compressed by"
+            theirs = other.settings.keeps()
+            for each in self.settings.keeps():
+                if any(each is another for another in theirs):
+                    return f"{each!r}: a policy or compressor works for one model, and this one for"
+        return ""
+
     def _choose_memory(self, optimizers: Sequence[Optimizer]) -> None:
         """ValueError if it does not go with what was asked for."""
         strange = [o for o in optimizers if not self._watch.is_ours(o)]
@@ -238,8 +296,6 @@ class Session:
             )
         every, delay = self.settings.local_steps, self.settings.delay
         name, value, none = ("delay", delay, 0) if delay else ("local_steps", every, 1)
-        if value != none and self.model is None:
-            raise ValueError(f"{name}={value!r} needs the model: attach(model) or bind(model)")
         if value != none and self._parameters.as_they_are:
             names = ", ".join(self._parameters.as_they_are.values())
             raise ValueError(
@@ -268,8 +324,6 @@ class Session:
                 f"exchange='gossip' needs one optimizer of all parameters, got {len(optimizers)}"
             )
         optimizer = next(iter(optimizers), None)
-        if self.model is None:
-            raise ValueError("exchange='gossip' needs the model: attach(model, optimizer=...)")
         if self._parameters.as_they_are:
             names = ", ".join(self._parameters.as_they_are.values())
             raise ValueError(
@@ -355,7 +409,7 @@ class Session:
         if self._updates is not None and self._left is None:
             self._updates.step_begins(optimizer)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """See `StepWatch`."""
         self.agreed.before_step(optimizer)
         if self._gossip is not None and self._gossip.open and optimizer in self._optimizers:
@@ -371,12 +425,17 @@ class Session:
             if isinstance(local, DelayedAveraging):  # so long the step has waited
                 self.controller.stopwatch.bucket_done(drain(self._pipeline.decoded))
         self._left = None  # the ranks have met
-        if self._updates is not None:
-            self._updates.before_step(optimizer)
-        elif local is None and self._gossip is None and not self._optimizers:
+        memory = self._memory.now
+        if local is None and self._gossip is None and not self._optimizers:
             told = self._memory.not_handed_over(optimizer)
             if told and self.exchange.place == 0 and self._watch.is_new(told):
                 log.warning("%s", told)
+        if not self._watch.ours and self._updates is None:
+            return None  # another DDP's gradients, say, which no memory has changed
+        changed = memory.before_step(optimizer, groups)
+        if isinstance(memory, SGDMomentum) and memory.foreign:
+            self._watch.note_change()
+        return changed
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """See `StepWatch`."""
@@ -510,46 +569,13 @@ class Session:
         self._reducer.memory = self._memory.now
         self._requested.follow(self._memory.now)
 
-    def attach_again(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
-        """Compress again after `detach`, from where it stood. A collective; the error of a rank
-        that cannot is raised on all, and it is as it was."""
-
-        def prepare() -> str:
-            self.settings.claim(again=True)
-            self._choose_memory(optimizers)
-            if len(self._numbers) > 1 and not self._memory.now.may_part:
-                raise ValueError(
-                    f"optimizer must be one as before, got {describe(optimizers)}: {AUTO_IS_ONE}"
-                )
-            return ""
-
-        self._agree(prepare, optimizers, scaler)
-        self._gave_up_momentum = False
-        self.controller.take_steps(self._numbers[0])
-        self._start_watching()
-        self.controller.forced_dense = False
-
-    def adopt(self, other: Session) -> None:
-        """Take over what another, detached session on the same model still holds."""
-        if other._failed is not None:
-            log.warning("what the compressor before holds is forgotten: its last exchange failed")
-            return
-        theirs, ours = bool(other._memory.now.keeps), bool(self._memory.now.keeps)
-        updates = self._updates is not None  # the residual is one of gradients
-        if self._gossip is not None:
-            log.warning("what the compressor before holds is forgotten: gossip has no residual")
-            return
-        self.controller.residual_first = theirs and (not ours or updates)
-        self.controller.carrying = theirs
-        self._memory.adopt(other._memory)
-
     def detach(self) -> None:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
         step."""
         self._exchange_updates()
         self.controller.flush()
         self.controller.forced_dense = True
-        self.settings.release()
+        ATTACHED.discard(self)
         if self._forward_hook is not None:
             self._forward_hook.remove()
         self._end_meeting()
@@ -569,7 +595,8 @@ class Session:
         """The hook's work for one bucket; returns a future of the mean gradient. RuntimeError once
         the exchange of an earlier step has failed."""
         self.check_whole()
-        if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and model._join_config.enable:
             raise RuntimeError(JOIN)
         on_stream = self._pipeline.stream.hook_call(bucket.is_last())
         with on_stream, self._noting_failure(self.controller.step):
@@ -591,6 +618,9 @@ class Session:
     def end_backward(self) -> None:
         """After the last `reduce_now` of a backward."""
         self.check_whole()
+        if self.controller.too_small:
+            self.controller.count_dense_step()
+            return
         updates = self._updates
         with self._pipeline.stream.hook_call(last=True), self._noting_failure(self.controller.step):
             if updates is None or not self._sends_updates:
@@ -633,6 +663,11 @@ class Session:
         controller = self.controller
         if self._gossip is not None:
             return self._gossip_backward(bucket, self._gossip)
+        if controller.too_small:
+            done = self.exchange.mean_as_it_is(bucket.buffer())
+            if bucket.is_last():
+                controller.count_dense_step()
+            return done
         if bucket.index() == 0:
             self._exchange_updates()
             self._part_or_meet()
@@ -731,14 +766,13 @@ class Session:
         agreed, memory, watch = controller.agreed, self._memory.now, self._watch
         sends_velocities = "velocity" in memory.keeps
         if agreed.changed > 0 and sends_velocities:
-            if not memory.may_fall_back:
-                raise RuntimeError(f"{CHANGED}: clip by AdaptiveCompressor(clip_norm=...) instead")
-            controller.note(f"{CHANGED}; {FALLEN_BACK}")
+            foreign = memory.foreign if isinstance(memory, SGDMomentum) else ""
+            controller.note(
+                f"{OTHER_OPTIMIZER.format(foreign) if foreign else CHANGED}; {FALLEN_BACK}"
+            )
             self._fall_back()
         if agreed.unscaled > 0 and self._scaler is None and watch.is_new(UNSCALED):
             controller.note(UNSCALED)
-        twice = watch.unstepped and sends_velocities
-        watch.warn(twice, UNSTEPPED, controller.step - 1, controller.was_spoiled)
 
     def _alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks, by parameter name."""
@@ -761,8 +795,6 @@ class Session:
         compare = bool(self._memory.now.keeps) and not controller.forced_dense
         compare = compare and self._updates is None  # whose gradients are the script's
         watch.backward_ends(scale, compare, self._pipeline.stream.backward_waited)
-        kept = watch.thrown_away and self._memory.holds_something()
-        watch.warn(kept, THROWN_AWAY, controller.step - 2, controller.was_spoiled)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters, which with local steps and with gossip
@@ -804,7 +836,6 @@ class Session:
         self.check_whole()
         if self._local is None:  # else what it holds is of other steps
             self._memory.discard()
-        self._watch.discarded()
 
     def _fall_back(self) -> None:
         """Plain error feedback, and the optimizer's own momentum, from the next step on."""
@@ -922,6 +953,16 @@ class Session:
         return self._sizes.supported(cf)
 
     @property
+    def model(self) -> DistributedDataParallel | ShardedReplica | None:
+        """None once it is garbage."""
+        return self._model()
+
+    @property
+    def detached(self) -> bool:
+        """`detach` has been called: dense for good."""
+        return self.controller.forced_dense
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._parameters.device
@@ -971,16 +1012,13 @@ class Session:
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
         self._requested.follow(self._memory.now)
-        # DDP rebuilds its buckets after the first backward, with a static graph after the second.
-        settling = 2 if self.model is not None and self.model.static_graph else 1
-        settling *= isinstance(self.model, DistributedDataParallel) or self.model is None
         self._reducer = Reducer(
             self._granularity,
             self._memory.now,
             self.exchange,
             self._pipeline,
             self._requested,
-            settling,
+            self._settling,
             clip_norm,
         )
 

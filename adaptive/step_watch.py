@@ -1,10 +1,8 @@
 """What a script does with the gradients between `backward()` and `optimizer.step()`.
 
 With momentum correction `p.grad` holds velocities: clipping or unscaling them is not what a script
-means. A backward whose gradients are cleared without a step has left its mark on the memory: what
-was not sent of it comes with later steps. Both are noticed, from `p.grad` itself and from torch's
-hooks around every optimizer's step. Nothing waits for a device. By the same hooks the memory and
-local steps do their part of a step.
+means. It is noticed, from `p.grad` itself and from torch's hooks around every optimizer's step.
+Nothing waits for a device. By the same hooks the memory and local steps do their part of a step.
 """
 
 from __future__ import annotations
@@ -23,14 +21,26 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from adaptive.memory.handover import has_closure, when_gradients_are_there
-from adaptive.parameters import local
+from adaptive.memory.handover import (
+    has_closure,
+    is_torchs_own,
+    stand_in_for,
+    when_gradients_are_there,
+)
+from adaptive.parameters import is_dense, local
 
 log = logging.getLogger("adaptive")
+
+Groups = list[dict[str, Any]]
+"""Parameter groups of an optimizer."""
 
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
     "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
+)
+OTHER_OPTIMIZER = (
+    "{} has stepped parameters of the SGD that was handed over, and cannot take its place, where "
+    "with momentum correction p.grad holds velocities, not gradients"
 )
 FALLEN_BACK = (
     "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
@@ -42,16 +52,6 @@ UNSCALED = (
     "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
     "stays in the scale of an earlier step"
 )
-UNSTEPPED = (
-    "two synchronised backward passes without optimizer.step() in between: each moves the momentum;"
-    " accumulate gradients under model.no_sync() (FSDP2: set_requires_gradient_sync(False))"
-)
-THROWN_AWAY = (
-    "the gradients of a synchronised backward were cleared without optimizer.step(): what was not "
-    "sent of them waits in the residual and comes with the next steps. Call compressor.discard() "
-    "where gradients are thrown away, or run such passes through model.module"
-)
-
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
 
@@ -62,35 +62,33 @@ _TOLERANCE = 1e-5
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces. unstepped: no optimizer step has followed the last
-    synchronised backward. thrown_away: none followed the one before it either, and its gradients
-    were cleared. clipped: by which factor the script has clipped the norm of the gradients between
-    the last backward and step, a 0-dim tensor (1 if it has not); None if it has not touched them.
+    parameters: those that DDP reduces. ours: the gradients in `p.grad` have come out of our hook,
+    and no other backward has begun since they were cleared.
     step_begins: called when an optimizer of these parameters is to step with a closure.
-    before_step: called when it has its gradients. after_step: called after its step.
+    before_step: called when it has its gradients, with the parameter groups of this step. Returns
+    other groups for this step (of an optimizer of torch's own), or None. after_step: called after
+    its step.
     """
 
     def __init__(
         self,
         parameters: Collection[Tensor],
         step_begins: Callable[[Optimizer], None],
-        before_step: Callable[[Optimizer], None],
+        before_step: Callable[[Optimizer, Groups], Groups | None],
         after_step: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
         self._parameters = parameters
         self._call_step_begins = step_begins
         self._call_before_step = before_step
         self._call_after_step = after_step
-        self._suspects: list[tuple[int, str]] = []  # the step, and what may be warned of
         self._said: set[str] = set()
 
     def start(self) -> None:
         """Watch, until `end()` is called."""
-        self.unstepped = self.thrown_away = False
+        self.ours = False
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
-        self.clipped: Tensor | None = None
         me = weakref.proxy(self)  # torch's hooks must not keep it alive
         handles: list[Any] = [
             register_optimizer_step_pre_hook(lambda *args: me._before_step(*args)),
@@ -98,7 +96,7 @@ class StepWatch:
         ]
         # The last parameter has its gradient among the first; one tells of all.
         self._witness = next(reversed(list(self._parameters)), None)
-        self._version = -1
+        self._device = None if self._witness is None else self._witness.device
         if self._witness is not None:
             handles.append(self._witness.register_hook(lambda _: me.gradient_arrives()))
         self.end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
@@ -109,7 +107,7 @@ class StepWatch:
         """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
         compare: remember the gradients, to see whether they are changed before the step. waited:
         to be called once DDP has waited for the means."""
-        self._scale = scale
+        self._scale, self.ours = scale, True
         engine = Variable._execution_engine
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
         engine.queue_callback(
@@ -122,37 +120,14 @@ class StepWatch:
         found, self._found = self._found, None
         return found
 
-    def warn(
-        self, suspicious: bool, message: str, step: int, was_spoiled: Callable[[int], bool | None]
-    ) -> None:
-        """Warn, if this is suspicious, of a backward without a step, unless `step` was left out
-        since some gradients were not finite: on a device that is known some steps later."""
-        if suspicious:
-            self._suspects.append((step, message))
-        waiting, self._suspects = self._suspects, []
-        for each in waiting:
-            spoiled = was_spoiled(each[0])
-            if spoiled is None:
-                self._suspects.append(each)
-            elif not spoiled and self.is_new(each[1]):
-                log.warning("%s", each[1])
-
     def is_new(self, message: str) -> bool:
         """Whether this has not been asked of the message before."""
         new = message not in self._said
         self._said.add(message)
         return new
 
-    def discarded(self) -> None:
-        """The last backward's gradients are thrown away, and somebody has said so."""
-        self.unstepped = self.thrown_away = False
-        self._norms = {}
-
     def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
         waited()
-        self.unstepped, self.thrown_away = True, False
-        if self._witness is not None:
-            self._version = self._witness._version
         self._norms = _norms(self._parameters) if compare else {}
 
     def _compare(self, optimizer: Optimizer) -> None:
@@ -164,7 +139,6 @@ class StepWatch:
         if not now:
             return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
-        self.clipped = None
         if before.device.type == "cpu" and torch.equal(before, after):
             return  # as almost always; where looking would wait for a device, nobody looks
         same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
@@ -172,25 +146,38 @@ class StepWatch:
             unscaled = before / self._scale
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
-        unscaled = before if self._scale is None else before / self._scale
-        self.clipped = torch.where(same.all(), 1.0, _clipped(unscaled, after))
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        def act(under_way: bool) -> None:
-            self._compare(optimizer)
-            if ours:
-                self._call_before_step(optimizer)
+    def note_change(self) -> None:
+        """Take it for a change of gradients that something else has happened to them, which ends
+        momentum correction: `take_found` tells the ranks."""
+        found = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._device)
+        self._found = found if self._found is None else self._found + found
 
-        ours = self.is_ours(optimizer)
-        if ours and has_closure(args, kwargs):
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self.is_ours(optimizer):
+            return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
+        if has_closure(args, kwargs):
             self._call_step_begins(optimizer)
-        return when_gradients_are_there(act, args, kwargs)
+        stands_in = args[0]  # another watch's hook may have put a stand-in there
+        stand_in, replaced = stand_in_for(stands_in), False
+
+        def act() -> None:
+            nonlocal replaced
+            self._compare(optimizer)
+            groups = stands_in.param_groups
+            changed = self._call_before_step(optimizer, groups)
+            stand_in.param_groups, replaced = changed or groups, changed is not None
+
+        changed = when_gradients_are_there(act, args, kwargs)
+        if changed is not None and is_torchs_own(optimizer):
+            # A closure, after which it is known whether groups are replaced.
+            return (stand_in, *changed[0][1:]), changed[1]
+        return ((stand_in, *args[1:]), kwargs) if replaced else changed
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
-            self.unstepped = False
             self._call_after_step(optimizer)
 
     def is_ours(self, optimizer: Optimizer) -> bool:
@@ -202,10 +189,8 @@ class StepWatch:
         """The witness has a new gradient, which is yet to be added to `p.grad`. (FSDP sets those
         itself, and torch's hooks see nothing of it.)"""
         p = self._witness
-        # An optimizer of the script's own writes to the parameters, too.
-        if not self.unstepped or p is None or p._version != self._version:
-            return
-        self.thrown_away = self.thrown_away or _cleared(p.grad, self._norms.get(p))
+        if p is not None and _is_empty(p.grad):
+            self.ours = False  # until our hook is called
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
@@ -213,7 +198,10 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
     grads = {p: grad for p, grad in found if grad.numel()}
     samples = [
-        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset()) for g in grads.values()
+        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset())
+        if is_dense(g)
+        else g.reshape(-1)[:SAMPLE]
+        for g in grads.values()
     ]
     if not samples:
         return {}
@@ -231,20 +219,8 @@ def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
     return known.any() & (fits | ~known).all() & (largest == least) & (least >= 1)
 
 
-def _clipped(before: Tensor, after: Tensor) -> Tensor:
-    """The factor below 1 by which all of them have become smaller; 1 if that is not so. 0-dim."""
-    known = before > 0
-    factors = (after / before).where(known, torch.inf)
-    least, most = factors.min(), factors.where(known, 0.0).max()
-    alike = (least > 0) & (most - least <= 1e-2 * least) & (most < 1 - _TOLERANCE)
-    whole = (after.square().sum() / before.square().sum()).sqrt()
-    return torch.where(alike, whole, 1.0)
-
-
-def _cleared(grad: Tensor | None, before: Tensor | None) -> bool:
-    """None, or on a CPU, where looking costs little, all zero. before: the norm of its sample as
-    backward left it, if that is known: at a large CF nothing may have been sent of a small tensor,
-    and then zeros tell nothing."""
+def _is_empty(grad: Tensor | None) -> bool:
+    """None, or on a CPU, where looking costs little, all zero."""
     if grad is None or grad.device.type != "cpu":
         return grad is None
-    return bool(before is not None and before > 0) and not bool(local(grad).any())
+    return not bool(local(grad).any())

@@ -185,7 +185,7 @@ class ShardedReplica:
 
     def _session(self) -> Session:
         assert self.compressor is not None
-        return self.compressor._running(named=True)
+        return self.compressor._running()
 
     def _forward_begins(self, *_: Any) -> None:
         self._buckets = 0  # a backward that raised has not ended

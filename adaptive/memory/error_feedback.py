@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
@@ -90,6 +91,13 @@ class NoMemory:
         there may have been something of either."""
         return False
 
+    def before_step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """An optimizer is to step by gradients that this memory has made, with these parameter
+        groups. Returns groups to step with instead, or None."""
+        return None
+
     def discard(self) -> None:
         """The last backward's gradients are thrown away, and all that residuals hold."""
 
@@ -122,9 +130,6 @@ class NoMemory:
     def masks(self, cf: float) -> bool:
         """The velocity of what is sent at this CF is cleared."""
         return False
-
-    def take_over(self, parameter: ModelParameter) -> None:
-        """A residual of gradients is handed to this memory: make it one of what it sends."""
 
     def hand_back(self, exchange: Exchange | None) -> None:
         """Make residuals ones of gradients, and let the optimizer do all its work itself again.

@@ -6,6 +6,7 @@ user's hyper-parameters stay in the parameter groups, where schedulers and check
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import nan
 from typing import Any
@@ -51,109 +52,63 @@ def has_closure(args: Any, kwargs: Any) -> bool:
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
-def when_gradients_are_there(act: Callable[[bool], object], args: Any, kwargs: Any) -> Any:
+def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
     """For a hook before an optimizer's step: call `act` now, or if the step has a closure, which
-    runs backward, after that; it is told whether the step is under way already.
+    runs backward, after that.
 
     args, kwargs: as torch hands them to the hook, the optimizer first. Returns what it wants back.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        act(False)
+        act()
         return None
 
     def then_act() -> Any:
         loss = closure()
-        act(True)
+        act()
         return loss
 
     return args[:1], {**kwargs, "closure": then_act}
 
 
-class Handover:
-    """Neutralises settings of an optimizer while its `step()` runs, by torch's step hooks.
+def steps_as(optimizer: Optimizer | None, kind: type[Optimizer]) -> bool:
+    """Whether the optimizer is of this kind, and its `step` torch's own. A subclass with another
+    `step` (LARS, for instance) may do anything."""
+    if not isinstance(optimizer, kind):
+        return False
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
-    neutral: the settings that a parameter group has meanwhile. taken: whether a group gets them.
-    prepare: called for each of these groups before, when all gradients are there. after: once the
-    optimizer has stepped. ours: the parameters that get them; the others of such a group are
-    meanwhile in one of their own, with the user's settings. None: all.
-    """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        neutral: Group,
-        taken: Callable[[Group], bool],
-        prepare: Callable[[Group], None],
-        after: Callable[[], None] = lambda: None,
-        ours: Collection[Tensor] | None = None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._neutral = neutral
-        self._taken = taken
-        self._prepare = prepare
-        self._after = after
-        self._ours = ours
-        self._whole: list[list[Tensor]] | None = None  # the groups' parameters, during a step
-        self._own: list[dict[str, Any]] | None = None  # the groups' settings, during a step
-        self._index: dict[Tensor, int] = {}
-        self._indexed = 0
-        self._hooks = [
-            optimizer.register_step_pre_hook(
-                lambda _, args, kwargs: when_gradients_are_there(self._before_step, args, kwargs)
-            ),
-            optimizer.register_step_post_hook(lambda *_: self._restore()),
-        ]
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether its `step` is one of torch's optimizers."""
+    step = inspect.unwrap(type(optimizer).step)
+    return bool(step.__module__.startswith("torch.optim."))
 
-    def settings(self, p: Tensor) -> Group | None:
-        """Those of the user for this parameter as they stand now; None if it is not optimized."""
-        groups = self._optimizer.param_groups
-        if self._indexed != len(groups):  # built late, and again after add_param_group
-            self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
-            self._indexed = len(groups)
-        index = self._index.get(p)
-        return None if index is None else (self._own or groups)[index]
 
-    def unhook(self) -> None:
-        self._restore()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+def stand_in_for(optimizer: Optimizer) -> Optimizer:
+    """An optimizer that takes one step in the place of another, with the same state.
 
-    def begin(self) -> None:
-        """The optimizer is to do its own part of the step now."""
-        self._restore()  # a step that raised never came to its post-hook
-        groups = self._optimizer.param_groups
-        taken = [group for group in groups if self._taken(group)]
-        for group in taken:
-            self._prepare(group)
-        self._own = [dict(group) for group in groups]
-        self._set_others_apart(taken)
-        for group in taken:
-            group.update(self._neutral)
+    A hook before `step()` may replace the step's arguments, and the first is the optimizer. The
+    stand-in's `param_groups` can be replaced, and the user's are never touched: there is nothing to
+    put back, even if the step raises or adds a parameter group."""
+    other = object.__new__(type(optimizer))
+    vars(other).update(vars(optimizer))
+    return other
 
-    def _set_others_apart(self, taken: Sequence[dict[str, Any]]) -> None:
-        ours, groups = self._ours, self._optimizer.param_groups
-        if ours is None or all(p in ours for group in taken for p in group["params"]):
-            return
-        self._whole = [group["params"] for group in groups]
-        for group in taken:
-            params = group["params"]
-            groups.append({**group, "params": [p for p in params if p not in ours]})
-            group["params"] = [p for p in params if p in ours]
 
-    def _before_step(self, under_way: bool) -> None:
-        if self._hooks:  # or the step's own backward has put something else in its place
-            self.begin()
-
-    def _restore(self) -> None:
-        if self._whole is not None:
-            del self._optimizer.param_groups[len(self._whole) :]
-            for group, params in zip(self._optimizer.param_groups, self._whole, strict=True):
-                group["params"] = params
-            self._whole = None
-        if self._own is not None:
-            for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
-                group.update({name: own[name] for name in self._neutral})
-            self._own = None
-            self._after()
+def with_settings(
+    groups: Sequence[Group],
+    settings: Group,
+    taken: Callable[[Group], bool],
+    ours: Collection[Tensor],
+) -> list[dict[str, Any]]:
+    """Copies of parameter groups: the parameters in `ours` of a `taken` group have these settings,
+    all others those of the user."""
+    changed: list[dict[str, Any]] = []
+    for group in groups:
+        inside: list[Tensor] = []
+        outside: list[Tensor] = []
+        for p in group["params"]:
+            (inside if taken(group) and p in ours else outside).append(p)
+        changed += [{**group, **settings, "params": inside}, {**group, "params": outside}]
+    return [group for group in changed if group["params"]]

@@ -11,8 +11,8 @@ from torch.optim import LBFGS, SGD, Optimizer
 from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
-from adaptive.memory.moments import steps_as
-from adaptive.memory.momentum import MomentumMemory, MomentumRule, SGDMomentum
+from adaptive.memory.handover import steps_as
+from adaptive.memory.momentum import SGDMomentum
 from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.wrappers import advice, steps_a_part
@@ -31,7 +31,6 @@ class MemoryChoice:
         base: Compressor,
         rungs: Collection[float],
         memory: Any,
-        momentum: Any,
         momentum_lag: Any,
         masking: Any,
     ) -> None:
@@ -40,9 +39,6 @@ class MemoryChoice:
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
         self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
-        if momentum is not None and not 0 < checks.real("momentum", momentum) < 1:
-            raise ValueError(f"momentum={momentum!r}: must be a number in (0, 1) or None")
-        self._momentum: float | None = momentum
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
         if isinstance(masking, bool):
@@ -56,11 +52,6 @@ class MemoryChoice:
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
-        if self._momentum is not None and self.kind != "momentum":
-            raise ValueError(
-                f"momentum is for memory='momentum', got momentum={self._momentum!r} with "
-                f"memory={self.kind!r}"
-            )
 
     def make(
         self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
@@ -68,7 +59,7 @@ class MemoryChoice:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
         does not go with what was asked for. ranks: world size."""
         optimizer = next(iter(optimizers), None)
-        maybe_unused, momentum = parameters.maybe_unused, self._momentum
+        maybe_unused = parameters.maybe_unused
         if self.kind == "none" or not self._base.error_feedback:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
@@ -83,26 +74,15 @@ class MemoryChoice:
                 f"attach(model, optimizer=...): not LBFGS, ZeroRedundancyOptimizer or a "
                 f"differentiable one; got {', '.join(type(o).__name__ for o in optimizers) or None}"
             )
-        if (
-            plain
-            and isinstance(optimizer, SGD)
-            and any(g["momentum"] != 0 for g in optimizer.param_groups)
-        ):
-            if momentum is None:
-                return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
-            raise ValueError(
-                f"momentum must be None when an optimizer with momentum is handed over: its own "
-                f"setting is used; got momentum={momentum!r}"
-            )
+        momenta = {group.get("momentum", 0) for o in optimizers for group in o.param_groups}
+        if plain and momenta - {0} and isinstance(optimizer, SGD):
+            return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
         if self.kind == "auto":
             return Residual(maybe_unused)
-        if momentum is not None:
-            rule = MomentumRule(momentum)
-            return MomentumMemory(rule, self._masking, self._lag_at, maybe_unused)
         raise ValueError(
-            "momentum must be given for memory='momentum' when no SGD optimizer with "
-            "momentum is handed over: AdaptiveCompressor(memory='momentum', momentum=0.9) "
-            "or attach(model, optimizer=optimizer)"
+            f"memory='momentum' needs an SGD of torch's with momentum, attach(model, "
+            f"optimizer=optimizer); got {type(optimizer).__name__ if optimizer else None}"
+            f"{' without momentum' * plain}"
         )
 
     def _lag_at(self, cf: float) -> float:
@@ -124,14 +104,12 @@ class MemoryChoice:
         return max(0.0, 1 - log10(cf)) if self._lag is None else self._lag
 
     def __str__(self) -> str:
-        settings = f"momentum={self._momentum}, momentum_lag={self._lag}, masking={self._masking}"
-        return f"memory={self.kind!r}, {settings}"
+        return f"memory={self.kind!r}, momentum_lag={self._lag}, masking={self._masking}"
 
 
 def is_sgd(optimizer: Optimizer | None) -> bool:
     """Whether this is torch's own SGD, or inherits its `step`."""
-    kind: Any = type(optimizer)
-    return optimizer is not None and steps_as(kind, (SGD,))
+    return steps_as(optimizer, SGD)
 
 
 def _steps_by_itself(optimizer: Optimizer) -> bool:
@@ -195,15 +173,6 @@ class ModelMemory:
             f"optimizer=optimizer)"
         )
 
-    def adopt(self, other: ModelMemory) -> None:
-        """Take over what another, detached compressor on the same model still holds."""
-        for p, parameter in self._parameters.items():
-            theirs = other._parameters.get(p)
-            if theirs is not None and theirs.filled and theirs.residual is not None:
-                parameter.open_residual().copy_(theirs.residual)
-                theirs.residual, theirs.filled = None, False
-                self.now.take_over(parameter)
-
     def release(self, exchange: Exchange | None = None) -> None:
         """Only the residual stays: the optimizer does all its work itself again. What velocities
         have yet to deliver goes to it (a collective with momentum), without `exchange` to the
@@ -228,9 +197,6 @@ class ModelMemory:
         for parameter in self._parameters.values():
             parameter.filled = parameter.started = False
             parameter.velocity = None
-
-    def holds_something(self) -> bool:
-        return any(parameter.filled or parameter.started for parameter in self._parameters.values())
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, of those that have something."""

@@ -41,14 +41,13 @@ LEAST = 1e-30
 def is_adaptive(optimizer: Optimizer | None) -> bool:
     """Whether this is one of `ADAPTIVE`, or inherits the `step` of one."""
     kind: Any = type(optimizer)
-    return optimizer is not None and steps_as(kind, ADAPTIVE)
+    return optimizer is not None and _is_adaptive(kind)
 
 
 @cache
-def steps_as(kind: Any, kinds: tuple[type[Optimizer], ...]) -> bool:
-    """Whether `kind`, a class, is one of `kinds`, or a subclass that inherits its `step`."""
+def _is_adaptive(kind: Any) -> bool:
     step = inspect.unwrap(kind.step)
-    return any(issubclass(kind, each) and step is inspect.unwrap(each.step) for each in kinds)
+    return any(issubclass(kind, each) and step is inspect.unwrap(each.step) for each in ADAPTIVE)
 
 
 class Moments(NamedTuple):

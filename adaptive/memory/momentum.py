@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Group, Handover
-from adaptive.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.memory.handover import Group, steps_as, with_settings
+from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 
@@ -244,6 +244,14 @@ def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> No
     parameter.lag = lag
 
 
+_NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+"""Settings with which SGD steps by what is in `p.grad`, and does nothing else."""
+
+
+def _has_momentum(group: Group) -> bool:
+    return bool(group["momentum"] != 0)
+
+
 class SGDMomentum(MomentumMemory):
     """Momentum correction in the stead of an SGD optimizer, by the settings in its parameter
     groups as they are in each step, so that schedulers keep working.
@@ -252,6 +260,10 @@ class SGDMomentum(MomentumMemory):
     rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
     Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
     of this is linear, a buffer that was there before simply goes on decaying.
+
+    An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
+    place as it steps. Velocities go on. foreign: the name of an optimizer that cannot, but has
+    stepped these parameters.
     """
 
     may_fall_back = True
@@ -266,35 +278,55 @@ class SGDMomentum(MomentumMemory):
         super().__init__(MomentumRule(0.0), masking, lag, parameters.maybe_unused)
         self._optimizer = optimizer
         self._parameters = parameters
-        own = parameters.own()
-        for index, group in enumerate(optimizer.param_groups):
-            if group["momentum"] and not all(p in own for p in group["params"]):
-                raise ValueError(
-                    f"optimizer: parameter group {index} has momentum and parameters that are not "
-                    f"in the model; give those a group or an optimizer of their own"
-                )
-        neutral = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-        self._handover = Handover(
-            optimizer,
-            neutral,
-            lambda group: group["momentum"] != 0,
-            self._add_decay,
-            ours=parameters,
-        )
+        self.foreign = ""
+        self._index: dict[Tensor, int] = {}
+        self._indexed: list[int] = []
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
-        group = self._handover.settings(parameter.tensor)
+        group = self._group(parameter.tensor)
         if group is None:
             return MomentumRule(0.0)
         return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])
 
+    def before_step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        if optimizer is not self._optimizer:
+            tensors = [p for group in optimizer.param_groups for p in group["params"]]
+            of = [self._parameters[p] for p in tensors if p in self._parameters]
+            moved = [parameter for parameter in of if self.rule(parameter).momentum]
+            if not moved:
+                return None
+            if not steps_as(optimizer, SGD):
+                self._show_gradients(moved)
+                self.foreign = type(optimizer).__name__
+                return None
+            assert isinstance(optimizer, SGD)
+            self._optimizer, self._indexed = optimizer, []
+        for group in filter(_has_momentum, groups):
+            self._add_decay(group)
+        return with_settings(groups, _NEUTRAL, _has_momentum, self._parameters)
+
+    @torch.no_grad()
+    def _show_gradients(self, of: Sequence[ModelParameter]) -> None:
+        """Scale `p.grad`, which holds velocities, to the size of gradients."""
+        for parameter in of:
+            if parameter.tensor.grad is not None:
+                local(parameter.tensor.grad).div_(self._gradient_to_velocity(parameter))
+
+    def _group(self, p: Tensor) -> Group | None:
+        """The user's settings for a parameter, as they stand now; None if it is not optimized."""
+        groups = self._optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._indexed:  # built late, and again after add_param_group
+            self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
+            self._indexed = sizes
+        index = self._index.get(p)
+        return None if index is None else groups[index]
+
     def has_buffer(self, parameter: ModelParameter) -> bool:
         state = self._optimizer.state.get(parameter.tensor, {})
         return state.get("momentum_buffer") is not None
-
-    def take_over(self, parameter: ModelParameter) -> None:
-        if parameter.filled and parameter.residual is not None:
-            parameter.residual.mul_(self._gradient_to_velocity(parameter))
 
     def hand_back(self, exchange: Exchange | None) -> None:
         for parameter in self._parameters.values():
@@ -307,7 +339,6 @@ class SGDMomentum(MomentumMemory):
                 parameter.open_residual().add_(parameter.velocity, alpha=ahead)
             if parameter.filled and parameter.residual is not None:
                 parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
-        self._handover.unhook()
 
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
@@ -325,17 +356,15 @@ class SGDMomentum(MomentumMemory):
         exchange.take_traffic()  # no step's
         if not started and not parameter.stepped:
             return
-        group, state = self._handover.settings(p), self._optimizer.state[p]
+        group, state = self._group(p), self._optimizer.state[p]
         if group is not None and group["maximize"]:
             mean = -mean
-        # DDP's buckets hold a parameter's elements in the order of memory.
-        here = parameter.local
-        shaped = mean.to(p.dtype, copy=True).as_strided(here.size(), here.stride())
+        velocity = shaped(mean.to(p.dtype, copy=True), parameter.local)
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            state["momentum_buffer"] = like(shaped, p)
+            state["momentum_buffer"] = like(velocity, p)
         else:
-            local(buffer).add_(shaped)
+            local(buffer).add_(velocity)
 
     @torch.no_grad()
     def _add_decay(self, group: Group) -> None:

@@ -101,8 +101,6 @@ class UpdateMemory(Residual):
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._stepped: set[Tensor] = set()  # parameters, since the last backward
-        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a group, its settings
-        self._split: list[tuple[Optimizer, dict[str, Any]]] = []  # groups added for one step
         self._aside: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}  # moments
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
 
@@ -186,8 +184,11 @@ class UpdateMemory(Residual):
             self._outer = optimizer
             self._remember()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has its gradients, perhaps within a step of another."""
+    def before_step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """An optimizer has its gradients, perhaps within a step of another. Returns the parameter
+        groups of its step, if these are to be others than `groups`."""
         self._put_back()  # a step that raised never came to its end
         self._learn(optimizer)
         if self._outer is None:
@@ -195,15 +196,15 @@ class UpdateMemory(Residual):
         if not self.pending:
             if self._outer is optimizer:
                 self._deliver_late()
-            return
+            return None
         self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
         if self._outer is optimizer and not self._before:
             self._remember()
-        self._set_momentum(optimizer)
+        return self._with_share(optimizer, groups)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """All that the step has changed but parameters and moments is as it was."""
+        """First moments that were put aside take in the gradients of the step."""
         self._put_back()
         if self._outer is not optimizer:
             return
@@ -232,27 +233,29 @@ class UpdateMemory(Residual):
                 if p in self._parameters:
                     self._of[p] = optimizer, group
 
-    def _set_momentum(self, optimizer: Optimizer) -> None:
+    def _with_share(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
         """For this step, momentum of our parameters has its share of the lag. With none the first
         moment is put aside, since it still tells what is noise."""
         if self._share == 1 or not is_adaptive(optimizer):
-            return
+            return None
+        changed: list[dict[str, Any]] = []
         without: list[Tensor] = []
-        for group in list(optimizer.param_groups):
+        for group in groups:
+            beta1, *beta2 = group.get("betas", (0.0,))
             ours = [p for p in group["params"] if p in self._parameters]
-            if not ours or not group.get("betas", (0.0,))[0]:
+            if not ours or not beta1:
+                changed.append(group)
                 continue
-            own = {"betas": group["betas"], "params": group["params"]}
-            self._changed.append((group, own))
-            if len(ours) < len(group["params"]):  # the others go on as they were
-                rest = [p for p in group["params"] if p not in self._parameters]
-                optimizer.param_groups.append({**group, "params": rest})
-                self._split.append((optimizer, optimizer.param_groups[-1]))
-            beta1, beta2 = group["betas"]
-            group["params"], group["betas"] = ours, (with_lag(beta1, self._share), beta2)
+            betas = (with_lag(beta1, self._share), *beta2)
+            changed.append({**group, "params": ours, "betas": betas})
+            rest = [p for p in group["params"] if p not in self._parameters]
+            changed += [{**group, "params": rest}] if rest else []
             without += [p for p in ours if self._share == 0 and p.grad is not None]
         if without:
             self._put_aside(optimizer, set(without))
+        return changed
 
     def _put_aside(self, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
         """Zeros, in a room that is not needed until after the step, take the place of moments."""
@@ -274,10 +277,6 @@ class UpdateMemory(Residual):
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        for group, own in self._changed:
-            group.update(own)
-        for optimizer, group in self._split:
-            optimizer.param_groups[:] = [g for g in optimizer.param_groups if g is not group]
         begun: dict[float, list[Tensor]] = {}
         moved: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for p, (state, mean) in self._aside.items():
@@ -299,7 +298,7 @@ class UpdateMemory(Residual):
             torch._foreach_mul_(lasts, weight)
         for weight, (means, lasts) in moved.items():
             torch._foreach_lerp_(means, lasts, weight)
-        self._changed, self._split, self._aside = [], [], {}
+        self._aside = {}
 
     # -- dense steps, and ranks that part --
 

@@ -63,13 +63,9 @@ def _peak(rank: int, layers: int, cf: float, momentum: bool) -> int:
     torch.manual_seed(0)
     model = DDP(_model(layers), gradient_as_bucket_view=True)
     if cf:
-        AdaptiveCompressor(
-            "topk",
-            (min(cf, 10), 1000),
-            policy=Fixed(cf=cf),
-            memory="momentum" if momentum else "residual",
-            momentum=0.9 if momentum else None,
-        ).attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9) if momentum else None
+        compressor = AdaptiveCompressor("topk", (min(cf, 10), 1000), policy=Fixed(cf=cf))
+        compressor.attach(model, optimizer=optimizer)
     x = torch.randn(16, WIDTH)
     for _ in range(5):
         _step(model, x)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import (
@@ -154,59 +153,6 @@ def _error_of(rank: int, how: str) -> str:
     return "no error"
 
 
-def _attached_again(rank: int, how: str) -> tuple[str, float, bool]:
-    """What is said of an attach() after detach() that is another on each rank, and how far the
-    ranks are from each other when they go on without."""
-    model = DDP(small_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
-
-    def train(steps: int) -> None:
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, step, rank).backward()
-            optimizer.step()
-
-    train(4)
-    compressor.detach()
-    if rank == 0:
-        others = optimizer
-    elif how == "not there":
-        others = None
-    else:
-        strange = nn.Parameter(torch.zeros(2))
-        others = torch.optim.SGD([*model.parameters(), strange], lr=0.02, momentum=0.9)
-    said = ""
-    try:
-        compressor.attach(model, optimizer=others)
-    except (RuntimeError, ValueError) as error:
-        said = str(error)
-    train(4)
-    own = flat_parameters(model)
-    first = own.clone()
-    dist.broadcast(first, 0)
-    spread = float((own - first).abs().max())
-    compressor.attach(model, optimizer=optimizer)
-    train(4)
-    return said, spread, compressor.detached
-
-
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ("not there", ["AdaptiveCompressor was set up differently on rank 1"] * 2),
-        ("of another model", ["rank 1 failed to set up: ValueError: optimizer", "optimizer: "]),
-    ],
-)
-def test_attaching_again_is_agreed_too(how: str, wanted: list[str]) -> None:
-    for (said, spread, detached), begins in zip(
-        run_ranks(2, _attached_again, how), wanted, strict=True
-    ):
-        assert said.startswith(begins)
-        assert spread == 0
-        assert not detached
-
-
 def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
     raise AssertionError("never called")
 
@@ -246,7 +192,7 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         ),
         (
             "unbound",
-            "RuntimeError: the compressor knows no model: attach(model) or bind(model) first",
+            "RuntimeError: the compressor knows no model: attach(model) first",
         ),
     ],
 )

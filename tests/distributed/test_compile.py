@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, adaptive_hook
+from adaptive import AdaptiveCompressor
+from adaptive.hook import Attachment, adaptive_hook
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 
@@ -89,7 +90,7 @@ def _python_reducer(rank: int) -> list[str]:
         compressor.attach(model)
     except RuntimeError as error:
         said.append(str(error))
-    model.register_comm_hook(compressor, adaptive_hook)
+    model.register_comm_hook(Attachment(compressor), adaptive_hook)
     try:
         loss_of(model, 0, rank).backward()
     except RuntimeError as error:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, adaptive_hook
+from adaptive import AdaptiveCompressor, Fixed
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 
@@ -35,9 +35,6 @@ def _train(rank: int, optimizer_options: dict, ddp_options: dict, how: str) -> T
         compressor = AdaptiveCompressor("topk", (1, 10), policy=Scripted([1.0], (5.0, 10.0)))
     if compressor and how != "late":
         compressor.attach(model, optimizer=optimizer)
-    if how == "hook":
-        compressor = AdaptiveCompressor("none", policy="fixed")
-        model.register_comm_hook(compressor, adaptive_hook)
     for step in range(STEPS):
         if how == "late" and step == 4:  # SGD has momentum buffers by now
             compressor.attach(model, optimizer=optimizer)
@@ -90,8 +87,3 @@ def test_cf_1_equals_dense_ddp(name: str) -> None:
 def test_cf_1_equals_dense_with_ddp_options(ddp_options: dict) -> None:
     for deviations in run_ranks(2, _compare, SGD_OPTIONS["decay"], ddp_options, ["fixed"]):
         assert deviations["fixed"] < 1e-13
-
-
-def test_registering_the_plain_hook_equals_dense() -> None:
-    for deviations in run_ranks(4, _compare, {}, {"bucket_cap_mb": 0.002}, ["hook"]):
-        assert deviations["hook"] < 1e-13

@@ -23,7 +23,6 @@ from policies import Plan
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
-from tests.distributed.test_script_habits import WARNED, _thrown_away_each_way
 from tests.distributed.test_unused import _run as run_unused
 
 STEPS = 8
@@ -89,15 +88,6 @@ def _unused(rank: int, cfs: list[float], momentum: float) -> float:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_nothing_is_lost_where_parameters_go_unused(cfs: list[float], momentum: float) -> None:
     assert max(run_ranks(2, _unused, cfs, momentum)) < 1e-12
-
-
-def _thrown_away(rank: int) -> dict[str, int]:
-    blocks.force_device_path = True
-    return _thrown_away_each_way(rank, "momentum")
-
-
-def test_a_step_left_out_for_gradients_that_are_not_finite_is_not_warned_of() -> None:
-    assert run_ranks(2, _thrown_away) == [WARNED, WARNED]
 
 
 def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, Any]) -> Any:

@@ -32,7 +32,9 @@ def _train(rank: int, kind: str, visit: bool, steps: int) -> tuple[list[Tensor],
     compressor, doctor = None, None
     told: list[Verdict] = []
     if visit:
-        compressor = AdaptiveCompressor(cf_range=(4, 40)).attach(model, optimizer=optimizer)
+        compressor = AdaptiveCompressor(cf_range=(4, 40), policy="goodput").attach(
+            model, optimizer=optimizer
+        )
         doctor = compressor.doctor(LEAST, told.append)
     generator = torch.Generator().manual_seed(rank)
     for step in range(steps):

@@ -585,40 +585,28 @@ def _again(rank: int) -> dict[str, Any]:
     run.compressor.detach()
     run.train(3, 5)
     detached = run.compressor.cf
-    run.attach()
-    run.train(5, 7)
-    run.compressor.detach()
     run.compressor = AdaptiveCompressor("topk", (20, 100), policy="fixed", memory="residual")
     run.attach()
-    run.train(7, 9)
-    second, told_before = run.compressor.cf, list(told)
-    run.backward(9)
-    run.optimizer.zero_grad()
-    run.backward(10)
-    run.optimizer.zero_grad()
-    run.train(11, 13)
+    run.train(5, 9)
     return {
         "twice": twice,
         "detached": detached,
-        "second": second,
-        "told_before": told_before,
-        "told": told[len(told_before) :],
+        "second": run.compressor.cf,
+        "told": told,
         "shards": run.shards(),
     }
 
 
 @on_this_torch
-def test_detached_and_attached_again() -> None:
-    """Dense meanwhile; a second compressor takes over what the first one holds. Gradients that are
-    thrown away are noticed."""
+def test_detached_and_another_attached() -> None:
+    """Dense meanwhile."""
     results = run_ranks(RANKS, _again)
     for rank, result in enumerate(results):
         assert "attached already" in result["twice"]
         assert result["detached"] == 1
         assert result["second"] == 20
-        assert all("plain error feedback" in each for each in result["told_before"])
-        assert len(result["told_before"]) == (rank == 0)
-        assert any("discard" in each for each in result["told"])
+        assert all("plain error feedback" in each for each in result["told"])
+        assert len(result["told"]) == (rank == 0)
     assert are_replicas([result["shards"] for result in results])
 
 

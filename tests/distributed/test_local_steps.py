@@ -22,7 +22,6 @@ from adaptive import (
     LinkSpec,
     MemoryTimeline,
     ModelledClock,
-    adaptive_hook,
 )
 from adaptive.sizes import are_updates
 from compressors.kernels import blocks
@@ -378,7 +377,7 @@ def _refused(rank: int) -> list[str]:
     for options in (
         {"hooks": {4: bf16_compress_hook}},
         {"clip_norm": 1.0},
-        {"memory": "momentum", "momentum": 0.9},
+        {"memory": "momentum"},
         {"outer_momentum": 1.0},
         {"overlap": 4},
         {"local_steps": 1, "overlap": 1},
@@ -388,20 +387,14 @@ def _refused(rank: int) -> list[str]:
             AdaptiveCompressor(**{"policy": "fixed", "local_steps": 4, **options})
         except ValueError as error:
             told.append(str(error))
-    model = DDP(small_net())
-    model.register_comm_hook(AdaptiveCompressor(local_steps=4), adaptive_hook)
-    try:
-        _loss(model, 0, rank).backward()
-    except ValueError as error:
-        told.append(str(error))
     return told
 
 
 def test_what_does_not_go_with_local_steps_is_refused() -> None:
     for told in run_ranks(2, _refused):
         names = ("hooks", "clip_norm", "memory", "outer_momentum", "overlap=4", "overlap=1")
-        names += ("local_steps", "local_steps=4")
-        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 8
+        names += ("local_steps",)
+        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 7
 
 
 def _by_hand(rank: int, optimizers: int) -> tuple[Tensor, list[str]]:

@@ -173,9 +173,6 @@ def _detached(rank: int) -> dict[str, Any]:
     other.attach(run.model, optimizer=run.optimizer)
     run.train(rank, 30, 33)
     other_cf = other.cf
-    other.detach()
-    run.compressor.attach(run.model, optimizer=run.optimizer)
-    run.train(rank, 33, 36)
     return {
         "had": len(had),
         "dense": dense,
@@ -186,13 +183,13 @@ def _detached(rank: int) -> dict[str, Any]:
     }
 
 
-def test_detach_is_dense_and_something_can_be_attached_again() -> None:
+def test_detach_is_dense_and_another_can_be_attached() -> None:
     results = run_ranks(2, _detached)
     for result in results:
         assert result["had"] > 0
         assert result["dense"] == 1
         assert result["other"] == 4
-        assert result["steps"] == 33  # its own 20, the 10 after detach, and the last 3
+        assert result["steps"] == 30  # its own 20, and the 10 after detach
         assert bool(result["parameters"].isfinite().all())
         assert torch.equal(result["parameters"], results[0]["parameters"])
         assert torch.equal(result["velocity"], results[0]["velocity"])

@@ -130,7 +130,9 @@ def _chosen(rank: int) -> list[float]:
         model = DDP(small_net(torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         clock = ModelledClock(1e-3, LinkSpec.parse(link), 100.0)
-        compressor = AdaptiveCompressor(clock=clock).attach(model, optimizer=optimizer)
+        compressor = AdaptiveCompressor(policy="goodput", clock=clock).attach(
+            model, optimizer=optimizer
+        )
         for step in range(40):
             optimizer.zero_grad()
             loss_of(model, step, rank).backward()

@@ -21,10 +21,9 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
         (1, 100),
         policy=Scripted(cfs),
         masking=False,
-        memory="momentum" if momentum else "residual",
-        momentum=momentum or None,
-    ).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    compressor.attach(model, optimizer=optimizer)
     total: dict[str, Any] = {}
     sent: dict[str, Any] = {}
     for step in range(12):

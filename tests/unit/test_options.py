@@ -35,8 +35,6 @@ NAN = float("nan")
         ({"base": "topp"}, ["base", "'topp'", "topk", "randomk", "none"]),
         ({"policy": "gravacc"}, ["policy", "'gravacc'", "gravac", "accordion", "fixed"]),
         ({"memory": "all"}, ["memory", "'all'", "residual", "momentum"]),
-        ({"momentum": 0.9}, ["momentum", "0.9", "memory='momentum'"]),
-        ({"memory": "momentum", "momentum": 1.5}, ["momentum", "1.5", "(0, 1)"]),
         ({"momentum_lag": 0}, ["momentum_lag", "0", "(0, 1]"]),
         ({"momentum_lag": 1.01}, ["momentum_lag", "1.01", "(0, 1]"]),
         ({"masking": 0.5}, ["masking", "0.5", ">= 1"]),

@@ -116,15 +116,6 @@ def test_a_runs_py_is_in_nobodys_way_of_the_console_script(tmp_path: Path) -> No
     assert "simulate" in ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("name", ["compressors", "policies"])
-@pytest.mark.parametrize("already", [False, True], ids=["found first", "imported already"])
-def test_a_file_that_is_in_the_way_is_named(name: str, already: bool, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
-    ended = _python(f"{f'import {name}' if already else ''}\nimport adaptive", folder=tmp_path)
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: {tmp_path / name}.py is in the way")
-
-
 def test_a_folder_without_modules_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / "policies").mkdir()
     (tmp_path / "runs").mkdir()  # TensorBoard's own SummaryWriter makes it

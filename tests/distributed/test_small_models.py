@@ -1,0 +1,82 @@
+"""A model that is too small for statistics is trained dense, and nothing is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import batch, flat_parameters
+
+
+def _train(rank: int, options: dict[str, Any] | None, width: int = 1) -> tuple[Tensor, Any]:
+    """21 parameters by 40 steps of SGD with momentum, without a compressor for None."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 4)).double()
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = None
+    if options is not None:
+        compressor = AdaptiveCompressor(**options).attach(model, optimizer=optimizer)
+    for step in range(40):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        (model(x)[:, :3] - y).square().mean().backward()
+        optimizer.step()
+    if options is not None:
+        summary = compressor.summary()
+        compressor.load_state_dict(compressor.state_dict())
+        found = (summary.bytes_sent / summary.dense_bytes, summary.steps, compressor.explain())
+        compressor.detach()
+    return flat_parameters(model), found
+
+
+def test_a_model_of_21_parameters_stays_dense_and_sends_nothing_else() -> None:
+    dense = run_ranks(2, _train, None)[0][0]
+    assert dense.numel() == 21
+    for ours, (share, steps, explained) in run_ranks(2, _train, {}):
+        assert torch.equal(ours, dense)
+        assert (share, steps) == (1.0, 40)
+        assert "so small" in explained
+
+
+def test_a_policy_that_is_named_and_a_larger_model_are_measured() -> None:
+    for _, (share, _, explained) in run_ranks(2, _train, {"policy": "goodput"}):
+        assert share > 1
+        assert "so small" not in explained
+    for _, (share, _, explained) in run_ranks(2, _train, {}, 20_000):
+        assert share != 1
+        assert "so small" not in explained
+
+
+def _on_one_rank_only(rank: int) -> str:
+    from datetime import timedelta
+
+    from adaptive import checkpoint
+
+    checkpoint.PATIENCE = timedelta(seconds=2)
+    model = DDP(nn.Linear(12, 3).double())
+    compressor = AdaptiveCompressor(policy="fixed").attach(model)
+    for step in range(4):
+        if rank == 0 and step == 2:
+            try:
+                compressor.load_state_dict(compressor.state_dict())
+            except RuntimeError as error:
+                return f"{error}"
+        try:
+            x, y = batch(step, rank)
+            (model(x) - y).square().mean().backward()
+        except RuntimeError as error:
+            return f"{error}"
+    return ""
+
+
+def test_a_state_that_one_rank_alone_loads_is_an_error_and_no_abort() -> None:
+    loaded, trained = run_ranks(2, _on_one_rank_only, timeout=10, lost=[2])
+    assert loaded.startswith("load_state_dict must be called on every rank")
+    assert "Ranks 1" in loaded
+    assert trained

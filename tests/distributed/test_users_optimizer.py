@@ -1,0 +1,191 @@
+"""What becomes of a user's optimizer with momentum: it is never changed, and another one may take
+its place in mid-run. Plain DDP is run beside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, Optimizer
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, flat_parameters, listen, loss_of, small_net
+
+SETTINGS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
+
+
+def _attach(model: DDP, optimizer: Optimizer, cf: float | None) -> AdaptiveCompressor | None:
+    if cf is None:
+        return None
+    policy = Scripted([cf])
+    compressor = AdaptiveCompressor(cf_range=(1, 1000), policy=policy, momentum_lag=1)
+    return compressor.attach(model, optimizer=optimizer)
+
+
+def _steps(model: nn.Module, optimizer: Optimizer, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+
+def _held_out(net: nn.Module) -> float:
+    with torch.no_grad():
+        return sum(float(loss_of(net, 1000 + i, i % 2)) for i in range(20)) / 20
+
+
+def _settings_in(optimizer: Optimizer) -> list[Any]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _wrapped_again(rank: int, how: str, cf: float | None) -> tuple[Tensor, list[Any], list[Any]]:
+    """The head is trained for ten steps, and then, by another DDP, all of the model."""
+    net = small_net()
+    for p in net[:3].parameters():
+        p.requires_grad_(False)
+    optimizer = SGD(net[3:].parameters(), **SETTINGS)
+    before = copy.deepcopy(_settings_in(optimizer))
+    model = DDP(net)
+    compressor = _attach(model, optimizer, cf)
+    _steps(model, optimizer, rank, 0, 10)
+    if compressor is not None and how == "detached":
+        compressor.detach()
+    if how != "kept":
+        del model, compressor
+    for p in net[:3].parameters():
+        p.requires_grad_(True)
+    optimizer.add_param_group({"params": list(net[:3].parameters())})
+    model = DDP(net)
+    if cf is not None and how == "kept":
+        with pytest.raises(RuntimeError, match=r"another AdaptiveCompressor: detach\(\) that"):
+            _attach(model, optimizer, cf)
+    elif how != "plain":
+        _attach(model, optimizer, cf)
+    _steps(model, optimizer, rank, 10, 20)
+    return flat_parameters(net), before, _settings_in(optimizer)[:1]
+
+
+@pytest.mark.parametrize("how", ["detached", "dropped", "kept", "plain"])
+def test_a_model_wrapped_again_trains_as_under_ddp(how: str) -> None:
+    """kept: the first compressor is alive, and a second one refused. plain: there is none."""
+    dense = run_ranks(2, _wrapped_again, how, None)[0][0]
+    for ours, before, after in run_ranks(2, _wrapped_again, how, 1.0):
+        assert before == after
+        # Without detaching, the mean velocity is lost with the compressor.
+        exact = how == "detached"
+        assert (ours - dense).norm() < (1e-12 if exact else 0.1) * dense.norm()
+
+
+class _SpikeError(Exception):
+    pass
+
+
+def _raising(optimizer: Optimizer) -> None:
+    """A step that fails after its hooks have begun it."""
+
+    def hook(*_: Any) -> None:
+        raise _SpikeError
+
+    handle = optimizer.register_step_pre_hook(hook)
+    with pytest.raises(_SpikeError):
+        optimizer.step()
+    handle.remove()
+
+
+def _in_mid_step(rank: int, what: str) -> bool:
+    """The optimizer has the user's settings, whatever happens between the hooks of a step."""
+    model = DDP(small_net())
+    optimizer = SGD(model.parameters(), **SETTINGS)
+    before = _settings_in(optimizer)
+    _attach(model, optimizer, 10.0)
+    _steps(model, optimizer, rank, 0, 2)
+    loss_of(model, 3, rank).backward()
+    seen: list[Any] = []
+    if what == "raises":
+        _raising(optimizer)
+    elif what == "adds a group":
+        new = nn.Parameter(torch.zeros(3))
+        hook = optimizer.register_step_pre_hook(
+            lambda *_: optimizer.add_param_group({"params": [new], "momentum": 0.5})
+        )
+        optimizer.step()
+        hook.remove()
+        before.append({**before[0], "momentum": 0.5})
+    elif what == "looks":
+        optimizer.register_step_pre_hook(lambda *_: seen.append(_settings_in(optimizer)))
+        optimizer.step()
+        assert seen == [before]
+    return _settings_in(optimizer) == before
+
+
+@pytest.mark.parametrize("what", ["raises", "adds a group", "looks"])
+def test_the_users_settings_are_never_changed(what: str) -> None:
+    assert run_ranks(2, _in_mid_step, what) == [True, True]
+
+
+MADE_ANEW: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda ps: SGD(ps, lr=0.02, momentum=0.8, weight_decay=1e-3),
+    "sgd without momentum": lambda ps: SGD(ps, lr=0.02),
+    "adamw": lambda ps: AdamW(ps, lr=3e-3),
+}
+
+
+def _made_anew(rank: int, other: str, cf: float | None) -> tuple[float, list[str], Tensor]:
+    torch.manual_seed(0)
+    model = DDP(small_net())
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
+    compressor = _attach(model, optimizer, cf)
+    told = listen()
+    _steps(model, optimizer, rank, 0, 40)
+    optimizer = MADE_ANEW[other](model.parameters())
+    _steps(model, optimizer, rank, 40, 200)
+    kind = "" if compressor is None else compressor.memory
+    return _held_out(model.module), [kind, *told], flat_parameters(model)
+
+
+@pytest.mark.parametrize("cf", [1.0, 10.0])
+@pytest.mark.parametrize("other", MADE_ANEW)
+def test_an_optimizer_made_anew_trains_as_under_ddp(other: str, cf: float) -> None:
+    dense = run_ranks(2, _made_anew, other, None)[0][0]
+    results = run_ranks(2, _made_anew, other, cf)
+    assert torch.equal(results[0][2], results[1][2])
+    for rank, (loss, (kind, *told), _) in enumerate(results):
+        assert loss < (1.1 if cf == 1 else 1.3) * dense
+        assert kind == ("residual" if other == "adamw" else "momentum")
+        assert [("AdamW" in each) for each in told] == [True] * (rank == 0 and other == "adamw")
+
+
+def _of_two_models(rank: int, cf: float | None) -> Tensor:
+    """One SGD, one group, for two DDP models and a parameter of neither."""
+    models = [DDP(small_net(seed=seed)) for seed in range(2)]
+    alone = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = SGD([*models[0].parameters(), *models[1].parameters(), alone], **SETTINGS)
+    for model in models:
+        _attach(model, optimizer, cf)
+    for step in range(10):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(models[0], step, rank) + loss_of(models[1], step + 1, rank)
+            loss = loss + (alone * alone.detach().sin()).sum()
+            loss.backward()
+            return loss
+
+        if step % 2:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return torch.cat([*map(flat_parameters, models), alone.detach()])
+
+
+def test_one_optimizer_of_two_models_trains_as_under_ddp() -> None:
+    dense = run_ranks(2, _of_two_models, None)[0]
+    for ours in run_ranks(2, _of_two_models, 1.0):
+        assert (ours - dense).norm() < 1e-12 * dense.norm()
