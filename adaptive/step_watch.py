@@ -8,14 +8,16 @@ Nothing waits for a device. By the same hooks the memory and local steps do thei
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -52,6 +54,9 @@ UNSCALED = (
     "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
     "stays in the scale of an earlier step"
 )
+_LEFT: list[Any] = []
+"""Handles of hooks of watches that have ended, to be removed."""
+
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
 
@@ -89,17 +94,33 @@ class StepWatch:
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
-        me = weakref.proxy(self)  # torch's hooks must not keep it alive
+        _remove_left()
+        me = weakref.ref(self)  # torch's hooks must not keep it alive
+
+        def before(*args: Any) -> Any:
+            watch = me()
+            return None if watch is None else watch._before_step(*args)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            watch = me()
+            if watch is not None:
+                watch._after_step(optimizer)
+
+        def arrives(_: Tensor) -> None:
+            watch = me()
+            if watch is not None:
+                watch.gradient_arrives()
+
         handles: list[Any] = [
-            register_optimizer_step_pre_hook(lambda *args: me._before_step(*args)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: me._after_step(optimizer)),
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
         ]
         # The last parameter has its gradient among the first; one tells of all.
         self._witness = next(reversed(list(self._parameters)), None)
         self._device = None if self._witness is None else self._witness.device
         if self._witness is not None:
-            handles.append(self._witness.register_hook(lambda _: me.gradient_arrives()))
-        self.end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+            handles.append(self._witness.register_hook(arrives))
+        self.end = weakref.finalize(self, _remove, handles)
 
     def backward_ends(
         self, scale: Tensor | None, compare: bool, waited: Callable[[], None]
@@ -107,6 +128,7 @@ class StepWatch:
         """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
         compare: remember the gradients, to see whether they are changed before the step. waited:
         to be called once DDP has waited for the means."""
+        _remove_left()
         self._scale, self.ours = scale, True
         engine = Variable._execution_engine
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
@@ -191,6 +213,23 @@ class StepWatch:
         p = self._witness
         if p is not None and _is_empty(p.grad):
             self.ours = False  # until our hook is called
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    _LEFT.extend(handles)
+    _remove_left()
+
+
+def _remove_left() -> None:
+    """Remove the hooks of watches that have ended. Not while an optimizer steps, since torch is then
+    going through all hooks: a watch may be garbage that is found at any moment."""
+    frame = sys._getframe() if _LEFT else None
+    while frame is not None:
+        if frame.f_code.co_filename == optimizer_module.__file__:
+            return
+        frame = frame.f_back
+    while _LEFT:
+        _LEFT.pop().remove()
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:

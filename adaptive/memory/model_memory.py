@@ -131,8 +131,6 @@ class ModelMemory:
         """Now that the optimizers are known; an SGD's momentum is taken over. ValueError if they do
         not go with what was asked for."""
         self.now = self._choice.make(optimizers, self._parameters, self._ranks)
-        for parameter in self._parameters.values():
-            self.now.take_over(parameter)
 
     def warning(self, optimizers: Sequence[Optimizer]) -> str:
         """What whoever handed these optimizers over should know; nothing if that is as expected."""

@@ -707,20 +707,19 @@ def test_what_does_not_go_with_auto_is_refused_or_told() -> None:
 
 
 def _detached(rank: int, optimizer_name: str, local_steps: int | str) -> list[Tensor]:
-    """Detached while the ranks are apart, then attached again."""
+    """Detached while the ranks are apart, and later another one is attached."""
     model = DDP(TwoBranches(), find_unused_parameters=True)
     optimizer = OPTIMIZERS[optimizer_name](model)
     planned = [1, 2, 4] if local_steps == "auto" else [0]
-    compressor = AdaptiveCompressor(
-        policy=Scripted([8.0], local_steps=planned), local_steps=local_steps, debug=1
-    ).attach(model, optimizer=optimizer)
     found = []
     for step in range(40):
         if step == 9:
             compressor.detach()
         if step in (9, 14):
             found.append(flat_parameters(model))
-        if step == 14:
+        if step in (0, 14):
+            policy = Scripted([8.0], local_steps=planned)
+            compressor = AdaptiveCompressor(policy=policy, local_steps=local_steps, debug=1)
             compressor.attach(model, optimizer=optimizer)
         optimizer.zero_grad()
         x, y = batch(step, rank)
