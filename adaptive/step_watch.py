@@ -221,8 +221,8 @@ def _remove(handles: Sequence[Any]) -> None:
 
 
 def _remove_left() -> None:
-    """Remove the hooks of watches that have ended. Not while an optimizer steps, since torch is then
-    going through all hooks: a watch may be garbage that is found at any moment."""
+    """Remove the hooks of watches that have ended. Not while an optimizer steps: torch is then
+    going through all hooks, and a watch may be garbage that is found at any moment."""
     frame = sys._getframe() if _LEFT else None
     while frame is not None:
         if frame.f_code.co_filename == optimizer_module.__file__:

@@ -711,16 +711,20 @@ def _detached(rank: int, optimizer_name: str, local_steps: int | str) -> list[Te
     model = DDP(TwoBranches(), find_unused_parameters=True)
     optimizer = OPTIMIZERS[optimizer_name](model)
     planned = [1, 2, 4] if local_steps == "auto" else [0]
-    found = []
+
+    def attached() -> AdaptiveCompressor:
+        policy = Scripted([8.0], local_steps=planned)
+        compressor = AdaptiveCompressor(policy=policy, local_steps=local_steps, debug=1)
+        return compressor.attach(model, optimizer=optimizer)
+
+    compressor, found = attached(), []
     for step in range(40):
         if step == 9:
             compressor.detach()
         if step in (9, 14):
             found.append(flat_parameters(model))
-        if step in (0, 14):
-            policy = Scripted([8.0], local_steps=planned)
-            compressor = AdaptiveCompressor(policy=policy, local_steps=local_steps, debug=1)
-            compressor.attach(model, optimizer=optimizer)
+        if step == 14:
+            compressor = attached()
         optimizer.zero_grad()
         x, y = batch(step, rank)
         which = rank if step < 9 else 2  # a rank has no moments of the other's branch
