@@ -24,8 +24,7 @@ from adaptive.timeline.records import MemoryTimeline as MemoryTimeline
 from adaptive.timeline.records import StepRecord as StepRecord
 from adaptive.timeline.records import Timeline as Timeline
 from adaptive.timeline.tensorboard import TensorBoardTimeline as TensorBoardTimeline
-from adaptive.timeline.trackers import MLflowTimeline as MLflowTimeline
-from adaptive.timeline.trackers import WandbTimeline as WandbTimeline
+from adaptive.timeline.thinned import LogTimeline as LogTimeline
 from compressors import Compressor as Compressor
 from compressors import GraceCompressor as GraceCompressor
 from compressors import NoCompression as NoCompression

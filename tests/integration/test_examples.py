@@ -58,6 +58,13 @@ def test_an_image_model_learns_in_mixed_precision() -> None:
     assert _wire_factor(output) > 5
 
 
+def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
+    output = _run("trackers.py", "--steps", "60", "--interval", "10")
+    assert [*re.findall(r"step (\d+): \{'cf/sent'", output)][:3] == ["0", "9", "10"]
+    assert "final/wire_factor" in output.splitlines()[-1]
+    assert re.search(r"step \d+: CF .* -> .*: ", output)
+
+
 def test_each_example_is_run_here() -> None:
     told = Path(__file__).read_text(encoding="utf-8")
     elsewhere = "".join(
