@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.frameworks import needs
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,14 @@ def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
     assert [*re.findall(r"step (\d+): \{'cf/sent'", output)][:3] == ["0", "9", "10"]
     assert "final/wire_factor" in output.splitlines()[-1]
     assert re.search(r"step \d+: CF .* -> .*: ", output)
+
+
+@needs("torchft")
+def test_replicas_of_torchft_learn() -> None:
+    output = _run("torchft_ddp.py", "--steps", "20")
+    first, last = re.findall(r"step [12]0: loss ([0-9.]+), 2 replicas", output)
+    assert float(last) < float(first)
+    assert re.search(r"[5-9]\.[0-9] times fewer bytes than dense", output)
 
 
 def test_each_example_is_run_here() -> None:
