@@ -60,6 +60,12 @@ def test_an_image_model_learns_in_mixed_precision() -> None:
     assert _wire_factor(output) > 5
 
 
+def test_a_compressor_of_graces_trains() -> None:
+    output = _run("grace.py", "--steps", "60")
+    assert _losses(output)[-1] < _losses(output)[0]
+    assert _wire_factor(output) > 5
+
+
 def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
     output = _run("trackers.py", "--steps", "60", "--interval", "10")
     assert [*re.findall(r"step (\d+): \{'cf/sent'", output)][:3] == ["0", "9", "10"]
