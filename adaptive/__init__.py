@@ -31,7 +31,6 @@ from compressors import RandomK as RandomK
 from compressors import TopK as TopK
 from policies import Accordion as Accordion
 from policies import AccordionPaper as AccordionPaper
-from policies import Budget as Budget
 from policies import Fixed as Fixed
 from policies import Goodput as Goodput
 from policies import GraVAC as GraVAC

@@ -60,6 +60,12 @@ def test_an_image_model_learns_in_mixed_precision() -> None:
     assert _wire_factor(output) > 5
 
 
+def test_a_policy_of_ones_own_compresses_on_a_slow_link() -> None:
+    output = _run("budget_policy.py", "--steps", "60", "--link", "1mbit")
+    assert re.search(r"step 60: loss [0-9.]+, CF [1-9][0-9]", output)
+    assert _wire_factor(output) > 2
+
+
 def test_a_compressor_of_graces_trains() -> None:
     output = _run("grace.py", "--steps", "60")
     assert _losses(output)[-1] < _losses(output)[0]
