@@ -39,12 +39,12 @@ from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
-from adaptive.timeline.progress import ProgressTimeline, cf_name
 from adaptive.timeline.records import SafeTimeline, Timeline
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
 from policies.base import counted_steps
+from policies.words import named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,8 +113,6 @@ class AdaptiveCompressor:
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
     timeline: a `Timeline` or several; rank 0 writes.
-    progress: rank 0 shows CF, gain and wire factor on stderr as training goes on, and each switch
-        of CF: a bar on a terminal with tqdm, else a line now and then.
     local_steps: H > 1 lets each rank take H steps by itself, with any optimizer of torch's, between
         two exchanges, which are of what the ranks have come to since the last (DiLoCo): H times
         fewer bytes again. A step of the policy and of the timeline is then a round of H. "auto":
@@ -177,7 +175,6 @@ class AdaptiveCompressor:
         overlap: int | None = None,
         delay: int = 0,
         timeline: Timeline | Sequence[Timeline] | None = None,
-        progress: bool = False,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
         process_group: dist.ProcessGroup | None = None,
@@ -199,9 +196,6 @@ class AdaptiveCompressor:
         accepted = "a rate such as '100mbit', a LinkSpec or None"
         require(isinstance(spec, LinkSpec | None), "link", link, accepted)
         require(callable(clock), "clock", clock, "a function that returns seconds")
-        sinks = SafeTimeline(timeline)
-        if checks.flag("progress", progress):
-            sinks.sinks.append(ProgressTimeline())
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -223,7 +217,7 @@ class AdaptiveCompressor:
             outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
             overlap=None if overlap is None else checks.whole("overlap", overlap, least=0),
             delay=checks.whole("delay", delay, least=0),
-            timeline=sinks,
+            timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,
             debug=debug_interval(debug),
@@ -408,7 +402,7 @@ class AdaptiveCompressor:
         chosen, now = self._settings, "not attached"
         if self._session is not None:
             controller, ranks = self._session.controller, self._session.exchange.ranks
-            now = f"CF {cf_name(self.cf)} after {counted_steps(controller.step)} on {ranks} ranks"
+            now = f"{named(self.cf)} after {counted_steps(controller.step)} on {ranks} ranks"
             now = f"detached, {now}" if self.detached and self._session.model is not None else now
         low, high = chosen.cf_range
         return (
