@@ -10,9 +10,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, get_args
+from typing import get_args
 
-from adaptive.timeline.records import Header, StepRecord, Timeline
+from adaptive.timeline.records import StepRecord, Timeline
 from policies import GainKind, checks
 
 _MOVED = {
@@ -47,17 +47,6 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "gain/sent": record.gain,
         **{f"gain_of_step/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
         **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
-    }
-
-
-def settings_of(header: Header) -> dict[str, Any]:
-    """What a run was started with, by name, for the pages that compare runs by their settings."""
-    return {
-        **header.settings,
-        **{name: getattr(header, name) for name in ("policy", "base", "memory")},
-        "cf_range": "{:g} to {:g}".format(*header.cf_range),
-        "world_size": header.world_size,
-        "numel": header.numel,
     }
 
 
