@@ -29,7 +29,6 @@ from adaptive.config import (
     positive,
     require,
 )
-from adaptive.doctor import LEAST, STEPS, Doctor, Verdict, check_settings
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.topology import choose_gossip
@@ -229,8 +228,6 @@ class AdaptiveCompressor:
         self._session: Session | None = None
         self._model: DistributedDataParallel | ShardedReplica | None = None
         self._framework_form = "rank"  # of a state, as the script's framework needs it
-        self._doctor: Doctor | None = None
-        self._attached_with: dict[str, Any] = {}
 
     def attach(
         self,
@@ -253,7 +250,6 @@ class AdaptiveCompressor:
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
         """
-        self._attached_with = {"model": model, "optimizer": optimizer, "scaler": scaler}
         inside = unwrap(model, optimizer)
         ddp = check_model(inside.model, inside.model is not model)
         attachment: Attachment | None = None
@@ -419,22 +415,6 @@ class AdaptiveCompressor:
         what would make it move. detail: and the numbers of the policy's rule."""
         return self._running().explain(detail)
 
-    def doctor(self, steps: int = STEPS, tell: Callable[[Verdict], None] | None = print) -> Doctor:
-        """Find out in the next `steps` steps, which train as plain DDP does, what compression
-        brings here, and compress from then on (docs/netlab.md). On every rank (a collective).
-
-        steps: at least 25. tell: is told the verdict on rank 0 when it is there.
-        Returns the doctor, whose `verdict` every rank has then. RuntimeError unless `attach` has
-        been called; ValueError for a base that is no sparsifier, and for local steps."""
-        model = self._model
-        if not isinstance(model, DistributedDataParallel) or not self._attached_with:
-            raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
-        checks.whole("steps", steps, least=LEAST)
-        check_settings(self._settings)
-        self.detach()
-        self._doctor = Doctor(self._settings, model, steps, tell)
-        return self._doctor
-
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On
         every rank."""
@@ -463,13 +443,6 @@ class AdaptiveCompressor:
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient."""
-        if self._doctor is not None:
-            if bucket.index() == 0:
-                self._doctor.begin_step()
-            if not self._doctor.over:
-                return self._doctor.reduce(bucket)
-            self._doctor = None
-            self.attach(**self._attached_with)
         if self._session is None:  # registered without bind(), so parameters have no names
             of_model = registered_group(self)
             if self._group is not None and of_model not in (None, self._group):
