@@ -12,7 +12,7 @@ __version__ = _version()
 # ruff: noqa: E402
 from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
 from adaptive.exchange.link import LinkSpec as LinkSpec
-from adaptive.exchange.link import ModelledClock as ModelledClock
+from adaptive.exchange.link import StepClock as StepClock
 from adaptive.hook import HookRung as HookRung
 from adaptive.hook import adaptive_hook as adaptive_hook
 from adaptive.state import reshard_states as reshard_states

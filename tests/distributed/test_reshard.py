@@ -18,9 +18,9 @@ from adaptive import (
     GraVAC,
     Layerwise,
     LinkSpec,
-    ModelledClock,
     reshard_states,
 )
+from runs.modelled_clock import ModelledClock
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     flat_parameters,

@@ -43,11 +43,11 @@ from adaptive import (
     Layerwise,
     LinkSpec,
     MemoryTimeline,
-    ModelledClock,
     Policy,
     Schedule,
     Warmup,
 )
+from runs.modelled_clock import ModelledClock
 from runs.simulate.ranks import run_ranks
 
 FILE = Path(__file__).with_name("golden.json")

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec, ModelledClock, Warmup
+from adaptive import AdaptiveCompressor, LinkSpec, Warmup
+from runs.modelled_clock import ModelledClock
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates
 
