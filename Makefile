@@ -25,7 +25,8 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration tests/distributed
 
 long-test: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,hf,torchft]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,hf]' \
+		"torchft; sys_platform == 'linux'"
 	$(BIN)/python -m pytest --numprocesses 2 -m long tests
 
 browser-test: $(STAMP)

@@ -8,7 +8,7 @@ from importlib.metadata import version as _version
 
 from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
 from adaptive.exchange.link import LinkSpec as LinkSpec
-from adaptive.exchange.link import ModelledClock as ModelledClock
+from adaptive.exchange.link import StepClock as StepClock
 from adaptive.hook import HookRung as HookRung
 from adaptive.state import reshard_states as reshard_states
 from adaptive.summary import Summary as Summary
@@ -19,16 +19,13 @@ from adaptive.timeline.records import MemoryTimeline as MemoryTimeline
 from adaptive.timeline.records import StepRecord as StepRecord
 from adaptive.timeline.records import Timeline as Timeline
 from adaptive.timeline.tensorboard import TensorBoardTimeline as TensorBoardTimeline
-from adaptive.timeline.trackers import MLflowTimeline as MLflowTimeline
-from adaptive.timeline.trackers import WandbTimeline as WandbTimeline
+from adaptive.timeline.thinned import LogTimeline as LogTimeline
 from compressors import Compressor as Compressor
-from compressors import GraceCompressor as GraceCompressor
 from compressors import NoCompression as NoCompression
 from compressors import RandomK as RandomK
 from compressors import TopK as TopK
 from policies import Accordion as Accordion
 from policies import AccordionPaper as AccordionPaper
-from policies import Budget as Budget
 from policies import Fixed as Fixed
 from policies import Goodput as Goodput
 from policies import GraVAC as GraVAC

@@ -29,7 +29,6 @@ from adaptive.config import (
     positive,
     require,
 )
-from adaptive.doctor import LEAST, STEPS, Doctor, Verdict, check_settings
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.topology import choose_gossip
@@ -39,12 +38,12 @@ from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
-from adaptive.timeline.progress import ProgressTimeline, cf_name
 from adaptive.timeline.records import SafeTimeline, Timeline
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
 from policies.base import counted_steps
+from policies.words import named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,8 +112,6 @@ class AdaptiveCompressor:
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
     timeline: a `Timeline` or several; rank 0 writes.
-    progress: rank 0 shows CF, gain and wire factor on stderr as training goes on, and each switch
-        of CF: a bar on a terminal with tqdm, else a line now and then.
     local_steps: H > 1 lets each rank take H steps by itself, with any optimizer of torch's, between
         two exchanges, which are of what the ranks have come to since the last (DiLoCo): H times
         fewer bytes again. A step of the policy and of the timeline is then a round of H. "auto":
@@ -173,7 +170,6 @@ class AdaptiveCompressor:
         overlap: int | None = None,
         delay: int = 0,
         timeline: Timeline | Sequence[Timeline] | None = None,
-        progress: bool = False,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
         debug: bool | int | None = None,
@@ -195,9 +191,6 @@ class AdaptiveCompressor:
         accepted = "a rate such as '100mbit', a LinkSpec or None"
         require(isinstance(spec, LinkSpec | None), "link", link, accepted)
         require(callable(clock), "clock", clock, "a function that returns seconds")
-        sinks = SafeTimeline(timeline)
-        if checks.flag("progress", progress):
-            sinks.sinks.append(ProgressTimeline())
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -220,7 +213,7 @@ class AdaptiveCompressor:
             outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
             overlap=None if overlap is None else checks.whole("overlap", overlap, least=0),
             delay=checks.whole("delay", delay, least=0),
-            timeline=sinks,
+            timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,
             debug=debug_interval(debug),
@@ -230,8 +223,6 @@ class AdaptiveCompressor:
         self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         self._session: Session | None = None
         self._framework_form = "rank"  # of a state, as the script's framework needs it
-        self._doctor: Doctor | None = None
-        self._handed_over: tuple[Sequence[Optimizer], GradScaler | None] = (), None
 
     def attach(
         self,
@@ -328,7 +319,6 @@ class AdaptiveCompressor:
 
         agree(check_arguments, group if everyone is None else everyone)
         self._session = Session(self._settings, group, model, optimizers, scaler, everyone)
-        self._handed_over = optimizers, scaler
         self._framework_form = "gathered" if inside.by_framework else "rank"
 
     def detach(self) -> None:
@@ -379,7 +369,7 @@ class AdaptiveCompressor:
         chosen, now = self._settings, "not attached"
         if self._session is not None:
             controller, ranks = self._session.controller, self._session.exchange.ranks
-            now = f"CF {cf_name(self.cf)} after {counted_steps(controller.step)} on {ranks} ranks"
+            now = f"{named(self.cf)} after {counted_steps(controller.step)} on {ranks} ranks"
             now = f"detached, {now}" if self.detached else now
         low, high = chosen.cf_range
         return (
@@ -395,22 +385,6 @@ class AdaptiveCompressor:
         """The present state in words: whether compression is worth it here, the CF and why, and
         what would make it move. detail: and the numbers of the policy's rule."""
         return self._running().explain(detail)
-
-    def doctor(self, steps: int = STEPS, tell: Callable[[Verdict], None] | None = print) -> Doctor:
-        """Find out in the next `steps` steps, which train as plain DDP does, what compression
-        brings here, and compress from then on (docs/netlab.md). On every rank (a collective).
-
-        steps: at least 25. tell: is told the verdict on rank 0 when it is there.
-        Returns the doctor, whose `verdict` every rank has then. RuntimeError unless `attach` has
-        been called; ValueError for a base that is no sparsifier, and for local steps."""
-        model = None if self.detached else self._running().model
-        if not isinstance(model, DistributedDataParallel):
-            raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
-        checks.whole("steps", steps, least=LEAST)
-        check_settings(self._settings)
-        self.detach()
-        self._doctor = Doctor(self._settings, model, steps, tell)
-        return self._doctor
 
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On
@@ -440,15 +414,6 @@ class AdaptiveCompressor:
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient."""
-        if self._doctor is not None:
-            if bucket.index() == 0:
-                self._doctor.begin_step()
-            if not self._doctor.over:
-                return self._doctor.reduce(bucket)
-            self._doctor = None
-            model = self._running().model
-            assert isinstance(model, DistributedDataParallel)  # whose hook this is
-            self._session = Session(self._settings, model.process_group, model, *self._handed_over)
         return self._running().reduce(bucket)
 
     def state_dict(self, checkpoint: str | None = None) -> dict[str, Any]:

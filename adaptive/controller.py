@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
-from adaptive.exchange.link import ModelledClock
+from adaptive.exchange.link import StepClock
 from adaptive.headline import DenseTimer
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
@@ -344,7 +344,7 @@ class Controller(saved.Stateful):
     def loaded_parts(self) -> list[object]:
         """Whatever `load_state_dict` changes beside the policy."""
         watch = self.stopwatch
-        modelled = [watch.clock] if isinstance(watch.clock, ModelledClock) else []
+        modelled = [watch.clock] if isinstance(watch.clock, StepClock) else []
         parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
         return [*parts, *modelled]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, nan
 
-from adaptive.exchange.link import LinkCost, LinkSpec, ModelledClock
+from adaptive.exchange.link import LinkCost, LinkSpec, StepClock
 from policies.base import DENSE, StepReport
 from policies.state import Stateful, saved
 from policies.step_time import StepTime
@@ -75,7 +75,7 @@ class DenseTimer(Stateful):
 
     def step(self, cf: float) -> DenseStep:
         """A dense step, beside steps at the CF in use."""
-        if isinstance(self.clock, ModelledClock):
+        if isinstance(self.clock, StepClock):
             nbytes = self.nbytes(DENSE)  # half of them bring means back
             return DenseStep(self.clock.step(nbytes, self._statistics, 1, nbytes / 2))
         if DENSE in self.time.timed():
@@ -108,8 +108,8 @@ class DenseTimer(Stateful):
 
 def network_in_words(clock: Callable[[], float], spec: LinkSpec | None) -> str:
     """An emulated or modelled link; "" for the real network."""
-    if isinstance(clock, ModelledClock):
-        return f"modelled {clock.link} link" if clock.link else ""
+    if isinstance(clock, StepClock):
+        return clock.network
     return f"emulated {spec} link" if spec else ""
 
 

@@ -11,7 +11,6 @@ from compressors.base import NoCompression as NoCompression
 from compressors.base import Payload as Payload
 from compressors.base import check_cf as check_cf
 from compressors.base import kept as kept
-from compressors.grace import GraceCompressor as GraceCompressor
 from compressors.powersgd import PowerSGD as PowerSGD
 from compressors.quantizers import BF16 as BF16
 from compressors.quantizers import FP16 as FP16

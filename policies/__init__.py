@@ -2,7 +2,7 @@
 share (no torch, no I/O, no clock).
 
 base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
-(with exploration.py and drift.py), accordion.py, papers.py, budget.py, layerwise.py, baselines.py.
+(with exploration.py and drift.py), accordion.py, papers.py, layerwise.py, baselines.py.
 They share estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved
 states).
 """
@@ -25,7 +25,6 @@ from policies.base import StepReport as StepReport
 from policies.baselines import Fixed as Fixed
 from policies.baselines import Schedule as Schedule
 from policies.baselines import Warmup as Warmup
-from policies.budget import Budget as Budget
 from policies.goodput import Goodput as Goodput
 from policies.gravac import GraVAC as GraVAC
 from policies.layerwise import Layerwise as Layerwise
@@ -33,7 +32,7 @@ from policies.papers import AccordionPaper as AccordionPaper
 from policies.papers import GraVACPaper as GraVACPaper
 
 _ours = (
-    *(Accordion, AccordionPaper, Budget, Fixed, Goodput),
+    *(Accordion, AccordionPaper, Fixed, Goodput),
     *(GraVAC, GraVACPaper, Layerwise, Schedule, Warmup),
 )
 _registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ours}

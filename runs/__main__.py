@@ -23,7 +23,10 @@ COMMANDS = {
         "runs.netlab.command",
         "run a command or a script over real slow links on this machine",
     ),
-    "doctor": ("runs.doctor", "say what compression would bring a training script of your own"),
+    "doctor": (
+        "runs.doctor.command",
+        "say what compression would bring a training script of your own",
+    ),
     "simulate": (
         "runs.simulate.command",
         "train on n simulated workers in one process, modelled network",

@@ -17,15 +17,14 @@ from adaptive import (
     Fixed,
     Layerwise,
     LinkSpec,
-    ModelledClock,
     Policy,
     Schedule,
     Timeline,
 )
-from adaptive.exchange.link import ServerSpec
 from policies import DENSE
 from runs.checkpoint import find_checkpoint
 from runs.config import TrainConfig
+from runs.modelled_clock import ModelledClock, ServerSpec
 from runs.models.lora import add_adapters
 from runs.options import HOOK_OPTIONS, check_optimizer
 from runs.parser import UsageError, option

@@ -26,11 +26,11 @@ from adaptive import (
     Timeline,
 )
 from adaptive.timeline.records import SafeTimeline
-from adaptive.timeline.tensorboard import end_session, start_session
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.densities import Densities
+from runs.hparams import end_session, start_run
 from runs.parser import UsageError
 from runs.policy_expression import policy_name, written_arguments
 from runs.progress import Progress
@@ -98,15 +98,14 @@ class Logbook(Timeline):
                 path = config.folder / TIMELINE_FILE
                 self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
             if self._writer is not None:
-                self._board = TensorBoardTimeline(
-                    self._writer, hparams=_hparams(config), records=False
-                )
+                self._board = TensorBoardTimeline(self._writer, records=False)
                 self._sinks.sinks.append(self._board)
                 with suppress(OSError, ValueError):  # which the compressor does not tell again
                     if first and (header := read_header(config.folder / TIMELINE_FILE)):
                         self._board.start(header)
-        elif self._writer is not None:
-            self._try(EVENTS, start_session, self._writer, _hparams(config))
+                        self._start_hparams(header)
+        else:
+            self._start_hparams(None)
         self._opened()
 
     # -- the compressor's timeline -------------------------------------------------------------
@@ -114,6 +113,7 @@ class Logbook(Timeline):
     def start(self, header: Header) -> None:
         if not self.muted:
             self._sinks.start(header)
+            self._start_hparams(header)
 
     def step(self, record: StepRecord) -> None:
         if not self.muted:
@@ -134,8 +134,6 @@ class Logbook(Timeline):
     def close(self) -> None:
         """Flush and close everything; also after an error, and twice."""
         completed = self._ends_early or self._done >= self.config.steps
-        if self._board is not None:
-            self._board.completed = completed
         self.flush()
         self._sinks.close()
         self._sinks = SafeTimeline()
@@ -144,13 +142,12 @@ class Logbook(Timeline):
                 self._metrics.close()
             self._metrics = None
         if self._writer is not None:
+            pace: dict[str, float] = {}
             if self.config.policy == "off":  # which has no timeline to tell its pace
                 # The median leaves evaluations out.
                 seconds = [end - start for start, end in pairwise(self._times)]
                 pace = {"final/steps_per_second": 1 / median(seconds)} if seconds else {}
-                self._try(
-                    EVENTS, end_session, self._writer, max(0, self._done - 1), pace, completed
-                )
+            self._try(EVENTS, end_session, self._writer, max(0, self._done - 1), pace, completed)
             self._try(EVENTS, self._writer.close)
             self._writer = None
         self.progress.close()
@@ -227,6 +224,10 @@ class Logbook(Timeline):
             f"warning: {name} in {self.config.log_dir} is no longer written, and training goes on: "
             f"{error!r}"
         )
+
+    def _start_hparams(self, header: Header | None) -> None:
+        if self._writer is not None:
+            self._try(EVENTS, start_run, self._writer, _hparams(self.config), header)
 
     def _open_metrics(self) -> None:
         path = self.config.folder / METRICS_FILE

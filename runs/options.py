@@ -143,7 +143,7 @@ def check_modelled(given: Mapping[str, Any]) -> None:
             f"{told} makes the means: --exchange must be sharded or all_reduce, got "
             f"{given['exchange']}"
         )
-    from adaptive.exchange.link import ServerSpec  # which imports torch
+    from runs.modelled_clock import ServerSpec  # which imports torch
 
     try:
         ServerSpec.parse(given["server"], workers)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from math import isfinite
 from typing import Any, TextIO
 
 from adaptive import StepRecord
-from adaptive.timeline.progress import SECONDS, make_bar, numbers_of
-from adaptive.timeline.progress import cf_name as cf_name
+from policies import DENSE
+
+SECONDS = 5.0
+"""Between two plain lines."""
 
 
 class Progress:
@@ -72,3 +76,33 @@ def number_text(value: float, digits: int) -> str:
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:.0f}"
     return f"{value:#.{digits}g}"
+
+
+def numbers_of(record: StepRecord) -> dict[str, str]:
+    """What a progress line shows of a step."""
+    return {
+        "CF": cf_name(record.report.cf),
+        "gain": f"{record.gain:.3f}",
+        "wire factor": f"{record.wire_factor:.1f}",
+    }
+
+
+def cf_name(cf: float) -> str:
+    """ "dense" for CF 1, else the number."""
+    if cf == DENSE:
+        return "dense"
+    return f"{cf:.4g}" if isfinite(cf) else "?"
+
+
+def make_bar(stream: TextIO, **options: Any) -> Any:
+    """A bar of tqdm with its options; None without a terminal, or without tqdm."""
+    if not stream.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    # Its own lock is one between processes, of which workers that end at once would leave a
+    # semaphore behind.
+    tqdm.set_lock(threading.RLock())
+    return tqdm(file=stream, **options)

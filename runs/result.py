@@ -17,12 +17,12 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from adaptive import LinkSpec, Summary
-from adaptive.exchange.link import ServerSpec
 from policies.words import named
 from runs.build import sends_dense
 from runs.config import TrainConfig, write_text
 from runs.files import known
 from runs.logbook import Logbook, emulated, gain_kind
+from runs.modelled_clock import ServerSpec
 from runs.netlab.lab import real_links
 from runs.netlab.place import told
 from runs.plot import PLOT_FILE, draw_timeline

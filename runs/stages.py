@@ -20,7 +20,7 @@ def counted(
     parts: Iterable[_T], total: int, name: str, unit: str, stream: TextIO | None = None
 ) -> Iterator[_T]:
     """Go through so many parts. unit: what they are, e.g. steps."""
-    from adaptive.timeline.progress import make_bar  # torch is imported late
+    from runs.progress import make_bar  # torch is imported late
 
     out = sys.stderr if stream is None else stream
     bar = make_bar(out, total=total, desc=name, unit=f" {unit}", delay=QUIET, leave=False)

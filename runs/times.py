@@ -15,9 +15,9 @@ from math import isfinite, nan
 from statistics import median
 
 from adaptive import LinkSpec, StepRecord, StepReport
-from adaptive.exchange.link import imagined_bytes
 from runs.build import modelled_clock
 from runs.config import TrainConfig
+from runs.modelled_clock import imagined_bytes
 from runs.records import Recorded, exchanges, local_steps, seconds_by_step
 
 

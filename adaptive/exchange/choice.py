@@ -22,7 +22,6 @@ from adaptive.exchange.strategies import (
     voted_indices,
 )
 from compressors import Compressor
-from compressors.grace import GraceCompressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
@@ -77,8 +76,6 @@ def strategies(base: Compressor) -> list[Strategy]:
         return [Strategy("all_reduce", start, base.rounds_count, takes_sums=True)]
     if base.linear:
         return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
-    if isinstance(base, GraceCompressor):  # a second compression would have a ctx of its own
-        return [GATHERED]
     if isinstance(base, Sparsifier):
         start = partial(voted_indices, values=base.values)
         voted = Strategy("voted_indices", start, 3, takes_sums=True, votes=True)
@@ -101,11 +98,6 @@ def check_exchange(exchange: str, base: Compressor) -> str:
 def in_one_collective(exchange: str, base: Compressor) -> str:
     """`exchange`, or for "auto" the first that `base` allows, where that is of a single collective:
     before a second one is begun, backward waits for the first. ValueError for others."""
-    if isinstance(base, GraceCompressor):
-        raise ValueError(
-            f"base must be one of the library's with a delay: {base.name!r} decodes by what it has "
-            f"kept of the last tensor of that name, and several are under way"
-        )
     allowed = strategies(base)
     wanted = next((each for each in allowed if each.name == exchange), allowed[0])
     if wanted.collectives == 1:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from adaptive.exchange.collectives import Traffic
-from adaptive.exchange.link import ModelledClock
+from adaptive.exchange.link import StepClock
 from policies import state as saved
 from policies.step_time import LAST
 
@@ -190,7 +190,7 @@ class Stopwatch:
     def stop(self, counts: bool) -> float:
         """The last step is over; returns the time. counts: not the first step of all, which builds
         DDP's buckets."""
-        if isinstance(self.clock, ModelledClock):
+        if isinstance(self.clock, StepClock):
             self.clock.now = self.ends()
         self._now, forward = self.timestamps(), self.forward.take()
         if self._running is not None:
@@ -202,7 +202,7 @@ class Stopwatch:
         """When the running step is over, for whoever cannot wait for the next: now, or, by a
         modelled clock, when its bytes are there."""
         clock, running = self.clock, self._running
-        if not isinstance(clock, ModelledClock) or running is None:
+        if not isinstance(clock, StepClock) or running is None:
             return clock()
         return clock() + clock.step(running.wire, running.statistics, running.steps, running.down)
 
@@ -218,7 +218,7 @@ class Stopwatch:
         if timed.steps != self._times_of:
             self._times, self._times_of = {}, timed.steps
         seconds = timed.split(self.timestamps.between)
-        if isinstance(self.clock, ModelledClock):
+        if isinstance(self.clock, StepClock):
             seconds["compute_seconds"] = self.clock.compute * timed.steps
             seconds["exchange_seconds"] = self.clock.exposed(
                 timed.wire, timed.statistics, timed.down
@@ -266,7 +266,7 @@ class Stopwatch:
         running = None if timing is None else StepTiming(began=nan, cf=nan)
         if running is not None:
             running.load_state_dict(timing)
-        if isinstance(self.clock, ModelledClock):
+        if isinstance(self.clock, StepClock):
             self.clock.now = saved_at
         self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
         self._times_of = times_of

@@ -13,16 +13,14 @@ import atexit
 import json
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from adaptive.timeline.records import Event, Header, StepRecord, as_line, headline_of
-from adaptive.timeline.thinned import ThinnedTimeline, settings_of
+from adaptive.timeline.thinned import ThinnedTimeline
 
 PLUGIN = "cf_timeline"
 """The name of the dashboard (`runs.dashboard`); tensors written for it are marked with it."""
@@ -34,90 +32,11 @@ RECORDS = "cf_records"
 """The tag of whole records: lines of JSON as `JSONLTimeline` writes them, compressed by zlib. Also
 the name of the plugin that they are for, which is none of TensorBoard's."""
 
-METRICS = (
-    "eval/quality",
-    "train/loss",
-    "final/steps_per_second",
-    "final/bytes_sent",
-    "final/wire_factor",
-)
-"""Scalars whose last value the HParams page shows; one that a run does not have stays empty."""
-
-_CHARTS = {
-    "CF sent": "cf/sent",
-    "step time (seconds)": "time/step",
-    "bytes a rank sent in a step": "bytes/sent",
-    "gain of what was sent": "gain/sent",
-    "T_comp: throughput x gain": "throughput/t_comp",
-}
-"""The charts of the custom scalars page, which shows the last one first: a tag each, by title.
-They are margin charts without a margin, the only ones that the page does not smooth: across a
-switch that would draw a CF, or a step time, that never was."""
-
-_COLUMNS = ("policy", "base", "cf", "cf_range", "epsilon", "memory", "world_size")
-"""What the HParams page shows of a compressor's settings, beside those that the user names."""
-
-_FIRST = ("policy", "base")
-"""Columns that the page would else put among the others by their names, and not show at once: it
-has those first that are said to differ between runs."""
-
 HEADLINE_SECONDS = 10.0
 """Between two headlines; one is written with every switch, and at the end, too."""
 
 _HELD = 1000
 """Records that wait for scalars to be written with, at most."""
-
-_HISTOGRAM_STEPS = 200
-_DECADES = 0.04
-"""Width of a bar of the histogram: a factor of 1.1."""
-
-
-def start_session(
-    writer: Any, settings: Mapping[str, Any], columns: Sequence[str] | None = None
-) -> None:
-    """Write what a run was started with into the run itself, for the HParams page
-    (`SummaryWriter.add_hparams` would make a run of its own, which the page lists apart).
-
-    writer: a `SummaryWriter`. settings: by name; what is no bool, number or string is written
-    as its text. columns: those that the page shows; None: all. None is not
-    written, but gets its column: the page takes its columns from one of the runs, so runs to be
-    compared should name the same settings.
-    """
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    experiment = api_pb2.Experiment(
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in METRICS]
-    )
-    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    kinds = {}
-    for name, value in settings.items():
-        kind = api_pb2.DATA_TYPE_STRING
-        if isinstance(value, bool):
-            kind = api_pb2.DATA_TYPE_BOOL
-            start.hparams[name].bool_value = value
-        elif isinstance(value, (int, float)):
-            kind = api_pb2.DATA_TYPE_FLOAT64
-            start.hparams[name].number_value = value
-        elif value is not None:
-            start.hparams[name].string_value = str(value)
-        kinds[name] = kind
-    for name in settings if columns is None else columns:
-        experiment.hparam_infos.add(name=name, type=kinds[name], differs=name in _FIRST)
-    _write_hparams(writer, metadata.EXPERIMENT_TAG, experiment=experiment)
-    _write_hparams(writer, metadata.SESSION_START_INFO_TAG, session_start_info=start)
-
-
-def end_session(
-    writer: Any, step: int, metrics: Mapping[str, float], completed: bool = True
-) -> None:
-    """Write the final `metrics`, by tag, as scalars of this step, and that the run has ended.
-    completed: as it should."""
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    _write_scalars(writer, metrics, step)
-    status = api_pb2.STATUS_SUCCESS if completed else api_pb2.STATUS_FAILURE
-    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-    _write_hparams(writer, metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
 
 class TensorBoardTimeline(ThinnedTimeline):
@@ -127,11 +46,8 @@ class TensorBoardTimeline(ThinnedTimeline):
         which stays open.
     interval: write scalars every this many steps; None: every step, but no more than 10 a second. A
         step with another CF than the one before is always written, and so is the one before it.
-    hparams: settings of the run by name, for the HParams page, beside those of the compressor.
     records: also write the whole record of every step, so that `python -m runs report` and `replay`
         can read the folder. It takes some 0.5 kB a step, and as long as a JSONLTimeline.
-    completed: what HParams says of the run when it is closed; set it to False before that if the
-        run has not come to its end.
     ImportError, naming the extra to install, without the tensorboard package.
     """
 
@@ -140,7 +56,6 @@ class TensorBoardTimeline(ThinnedTimeline):
         log_dir: str | Path | Any,
         interval: int | None = None,
         *,
-        hparams: Mapping[str, Any] | None = None,
         records: bool = True,
     ) -> None:
         super().__init__(interval)
@@ -157,29 +72,18 @@ class TensorBoardTimeline(ThinnedTimeline):
         self._open = (
             partial(SummaryWriter, str(log_dir), flush_secs=10) if self._own else lambda: log_dir
         )
-        self.completed = True
         self._writer: Any = None
-        self._hparams = dict(hparams or {})
-        self._columns: list[str] | None = None
         # Records that are not written yet.
         self._whole: list[Header | StepRecord | Event] | None = [] if records else None
-        self._recent_cfs: list[float] = []
-        self._t_comp: dict[float, tuple[float, int]] = {}  # sum and number of steps, by CF
         self._network, self._gossip, self._headline_due = "", False, 0.0
 
     def start(self, header: Header) -> None:
         self._network, self._gossip = header.network, header.gossip
-        known = settings_of(header)
-        given = {name: v for name, v in self._hparams.items() if v is not None or name not in known}
-        columns = dict.fromkeys([*_COLUMNS, *self._hparams])
-        self._hparams = {**known, **given}
-        self._columns = [name for name in columns if name in self._hparams]
         self._keep(header)
 
     def step(self, record: StepRecord) -> None:
         self._keep(record)
         super().step(record)
-        self._count(record)
         if time.time() >= self._headline_due:
             self._headline_due = time.time() + HEADLINE_SECONDS
             self._write_headline()
@@ -227,9 +131,7 @@ class TensorBoardTimeline(ThinnedTimeline):
         if self._last is not None:
             step = self._last.report.step
             self._write_headline()
-            self._write_histogram(step)
-            self._write_figure(step)
-        end_session(self._writer, step, self._final_numbers(), self.completed)
+        write_scalars(self._writer, self._final_numbers(), step)
         self._writer.flush()
         if self._own:
             self._writer.close()
@@ -241,14 +143,10 @@ class TensorBoardTimeline(ThinnedTimeline):
         if self._writer is None:
             self._writer = self._open()
             atexit.register(self.close)
-            charts = {title: ["Margin", [tag] * 3] for title, tag in reversed(_CHARTS.items())}
-            self._writer.add_custom_scalars({"CF timeline": charts})
-            if self._hparams:
-                start_session(self._writer, self._hparams, self._columns)
         return self._writer
 
     def _write_numbers(self, values: Mapping[str, float], step: int, at: float) -> None:
-        _write_scalars(self._opened(), values, step, at)
+        write_scalars(self._opened(), values, step, at)
         self._write_whole(step)
 
     def _keep(self, recorded: Header | StepRecord | Event) -> None:
@@ -268,49 +166,6 @@ class TensorBoardTimeline(ThinnedTimeline):
             summary = Summary(value=[string_value(RECORDS, RECORDS, lines)])
             self._opened()._get_file_writer().add_summary(summary, step)
 
-    def _count(self, record: StepRecord) -> None:
-        """Take a step into the histogram and the figure."""
-        cf = record.report.cf
-        self._recent_cfs.append(cf)
-        if len(self._recent_cfs) == _HISTOGRAM_STEPS:
-            self._write_histogram(record.report.step)
-        if isfinite(record.t_comp):
-            total, steps = self._t_comp.get(cf, (0.0, 0))
-            self._t_comp[cf] = (total + record.t_comp, steps + 1)
-
-    def _write_histogram(self, step: int) -> None:
-        """Which CFs the steps since the last histogram had, on a logarithmic axis."""
-        if self._recent_cfs:
-            decades = np.log10(self._recent_cfs)
-            bins = np.arange(-_DECADES / 2, decades.max() + _DECADES, _DECADES)
-            self._opened().add_histogram("cf/log10_used", decades, step, bins=bins)
-            self._recent_cfs.clear()
-
-    def _write_figure(self, step: int) -> None:
-        """Mean T_comp against CF, if it is known and matplotlib can be imported: an exiting
-        interpreter may refuse to."""
-        try:
-            from matplotlib import pyplot  # noqa: F401
-            from matplotlib.figure import Figure
-        except (ImportError, RuntimeError):
-            return
-        if not self._t_comp:
-            return
-        means = {cf: total / steps for cf, (total, steps) in sorted(self._t_comp.items())}
-        figure = Figure(figsize=(6, 3.6), dpi=110, layout="constrained")
-        axes = figure.subplots()
-        axes.set_xscale("log")
-        axes.plot(list(means), list(means.values()), "o-", color="#2166ac")
-        for cf, mean in means.items():
-            steps = self._t_comp[cf][1]
-            axes.text(cf, mean, f"{steps} steps\n", ha="center", va="bottom", fontsize=8)
-        axes.set_xticks(list(means), [f"{cf:g}" for cf in means])
-        axes.set_xticks([], minor=True)
-        axes.margins(x=0.08)
-        axes.set_ylim(0, 1.15 * max(means.values()) or 1)
-        axes.set(xlabel="CF (1: dense)", ylabel="mean T_comp")
-        self._writer.add_figure("throughput/t_comp_by_cf", figure, step)
-
 
 def string_value(tag: str, plugin: str, content: bytes) -> Any:
     """A tensor of one string, for this plugin of TensorBoard's."""
@@ -324,7 +179,7 @@ def string_value(tag: str, plugin: str, content: bytes) -> Any:
     return summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
 
 
-def _write_scalars(
+def write_scalars(
     writer: Any, values: Mapping[str, float], step: int, at: float | None = None
 ) -> None:
     """Write those of the values that are finite. at: seconds since the epoch; None: now."""
@@ -333,13 +188,3 @@ def _write_scalars(
     known = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if isfinite(v)]
     if known:
         writer._get_file_writer().add_summary(Summary(value=known), step, at)
-
-
-def _write_hparams(writer: Any, tag: str, **data: Any) -> None:
-    """The page reads metadata only; the tensor that carries them is empty."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
-    value = Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)
-    writer._get_file_writer().add_summary(Summary(value=[value]))

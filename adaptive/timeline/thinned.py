@@ -1,4 +1,4 @@
-"""The numbers of a step, by name, and the sink that passes on as many of them as a dashboard needs.
+"""The numbers of a step, by name, and the sinks that pass on as many of them as a dashboard needs.
 
 Names are cf/*, gain/*, gain_of_step/*, throughput/*, bytes/*, time/*, policy/*, gradient/*, and
 cf_layer/* where layers have CFs of their own; at the end final/*.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, get_args
+from typing import get_args
 
-from adaptive.timeline.records import Header, StepRecord, Timeline
+from adaptive.timeline.records import StepRecord, Timeline
 from policies import GainKind, checks
 
 _MOVED = {
@@ -47,17 +47,6 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "gain/sent": record.gain,
         **{f"gain_of_step/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
         **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
-    }
-
-
-def settings_of(header: Header) -> dict[str, Any]:
-    """What a run was started with, by name, for the pages that compare runs by their settings."""
-    return {
-        **header.settings,
-        **{name: getattr(header, name) for name in ("policy", "base", "memory")},
-        "cf_range": "{:g} to {:g}".format(*header.cf_range),
-        "world_size": header.world_size,
-        "numel": header.numel,
     }
 
 
@@ -125,3 +114,37 @@ class ThinnedTimeline(Timeline):
     @abstractmethod
     def _write_numbers(self, values: Mapping[str, float], step: int, at: float) -> None:
         """Finite numbers by name. at: seconds since the epoch."""
+
+
+LOG_SECONDS = 1.0
+"""Seconds between two calls of a tracker's function by default: a server is slower than a file."""
+
+
+class LogTimeline(ThinnedTimeline):
+    """A sink that calls a function with the numbers of a step, as experiment trackers have one:
+    `LogTimeline(wandb.log)`, `LogTimeline(mlflow.log_metrics)`.
+
+    log: called as `log(numbers, step)`, on rank 0 only. The numbers are finite, and have the names
+        at the top of this file. `close` calls it with the final/* ones.
+    interval: call it every this many steps; None: every step, but at most once a second. A step
+        with another CF than the step before is always logged, and so is the step before it.
+    Reasons of switches are text, which such functions do not take: a subclass overrides `event`.
+    TypeError if `log` cannot be called.
+    """
+
+    def __init__(
+        self, log: Callable[[dict[str, float], int], object], interval: int | None = None
+    ) -> None:
+        super().__init__(interval, LOG_SECONDS)
+        if not callable(log):
+            raise TypeError(f"log must be a function of numbers and a step, got {log!r}")
+        self._log = log
+
+    def close(self) -> None:
+        if self._last is not None:
+            self._write_skipped()
+            self._log(self._final_numbers(), self._last.report.step)
+            self._last = None
+
+    def _write_numbers(self, values: Mapping[str, float], step: int, at: float) -> None:
+        self._log(dict(values), step)

@@ -21,7 +21,6 @@ BY_POLICY = {
     "fixed": ("cf",),
     "warmup": ("warmup_steps",),
     "goodput": ("margin", "power"),
-    "budget": ("share",),
     "schedule": (),
 }
 """Policies that can be tuned, and what is searched unless the command says otherwise."""
@@ -77,7 +76,6 @@ def usual(steps: int, lr: float) -> dict[str, Distribution]:
         "warmup_steps": IntDistribution(1, max(2, steps // 5), **log),
         "margin": FloatDistribution(0.01, 0.5, **log),
         "power": FloatDistribution(0.1, 4.0, **log),
-        "share": FloatDistribution(0.02, 0.8, **log),
         "base": CategoricalDistribution(("topk", "topk+bf16", "dgc", "sidco")),
         "memory": CategoricalDistribution(("residual", "momentum")),
         "lr": FloatDistribution(lr / 20, 2 * lr, **log),  # sparsifiers prefer lower ones

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, GraceCompressor
+from adaptive import AdaptiveCompressor
 from compressors import make_compressor
+from examples.grace import GraceCompressor, GraceTopK
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, small_net
 from tests.quick import quick
@@ -23,35 +21,16 @@ SPARSE = [
     ("adacomp", "all_gather"),
     ("sketch", "auto"),
     ("randomk", "all_reduce"),
-    ("grace", "auto"),
+    ("grace", "all_gather"),
+    ("grace", "sharded"),
 ]
-
-
-class GraceRandom:
-    """As GRACE's random-k: the indices are in the ctx, and other ones in each call."""
-
-    compress_ratio = 0.1
-
-    def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
-
-    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
-        self.calls[name] = self.calls.get(name, 0) + 1
-        generator = torch.Generator().manual_seed(self.calls[name])
-        k = max(1, int(tensor.numel() * self.compress_ratio))
-        indices = torch.randperm(tensor.numel(), generator=generator)[:k]
-        return [tensor[indices]], (indices, tensor.numel())
-
-    def decompress(self, tensors: list[Tensor], ctx: Any) -> Tensor:
-        indices, numel = ctx
-        return torch.zeros(numel, dtype=tensors[0].dtype).scatter_(0, indices, tensors[0])
 
 
 def _worst(rank: int, base: str, exchange: str, granularity: str, cap: float) -> tuple[float, int]:
     """Largest difference between what arrived, where anything did, and this rank's gradient; how
     many elements arrived."""
     model = DDP(small_net(), bucket_cap_mb=cap)
-    compressor = GraceCompressor(GraceRandom()) if base == "grace" else make_compressor(base)
+    compressor = GraceCompressor(GraceTopK()) if base == "grace" else make_compressor(base)
     AdaptiveCompressor(
         compressor,
         (2, 100),

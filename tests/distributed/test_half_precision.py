@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Budget, Fixed
+from adaptive import AdaptiveCompressor, Fixed
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
 from tests.quick import quick
@@ -84,18 +84,11 @@ def _counted(rank: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"sent": sent, "told": policy.context.wire_bytes, "summary": compressor.summary()}
 
 
-def _forecast(rank: int, dtype: torch.dtype) -> tuple[set, float, float, str, list[float]]:
+def _forecast(rank: int, dtype: torch.dtype) -> tuple[set, float, str, list[float]]:
     counted = _counted(rank, dtype)
-    model, summary = DDP(small_net(dtype)), counted["summary"]
-    budget = Budget(bytes_per_step=3000.0)  # two bytes an element fit, four do not
-    compressor = AdaptiveCompressor("topk", (2, 100), policy=budget).attach(model)
-    chosen = []
-    for step in range(8):
-        loss_of(model, step, rank).backward()
-        model.zero_grad()
-        chosen.append(compressor.cf)
+    summary = counted["summary"]
     factors = [summary.wire_factor, summary.fp32_wire_factor]
-    return counted["sent"], counted["told"](1.0), chosen[-1], str(summary), factors
+    return counted["sent"], counted["told"](1.0), str(summary), factors
 
 
 @pytest.mark.parametrize(
@@ -105,10 +98,9 @@ def test_a_dense_step_has_the_bytes_of_the_models_own_precision(
     dtype: torch.dtype, each: int
 ) -> None:
     dense = each * 1139.0  # of two ranks each sends all of it once
-    for sent, told, chosen, text, (factor, against_fp32) in run_ranks(2, _forecast, dtype):
+    for sent, told, text, (factor, against_fp32) in run_ranks(2, _forecast, dtype):
         assert {cf for cf, *_ in sent} == {1.0, 10.0}
         assert all(said == dense for *_, said in sent)
         assert [wire for cf, wire, _ in sent if cf == 1.0] == [dense] == [told]
-        assert (chosen == 1.0) == (each == 2)
         assert against_fp32 == pytest.approx(factor * 4 / each)
         assert ("against fp32" in text) == (each != 4)

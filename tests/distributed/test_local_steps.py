@@ -21,11 +21,11 @@ from adaptive import (
     JSONLTimeline,
     LinkSpec,
     MemoryTimeline,
-    ModelledClock,
 )
 from adaptive.sizes import are_updates
 from compressors.kernels import blocks
 from policies import Context
+from runs.modelled_clock import ModelledClock
 from runs.records import Recorded, exchanges, read_records, seconds_by_step
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, GraVAC, LinkSpec, MemoryTimeline, ModelledClock
+from adaptive import AdaptiveCompressor, GraVAC, LinkSpec, MemoryTimeline
+from runs.modelled_clock import ModelledClock
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaptive import StepRecord
-from policies import DENSE, Budget, Goodput, GraVAC, Policy
+from policies import DENSE, Goodput, GraVAC, Policy
 from tests.distributed.modelled import ModelledRun
 from tests.distributed.processes import run_ranks
 from tests.quick import quick
@@ -15,7 +14,7 @@ from tests.quick import quick
 FAST, SLOW = 0.0, 0.06
 """Seconds of a dense exchange; the rest of a step takes 0.005 s."""
 
-WINDOWS = {"gravac": 40, "goodput": 20, "budget": 20}
+WINDOWS = {"gravac": 40, "goodput": 20}
 """Steps; goodput has no window of its own, and is held to the shorter one."""
 
 SETTLED = 110
@@ -36,9 +35,7 @@ def _fast_slow_fast(rank: int, make: Any) -> list[list[float]]:
     return parts
 
 
-@pytest.mark.parametrize(
-    "make", quick(Goodput, of=[GraVAC, Goodput, Budget]), ids=lambda each: each.name
-)
+@pytest.mark.parametrize("make", quick(Goodput, of=[GraVAC, Goodput]), ids=lambda each: each.name)
 def test_it_follows_within_two_windows_both_ways(make: Any) -> None:
     everyone = run_ranks(2, _fast_slow_fast, make)
     assert everyone[0] == everyone[1]
@@ -60,34 +57,3 @@ def test_waiting_for_a_slower_rank_is_no_slow_network() -> None:
     mine, theirs = run_ranks(2, _beside_a_slower_rank, Goodput())
     assert mine == theirs
     assert set(mine[10:]) == {DENSE}
-
-
-def _budgeted(rank: int, policy: Budget, dense_seconds: float, steps: int) -> list[StepRecord]:
-    run = ModelledRun(rank, policy)
-    run.network(dense_seconds)
-    for _ in range(steps):
-        run.step()
-    run.compressor.flush()
-    return run.timeline.steps
-
-
-def test_budget_of_bytes_is_kept_by_the_smallest_cf_that_does() -> None:
-    limit = 4000.0
-    sent = [r.report for r in run_ranks(2, _budgeted, Budget(bytes_per_step=limit), 0, 8)[0]]
-    assert {report.cf for report in sent} == {sent[0].cf}  # sizes are computed, not tried
-    statistics = 200
-    assert limit / 1.25 - statistics < sent[-1].wire_bytes <= limit + statistics
-
-
-@pytest.mark.parametrize("dense_seconds", [0.002, 0.02, 0.06])
-def test_budget_of_time_is_kept_by_the_smallest_cf_that_does(dense_seconds: float) -> None:
-    share, hysteresis = 0.2, 0.25
-    policy = Budget(share=share, hysteresis=hysteresis)
-    records = run_ranks(2, _budgeted, policy, dense_seconds, 30)[0]
-    settled = [record.report for record in records[15:]]
-    assert {report.cf for report in settled} == {settled[0].cf}
-    for report in settled[1:]:
-        taken = report.exchange_seconds / report.seconds
-        assert taken <= share * (1 + hysteresis)
-        # a CF 1.25 times smaller sends 1.25 times as much, twice that to dense from CF 4
-        assert taken >= share / (1 + hysteresis) / 2.5

@@ -1,4 +1,4 @@
-"""Other people's compressors: DDP hooks as rungs of the ladder, GRACE-style objects as bases."""
+"""Other people's compressors: DDP hooks as rungs of the ladder, and examples/grace.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, GraceCompressor, GraVAC, HookRung, MemoryTimeline
+from adaptive import AdaptiveCompressor, Fixed, GraVAC, HookRung, MemoryTimeline
+from examples.grace import GraceCompressor, GraceTopK
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 
@@ -78,23 +79,6 @@ def test_torchs_powersgd_hook_with_its_own_state() -> None:
     results = run_ranks(2, _train, [10.0, 4.0, 4.0, 4.0, 4.0], "powersgd", 0.0)
     assert torch.equal(results[0]["parameters"], results[1]["parameters"])
     assert 4.0 in results[0]["sent"]
-
-
-class GraceTopK:
-    """Written as GRACE's examples are: a share of elements, values and 64-bit indices."""
-
-    def __init__(self, compress_ratio: float = 0.1) -> None:
-        self.compress_ratio = compress_ratio
-
-    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
-        k = max(1, int(tensor.numel() * self.compress_ratio))
-        indices = tensor.abs().topk(k).indices
-        return [tensor[indices], indices], (tensor.numel(), tensor.shape)
-
-    def decompress(self, tensors: list[Tensor], ctx: Any) -> Tensor:
-        values, indices = tensors
-        numel, shape = ctx
-        return torch.zeros(numel, dtype=values.dtype).scatter_(0, indices, values).view(shape)
 
 
 class GraceSigns:

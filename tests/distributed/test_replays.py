@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, JSONLTimeline
 from compressors import make_compressor
-from policies import Accordion, Budget, Context, Goodput, GraVAC, Layerwise, Plan, Policy
+from policies import Accordion, Context, Goodput, GraVAC, Layerwise, Plan, Policy
 from runs.records import Recorded, read_records
 from runs.replay.costs import RecordedCosts
 from runs.replay.make import recorded_layers
@@ -22,8 +22,6 @@ from tests.distributed.setting import loss_of, small_net
 POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4, retry=2),
     "goodput": lambda: Goodput(gain="error_fed", opening=4, cooldown=3),
-    "budget": lambda: Budget(share=0.2, window=6, look_every=2),
-    "bytes": lambda: Budget(bytes_per_step=700),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
     "accordion by layer": lambda: Accordion(interval=5, eta=0.2, per_layer=True),
     "layerwise": lambda: Layerwise(GraVAC(window=6, dense_window=3), window=7),

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, JSONLTimeline, ModelledClock
+from adaptive import AdaptiveCompressor, JSONLTimeline
 from policies import DENSE, Goodput, Plan
+from runs.modelled_clock import ModelledClock
 from runs.records import read_records
 from runs.replay.make import make_config_for, start_policy
 from runs.replay.replay import replay

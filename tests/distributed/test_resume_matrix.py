@@ -21,7 +21,6 @@ from adaptive import (
     Accordion,
     AccordionPaper,
     AdaptiveCompressor,
-    Budget,
     Fixed,
     Goodput,
     GraVAC,
@@ -51,7 +50,6 @@ def _gravac(**settings: Any) -> Policy:
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "accordion": lambda: Accordion(interval=3, eta=0.01),
-    "budget": lambda: Budget(share=0.3, window=5, look_every=1),
     "fixed": lambda: Fixed(5.0),
     "goodput": lambda: Goodput(opening=2, cooldown=2),
     "gravac": _gravac,

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec, ModelledClock
+from adaptive import AdaptiveCompressor, LinkSpec
 from adaptive.sizes import RUNG_GAIN
 from compressors.kernels import blocks
+from runs.modelled_clock import ModelledClock
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net

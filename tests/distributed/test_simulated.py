@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Goodput, GraVAC, LinkSpec, MemoryTimeline, ModelledClock
+from adaptive import AdaptiveCompressor, Goodput, GraVAC, LinkSpec, MemoryTimeline
+from runs.modelled_clock import ModelledClock
 from runs.simulate.group import ring_sum
 from runs.simulate.ranks import WorkerError
 from runs.simulate.ranks import run_ranks as simulate

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from policies import Accordion, Budget, Goodput, GraVAC, Plan, Policy
+from policies import Accordion, Goodput, GraVAC, Plan, Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import batch, flat_parameters, small_net
 
@@ -23,8 +23,6 @@ COMPUTE = 0.002
 POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac": lambda: GraVAC(window=6, dense_window=3, omega=0.2),
     "goodput": lambda: Goodput(gain="error_fed", opening=4, cooldown=3),
-    # what the others wait for a slower rank is none of the network's
-    "budget": lambda: Budget(share=0.01, window=6),
     # two intervals show that the regime is not critical
     "accordion": lambda: Accordion(interval=5, eta=1e9),
 }

@@ -1,5 +1,5 @@
-"""Compression below torchft's managers: with managers that only say what they are told to, and with
-real ones, a lighthouse, and a replica that leaves and comes back."""
+"""`examples/torchft_ddp.py`: compression below managers that only say what they are told to, and
+below torchft's own, with a lighthouse, and a replica that leaves and comes back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
-from adaptive.integrations.torchft import CompressedProcessGroup
+from examples.torchft_ddp import CompressedProcessGroup, Replica
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import batch, small_net
 
 NUMEL, STEPS = 3000, 6
 
@@ -155,78 +154,24 @@ def test_it_must_know_which_steps_count() -> None:
         CompressedProcessGroup(None, "powersgd")
 
 
-class Replica:
-    """A training run of one process that torchft watches over."""
-
-    def __init__(self, rank: int, lighthouse: str, seed: int) -> None:
-        from datetime import timedelta
-
-        from torchft import DistributedDataParallel, ProcessGroupGloo
-        from torchft import Manager as RealManager
-
-        self.rank = rank
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.net: nn.Module = small_net(torch.float32, seed=seed)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        self.group = CompressedProcessGroup(
-            ProcessGroupGloo(timeout=timedelta(seconds=10)), cf=10, dense_below=100
-        )
-        self.manager = RealManager(
-            pg=self.group,
-            load_state_dict=self._load,
-            state_dict=self._state,
-            min_replica_size=2,
-            rank=0,
-            world_size=1,
-            store_addr="localhost",
-            store_port=self.store.port,
-            lighthouse_addr=lighthouse,
-            replica_id=f"replica{rank}",
-            hostname="localhost",
-            timeout=timedelta(seconds=10),
-            quorum_timeout=timedelta(seconds=30),
-        )
-        self.group.watch(self.manager)
-        self.model = DistributedDataParallel(self.manager, self.net, bucket_cap_mb=0.003)
-
-    def _state(self) -> dict[str, Any]:
-        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def step(self) -> int:
-        """How many have taken part, 0 if the step does not count."""
-        self.manager.start_quorum()
-        self.optimizer.zero_grad()
-        x, y = batch(self.manager.current_step(), self.rank, torch.float32)
-        ((self.model(x) - y) ** 2).mean().backward()
-        if not self.manager.should_commit():
-            return 0
-        self.optimizer.step()
-        return self.manager.num_participants()
-
-    def train(self, steps: int, participants: int) -> None:
-        """Until so many steps that count had so many participants."""
-        while steps:
-            steps -= self.step() == participants
-
-    def parameters(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.net.parameters()])
+def _train(replica: Replica, steps: int, participants: int) -> None:
+    """Until so many steps that count had so many participants."""
+    while steps:
+        steps -= replica.step() == participants
 
 
 def _elastic(rank: int, lighthouse: str) -> tuple[Tensor, int, int, float]:
     replica = Replica(rank, lighthouse, seed=rank)
-    replica.train(4, participants=3)
+    _train(replica, 4, participants=3)
     if rank == 2:
         replica.manager.shutdown()
         replica = Replica(rank, lighthouse, seed=7)
     else:
-        replica.train(1, participants=2)  # there may be more, until the other one is healed
-    replica.train(5, participants=3)
+        _train(replica, 1, participants=2)  # there may be more, until the other one is healed
+    _train(replica, 5, participants=3)
     waits = sum(float(each.norm()) for each in replica.group.residuals())
-    result = replica.parameters(), replica.manager.current_step(), len(replica.group.residuals())
+    parameters = torch.cat([p.detach().flatten() for p in replica.net.parameters()])
+    result = parameters, replica.manager.current_step(), len(replica.group.residuals())
     dist.barrier()
     replica.manager.shutdown(wait=False)
     return *result, waits

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline, ModelledClock, StepReport, Timeline
+from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline, StepReport, Timeline
 from compressors import RandomK, Sketch
+from runs.modelled_clock import ModelledClock
 from tests.distributed.setting import Scripted
 from tests.faults.ranks import START, Note
 

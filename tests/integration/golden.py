@@ -36,7 +36,6 @@ from adaptive import (
     Accordion,
     AccordionPaper,
     AdaptiveCompressor,
-    Budget,
     Fixed,
     Goodput,
     GraVAC,
@@ -44,11 +43,11 @@ from adaptive import (
     Layerwise,
     LinkSpec,
     MemoryTimeline,
-    ModelledClock,
     Policy,
     Schedule,
     Warmup,
 )
+from runs.modelled_clock import ModelledClock
 from runs.simulate.ranks import run_ranks
 
 FILE = Path(__file__).with_name("golden.json")
@@ -120,9 +119,6 @@ RUNS: dict[str, Run] = {
     ),
     "warmup": Run(
         lambda: Warmup(_gravac(), steps=20), "topk+int8", "residual", "all_gather", "bucket"
-    ),
-    "budget": Run(
-        lambda: Budget(share=0.2, window=5, look_every=3), "topk", "auto", "all_gather", "layer"
     ),
     "schedule": Run(
         lambda: Schedule({0: 1.0, 7: 8.0, 23: 40.0, 41: 1.0, 44: 16.0}),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.frameworks import needs
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,33 @@ def test_an_image_model_learns_in_mixed_precision() -> None:
     assert accuracy
     assert float(accuracy[1]) > 0.3  # 0.1 knows nothing
     assert _wire_factor(output) > 5
+
+
+def test_a_policy_of_ones_own_compresses_on_a_slow_link() -> None:
+    output = _run("budget_policy.py", "--steps", "60", "--link", "1mbit")
+    assert re.search(r"step 60: loss [0-9.]+, CF [1-9][0-9]", output)
+    assert _wire_factor(output) > 2
+
+
+def test_a_compressor_of_graces_trains() -> None:
+    output = _run("grace.py", "--steps", "60")
+    assert _losses(output)[-1] < _losses(output)[0]
+    assert _wire_factor(output) > 5
+
+
+def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
+    output = _run("trackers.py", "--steps", "60", "--interval", "10")
+    assert [*re.findall(r"step (\d+): \{'cf/sent'", output)][:3] == ["0", "9", "10"]
+    assert "final/wire_factor" in output.splitlines()[-1]
+    assert re.search(r"step \d+: CF .* -> .*: ", output)
+
+
+@needs("torchft")
+def test_replicas_of_torchft_learn() -> None:
+    output = _run("torchft_ddp.py", "--steps", "20")
+    first, last = re.findall(r"step [12]0: loss ([0-9.]+), 2 replicas", output)
+    assert float(last) < float(first)
+    assert re.search(r"[5-9]\.[0-9] times fewer bytes than dense", output)
 
 
 def test_each_example_is_run_here() -> None:

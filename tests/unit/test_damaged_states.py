@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import (
     Accordion,
     AdaptiveCompressor,
-    Budget,
     Fixed,
     Goodput,
     GraVAC,
@@ -58,7 +57,6 @@ class Stepping(DeclaredPolicy):
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "accordion per layer": lambda: Accordion(interval=4, per_layer=True),
-    "budget": lambda: Budget(window=6),
     "goodput": lambda: Goodput(opening=3, cooldown=2),
     "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05, retry=1),
     "parting": lambda: Stepping(first=1, later=2),
@@ -241,7 +239,7 @@ def test_states_of_ranks_apart_and_together_go_into_either() -> None:
 
 
 def test_a_state_of_another_model_names_the_parameters() -> None:
-    run = _Run("budget", "topk")
+    run = _Run("gravac", "topk")
     run.train(3)
     state = run.state()
     here = state["parameters"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive import LinkSpec, ModelledClock
+from adaptive import LinkSpec
+from runs.modelled_clock import ModelledClock
 
 COMPUTE = 0.1
 

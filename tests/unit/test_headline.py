@@ -8,11 +8,12 @@ from math import inf, isnan, nan
 
 import pytest
 
-from adaptive.exchange.link import LinkCost, LinkSpec, ModelledClock
+from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.headline import DenseStep, DenseTimer, headline
 from adaptive.timeline.records import StepRecord, headline_of
 from policies import DENSE, StepReport
 from policies.words import bytes_in_words, percent, progress, seconds_in_words
+from runs.modelled_clock import ModelledClock
 from runs.report.rows import Row
 from runs.report.verdict import beside, headlines
 from tests.unit.made_runs import DENSE as DENSE_RUN

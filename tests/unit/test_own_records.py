@@ -18,13 +18,13 @@ from adaptive import (
     JSONLTimeline,
     Layerwise,
     LinkSpec,
-    ModelledClock,
     Policy,
     TensorBoardTimeline,
     TopK,
     Warmup,
 )
 from runs.__main__ import main
+from runs.modelled_clock import ModelledClock
 from runs.records import read_records
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates

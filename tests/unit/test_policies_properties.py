@@ -25,7 +25,6 @@ from policies import (
 )
 from policies.base import change
 from policies.baselines import Schedule
-from policies.budget import Budget
 
 few = settings(max_examples=12)
 
@@ -66,17 +65,6 @@ gravacs = st.fixed_dictionaries(
         "patience": st.integers(1, 3),
         "retry": st.sampled_from([None, 1, 3]),
     }
-)
-budgets = st.one_of(
-    st.fixed_dictionaries({"bytes_per_step": st.sampled_from([1e-3, 0.5, 1e5])}),
-    st.fixed_dictionaries(
-        {
-            "share": st.sampled_from([0.01, 0.2, 1.0]),
-            "window": st.integers(5, 8),
-            "look_every": st.integers(1, 3),
-            "hysteresis": st.sampled_from([0.0, 0.25]),
-        }
-    ),
 )
 goodputs = st.fixed_dictionaries(
     {
@@ -208,7 +196,6 @@ def tables(cf_range):
 
 singles = st.one_of(
     policies_of(GraVAC, gravacs),
-    policies_of(Budget, budgets),
     policies_of(Goodput, goodputs),
 )
 

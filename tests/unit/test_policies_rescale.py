@@ -10,7 +10,6 @@ import pytest
 from policies import (
     DENSE,
     Accordion,
-    Budget,
     Context,
     Fixed,
     Goodput,
@@ -80,8 +79,6 @@ def _rescaled(make: Any, steps: int) -> tuple[Policy, Policy]:
 
 MAKERS = {
     "accordion": lambda: Accordion(interval=4),
-    "budget": lambda: Budget(window=5),
-    "budget of bytes": lambda: Budget(bytes_per_step=60_000),
     "fixed": lambda: Fixed(cf=20),
     "goodput": lambda: Goodput(gain="error_fed", opening=2, cooldown=3),
     "gravac": lambda: GraVAC(window=4, dense_window=2),
@@ -125,14 +122,6 @@ def test_gravac_explores_again_and_knows_the_gains() -> None:
 def test_a_warm_up_that_is_not_over_leaves_the_next_policy_alone() -> None:
     before, after = _rescaled(lambda: Warmup(GraVAC(window=4), steps=9, stages=1), 3)
     assert after.state_dict() == before.state_dict()
-
-
-def test_budget_keeps_to_its_bytes_at_once() -> None:
-    before, after = _rescaled(MAKERS["budget of bytes"], 10)
-    assert 1e6 / before.plan().send <= 60_000
-    assert 3e6 / before.plan().send > 60_000
-    assert after.plan().send == 40  # not even the largest keeps to it
-    assert "the number of ranks has changed" in after.plan().reason
 
 
 def test_accordion_compares_no_norms_of_different_numbers_of_ranks() -> None:

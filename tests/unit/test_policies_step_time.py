@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.exchange.link import LinkSpec, ModelledClock
+from adaptive.exchange.link import LinkSpec
 from policies.base import DENSE, StepReport
 from policies.step_time import StepTime
+from runs.modelled_clock import ModelledClock
 
 WORK = 0.05
 

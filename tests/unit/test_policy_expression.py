@@ -210,7 +210,7 @@ def test_what_is_nested_too_deep_is_one_short_line(
         ("3", "must be a policy"),
         ("GraVAC", "neither a literal nor a call"),
         ("schedule", "needs arguments, written as Schedule(pieces, gain)"),
-        ("Nope()", "Nope is no policy; accepted: Accordion, AccordionPaper, Budget"),
+        ("Nope()", "Nope is no policy; accepted: Accordion, AccordionPaper, Fixed"),
         ("Policy()", "Policy is no policy"),
         ("GraVAC(eps=1)", "'eps'"),
         ("GraVAC(epsilon=7)", "epsilon=7: must be in (0, 1]"),

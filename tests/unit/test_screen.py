@@ -36,7 +36,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "gravac": {"policy": "gravac"},
     "accordion": {"policy": "accordion", "search": ["eta", "interval=2,5,9"]},
     "goodput": {"policy": "goodput", "search": ["margin=0.01..1"]},
-    "budget": {"policy": "budget"},
     "fixed": {"policy": "fixed", "search": ["cf"]},
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive import LinkSpec, ModelledClock
-from adaptive.exchange.link import ServerSpec
+from adaptive import LinkSpec
+from runs.modelled_clock import ModelledClock, ServerSpec
 
 COMPUTE = 0.1
 VECTOR = 4e6

@@ -12,7 +12,7 @@ import pytest
 from tqdm import tqdm
 
 from adaptive import JSONLTimeline, StepRecord, StepReport
-from adaptive.timeline.progress import make_bar
+from runs.progress import make_bar
 from runs.records import read_records
 from runs.stages import counted
 

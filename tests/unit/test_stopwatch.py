@@ -6,9 +6,10 @@ from math import isnan
 
 import pytest
 
-from adaptive import LinkSpec, ModelledClock
+from adaptive import LinkSpec
 from adaptive.exchange.collectives import Traffic
 from adaptive.statistics.timing import Stopwatch, Timestamps
+from runs.modelled_clock import ModelledClock
 from tests.distributed.setting import Clock
 
 

@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptive import AdaptiveCompressor
 from adaptive.config import Settings, make_rungs
 from adaptive.exchange.link import LinkCost, measure_link, new_future
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.timeline.records import SafeTimeline
 from compressors.sparsifier import Sparsifier
-from policies import DENSE, Goodput, Plan, StepReport
+from policies import DENSE, Goodput, Plan, StepReport, checks
 
 STEPS = 30
 LEAST = 25
@@ -166,11 +167,35 @@ def check_settings(settings: Settings) -> None:
         raise ValueError(f"local_steps must be 1 for the doctor, got {settings.local_steps!r}")
 
 
+def look_at(
+    compressor: AdaptiveCompressor,
+    steps: int = STEPS,
+    tell: Callable[[Verdict], None] | None = print,
+) -> Doctor:
+    """Find out in the next `steps` steps of the model that `compressor` is attached to what
+    compression brings it. The model trains as plain DDP does, in these steps and after them: the
+    compressor is detached, and the hook calls the doctor. On every rank (a collective).
+
+    steps: at least 25. tell: is called with the verdict on rank 0.
+    RuntimeError unless the compressor is attached to a DDP model; ValueError for a base that is no
+    sparsifier, and for local steps."""
+    model = None if compressor.detached else compressor._running().model
+    settings = compressor._settings
+    if not isinstance(model, DistributedDataParallel):
+        raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
+    checks.whole("steps", steps, least=LEAST)
+    check_settings(settings)
+    compressor.detach()
+    doctor = Doctor(settings, model, steps, tell)
+    compressor.reduce = doctor.reduce  # type: ignore[method-assign]
+    return doctor
+
+
 class Doctor:
-    """Looks at some steps of a model in training, in the place of its compressor.
+    """Looks at some steps of a model in training. Its `reduce` takes the place of a compressor's.
 
     settings: of the compressor, see `check_settings`. steps: how many. A collective. verdict: None
-    until it has seen all.
+    until it has seen all; from then on steps are dense.
     """
 
     def __init__(
@@ -215,7 +240,7 @@ class Doctor:
 
     @property
     def over(self) -> bool:
-        """All its steps are done; it takes no further bucket."""
+        """All its steps are done."""
         return self._step >= self._steps
 
     @property
@@ -223,7 +248,7 @@ class Doctor:
         """So many of its steps are over."""
         return max(0, self._step)
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """At the first bucket of a backward, on every rank: the last step is over."""
         now = self._clock()
         if self._step >= WARM:
@@ -246,6 +271,8 @@ class Doctor:
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """A future of the dense mean of the bucket, which is all that training sees."""
+        if bucket.index() == 0 and not self.over:
+            self._begin_step()
         exchange, buffer = self._session.exchange, bucket.buffer()
         if self._kind == DENSE:
             done = exchange.mean_as_it_is(buffer).then(self._has_arrived)

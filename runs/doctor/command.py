@@ -14,7 +14,7 @@ from runs.parser import UsageError, options
 from runs.script import Script, run_script, run_words
 
 if TYPE_CHECKING:
-    from adaptive.doctor import Verdict
+    from runs.doctor.doctor import Verdict
 
 HELP = """\
 Find out in thirty steps of a training script of your own what compression would bring it here.
@@ -30,9 +30,7 @@ The script is started as torchrun starts it, and ended after the steps that the 
 SystemExit, so that what it has in `finally` is done). It need not be changed: if it attaches an
 AdaptiveCompressor, that one's settings are tried; if it is plain DDP, the command attaches one with
 default settings to the first DDP model that it trains. In these steps it trains as plain DDP does,
-to the bit.
-
-In a script, compressor.doctor() does the same after attach(), and training goes on, compressed."""
+to the bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     from adaptive import AdaptiveCompressor
-    from adaptive.doctor import Doctor
+    from runs.doctor.doctor import Doctor, look_at
 
     doctor: Doctor | None = None
     attach, build = AdaptiveCompressor.attach, DDP.__init__
@@ -86,7 +84,7 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
         nonlocal doctor
         result = attach(compressor, *args, **kwargs)
         if doctor is None:
-            doctor = compressor.doctor(asked.steps, lambda verdict: _tell(verdict, asked.json))
+            doctor = look_at(compressor, asked.steps, lambda verdict: _tell(verdict, asked.json))
         return result
 
     def before_forward(model: DDP, *_: Any) -> None:

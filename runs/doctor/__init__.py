@@ -1,0 +1,1 @@
+"""`python -m runs doctor`: what compression would bring a training script of one's own."""

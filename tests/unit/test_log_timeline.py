@@ -1,0 +1,59 @@
+"""The sink that calls a tracker's logging function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptive import LogTimeline, StepRecord, StepReport
+from policies import Measurement
+
+
+def _record(step: int, cf: float) -> StepRecord:
+    report = StepReport(
+        step,
+        cf,
+        {cf: Measurement(0.5, 0.25, 1.0, 1.0)},
+        seconds=0.1,
+        median_seconds=0.1,
+        wire_bytes=36.0 / cf,
+        dense_wire_bytes=36.0,
+    )
+    return StepRecord(report, 0.1 * step, 10.0, 7.5, {"floor": cf}, sent=100.0, dense=1000.0)
+
+
+def _logged(interval: int | None) -> list[tuple[int, dict[str, float]]]:
+    """Ten steps at CF 10 and one at CF 20: what the function was called with."""
+    calls: list[tuple[int, dict[str, float]]] = []
+    timeline = LogTimeline(lambda numbers, step: calls.append((step, numbers)), interval)
+    for step in range(10):
+        timeline.step(_record(step, 10.0))
+    timeline.step(_record(10, 20.0))
+    timeline.close()
+    timeline.close()
+    return calls
+
+
+def test_a_function_gets_the_numbers_of_some_steps_and_the_final_ones() -> None:
+    *steps, (last, final) = _logged(4)
+    assert [(step, numbers["cf/sent"]) for step, numbers in steps] == [
+        *((0, 10), (4, 10), (8, 10)),
+        *((9, 10), (10, 20)),  # around the switch
+    ]
+    assert steps[0][1]["bytes/wire_factor"] == 10
+    assert "gradient/norm" not in steps[0][1]  # nobody has measured it: nan
+    assert last == 10
+    assert final == pytest.approx(
+        {"final/bytes_sent": 100, "final/wire_factor": 10, "final/steps_per_second": 10}
+    )
+
+
+def test_by_default_steps_keep_their_distance_in_time() -> None:
+    assert [step for step, _ in _logged(None)] == [0, 9, 10, 10]
+
+
+@pytest.mark.parametrize("log", [None, "print"])
+def test_what_cannot_be_called_is_refused(log: Any) -> None:
+    with pytest.raises(TypeError, match="log must be a function of numbers and a step, got"):
+        LogTimeline(log)
