@@ -6,8 +6,9 @@ import os
 import sys
 import time
 from importlib import import_module
-from importlib.util import find_spec
 
+from runs.interrupt import INTERRUPTED, raise_when_asked
+from runs.needs import check_installed, check_ours
 from runs.parser import UsageError, fail, read, split_command
 from runs.pipes import outlive_readers
 
@@ -64,11 +65,10 @@ def main(argv: list[str] | None = None) -> int:
         accepted = f"COMMAND must be one of {', '.join(COMMANDS)}; {told}"
         return fail("python -m runs", UsageError(f"{accepted} (python -m runs --help says more)"))
     name = words[0]
-    if find_spec("tyro") is None:
-        missing = "needs the tyro package: pip install 'adaptive-compression[runs]'"
-        return fail(f"python -m runs {name}", UsageError(missing))
-    module = import_module(COMMANDS[name][0])
     try:
+        check_ours()
+        check_installed("runs")
+        module = import_module(COMMANDS[name][0])
         if name in WITH_COMMAND:
             own, behind = split_command(words[1:])
             given = {**read(name, module.OPTIONS, module.HELP, own), "command": behind}
@@ -81,12 +81,14 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         return fail(f"python -m runs {name}", error)
     except KeyboardInterrupt:
-        return 130
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def run() -> int:
     """`main` as a process of its own: also the console script `adaptive-runs`."""
     outlive_readers()
+    raise_when_asked()
     code = main()
     sys.stdout.flush()
     return code

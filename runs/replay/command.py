@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
+from runs.needs import check_installed
 from runs.option_types import Count, Pair, metavar, spec
 from runs.parser import UsageError, options
 from runs.policy_expression import Typed
@@ -80,6 +81,8 @@ def main(given: dict[str, Any]) -> int:
 
     timeline = given.pop("timeline")
     as_json, plot = bool(given.pop("json", False)), given.pop("plot", None)
+    if plot is not None:
+        check_installed("plots", f"--plot {plot}")
     source = read_source(timeline)
     config = make_config_for(source, given)
     replayed = replay(start_policy(config, source), source.recorded, told=True)
