@@ -58,15 +58,16 @@ def give_signals_back(before: Mapping[signal.Signals, Handler]) -> None:
 
 def raise_when_asked() -> None:
     """From now on each of these signals raises KeyboardInterrupt, as Ctrl-C does, so that folders
-    are given back and files are whole. SIGHUP does so once: see `Interrupt`."""
-
-    hung_up = False
+    are given back and files are whole. What comes twice at once counts once, as in `Interrupt`."""
+    first: float | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal hung_up
-        if number == signal.SIGHUP and hung_up:
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now
+        elif number == signal.SIGHUP or now - first <= SAME_SIGNAL:
             return
-        hung_up = hung_up or number == signal.SIGHUP
         raise KeyboardInterrupt
 
     take_signals(stop, stop)

@@ -60,8 +60,9 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
+        if not asked:  # SIGTERM to all processes comes twice; the script is cleaning up by then
+            asked = True
+            raise KeyboardInterrupt
 
     # The launcher gets signals of the terminal itself, and sends SIGTERM.
     take_signals(interrupted, signal.SIG_IGN)
