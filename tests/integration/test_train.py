@@ -201,6 +201,22 @@ def test_killing_one_process_ends_all(
 
 
 @pytest.mark.long
+def test_a_closed_terminal_saves_a_checkpoint_and_gives_the_folder_back(
+    text: Path, tmp_path: Path, start: Start
+) -> None:
+    folder = tmp_path / "log"
+    options = ("--steps", 100_000, "--batch-size", 1, "--policy", "off")
+    command = start(*TRAIN, "--data", text, "--log-dir", folder, *options)
+    command.until(lambda: "step      1/" in command.err)
+    os.killpg(command.process.pid, signal.SIGHUP)
+    assert command.end() == 130, command.err
+    assert "Traceback" not in command.err
+    assert not (folder / "lock.json").exists()
+    saved = json.loads((folder / "checkpoint" / "meta.json").read_text())
+    assert json.loads((folder / "result.json").read_text())["steps"] == saved["step"] > 0
+
+
+@pytest.mark.long
 def test_sigterm_stops_cleanly_and_a_checkpoint_that_does_not_fit_is_refused(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
