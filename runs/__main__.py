@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 from runs.interrupt import INTERRUPTED, raise_when_asked
 from runs.needs import check_installed, check_ours
@@ -45,7 +46,8 @@ Runnable jobs around the adaptive gradient compression library.
 commands:
 {_LINES}
 
-"python -m runs COMMAND --help" lists a command's options, with examples."""
+"python -m runs COMMAND --help" lists a command's options, with examples;
+"python -m runs --version" prints the version."""
 
 WITH_COMMAND = ("netlab", "doctor")
 """Commands whose options are followed by another command or a script."""
@@ -59,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if words and words[0] == "--version":
+        print(f"adaptive-compression {_version()}")
         return 0
     if not (words and words[0] in COMMANDS):
         told = f"got {words[0]!r}" if words else "none given"
@@ -83,6 +88,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _version() -> str:
+    """That of `adaptive.__version__`, without an import of torch."""
+    try:
+        return version("adaptive-compression")
+    except PackageNotFoundError:  # a source tree
+        return "0+unknown"
 
 
 def run() -> int:

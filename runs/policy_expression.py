@@ -13,7 +13,7 @@ import ast
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -223,6 +223,10 @@ def _value(node: ast.expr, text: str) -> Any:
     ):
         raise ValueError(f"{ast.unparse(node)} has * or **")
     given = {str(each.arg): _value(each.value, text) for each in node.keywords}
+    taken = [each.name for each in fields(factory) if each.init] if is_dataclass(factory) else []
+    for name in given if taken else ():
+        if name not in taken:
+            raise ValueError(f"{factory.__name__} takes no {name}; accepted: {', '.join(taken)}")
     return factory(*(_value(each, text) for each in node.args), **given)
 
 

@@ -303,7 +303,7 @@ class TrialLogbook(Logbook):
     ) -> None:
         link = emulated(config)
         said = f"{name}, {link}" if link else name
-        super().__init__(config, 0, Progress(config.steps, said))
+        super().__init__(config, 0, Progress(config.steps, said, note=name))
         self.ending: Ending | None = None
         self._objective, self._trial, self._user = objective, trial, user
 
