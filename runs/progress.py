@@ -14,7 +14,7 @@ from adaptive.timeline.progress import cf_name as cf_name
 class Progress:
     """A progress line of a training run, printed as the steps are done.
 
-    total: steps in all. name: of the bar, or "". note: what each line ends with, in brackets, or "".
+    total: steps in all. name: of the bar, or "". note: in brackets at the end of each line, or "".
     """
 
     def __init__(self, total: int, name: str, note: str = "", stream: TextIO | None = None) -> None:

@@ -171,11 +171,3 @@ print({"torch", "optuna", "matplotlib"} & {*sys.modules})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: python -m runs ") == len(COMMANDS)
     assert done.stdout.endswith("set()\n")
-
-
-def test_without_tyro_a_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    monkeypatch.setattr("runs.__main__.find_spec", lambda name: None)
-    assert main(["train", "--steps", "3"]) == 2
-    assert "pip install 'adaptive-compression[runs]'" in capfd.readouterr().err
