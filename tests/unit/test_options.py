@@ -17,7 +17,7 @@ from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from compressors import compressor_names
 from runs import settings
-from runs.__main__ import COMMANDS, main
+from runs.__main__ import COMMANDS
 from runs.build import OPTIMIZERS
 
 NAN = float("nan")
