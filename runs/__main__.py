@@ -6,8 +6,10 @@ import os
 import sys
 import time
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
+from runs.interrupt import INTERRUPTED, raise_when_asked
+from runs.needs import check_installed, check_ours
 from runs.parser import UsageError, fail, read, split_command
 from runs.pipes import outlive_readers
 
@@ -47,7 +49,8 @@ Runnable jobs around the adaptive gradient compression library.
 commands:
 {_LINES}
 
-"python -m runs COMMAND --help" lists a command's options, with examples."""
+"python -m runs COMMAND --help" lists a command's options, with examples;
+"python -m runs --version" prints the version."""
 
 WITH_COMMAND = ("netlab", "doctor")
 """Commands whose options are followed by another command or a script."""
@@ -62,16 +65,18 @@ def main(argv: list[str] | None = None) -> int:
     if words and words[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    if words and words[0] == "--version":
+        print(f"adaptive-compression {_version()}")
+        return 0
     if not (words and words[0] in COMMANDS):
         told = f"got {words[0]!r}" if words else "none given"
         accepted = f"COMMAND must be one of {', '.join(COMMANDS)}; {told}"
         return fail("python -m runs", UsageError(f"{accepted} (python -m runs --help says more)"))
     name = words[0]
-    if find_spec("tyro") is None:
-        missing = "needs the tyro package: pip install 'adaptive-compression[runs]'"
-        return fail(f"python -m runs {name}", UsageError(missing))
-    module = import_module(COMMANDS[name][0])
     try:
+        check_ours()
+        check_installed("runs")
+        module = import_module(COMMANDS[name][0])
         if name in WITH_COMMAND:
             own, behind = split_command(words[1:])
             given = {**read(name, module.OPTIONS, module.HELP, own), "command": behind}
@@ -84,12 +89,22 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         return fail(f"python -m runs {name}", error)
     except KeyboardInterrupt:
-        return 130
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _version() -> str:
+    """That of `adaptive.__version__`, without an import of torch."""
+    try:
+        return version("adaptive-compression")
+    except PackageNotFoundError:  # a source tree
+        return "0+unknown"
 
 
 def run() -> int:
     """`main` as a process of its own: also the console script `adaptive-runs`."""
     outlive_readers()
+    raise_when_asked()
     code = main()
     sys.stdout.flush()
     return code

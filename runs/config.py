@@ -54,10 +54,7 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
     @property
     def command(self) -> str:
         """The command line that starts this run again (in another folder)."""
-        words = ["python", "-m", "runs"]
-        if self.netlab is not None:
-            words += ["netlab", *self.netlab, "--workers", str(self.workers), "--"]
-        words.append(self.program)
+        words = self._program_words()
         renamed = {"fixed_clock": "step_seconds"} if self.simulated else {}
         for option in fields(self):
             value = getattr(self, option.name)
@@ -69,6 +66,17 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
             name = renamed.get(option.name, option.name)
             words += [f"--{name.replace('_', '-')}", *words_of(value)]
         return shlex.join(words)
+
+    @property
+    def resume_command(self) -> str:
+        """The command line that goes on with this run, over the same links."""
+        return shlex.join([*self._program_words(), "--resume", self.log_dir])
+
+    def _program_words(self) -> list[str]:
+        words = ["python", "-m", "runs"]
+        if self.netlab is not None:
+            words += ["netlab", *self.netlab, "--workers", str(self.workers), "--"]
+        return [*words, self.program]
 
     def save(self) -> None:
         """Write config.json into the run's folder."""

@@ -12,6 +12,7 @@ from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.netlab.lab import Lab, real_links
 from runs.options import RESUME_OPTIONS, make_config
 from runs.parser import UsageError, check_writable, option
 from runs.policy_expression import canonical
@@ -101,11 +102,18 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
                 f"options of the run; accepted: {accepted}"
             )
     checkpoint = find_checkpoint(Path(resume or folder or newest_run()))
-    if checkpoint.config.simulated != simulated:
-        program = f"python -m runs {checkpoint.config.program}"
+    before, lab = checkpoint.config, Lab.of_environment()
+    if before.simulated != simulated:
         raise UsageError(
-            f"--resume {checkpoint.config.log_dir}: is a run of {program}; accepted: {program} "
-            f"--resume {checkpoint.config.log_dir}"
+            f"--resume {before.log_dir}: is a run of python -m runs {before.program}; accepted: "
+            f"{before.resume_command}"
+        )
+    if before.netlab != (None if lab is None else lab.options):
+        links = "this machine's own network"
+        if before.netlab is not None:
+            links = f"netlab's {real_links(before.netlab)}"
+        raise UsageError(
+            f"--resume {before.log_dir}: is a run over {links}; accepted: {before.resume_command}"
         )
     policy = checkpoint.config.policy
     if "policy" in options:

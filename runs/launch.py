@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runs.interrupt import INTERRUPTED, STOPPING
+from runs.interrupt import ASKING, INTERRUPTED, STOPPING, give_signals_back, say, take_signals
 from runs.netlab.place import enter_lab
 from runs.parser import UsageError
 from runs.pipes import outlive_readers
@@ -46,24 +46,26 @@ def launch(
         rendezvous = f"file://{Path(folder, 'rendezvous')}"
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
-        blocked = (signal.SIGINT, signal.SIGTERM)
         requests = 0
 
         def stop(number: int, frame: FrameType | None) -> None:
-            """The first Ctrl-C (or SIGTERM) asks the workers to stop, the second kills them."""
+            """The first signal asks the workers to stop, the second kills them. SIGHUP is never
+            the second: a terminal and its shell may both deliver it."""
             nonlocal requests
+            if requests and number == signal.SIGHUP:
+                return
             requests += 1
             for process in processes:
                 if process.is_alive() and process.pid is not None:
                     os.kill(process.pid, signal.SIGTERM if requests == 1 else signal.SIGKILL)
             if requests == 1:
-                os.write(2, STOPPING.encode())  # not print: a handler may interrupt one
+                say(STOPPING)
 
         # Children inherit the mask, so that a signal waits until they are ready for it. (The
         # tracker that multiprocessing starts with the first of them would lift it again.)
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        before = {number: signal.signal(number, stop) for number in blocked}
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+        before = take_signals(stop, stop)
         try:
             for rank in range(workers):
                 ours, theirs = context.Pipe(duplex=False)
@@ -74,17 +76,16 @@ def launch(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
             said = _wait(processes, pipes)
             codes = [process.exitcode for process in processes]  # before we kill what is left
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
-    if requests > 1:
+            give_signals_back(before)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    if requests > 1 or (requests and -signal.SIGTERM in codes):  # its script has reset the handler
         return INTERRUPTED
     return _verdict(codes, [process.pid for process in processes], said, failed or (lambda _: None))
 
@@ -151,6 +152,8 @@ def _run(
     except UsageError as error:
         pipe.send((time.monotonic(), error))
         code = 2
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except BaseException:  # whatever it is, the parent must learn of it
         pipe.send((time.monotonic(), traceback.format_exc()))
         code = 1

@@ -51,6 +51,11 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
         made["lr_drop"] = drops[0]
     lab = Lab.of_environment()
     if lab is not None:
+        if made.get("link") is not None:
+            raise UsageError(
+                f"--link {made['link']}: would be emulated on top of netlab's {lab}; accepted: "
+                f"netlab --rate {lab.rate}, or --link without netlab"
+            )
         made["netlab"] = lab.options
     made.setdefault("log_dir", _new_folder(f"{made.get('task', TrainConfig.task)}-{name}"))
     config = TrainConfig(**made)

@@ -109,7 +109,10 @@ def _first_words(box: str) -> str:
     end = next((n for n, line in enumerate(lines) if set(line) == {"─"}), len(lines))
     message = " ".join(lines[:end]).removeprefix("Error parsing ")
     if "Perhaps you meant:" in lines:
-        message += f"; perhaps {' or '.join(line for line in lines if line.startswith('--'))}"
+        near = [line for line in lines if line.startswith("--")]
+        typed = message.removeprefix("Unrecognized options: ").split(",")[0]
+        longer = [line for line in near if line.startswith(typed)]
+        message += f"; perhaps {' or '.join(longer or near)}"
     return message or plain
 
 

@@ -13,7 +13,7 @@ import ast
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -94,7 +94,7 @@ def policy_name(text: str) -> str:
 def argument_names(text: str) -> tuple[str, ...]:
     """The arguments of a policy of the library; none of others."""
     policy = BY_NAME.get(policy_name(text))
-    return () if policy is None else tuple(each.name for each in fields(policy) if each.init)
+    return () if policy is None else tuple(_taken(policy))
 
 
 def written_arguments(text: str) -> dict[str, Any]:
@@ -223,7 +223,16 @@ def _value(node: ast.expr, text: str) -> Any:
     ):
         raise ValueError(f"{ast.unparse(node)} has * or **")
     given = {str(each.arg): _value(each.value, text) for each in node.keywords}
+    unknown = [name for name in given if is_dataclass(factory) and name not in _taken(factory)]
+    if unknown:
+        accepted = ", ".join(_taken(factory))
+        raise ValueError(f"{factory.__name__} takes no {unknown[0]}; accepted: {accepted}")
     return factory(*(_value(each, text) for each in node.args), **given)
+
+
+def _taken(policy: Any) -> list[str]:
+    """The names of its arguments."""
+    return [each.name for each in fields(policy) if each.init]
 
 
 def _named(name: str, text: str) -> type[Policy]:

@@ -18,13 +18,13 @@ SECONDS = 5.0
 class Progress:
     """A progress line of a training run, printed as the steps are done.
 
-    total: steps in all. emulated: what to say of the link, or "".
+    total: steps in all. name: of the bar, or "". note: in brackets at the end of each line, or "".
     """
 
-    def __init__(self, total: int, emulated: str, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, name: str, note: str = "", stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._total, self._emulated = total, emulated
-        self._note = f"  ({emulated})" if emulated else ""
+        self._total, self._name = total, name
+        self._note = f"  ({note})" if note else ""
         self._bar: Any = None
         self._first: int | None = None
         self._began = self._said = 0.0
@@ -42,7 +42,7 @@ class Progress:
                 self._stream,
                 total=self._total,
                 initial=step,
-                desc=self._emulated or "train",
+                desc=self._name or "train",
                 unit=" steps",
                 dynamic_ncols=True,
             )

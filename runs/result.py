@@ -284,7 +284,7 @@ def ending(
     if outcome.interrupted and outcome.saved_at == outcome.steps_done:
         parts += [
             f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "
-            f"with: python -m runs {config.program} --resume {config.log_dir}"
+            f"with: {config.resume_command}"
         ]
     elif result["headline"]:
         parts += [strong(result["headline"])]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runs.interrupt import INTERRUPTED
+from runs.interrupt import ASKING, INTERRUPTED, take_signals
 from runs.netlab.lab import Lab, address
 from runs.netlab.place import the_place, told
 from runs.parser import UsageError
@@ -60,14 +60,14 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
+        if not asked:  # SIGTERM to all processes comes twice; the script is cleaning up by then
+            asked = True
+            raise KeyboardInterrupt
 
-    # The launcher gets every Ctrl-C itself, and sends SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, interrupted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    # The launcher gets signals of the terminal itself, and sends SIGTERM.
+    take_signals(interrupted, signal.SIG_IGN)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
         code = run_words(script)
     except BaseException:
         if not asked:  # else a peer that has ended before is no failure of this one

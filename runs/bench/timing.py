@@ -101,7 +101,7 @@ def group(backend: str, ranks: int = 1) -> Iterator[None]:
 def in_processes(workers: int, function: Any, *args: Any) -> Any:
     """function(rank, *args) in `workers` fresh gloo processes; what rank 0 returns."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(workers, folder, function, args), nprocs=workers)
+        mp.spawn(_work, args=(workers, folder, function, args), nprocs=workers, daemon=True)
         return torch.load(f"{folder}/result", weights_only=False)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from runs.option_types import at_least, metavar, spec
@@ -54,11 +56,19 @@ def main(given: dict[str, Any]) -> int:
     if not words:
         raise UsageError("-- SCRIPT: none given; accepted: doctor -- my_script.py ...")
     asked, script = DoctorOptions(**given), Script.of(words)
+    if asked.json is not None:
+        _check_file(asked.json)
     if {"RANK", "WORLD_SIZE"} <= set(os.environ):
         return _watch(asked)(run_words(script))
     from runs.launch import launch
 
     return launch(_visit, (asked, script), asked.workers)
+
+
+def _check_file(path: str) -> None:
+    """UsageError unless --json `path` can be written: before the script has run."""
+    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
+        raise UsageError(f"--json {path}: must be a file in a folder that can be written to")
 
 
 def _visit(
@@ -129,9 +139,10 @@ def _tell(verdict: Verdict, report: str | None) -> None:
     """Rank 0's part."""
     print(f"doctor: {verdict}", flush=True)
     if report is not None:
-        import json
-        from dataclasses import asdict
-        from pathlib import Path
+        from runs.config import write_text
 
         values = asdict(verdict) | {"expected": list(verdict.expected.items())}
-        Path(report).write_text(json.dumps(values, indent=2, default=str) + "\n")
+        try:
+            write_text(Path(report), json.dumps(values, indent=2, default=str) + "\n")
+        except OSError as error:
+            print(f"doctor: --json {report}: {error.strerror}", file=sys.stderr, flush=True)

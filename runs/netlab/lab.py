@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -33,6 +34,7 @@ from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction
 
+from runs.interrupt import ASKING
 from runs.option_types import Count, metavar
 from runs.parser import UsageError
 
@@ -99,6 +101,13 @@ def _call(name: str, *arguments: int) -> None:
 def die_with_parent() -> None:
     """The kernel kills this process as soon as the thread that has started it ends."""
     _call("prctl", _PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def _for_as_long_as_the_parent() -> None:
+    """The same, and no sooner: after Ctrl-C workers need the links for one step more."""
+    die_with_parent()
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def missing() -> str:
@@ -234,7 +243,7 @@ class Lab:
             delays = [f"{link.delay!r}" for link in links]
             subprocess.Popen(
                 [sys.executable, "-m", "runs.netlab.delay", *delays],
-                preexec_fn=die_with_parent,
+                preexec_fn=_for_as_long_as_the_parent,
                 stdin=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[2],
             )

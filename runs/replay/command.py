@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
+from runs.needs import check_installed
 from runs.option_types import Count, Pair, metavar, spec
 from runs.parser import UsageError, options
 from runs.policy_expression import Typed
@@ -71,6 +72,9 @@ OPTIONS = {
 
 def main(given: dict[str, Any]) -> int:
     """Replay; returns the exit code."""
+    plot = given.pop("plot", None)
+    if plot is not None:
+        check_installed("plots", f"--plot {plot}")
     # torch is imported late, so that help and wrong options need not wait for it.
     from runs.replay.make import make_config_for, start_policy
     from runs.replay.replay import replay
@@ -79,7 +83,7 @@ def main(given: dict[str, Any]) -> int:
     from runs.tables import show
 
     timeline = given.pop("timeline")
-    as_json, plot = bool(given.pop("json", False)), given.pop("plot", None)
+    as_json = bool(given.pop("json", False))
     source = read_source(timeline)
     config = make_config_for(source, given)
     replayed = replay(start_policy(config, source), source.recorded, told=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from runs.interrupt import GOES_ON, INTERRUPTED
-from runs.parser import UsageError, fail
+from runs.needs import check_installed
+from runs.parser import fail
 from runs.tune.options import HELP, OPTIONS
 
 __all__ = ["HELP", "OPTIONS", "main"]
@@ -15,8 +15,7 @@ __all__ = ["HELP", "OPTIONS", "main"]
 
 def main(given: dict[str, Any]) -> int:
     """Run the study, or one for each setting; returns the exit code."""
-    if find_spec("optuna") is None:
-        raise UsageError("needs the optuna package: pip install 'adaptive-compression[tune]'")
+    check_installed("tune")
     # torch and optuna are imported late, so that help need not wait for them.
     from runs.tune.run import tune
     from runs.tune.storage import LostStorageError

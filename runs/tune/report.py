@@ -145,6 +145,16 @@ def make_report(tuning: Tuning, study: optuna.Study) -> tuple[dict[str, Any], st
     return result, text
 
 
+def nothing_found(result: dict[str, Any]) -> str:
+    """Of a finished study without a complete trial, that it is so, and why; of another, ""."""
+    if result["pick"] is not None or not result["finished"] or not result["trials"]:
+        return ""
+    last = result["trials"][-1]
+    none, count = result["answer"]
+    why = " ".join((last["reason"] or last["state"]).split())
+    return f"{none}, {count}; trial {last['number']}: {why}"
+
+
 def _answer(tuning: Tuning, trials: list[FrozenTrial], pick: FrozenTrial | None) -> list[str]:
     """Which settings, what they gain, and how sure that is."""
     objective, searched = tuning.objective, len(tuning.space)

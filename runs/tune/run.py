@@ -31,7 +31,7 @@ from runs.report.source import read_folder
 from runs.result import save_result, title
 from runs.train import Outcome, train
 from runs.tune import study as book
-from runs.tune.report import make_report, make_summary
+from runs.tune.report import make_report, make_summary, nothing_found
 from runs.tune.screen import Record, read, screen
 from runs.tune.storage import BEAT, needed
 from runs.tune.tuning import Objective, Tuning, make_tunings
@@ -87,6 +87,7 @@ def tune(given: dict[str, Any]) -> int:
         if code:
             break
     if rank == 0:
+        in_vain = [why for each in results.values() if (why := nothing_found(each))]
         result = results.get("")
         if result is None:
             result, text = make_summary(tunings, results)
@@ -95,6 +96,9 @@ def tune(given: dict[str, Any]) -> int:
             print(GOES_ON, file=out, flush=True)
         if as_json:
             print(json.dumps(result, allow_nan=False), flush=True)
+        if not code and len(in_vain) == len(tunings):
+            print(f"error: {in_vain[-1]}", file=sys.stderr)
+            return 1
     return code
 
 
@@ -299,7 +303,7 @@ class TrialLogbook(Logbook):
     ) -> None:
         link = emulated(config)
         said = f"{name}, {link}" if link else name
-        super().__init__(config, 0, Progress(config.steps, said))
+        super().__init__(config, 0, Progress(config.steps, said, note=name))
         self.ending: Ending | None = None
         self._objective, self._trial, self._user = objective, trial, user
 

@@ -27,6 +27,7 @@ from policies import DENSE
 from policies.base import Context
 from runs.build import build_policy, cf_range
 from runs.config import TrainConfig, write_text
+from runs.interrupt import take_signals
 from runs.parser import UsageError
 from runs.policy_expression import policy_name
 from runs.replay.make import make_context
@@ -213,9 +214,9 @@ def _processors() -> int:
 
 
 def _begin() -> None:
-    """In a new process. Ctrl-C goes to all; the first process ends the others, by SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """In a new process. A terminal's signals go to all; the first process ends the others, by
+    SIGTERM."""
+    take_signals(signal.SIG_DFL, signal.SIG_IGN)
 
 
 def _do(number: int) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan, nan
@@ -356,6 +358,21 @@ def test_settings_that_differ_from_those_of_a_run_in_the_folder_are_refused(
 
 
 # -- real ones ---------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_closed_terminal_saves_the_turn_and_gives_the_folder_back(
+    text: Path, tmp_path: Path, start: Start
+) -> None:
+    log = tmp_path / "log"
+    options = ("--data", text, "--batch-size", 1, "--steps", 100_000, "--contender", "dense")
+    command = start(*COMPARE, *options, "--fixed-clock", 0.1, "--log-dir", log)
+    command.until(lambda: list(log.glob("runs/*/metrics.jsonl")))
+    os.killpg(command.process.pid, signal.SIGHUP)
+    assert command.end() == 130, command.err
+    assert "Traceback" not in command.err
+    assert not list(log.rglob("lock.json"))
+    assert len(list(log.glob("runs/*/checkpoint/meta.json"))) == 1
 
 
 @pytest.mark.long

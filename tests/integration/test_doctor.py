@@ -84,8 +84,22 @@ def test_a_script_that_ends_too_soon_is_no_verdict(start: Start, script: Path) -
     assert "the doctor needs 30" in run.err
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["while workers start", "in mid-run"])
+def test_ctrl_c_is_no_failure(start: Start, script: Path, when: str) -> None:
+    script.write_text(SCRIPT.replace("try:", "print('up', flush=True)\ntry:"))
+    run = start(*python_m("doctor"), "--steps", 10**9, "--", script, 10**9, "plain")
+    run.until(lambda: run.out.count("up") == 2 if when == "in mid-run" else len(run.workers()) == 2)
+    run.interrupt()
+    assert run.end() == 130, run.err
+    assert "failed" not in run.err
+    assert "Traceback" not in run.err
+
+
 def test_wrong_options_are_one_line(capfd: Any, tmp_path: Path) -> None:
     assert_refused(capfd, "doctor", parts=["-- SCRIPT: none given"])
     gone = tmp_path / "gone.py"
     assert_refused(capfd, "doctor", "--", gone, parts=[f"{gone}: there is no such script"])
+    words = ["--json", tmp_path / "nowhere" / "verdict.json", "--", __file__]
+    assert_refused(capfd, "doctor", *words, parts=["--json", "a folder that can be written to"])
     assert_refused(capfd, "doctor", "--steps", "9", parts=["must be an integer >= 25"])

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from adaptive.names import version
 from runs.__main__ import main
+from runs.netlab.lab import Lab
 from runs.progress import Progress
-from tests.integration.commands import LIMIT, ROOT, python_m, write_text_file
+from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m, write_text_file
 
 LINK = "emulated 100 Mbit/s link"
 
@@ -31,7 +33,8 @@ def test_the_bar_on_a_terminal_says_what_is_emulated() -> None:
     progress.say("a switch")
     progress.close()
     assert "loss=1.500" in terminal.getvalue()
-    assert f"a switch  ({LINK})" in terminal.getvalue()
+    assert "a switch" in terminal.getvalue()
+    assert f"({LINK})" not in terminal.getvalue()  # the bar says it, and the run's heading
     drawn = [part for part in terminal.getvalue().split("\r") if "%|" in part]
     assert drawn
     assert all(part.startswith(f"{LINK}: ") for part in drawn)
@@ -82,3 +85,21 @@ def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:
     assert capfd.readouterr().err.count("\n") == 1
     assert main(["--help"]) == 0
     assert "train" in capfd.readouterr().out
+
+
+def test_the_version(capfd: Any) -> None:
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"adaptive-compression {version()}\n"
+
+
+def test_an_option_cut_short_suggests_the_whole_one(capfd: Any) -> None:
+    said = "Unrecognized options: --step, 5; perhaps --steps N\n"
+    assert main(["train", "--step", "5"]) == 2
+    assert capfd.readouterr().err == f"python -m runs train: error: {said}"
+
+
+def test_an_emulated_link_over_real_links_is_refused(
+    capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lab, "of_environment", lambda: Lab(rate="100mbit"))
+    assert_refused(capfd, "train", "--link", "1gbit", parts=["--link 1gbit", "netlab's real links"])

@@ -91,6 +91,29 @@ def test_a_script_of_the_users_own(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_an_interrupted_run_goes_on_over_the_same_links(start: Start, tmp_path: Path) -> None:
+    """What delays frames is there until the workers have done their last step."""
+    text, folder = write_text_file(tmp_path), tmp_path / "log"
+    options = ["--data", text, "--steps", "100000", "--batch-size", "1", "--log-dir", folder]
+    run = start(*python_m("netlab"), "--rate", "100mbit,1ms", "--", "train", *options)
+    run.until(lambda: "step      1/" in run.err)
+    run.interrupt()
+    assert run.end() == 130, run.err
+    assert "Traceback" not in run.err
+    assert (folder / "checkpoint" / "meta.json").exists()
+    advice = f"netlab --rate 100mbit,1ms --workers 2 -- train --resume {folder}"
+    assert f"go on with: python -m runs {advice}\n" in run.out
+    plain = start(*python_m("train"), "--resume", folder)
+    assert plain.end() == 2
+    assert (
+        f"is a run over netlab's real links of 100mbit and 1ms; accepted: python -m runs {advice}"
+        in (plain.err)
+    )
+    again = start(*python_m(advice.split()[0]), *advice.split()[1:], "--steps", "9999")
+    again.until(lambda: "resumed after step" in again.out)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_lab_that_is_ended(
     start: Start, tmp_path: Path, number: signal.Signals

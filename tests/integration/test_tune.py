@@ -185,6 +185,30 @@ def test_interrupted_crashed_and_continued(text: Path, tmp_path: Path, begin: St
     assert case.study.trials[3].values[0] < sent.bytes_sent  # it stops one step later
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_study_whose_trials_all_fail_ends_with_an_error(
+    text: Path, tmp_path: Path, capfd: Any, complete: bool
+) -> None:
+    given = {**SHORT, "data": str(text), "trials": 2, "objective": ["quality"]}
+    case = Case(tmp_path / "study", **given, search=["lr=0.5,1"])
+    space = {"lr": CategoricalDistribution((0.5, 1.0))}
+    attributes = {SETTINGS: {"lr": 1.0}, "command": "-"}
+    for number in range(2):
+        ended: dict[str, Any] = {"state": TrialState.FAIL}
+        if complete and number == 0:
+            ended = {"value": 100.0}
+        why = {**attributes, REASON: "diverged: the loss was nan"}
+        case.study.add_trial(
+            create_trial(**ended, params={"lr": 1.0}, distributions=space, user_attrs=why)
+        )
+    assert main(["tune", *case.words]) == (0 if complete else 1)
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
+    told = (
+        "error: no trial is complete, 2 of 2 trials: 2 failed; trial 1: diverged: the loss was nan"
+    )
+    assert errors == ([] if complete else [told])
+
+
 # -- pruning, under torchrun ---------------------------------------------------------------------
 
 

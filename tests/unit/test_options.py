@@ -17,7 +17,7 @@ from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from compressors import compressor_names
 from runs import settings
-from runs.__main__ import COMMANDS, main
+from runs.__main__ import COMMANDS
 from runs.build import OPTIMIZERS
 
 NAN = float("nan")
@@ -169,11 +169,3 @@ print({"torch", "optuna", "matplotlib"} & {*sys.modules})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: python -m runs ") == len(COMMANDS)
     assert done.stdout.endswith("set()\n")
-
-
-def test_without_tyro_a_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    monkeypatch.setattr("runs.__main__.find_spec", lambda name: None)
-    assert main(["train", "--steps", "3"]) == 2
-    assert "pip install 'adaptive-compression[runs]'" in capfd.readouterr().err

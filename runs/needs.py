@@ -1,0 +1,59 @@
+"""What must be in place before a command begins: the packages of its extra, and this library's own
+packages under their names."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from runs.parser import UsageError
+
+EXTRAS = {
+    "runs": ("docstring_parser", "filelock", "jinja2", "pydantic", "rich", "tyro"),
+    "tune": ("optuna",),
+    "plots": ("matplotlib",),
+}
+"""The packages of an extra in pyproject.toml, as they are imported."""
+
+OURS = ("adaptive", "compressors", "policies")
+"""Packages that lie beside this one."""
+
+
+def check_installed(extra: str, what: str = "") -> None:
+    """UsageError if a package of the extra cannot be imported. what: needs it, if it is not the
+    command itself; an option with its value."""
+    missing = [name for name in EXTRAS[extra] if not _importable(name)]
+    if missing:
+        are = "which is" if len(missing) == 1 else "which are"
+        told = f"{what}: " if what else ""
+        raise UsageError(
+            f"{told}needs {' and '.join(missing)}, {are} not installed: pip install '.[{extra}]'"
+        )
+
+
+def check_ours() -> None:
+    """UsageError if an import of this library's packages would find a file of the user's: `python
+    -m` looks into the present folder first."""
+    beside = Path(__file__).parents[1]
+    for name in OURS:
+        origin = _origin(name)
+        if origin is not None and not origin.samefile(beside / name / "__init__.py"):
+            raise UsageError(
+                f"{origin} is in the way: it would be imported in place of this library's package "
+                f"{name!r}; accepted: another folder to start in, or another name for that file"
+            )
+
+
+def _importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # a finder refuses it, or it is None in sys.modules
+        return False
+
+
+def _origin(name: str) -> Path | None:
+    """The file that is imported by this name, if there is one."""
+    module = sys.modules.get(name)
+    spec = find_spec(name) if module is None else module.__spec__
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None

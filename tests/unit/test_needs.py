@@ -1,0 +1,148 @@
+"""What a command needs is looked for before it begins, and told in a sentence."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.__main__ import COMMANDS, main
+from runs.needs import EXTRAS, OURS
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+HANDLED = {
+    *("tensorboard", "google", "werkzeug"),  # without them there are no event files, or no plugin
+    *("markupsafe", "typing_extensions", "sqlalchemy"),  # of jinja2, pydantic and optuna
+}
+"""Imported under `runs` without being looked for."""
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    names = frozenset()
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+blocker = Blocker()
+sys.meta_path.insert(0, blocker)
+from runs.__main__ import COMMANDS, main
+
+for name, extra in ARGUMENTS:
+    blocker.names = {name}
+    for command in COMMANDS if extra == "runs" else [extra]:
+        words = ["--", "train"] if command == "netlab" else []
+        print(command, name, main([command, *words]))
+        sys.stdout.flush()
+    if extra == "runs":
+        assert not blocker.names & set(sys.modules), "a command has begun"
+"""
+
+
+def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_command_without_each_package_says_so_before_it_begins(tmp_path: Path) -> None:
+    asked = [(name, extra) for extra in ("runs", "tune") for name in EXTRAS[extra]]
+    done = _python(BLOCKED.replace("ARGUMENTS", repr(asked)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        (command, name, extra)
+        for name, extra in asked
+        for command in (COMMANDS if extra == "runs" else [extra])
+    ]
+    assert done.stdout.splitlines() == [f"{command} {name} 2" for command, name, _ in expected]
+    assert done.stderr.splitlines() == [
+        f"python -m runs {command}: error: needs {name}, which is not installed: "
+        f"pip install '.[{extra}]'"
+        for command, name, extra in expected
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    for name in ("pydantic", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["train"]) == 2
+    said = capfd.readouterr().err
+    assert said.endswith(
+        "needs pydantic and rich, which are not installed: pip install '.[runs]'\n"
+    )
+
+
+def test_a_picture_that_was_asked_for_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["replay", str(tmp_path), "--plot", "picture.png"]) == 2
+    said = capfd.readouterr().err
+    assert said == (
+        "python -m runs replay: error: --plot picture.png: needs matplotlib, which is not "
+        "installed: pip install '.[plots]'\n"
+    )
+
+
+def test_what_is_looked_for_is_what_the_extras_install() -> None:
+    for extra, names in EXTRAS.items():
+        listed = PROJECT["project"]["optional-dependencies"][extra]
+        packages = [re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in listed]
+        assert sorted(names) == sorted(set(packages) - {"adaptive_compression"})
+
+
+def test_nothing_else_is_imported_by_commands() -> None:
+    """A package that is new to `runs` is declared, or it is known what happens without it."""
+    known = {*sys.stdlib_module_names, *OURS, *HANDLED, "runs", "torch", "numpy"}
+    known |= {name for names in EXTRAS.values() for name in names}
+    found = set()
+    for path in (ROOT / "runs").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                names = [node.module]
+            found |= {name.partition(".")[0] for name in names}
+    assert "filelock" in found
+    assert found - known == set()
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py"])
+def test_a_file_in_the_present_folder_that_is_in_the_way_is_named(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    path = tmp_path / form.format(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("raise SystemExit('not this one')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "runs", "train", "--steps", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"python -m runs train: error: {path} is in the way: it would be imported in place of this "
+        f"library's package {name!r}; accepted: another folder to start in, or another name for "
+        f"that file\n"
+    )
