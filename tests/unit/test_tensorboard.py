@@ -17,6 +17,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch.utils.tensorboard import SummaryWriter
 
 from adaptive import Event, Header, StepRecord, StepReport, TensorBoardTimeline
+from adaptive.pace import Pace
 from adaptive.timeline import thinned
 from adaptive.timeline.tensorboard import end_session, start_session
 from policies import Measurement
@@ -49,7 +50,8 @@ def _record(step: int, cf: float = 10.0, layers: dict[str, float] | None = None)
         dense_wire_bytes=1000.0,
     )
     status = {"candidate": 20.0, "floor": nan, "epsilon": 0.3, "gain_candidate": 0.4}
-    totals = {"active": step / 10, "sent": 100.0 * (step + 1), "dense": 1000.0 * (step + 1)}
+    pace = Pace(steps=step, seconds=step / 10)
+    totals = {"pace": pace, "sent": 100.0 * (step + 1), "dense": 1000.0 * (step + 1)}
     return StepRecord(report, step / 10, 10.0, 7.5, status, layers or {}, **totals, gain=0.6)
 
 
