@@ -152,6 +152,11 @@ class Contrast(Stateful):
         """Take in a step at `cf`."""
         self._last = [*self._last, (cf, log(seconds))][-WINDOW:]
         self._steps += 1
+        if self._steps % LEAST == 0 and len({each for each, _ in self._last}) > 1:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare all CFs that were run long enough in this stretch of time."""
         times: dict[float, list[tuple[int, float]]] = {}
         for place, (each, value) in enumerate(self._last):
             times.setdefault(each, []).append((place, value))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from adaptive import LinkSpec, StepRecord, StepReport
+from adaptive.pace import Pace
 from runs.__main__ import main
 from runs.compare.command import turns
 from runs.compare.contender import parse_contender
