@@ -99,7 +99,6 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "time/rest": 0.015,
         "final/bytes_sent": 100,
         "final/wire_factor": 10,
-        "final/steps_per_second": 10,
     }
     assert written == pytest.approx(expected)
 
