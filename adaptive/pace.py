@@ -18,7 +18,7 @@ from statistics import median
 
 from adaptive.exchange.link import LinkCost, LinkSpec, ModelledClock
 from policies.base import DENSE, StepReport
-from policies.state import Stateful, saved
+from policies.state import Stateful, saved, together
 from policies.step_time import StepTime
 
 ALIKE = 0.05
@@ -31,6 +31,9 @@ rather than too long."""
 
 WINDOW = 64
 """Steps of one stretch of time: so many in a row."""
+
+LARGEST = 100.0
+"""No step takes so many times as long as another, or as a second: its log."""
 
 LEAST = 5
 """Steps at each of two CFs, in one stretch of time, that a comparison of the two needs."""
@@ -128,6 +131,9 @@ class Pace(Stateful):
         """The steps were slower than dense ones, beyond doubt."""
         return self.dense + self.doubt < (1 - ALIKE) * self.compared
 
+    def _check_loaded(self) -> None:
+        together(min(vars(self).values()) >= 0, "'pace' must have no negative number")
+
     def since(self, before: Pace) -> Pace:
         """Of the steps that came after those of `before`."""
         return Pace(**{name: now - getattr(before, name) for name, now in vars(self).items()})
@@ -183,6 +189,13 @@ class Contrast(Stateful):
     def forget(self) -> None:
         """The network is another one."""
         self._last, self._ratios = [], {}
+
+    def _check_loaded(self) -> None:
+        logs = [value for _, value in self._last]
+        logs += [ratio for ratio, _, _ in self._ratios.values()]
+        fits = all(abs(value) < LARGEST for value in logs)
+        fits = fits and all(doubt >= 0 for _, doubt, _ in self._ratios.values())
+        together(fits, "'contrast' must be logs of seconds, and doubts that are not negative")
 
     def _learn(self, cf: float, other: float, ratio: float, doubt: float) -> None:
         """A step at `cf` is shorter than one at `other` by `ratio`: that tells of `cf` if `other`
