@@ -21,8 +21,8 @@ from torch import Tensor
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import StepClock
-from adaptive.headline import DenseTimer
 from adaptive.memory.error_feedback import NoMemory
+from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
@@ -68,7 +68,7 @@ class Controller(saved.Stateful):
     to measure anything: every step is dense.
     """
 
-    _fields = saved.declare(policy=Policy)
+    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
 
     policy: Policy
     exchange: Exchange
@@ -291,7 +291,6 @@ class Controller(saved.Stateful):
             cf=self.cf,
             verdict=self.policy.verdict(),
             element_bytes=self.sizes.element_nbytes(),
-            dense_step=self.dense_timer.step(self.cf),
             network=self.dense_timer.network,
         )
 
@@ -340,12 +339,15 @@ class Controller(saved.Stateful):
         self.agreed = Statistics(energies=energies)
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
+        if not same_clock:
+            self.dense_timer.contrast.pause()
 
     def loaded_parts(self) -> list[object]:
-        """Whatever `load_state_dict` changes beside the policy."""
+        """Whatever `load_state_dict` changes beside the policy and the dense timer."""
         watch = self.stopwatch
         modelled = [watch.clock] if isinstance(watch.clock, StepClock) else []
         parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
+        parts.append(self._totals.pace)
         return [*parts, *modelled]
 
     def _observe(self, now: float, keep: int = 0) -> None:
@@ -367,15 +369,15 @@ class Controller(saved.Stateful):
                 timed = agreed.timed_bytes
                 report = replace(report, wire_bytes=wire, timed_bytes=timed, down_bytes=nan)
             totals = self._totals
-            totals.add_seconds(report.median_seconds, report.timed_steps)
-            self.dense_timer.observe(report)
+            dense = self.dense_timer.observe(report)
+            if step > 0:  # whose report is of the step before
+                totals.pace.add(report.median_seconds, report.timed_steps, dense)
             if not self.forced_dense:
                 self.policy.observe(report)
             gain = self._gain(report)
             totals.add_gain(report.cf, gain)
-            recorded |= {"gain": gain, "dense_step": self.dense_timer.step(report.cf)}
+            recorded |= {"gain": gain, "pace": replace(totals.pace)}
             recorded |= {"sent": totals.bytes_sent, "dense": totals.dense_bytes}
-            recorded |= {"active": totals.seconds, "active_steps": totals.timed_steps}
             recorded["dense_steps"] = totals.steps_at_cf.get(DENSE, 0)
             self.recorder.step(report, self.policy, now, **recorded)
 

@@ -31,7 +31,6 @@ from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline, done_with
 from adaptive.exchange.topology import GossipChoice
 from adaptive.gossip import Gossip
-from adaptive.headline import DenseTimer
 from adaptive.hook import send_through
 from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
 from adaptive.memory.error_feedback import Residual
@@ -39,6 +38,7 @@ from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.momentum import SGDMomentum
 from adaptive.memory.updates import MomentState, UpdateMemory
+from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameters, local, travel_as_they_are
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
@@ -883,8 +883,9 @@ class Session:
                 self._gossip.settle()
         by_name, base = self._parameters.by_name(), self.settings.base
         controller, requested, expected = self.controller, self._requested, self._identity()
+        stateful = base, controller.policy, controller.dense_timer
         loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
-        with undone_on_error((base, controller.policy), loaded), checking:
+        with undone_on_error(stateful, loaded), checking:
             # It was told in the run that the state is of, and need not be found out again.
             kind = state.get("memory_kind")
             has_fallen_back = kind == Residual.name and self._memory.now.may_fall_back
@@ -912,6 +913,7 @@ class Session:
             controller.load_state_dict(saved.read(state, "controller", Mapping), same_clock)
             if state["resharded_from"] is not None:
                 controller.policy.rescale()
+                controller.dense_timer.rescale()
             requested.load_state_dict(state, by_name)
         if apart != (self._local is not None):
             if apart:

@@ -13,8 +13,8 @@ from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.choice import GATHERED, ExchangeChoice
 from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
-from adaptive.headline import network_in_words
 from adaptive.memory.updates import UpdateMemory
+from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
 from compressors.base import kept

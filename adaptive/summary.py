@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 
 from adaptive.exchange.collectives import Traffic
-from adaptive.headline import NOT_TIMED, DenseStep, headline
+from adaptive.headline import headline
+from adaptive.pace import Pace
 from policies import DENSE
 from policies.state import Stateful
 from policies.words import named
@@ -26,10 +27,9 @@ class Summary(Stateful):
     policy has concluded, if anything. gains: at each CF, how many steps had a known gain, and their
     sum (`StepRecord.gain`). local_steps: that each rank has taken for these; with local steps they
     are more. element_bytes: of an element of the dense gradients, on average: 4 in fp32, 2 in bf16.
-    seconds: of steps (their medians, so that pauses do not count). timed_steps: how many of them.
-    dense_step: what a dense step takes on the network as it is now. network: an emulated link, in
-    words. gossip: the algorithm and the topology, with its spectral gap; empty where the ranks
-    exchange with all.
+    pace: seconds of steps, and of dense steps in their place. network: an emulated link, in words.
+    gossip: the algorithm and the topology, with its spectral gap; empty where the ranks exchange
+    with all.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -44,9 +44,7 @@ class Summary(Stateful):
     gains: dict[float, tuple[int, float]] = field(default_factory=dict, metadata=_SAVED)
     local_steps: int = field(default=0, metadata=_SAVED)
     element_bytes: float = 4.0
-    seconds: float = field(default=0.0, metadata=_SAVED)
-    timed_steps: int = field(default=0, metadata=_SAVED)
-    dense_step: DenseStep = NOT_TIMED
+    pace: Pace = field(default_factory=Pace, metadata=_SAVED)
     network: str = ""
     gossip: str = ""
 
@@ -58,11 +56,6 @@ class Summary(Stateful):
         return {**gains, DENSE: 1.0} if DENSE in self.steps_at_cf else gains
 
     @property
-    def step_seconds(self) -> float:
-        """Of a step of the optimizer, the mean over the run; nan if none was timed."""
-        return self.seconds / self.timed_steps if self.timed_steps else nan
-
-    @property
     def headline(self) -> str:
         """Whether compression was worth it, in one sentence."""
         if not self.steps:
@@ -71,10 +64,11 @@ class Summary(Stateful):
             return "nothing was sent: there is nobody to send gradients to"
         saved = 1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0
         return headline(
-            self.step_seconds,
-            self.dense_step,
+            self.pace,
             saved,
+            cf=self.cf,
             dense_share=self.steps_at_cf.get(DENSE, 0) / max(1, self.steps),
+            verdict=self.verdict,
             network=self.network,
             gossip=bool(self.gossip),
         )
@@ -105,12 +99,6 @@ class Summary(Stateful):
         if isfinite(gain):
             steps, total = self.gains.get(cf, (0, 0.0))
             self.gains[cf] = (steps + 1, total + gain)
-
-    def add_seconds(self, seconds: float, steps: int) -> None:
-        """Take in the time of so many steps, if it is known."""
-        if isfinite(seconds):
-            self.seconds += seconds
-            self.timed_steps += steps
 
     def __str__(self) -> str:
         return f"{self.headline}\n{self.table()}"

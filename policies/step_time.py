@@ -67,6 +67,7 @@ class StepTime(Stateful):
     overlap: int | None = 0
     watched: bool = False
 
+    changes: int = saved(0)  # how often the network has become another one
     _work: Averages = saved(Averages(WEIGHT))  # the same at any CF: all of it is added to DENSE
     _compress: Averages = saved(Averages(WEIGHT))
     _decode: Averages = saved(Averages(WEIGHT))
@@ -223,6 +224,7 @@ class StepTime(Stateful):
             # One or two of the last steps may still have been delayed by the network as it was.
             self._typical, self._network, self._same = {}, {}, RECENT - 2
             self._doubted = False
+            self.changes += 1
         elif not self._doubted and self._is_doubtful(cf):
             self._typical, self._network = {}, {}
             self._doubted = True

@@ -20,16 +20,26 @@ def percent(share: float) -> str:
     return f"{value:.0f}%" if value >= 9.95 else f"{value:.2g}%" if value >= 0.05 else "0%"
 
 
-def seconds_in_words(seconds: float) -> str:
-    """Two digits: "0.19 s", "4.2 ms", "130 s"."""
+def seconds_in_words(seconds: float, digits: int = 2) -> str:
+    """So many digits, two by default: "0.19 s", "4.2 ms", "130 s"."""
     if not isfinite(seconds):
         return "an unknown time"
     for unit, least in (("s", 0.00995), ("ms", 0.0000995), ("us", 0.0)):
         if seconds >= least or unit == "us":
             value = seconds / {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
             break
-    digits = 0 if value >= 9.95 else 1 if value >= 0.995 else 2 if value >= 0.0995 else 3
-    return f"{value:.{digits}f} {unit}"
+    whole = 2 if value >= 9.95 else 1 if value >= 0.995 else 0 if value >= 0.0995 else -1
+    return f"{value:.{max(0, digits - whole)}f} {unit}"
+
+
+def two_times_in_words(one: float, other: float) -> tuple[str, str] | None:
+    """Two times that are compared, in as many digits as it takes to tell them apart, three at
+    most; None where these do not."""
+    for digits in (2, 3):
+        texts = seconds_in_words(one, digits), seconds_in_words(other, digits)
+        if texts[0] != texts[1]:
+            return texts
+    return None
 
 
 def progress(ratio: float, other: str) -> str:
@@ -42,12 +52,11 @@ def progress(ratio: float, other: str) -> str:
 
 
 def costs(then: float | None, now: float | None, saved: float, unit: str = "a step") -> str:
-    """What a CF takes instead of the one in use: seconds, where both are known, and bytes. saved:
-    see `bytes_in_words`."""
+    """What a CF takes instead of the one in use: seconds, where both are known and differ, and
+    bytes. saved: see `bytes_in_words`."""
     sent = bytes_in_words(saved)
-    if then is None or now is None:
-        return sent
-    return f"{seconds_in_words(then)} {unit} instead of {seconds_in_words(now)}, {sent}"
+    texts = None if then is None or now is None else two_times_in_words(then, now)
+    return f"{texts[0]} {unit} instead of {texts[1]}, {sent}" if texts else sent
 
 
 def bytes_in_words(saved: float, other: str = "") -> str:

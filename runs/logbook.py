@@ -6,14 +6,10 @@ import json
 import logging
 import os
 import re
-import time
-from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import pairwise
 from math import isfinite
-from statistics import median
 from typing import Any, TextIO
 
 from adaptive import (
@@ -25,6 +21,7 @@ from adaptive import (
     TensorBoardTimeline,
     Timeline,
 )
+from adaptive.pace import Pace
 from adaptive.timeline.records import SafeTimeline
 from policies.base import GainKind
 from runs.build import build_policy
@@ -66,7 +63,7 @@ class Logbook(Timeline):
         self.progress = progress or Progress(config.steps, emulated(config))
         self._metrics: TextIO | None = None
         self._writer: Any = None
-        self._times = array("d")  # at which steps were done
+        self._pace = Pace()
         self._first = self._done = first_step
         self._ends_early = False
         self._board: TensorBoardTimeline | None = None
@@ -144,10 +141,11 @@ class Logbook(Timeline):
         if self._writer is not None:
             pace: dict[str, float] = {}
             if self.config.policy == "off":  # which has no timeline to tell its pace
-                # The median leaves evaluations out.
-                seconds = [end - start for start, end in pairwise(self._times)]
-                pace = {"final/steps_per_second": 1 / median(seconds)} if seconds else {}
-            self._try(EVENTS, end_session, self._writer, max(0, self._done - 1), pace, completed)
+                rate = self._pace.steps_per_second
+                pace = {"final/steps_per_second": rate} if isfinite(rate) else {}
+                self._try(
+                    EVENTS, end_session, self._writer, max(0, self._done - 1), pace, completed
+                )
             self._try(EVENTS, self._writer.close)
             self._writer = None
         self.progress.close()
@@ -164,12 +162,13 @@ class Logbook(Timeline):
 
     # -- the run's own numbers -----------------------------------------------------------------
 
-    def trained(self, done: int, loss: float) -> None:
-        """`done` steps are done, the last with this mean loss over the workers."""
+    def trained(self, done: int, loss: float, plain: Pace) -> None:
+        """`done` steps are done, the last with this mean loss over the workers. plain: how fast the
+        steps of a run without a compressor were."""
         self._done = done
-        self._times.append(time.monotonic())
+        self._pace = plain if self.last is None else self.last.pace
         self._metric(done - 1, "loss", loss, "train/loss")
-        self.progress.update(done, loss, self.last)
+        self.progress.update(done, loss, self.last, self._pace.steps_per_second)
 
     def evaluated(
         self, done: int, name: str, quality: float, beside: Mapping[str, float] | None = None

@@ -26,18 +26,17 @@ class Progress:
         self._total, self._name = total, name
         self._note = f"  ({note})" if note else ""
         self._bar: Any = None
-        self._first: int | None = None
-        self._began = self._said = 0.0
+        self._begun, self._said = False, 0.0
 
-    def update(self, step: int, loss: float, record: StepRecord | None) -> None:
-        """`step` steps are done; `record` is the newest one there is."""
+    def update(self, step: int, loss: float, record: StepRecord | None, rate: float) -> None:
+        """`step` steps are done. record: the newest there is. rate: steps a second; nan if not
+        known."""
         numbers = {"loss": f"{loss:.3f}"}
         if record is not None:
             numbers |= numbers_of(record)
         now = time.monotonic()
-        first = self._first is None
-        if self._first is None:  # what came before the end of the first is not counted
-            self._first, self._began = step, now
+        first, self._begun = not self._begun, True
+        if first:
             self._bar = make_bar(
                 self._stream,
                 total=self._total,
@@ -51,9 +50,8 @@ class Progress:
             self._bar.update(0 if first else 1)
         elif first or now - self._said >= SECONDS or step == self._total:
             self._said = now
-            if not first:
-                rate = (step - self._first) / max(now - self._began, 1e-9)
-                numbers["steps/s"] = f"{rate:.1f}"
+            if isfinite(rate):
+                numbers["steps/s"] = number_text(rate, 3)
             text = "  ".join(f"{name} {value}" for name, value in numbers.items())
             self.say(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
 

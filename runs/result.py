@@ -43,6 +43,8 @@ from runs.train import Outcome
 
 RESULT_FILE = "result.json"
 
+_OF_PACE = ("step_seconds", "dense_seconds", "speedup")
+
 SHOWN = 12
 """Lines of the CF history in the table; more are abridged."""
 
@@ -184,12 +186,10 @@ def make_result(
 ) -> dict[str, Any]:
     """Everything about the run, as JSON-like values; null for numbers that are not known."""
     task = TASKS[config.task]
-    made = outcome.steps_done - outcome.first_step
-    rate = made / outcome.seconds if outcome.seconds > 0 else None
+    rate = known(outcome.summary.pace.steps_per_second)
     of_rounds = local_steps(recorded.steps)
     whole = sum(of_rounds) + max(of_rounds, default=1) > outcome.steps_done  # nothing was dropped
     modelled = seconds_by_clock(config, recorded) if whole else None
-    by_clock = outcome.steps_done / modelled if modelled else rate
     return {
         "title": title(config),
         "headline": None if config.policy == "off" else outcome.summary.headline,
@@ -207,7 +207,7 @@ def make_result(
         "steps_per_second": rate,
         "modelled_seconds": modelled,
         "server_bytes": server_bytes(config, recorded),
-        "scaling_efficiency": scaling_efficiency(one_worker_seconds(config), by_clock),
+        "scaling_efficiency": scaling_efficiency(one_worker_seconds(config), rate),
         "emulated_link": emulated(config) or None,
         "netlab": outcome.netlab,
         "summary": _summary(outcome.summary),
@@ -251,11 +251,8 @@ def ending(
         done += f", the best model is that after {outcome.best_step}{why}"
     rows.append(("steps", done))
     rate = result["steps_per_second"]
-    whose = "steps/s of this process" if config.simulated else "steps/s, mean"
-    rows.append((whose, number_text(rate, 3) if rate else "not known"))
-    if result["modelled_seconds"]:
-        modelled = result["steps"] / result["modelled_seconds"]
-        rows.append(("steps/s, modelled", f"{number_text(modelled, 3)} ({_modelled(config)})"))
+    by = "" if config.fixed_clock is None else f" (modelled: {_modelled(config)})"
+    rows.append(("steps/s", f"{number_text(rate, 3)}{by}" if rate else "not known"))
     if result["scaling_efficiency"] is not None:
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
         rows.append(("scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
@@ -317,9 +314,8 @@ def _summary(summary: Summary) -> dict[str, Any]:
     del values["gains"]
     values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
     values["mean_gain"] = [[cf, known(gain)] for cf, gain in summary.mean_gain.items()]
-    values["dense_step"]["seconds"] = known(summary.dense_step.seconds)
-    values["step_seconds"] = known(summary.step_seconds)
-    return {**values, "wire_factor": summary.wire_factor}
+    pace = {name: known(getattr(summary.pace, name)) for name in _OF_PACE}
+    return {**values, **pace, "wire_factor": summary.wire_factor}
 
 
 def _bytes(count: float) -> str:

@@ -9,16 +9,16 @@ overlaps, so a run whose exchange hides behind backward is taken to be slower th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import isfinite, nan
 from statistics import median
 
-from adaptive import LinkSpec, StepRecord, StepReport
+from adaptive import LinkSpec, StepRecord
 from runs.build import modelled_clock
 from runs.config import TrainConfig
 from runs.modelled_clock import imagined_bytes
-from runs.records import Recorded, exchanges, local_steps, seconds_by_step
+from runs.records import Recorded, local_steps, seconds_by_step
 
 
 def where_time_went(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -60,60 +60,30 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     return clock.now
 
 
-def pauses(
-    records: Sequence[StepRecord], evaluated: Iterable[int], every: int, trained: int
-) -> set[int]:
-    """Of these records, by their place, those whose time has an evaluation or a checkpoint in it:
-    the one before the pause on the rank that makes it, the one after on the others, which wait for
-    that rank there.
-
-    evaluated: steps of the optimizer done at each evaluation. every: steps between checkpoints; 0:
-    there are none. trained: steps done in all.
-    """
-    if any(record.local_steps > 1 for record in records):
-        place = {step: count - 1 for step, count in enumerate(exchanges(records))}
-    else:  # which may lack steps
-        place = {record.report.step: i for i, record in enumerate(records)}
-    done = {*evaluated}
-
-    def is_before(last: int) -> bool:  # a damaged record may claim 2^53 steps, so none are listed
-        return last in done or (every > 0 and last % every == 0 and last < trained)
-
-    before = {i for step, i in place.items() if is_before(step + 1)}
-    return before | {i + 1 for i in before}
-
-
-def step_seconds(records: Sequence[StepRecord], pauses: Collection[int]) -> list[float]:
-    """Of each recorded step; nan throughout if none was timed. One with a pause in it counts as the
-    median of its CF."""
-    return _of_steps(records, lambda report: report.seconds, pauses)
+def step_seconds(records: Sequence[StepRecord]) -> list[float]:
+    """Of each recorded step, or round of local steps, as `Pace` counts them: the report of the next
+    one tells. One that was not timed counts as the mean; nan throughout if none was."""
+    typical = records[-1].pace.step_seconds if records else nan
+    after = [*(record.report.median_seconds for record in records[1:]), nan]
+    return [
+        seconds if isfinite(seconds) else typical * steps
+        for seconds, steps in zip(after, local_steps(records), strict=True)
+    ]
 
 
 def coding_seconds(records: Sequence[StepRecord]) -> list[float]:
-    """What compressing and decoding took in each step; 0 for a CF of which that is not known."""
-    return _of_steps(records, lambda report: report.coding_seconds, otherwise=0.0)
-
-
-def _of_steps(
-    records: Sequence[StepRecord],
-    seconds: Callable[[StepReport], float],
-    left_out: Collection[int] = (),
-    otherwise: float | None = None,
-) -> list[float]:
-    """Of each step, whose times come with the report of the next one (and a pause between is in
-    them): measured, else the median of its CF, else `otherwise` or the median of all."""
+    """What compressing and decoding took in each step, which the report of the next one tells; else
+    the median of its CF, and 0 for a CF of which that is not known."""
     times = [nan] * len(records)
     by_cf: dict[float, list[float]] = {}
     for i, (record, after) in enumerate(pairwise(records)):
-        if after.report.timed_cf == record.report.cf and i not in left_out:
-            times[i] = seconds(after.report)
+        if after.report.timed_cf == record.report.cf:
+            times[i] = after.report.coding_seconds
             if isfinite(times[i]):
                 by_cf.setdefault(record.report.cf, []).append(times[i])
     typical = {cf: median(values) for cf, values in by_cf.items()}
-    if otherwise is None:
-        otherwise = median([value for values in by_cf.values() for value in values] or [nan])
     return [
-        spent if isfinite(spent) else typical.get(record.report.cf, otherwise)
+        spent if isfinite(spent) else typical.get(record.report.cf, 0.0)
         for record, spent in zip(records, times, strict=True)
     ]
 

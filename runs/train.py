@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from adaptive import Summary
+from adaptive.pace import Pace
 from runs.checkpoint import (
     Checkpoint,
     NotFiniteError,
@@ -37,8 +38,8 @@ PATIENCE = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended. seconds: of the loop, evaluations and checkpoints not counted;
-    first_seconds: of its first step, in which a process warms up.
+    """How training ended. seconds: of the loop, evaluations and checkpoints not counted. pace: of
+    its steps; the summary's is of the whole run, also of the steps before it was resumed.
     quality: on held-out data, on rank 0 (elsewhere, and at a pause, None); with early stopping, of
     the best model, that after `best_step`. beside: what was measured beside it. test: the quality
     on test data, once training is over, of a task that has some. loss: the last, mean over workers.
@@ -55,7 +56,7 @@ class Outcome:
     loss: float
     summary: Summary
     quality: float | None
-    first_seconds: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     saved_at: int = 0
     diverged: str = ""
     unsaved: str = ""
@@ -91,13 +92,12 @@ def train(
     if logbook is not None:
         logbook.open()
     vote = _Vote(voters)
-    place, sent_before = the_place(), 0.0
+    place, before = the_place(), trainer.summary()
     if place is not None:
-        sent_before = trainer.summary().bytes_sent
         place.begin(trainer.step)
     first, loss, stop = trainer.step, float("nan"), False
     keeper = _Keeper(config, trainer, logbook)
-    seconds = first_seconds = 0.0
+    seconds = 0.0
     examiner = _Examiner(trainer, logbook)
     early = trainer.early
     last = config.steps if pause_at is None else min(pause_at, config.steps)
@@ -109,11 +109,12 @@ def train(
         loss, stop = vote.count()
         keeper.watch(loss)
         if logbook is not None:
-            logbook.trained(trainer.step, loss)
+            logbook.trained(trainer.step, loss, trainer.stopwatch.pace)
             if found is not None:
                 logbook.histograms(found)
         spent = time.perf_counter() - began
-        seconds, first_seconds = seconds + spent, first_seconds or spent
+        seconds += spent
+        trainer.took(spent)
         done = trainer.step == config.steps
         if config.eval_every and trainer.step % config.eval_every == 0 and not done:
             examiner.evaluate()
@@ -147,7 +148,7 @@ def train(
         loss,
         summary,
         quality,
-        first_seconds,
+        summary.pace.since(before.pace),
         keeper.saved_at,
         diverged,
         keeper.unsaved,
@@ -155,7 +156,7 @@ def train(
         examiner.test,
         early.step if early.best is not None and finished else None,
         early.why(),
-        None if place is None else place.counted(summary.bytes_sent - sent_before),
+        None if place is None else place.counted(summary.bytes_sent - before.bytes_sent),
     )
 
 

@@ -5,9 +5,12 @@ No `from __future__ import annotations` here: DDP compares the annotations of a 
 classes themselves.
 """
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from math import sqrt
+from dataclasses import replace
+from math import nan, sqrt
+from statistics import median
 from typing import Any
 from zlib import crc32
 
@@ -21,7 +24,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from adaptive import Summary, Timeline
 from adaptive.exchange.collectives import reduce_wire_bytes
+from adaptive.pace import Pace
 from policies import DENSE
+from policies.step_time import LAST
 from runs.build import (
     build_compressor,
     build_task,
@@ -74,6 +79,7 @@ class Trainer:
         self.early = EarlyStopping(config.patience, self.task.higher_is_better)
         self._config = config
         self.compressor = None
+        self.stopwatch = PlainStopwatch()
         if config.policy != "off":
             self.compressor = build_compressor(
                 config,
@@ -81,6 +87,12 @@ class Trainer:
                 timeline=[timeline] if timeline is not None else [],
                 numel=sum(p.numel() for p in trainable(self.model)),
             ).attach(self.model, optimizer=self.optimizer)
+
+    def took(self, seconds: float) -> None:
+        """The last step is over, that took so long by this process's clock. A compressor has a
+        stopwatch of its own."""
+        if self.compressor is None:
+            self.stopwatch.took(seconds)
 
     def loss(self) -> torch.Tensor:
         """The loss of this rank's batch in the present step."""
@@ -146,6 +158,7 @@ class Trainer:
             payload_bytes=payload,
             floats_sent=floats,
             dense_bytes=reduce_wire_bytes(4 * dense, self.world_size),
+            pace=replace(self.stopwatch.pace),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,6 +170,7 @@ class Trainer:
             "compressor": self.compressor.state_dict() if self.compressor is not None else None,
             "rng": torch.get_rng_state(),
             "early": self.early.state_dict(),
+            "pace": self.stopwatch.pace.state_dict(),
         }
 
     def throw_away_a_step(self) -> None:
@@ -176,10 +190,29 @@ class Trainer:
             self.compressor.load_state_dict(state["compressor"])
         if "early" in state:  # not in checkpoints of older versions
             self.early.load_state_dict(state["early"])
+        self.stopwatch.pace.load_state_dict(state["pace"])
         if state["rng"] is not None:
             torch.set_rng_state(state["rng"])
         else:  # no worker of the run before had these random numbers
             torch.manual_seed(crc32(repr((self._config.seed, self.step, self.rank)).encode()))
+
+
+class PlainStopwatch:
+    """This times steps as a compressor does, for a run that has none: each counts as the median of
+    the last `LAST`, and the first not at all."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._times: deque[float] | None = None
+
+    def took(self, seconds: float) -> None:
+        """A step is over, that took so long."""
+        if self._times is None:  # a process warms up in its first
+            self._times = deque(maxlen=LAST)
+            self.pace.add(nan)
+            return
+        self._times.append(seconds)
+        self.pace.add(median(self._times))
 
 
 class EarlyStopping:

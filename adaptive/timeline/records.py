@@ -16,7 +16,8 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
-from adaptive.headline import NOT_TIMED, DenseStep, headline
+from adaptive.headline import headline
+from adaptive.pace import Pace
 from policies import DENSE, GainKind, Policy, StepReport
 from policies.state import Stateful, declare
 
@@ -75,10 +76,9 @@ class StepRecord:
     the gain that the policy decides on. status: the policy's own numbers (candidate, floor, ...).
     layer_cfs: CFs of the layers that were sent at another CF than the report's. read_sum: the
     policy has read the norm of the sum of mean gradients, and a new sum has begun.
-    active, sent, dense: since the run began, also where it was resumed: seconds of steps (their
-    medians, so that pauses do not count) and how many steps they are of, bytes of this rank, and
-    what they would have been dense; dense_steps: so many were sent dense. dense_step: what a dense
-    step would take, as known by then.
+    pace, sent, dense: since the run began, also where it was resumed: seconds of steps, bytes of
+    this rank, and what they would have been dense; dense_steps: so many were sent dense. verdict:
+    what the policy has concluded by then.
     local_steps: of each rank, of which this one consists; a dense run would have exchanged in each.
     gain: of what was sent, by the definition that the policy decides on: the policy's average where
     it keeps one, else of this step alone; 1 when dense.
@@ -91,14 +91,13 @@ class StepRecord:
     status: Mapping[str, float] = field(default_factory=dict)
     layer_cfs: Mapping[str, float] = field(default_factory=dict)
     read_sum: bool = False
-    active: float = nan
     sent: float = nan
     dense: float = nan
     local_steps: int = 1
     gain: float = nan
-    active_steps: int = 0
     dense_steps: int = 0
-    dense_step: DenseStep = NOT_TIMED
+    pace: Pace = field(default_factory=Pace)
+    verdict: str = ""
 
     @property
     def dense_bytes(self) -> float:
@@ -111,23 +110,22 @@ class StepRecord:
         sent = self.report.wire_bytes
         return self.dense_bytes / sent if sent else 1.0
 
-    @property
-    def step_seconds(self) -> float:
-        """Of a step of the optimizer, the mean since the run began; nan if none was timed."""
-        return self.active / self.active_steps if self.active_steps else nan
 
-
-def headline_of(record: StepRecord, network: str = "", gossip: bool = False) -> str:
+def headline_of(
+    record: StepRecord, network: str = "", gossip: bool = False, quality: str = ""
+) -> str:
     """Whether compression was worth it so far; "" of a record that does not tell. network, gossip:
-    see `Header`."""
+    see `Header`. quality: see `headline`."""
     if not (record.sent > 0 and record.dense > 0):
         return ""
     return headline(
-        record.step_seconds,
-        record.dense_step,
+        record.pace,
         1 - record.sent / record.dense,
+        cf=record.report.cf,
         dense_share=record.dense_steps / (record.report.step + 1),
+        verdict=record.verdict,
         network=network,
+        quality=quality,
         gossip=gossip,
     )
 
@@ -327,16 +325,17 @@ class Recorder(Stateful):
         t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
         gain = 1.0 if report.timed_cf == DENSE else report.gain(report.timed_cf, policy.gain)
         t_comp = status.pop("t_comp", t_sys * gain)
+        verdict = policy.verdict()
         record = StepRecord(
             report,
             elapsed=now - self._started_at,
             t_sys=t_sys * report.timed_steps * self._samples,
             t_comp=t_comp * report.timed_steps * self._samples,
             status=status,
+            verdict=verdict,
             **recorded,
         )
         self._timeline.step(record)
-        verdict = policy.verdict()
         if verdict and verdict not in self._logged:
             log.warning("%s", verdict)
             self._logged.add(verdict)

@@ -41,7 +41,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "bytes/sent_total": record.sent,
         "bytes/dense_total": record.dense,
         "time/step": report.seconds,
-        "time/total": record.active,
+        "time/total": record.pace.all_seconds,
         "gradient/norm": report.grad_norm,
         **{f"time/{part}": getattr(report, f"{part}_seconds") for part in parts},
         "gain/sent": record.gain,
@@ -65,7 +65,6 @@ class ThinnedTimeline(Timeline):
         self._skipped: tuple[StepRecord, float] | None = None
         self._due = 0.0
         self._layer_cfs: dict[str, float] = {}
-        self._seconds, self._timed_steps = 0.0, 0
 
     def step(self, record: StepRecord) -> None:
         now, report = time.time(), record.report
@@ -86,9 +85,6 @@ class ThinnedTimeline(Timeline):
         else:
             self._skipped = record, now
         self._last = record
-        if isfinite(report.median_seconds):
-            self._seconds += report.median_seconds
-            self._timed_steps += 1
 
     def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:
         self._skipped, self._due = None, at + self._shortest
@@ -107,8 +103,7 @@ class ThinnedTimeline(Timeline):
         numbers = {"final/bytes_sent": self._last.sent}
         if self._last.sent > 0:
             numbers["final/wire_factor"] = self._last.dense / self._last.sent
-        if self._seconds > 0:
-            numbers["final/steps_per_second"] = self._timed_steps / self._seconds
+        numbers["final/steps_per_second"] = self._last.pace.steps_per_second
         return {name: value for name, value in numbers.items() if isfinite(value)}
 
     @abstractmethod

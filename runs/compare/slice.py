@@ -113,9 +113,8 @@ def _keep(config: TrainConfig, outcome: Outcome, logbook: Logbook) -> bool:
         _, _, unsaved = save_result(config, outcome, logbook)
     if outcome.diverged:
         print(f"warning: the run has diverged: {outcome.diverged}", file=sys.stderr, flush=True)
-    seconds = outcome.seconds - outcome.first_seconds
     interface = 0 if outcome.netlab is None else outcome.netlab["interface_bytes"]
-    made = Slice(outcome.first_step, outcome.steps_done, seconds, interface)
+    made = Slice(outcome.first_step, outcome.steps_done, outcome.pace, interface)
     try:
         # What was made after the checkpoint is made anew.
         kept = [old for old in read_slices(config.folder) if old.last <= made.first]

@@ -12,7 +12,7 @@ from math import inf, isfinite, nan
 from pathlib import Path
 
 from adaptive import Header, LinkSpec, StepRecord
-from adaptive.timeline.records import headline_of
+from adaptive.pace import Pace
 from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
@@ -25,26 +25,25 @@ from runs.records import (
     Recorded,
     Stretch,
     bytes_by_step,
-    local_steps,
     seconds_by_step,
     stretches,
 )
 from runs.result import is_dense, title
 from runs.tasks import TASKS
-from runs.times import one_worker_seconds, pauses, scaling_efficiency, step_seconds
+from runs.times import one_worker_seconds, scaling_efficiency, step_seconds
 
 _IN_TITLE = ("base", "link", "exchange", "local_steps", "delay")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice is a turn that a run had in a comparison: steps first..last-1. seconds: of all but
-    the first of them, in which a new process warms up; evaluations and checkpoints are not in it.
-    interface_bytes: that a worker's interface has sent, where links are real."""
+    """A slice is a turn that a run had in a comparison: steps first..last-1. pace: of these; the
+    first, in which a new process warms up, is not timed. interface_bytes: that a worker's interface
+    has sent, where links are real."""
 
     first: int
     last: int
-    seconds: float
+    pace: Pace
     interface_bytes: int = 0
 
 
@@ -60,7 +59,7 @@ class Ending:
     quality: float = nan
     bytes_sent: float = nan
     dense_bytes: float = nan
-    steps_per_second: float = nan
+    pace: Pace = field(default_factory=Pace)
     floats_sent: float = nan
     test: float = nan
     best_step: int = 0
@@ -265,25 +264,18 @@ class Run:
 
     @cached_property
     def step_seconds(self) -> list[float]:
-        """Of each recorded step, pauses left out, of which a modelled clock knows nothing; nan
-        throughout if no step was timed."""
-        if self.config is not None and self.config.fixed_clock is not None:
-            return step_seconds(self.records, ())
-        every = self.config.checkpoint_every if self.config is not None else 0
-        evaluated = [done for done, _ in self.evaluations]
-        return step_seconds(self.records, pauses(self.records, evaluated, every, self.trained))
+        """Of each recorded step; see `runs.times.step_seconds`."""
+        return step_seconds(self.records)
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How fast its steps were: by its records; a run that keeps none has told at its end."""
+        return self.records[-1].pace if self.records else self.ending.pace
 
     @property
     def steps_per_second(self) -> float:
-        """Of the steps alone: by the records, else by the turns of a comparison; nan if it is not
-        known."""
-        seconds = sum(self.step_seconds)
-        if self.records and seconds > 0:
-            return sum(local_steps(self.records)) / seconds
-        spent = sum(part.seconds for part in self.slices)
-        if spent > 0:
-            return sum(part.last - part.first - 1 for part in self.slices) / spent
-        return self.ending.steps_per_second
+        """See `Pace`; nan if no step was timed."""
+        return self.pace.steps_per_second
 
     @property
     def scaling_efficiency(self) -> float:
@@ -329,15 +321,6 @@ class Run:
     @cached_property
     def _seconds(self) -> list[float]:
         return seconds_by_step(self.records, list(accumulate(self.step_seconds)))
-
-    @property
-    def headline(self) -> str:
-        """Whether compression was worth it, as its own record tells; "" if that does not."""
-        header = self.recorded.header
-        network = self.link if header is None else header.network or self.link
-        gossip = self.config is not None and self.config.exchange == "gossip"
-        gossip = gossip or (header is not None and header.gossip)
-        return headline_of(self.records[-1], network, gossip) if self.records else ""
 
     # -- what to know of it ----------------------------------------------------------------------
 

@@ -26,9 +26,8 @@ READING = {
     "MB sent": "by a worker",
     "MB interf.": "what the network interface of rank 0 has sent, TCP's headers included",
     "wire factor": "bytes of dense fp32 all-reduce / bytes sent",
-    "steps/s": "as the measured seconds, of all steps but the first (of each turn, in a "
-    "comparison), without evaluations and checkpoints; a verdict without a dense run beside it is "
-    "of median steps",
+    "steps/s": "each step counts as the median of the last 32 at its CF, so without evaluations "
+    "and checkpoints; measured seconds and the verdict are made of the same",
     "scaling eff.": "T_N / (N T_1), T in samples/s, by the time of one worker that was given "
     "(--one-worker-seconds) or is modelled",
     "explored": "steps sent while the policy was finding out, at another CF than the one that it "

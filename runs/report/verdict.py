@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, nan, sqrt
+from dataclasses import replace
+from math import isfinite, log, sqrt
 from statistics import mean, stdev
 
-from adaptive.headline import DenseStep, headline
+from adaptive.headline import headline
+from adaptive.pace import Pace
+from adaptive.timeline.records import headline_of
 from policies import DENSE
 from policies.words import percent
 from runs.report.rows import Row
+from runs.report.run import Run
 
 
 def headlines(rows: Sequence[Row]) -> dict[str, str]:
-    """Whether compression was worth it, by label: beside the dense row of the same task on the same
-    link, if there is one, else as the run's own record tells."""
+    """Whether compression was worth it, by label: with the quality of the dense row of the same
+    task on the same link, if there is one."""
     found = {}
     for row in rows:
         of = row.run.task, row.run.link
@@ -24,7 +28,7 @@ def headlines(rows: Sequence[Row]) -> dict[str, str]:
         elif alike and row.run.config is not None:
             told = verdict(row, alike[0])
         else:
-            told = row.run.headline
+            told = headline_of_runs(row.runs)
         if told:
             found[row.label] = told
     return found
@@ -36,28 +40,76 @@ def headline_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(row: Row, dense: Row) -> str:
-    """The headline of runs beside dense ones: means over the seeds."""
+    """The headline of runs with a dense twin of each seed."""
     run = row.run
     ours, theirs = (one.of(lambda each: each.quality).values for one in (row, dense))
     quality = beside(ours, theirs, run.quality_name, run.higher_is_better)
     if quality and run.trained != dense.run.trained:
         quality += f" after {run.trained} steps instead of {dense.run.trained}"
-    shares = [each.shares.get(DENSE, 0.0) for each in row.runs if each.records]
-    clock = dense.run.config.fixed_clock if dense.run.config is not None else None
-    saved = row.of(lambda each: 1 - 1 / each.wire_factor if each.wire_factor else nan)
-    return headline(
-        _step_seconds(row),
-        DenseStep(_step_seconds(dense), measured=clock is None),
-        saved.mean,
-        dense_share=min(mean(shares or [0.0]), 0.999),  # what it is called, its twin is dense, too
-        network=run.link,
-        quality=quality,
+    return headline_of_runs(row.runs, pace_beside(row, dense), quality)
+
+
+def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str = "") -> str:
+    """Whether compression was worth it, as their own records tell: means over the seeds; "" if
+    these do not tell. pace: what a comparison with dense runs has found; None: the first run's own.
+    quality: see `headline`."""
+    run, header = runs[0], runs[0].recorded.header
+    network = run.link if header is None else header.network or run.link
+    gossip = run.config is not None and run.config.exchange == "gossip"
+    gossip = gossip or (header is not None and header.gossip)
+    if not all(each.records for each in runs):  # plain DDP, perhaps with a hook
+        ending = run.ending
+        if not (ending.dense_bytes > 0 and isfinite(ending.bytes_sent)):
+            return ""
+        saved = 1 - ending.bytes_sent / ending.dense_bytes
+        return headline(pace or ending.pace, saved, network=network, quality=quality)
+    last = [each.records[-1] for each in runs]
+    dense = all(one.verdict and one.report.cf == DENSE for one in last)
+    record = replace(
+        last[0],
+        sent=mean(one.sent for one in last),
+        dense=mean(one.dense for one in last),
+        dense_steps=round(mean(one.dense_steps for one in last)),
+        pace=pace or last[0].pace,
+        verdict=last[0].verdict if dense else "",
     )
+    return headline_of(record, network, gossip, quality)
 
 
-def _step_seconds(row: Row) -> float:
+def pace_beside(row: Row, dense: Row) -> Pace | None:
+    """How fast runs were beside dense ones. Turns of one comparison are compared, seed by seed,
+    since they are of the same stretch of time; else runs by one modelled clock. None for runs that
+    were made at different times."""
     rate = row.of(lambda run: run.steps_per_second).mean
-    return 1 / rate if rate > 0 else nan
+    pairs = [pair for run in row.runs for each in dense.runs for pair in _turns(run, each)]
+    if not pairs or not rate > 0:
+        return None
+    steps = sum(run.pace.steps for run in row.runs)
+    both = Pace(steps=steps, seconds=steps / rate)
+    both.compared = sum(ours.seconds for ours, _ in pairs)
+    both.dense = sum(ours.steps * theirs.step_seconds for ours, theirs in pairs)
+    ratios = [log(theirs.step_seconds / ours.step_seconds) for ours, theirs in pairs]
+    both.doubt = both.dense * (2 * stdev(ratios) / sqrt(len(ratios)) if len(ratios) > 1 else 0)
+    both.measured = 0.0 if _clock(row.run) else both.dense
+    return both
+
+
+def _turns(run: Run, dense: Run) -> list[tuple[Pace, Pace]]:
+    """The paces of both in each turn in which both were timed; in all, by one modelled clock."""
+    if run.seed != dense.seed:
+        return []
+    pairs = []
+    if _clock(run) and _clock(run) == _clock(dense):
+        pairs = [(run.pace, dense.pace)]
+    elif not _clock(run) and run.folder.parent == dense.folder.parent:
+        theirs = {turn.first: turn.pace for turn in dense.slices}
+        pairs = [(turn.pace, theirs[turn.first]) for turn in run.slices if turn.first in theirs]
+    return [(ours, other) for ours, other in pairs if ours.seconds > 0 and other.seconds > 0]
+
+
+def _clock(run: Run) -> float | None:
+    """Seconds of a step's work by a modelled clock; None: steps were measured."""
+    return None if run.config is None else run.config.fixed_clock
 
 
 def beside(ours: Sequence[float], dense: Sequence[float], name: str, higher: bool) -> str:

@@ -201,11 +201,7 @@ def straight_and_resumed(rank: int, made: Combination) -> str:
 
 def _untimed(summary: Summary) -> dict[str, Any]:
     """What was counted: the first step after a start is not timed."""
-    return {
-        name: value
-        for name, value in vars(summary).items()
-        if name not in ("seconds", "timed_steps", "dense_step")
-    }
+    return {name: value for name, value in vars(summary).items() if name != "pace"}
 
 
 def _check(found: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from adaptive import LinkSpec, StepRecord, StepReport
+from adaptive.pace import Pace
 from runs.__main__ import main
 from runs.compare.command import turns
 from runs.compare.contender import parse_contender
@@ -21,7 +22,7 @@ from runs.compare.options import make_comparison
 from runs.compare.report import _histories, compact, side_by_side
 from runs.records import Stretch
 from runs.report.rows import Row, Spread
-from runs.report.run import Ending, Run, Slice, exploration
+from runs.report.run import Ending, Run, exploration
 from runs.report.table import columns, make_text, row_as_json, shown
 from runs.tables import text_of
 from runs.times import compute_seconds, model_bytes, modelled_seconds
@@ -328,11 +329,14 @@ def test_the_table_of_hand_made_runs() -> None:
 def test_small_things() -> None:
     assert isnan(Spread.of([nan]).mean)
     assert Spread.of([1.0, nan, 3.0]).mean == 2.0
-    plain = made(records=[], ending=Ending(10, 1.0, 100.0, 100.0, 7.0), policy="off", base=None)
+    plain = made(
+        records=[],
+        ending=Ending(10, 1.0, 100.0, 100.0, Pace(steps=7, seconds=1.0)),
+        policy="off",
+        base=None,
+    )
     assert [plain.sent_by(done) for done in (1, 5, 10)] == [10, 50, 100]
     assert plain.steps_per_second == 7.0
-    taken = replace(plain, slices=(Slice(0, 11, 2.0), Slice(11, 42, 8.0)))
-    assert taken.steps_per_second == 4.0
     history = [Stretch(i, i, 10.0 + i, "") for i in range(20)]
     assert compact(history) == ("10 x1, 11 x1, 12 x1, 13 x1, ... 13 more ..., 27 x1, 28 x1, 29 x1")
 

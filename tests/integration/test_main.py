@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from adaptive.names import version
+
 from runs.__main__ import main
 from runs.netlab.lab import Lab
 from runs.progress import Progress

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive import StepRecord, StepReport
+from adaptive.pace import Pace
 from runs.config import TrainConfig
 from runs.records import Recorded
 from runs.report.run import Ending, Run
@@ -27,7 +28,9 @@ def record(step: int, cf: float = 10.0, seconds: float = 0.5, **changes: Any) ->
         wire_bytes=1000.0,
         dense_wire_bytes=5000.0,
     )
-    return StepRecord(report, 0.0, **{"t_sys": 2.0, "t_comp": 1.0, **changes})
+    pace = Pace()
+    pace.add(seconds * step, step)  # of the steps before
+    return StepRecord(report, 0.0, **{"t_sys": 2.0, "t_comp": 1.0, "pace": pace, **changes})
 
 
 def made(

@@ -1,77 +1,32 @@
-"""The headline: whether compression was worth it, and the dense step that it compares with."""
+"""The headline: whether compression was worth it, in one sentence."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from math import inf, isnan, nan
+from math import nan
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from adaptive.exchange.link import LinkCost, LinkSpec
-from adaptive.headline import DenseStep, DenseTimer, headline
+from adaptive.headline import headline
+from adaptive.pace import DenseStep, Pace
 from adaptive.timeline.records import StepRecord, headline_of
 from policies import DENSE, StepReport
-from policies.words import bytes_in_words, percent, progress, seconds_in_words
-from runs.modelled_clock import ModelledClock
+from policies.words import bytes_in_words, costs, percent, progress, seconds_in_words
 from runs.report.rows import Row
-from runs.report.verdict import beside, headlines
+from runs.report.run import Slice
+from runs.report.verdict import beside, headlines, pace_beside
 from tests.unit.made_runs import DENSE as DENSE_RUN
 from tests.unit.made_runs import made, record
 
-NBYTES = 1e6  # of a dense step
 
-
-def timer(clock=lambda: 0.0, spec=None, cost=None):
-    return DenseTimer(lambda cf: NBYTES / cf, 2, 0, clock, spec, lambda: cost)
-
-
-def timed(cf, exposed, work=0.1):
-    """A step that waits so long for the network."""
-    seconds = work + exposed
-    times = {"seconds": seconds, "median_seconds": seconds, "exchange_seconds": exposed}
-    return StepReport(0, cf, timed_cf=cf, compress_seconds=0.0, **times)
-
-
-def fed(made, *reports):
-    for report in reports:
-        made.observe(report)
-    return made
-
-
-def test_a_dense_step_that_was_run_is_measured():
-    steps = [timed(DENSE, 0.9)] * 4 + [timed(10.0, 0.09)] * 4
-    step = fed(timer(spec=LinkSpec(1e9)), *steps).step(10.0)
-    assert step.measured
-    assert step.seconds == pytest.approx(1.0)
-
-
-def test_one_that_was_not_is_modelled_by_the_emulated_link_and_never_too_long():
-    step = fed(timer(spec=LinkSpec(8e6)), *[timed(10.0, 0.1)] * 4).step(10.0)
-    assert not step.measured
-    assert 1.0 <= step.seconds <= 1.1  # 1 s for the bytes, of which backward may hide some
-
-
-def test_one_on_the_measured_link_is_modelled_unless_steps_contradict_it():
-    slow = LinkCost(0.0, 1e6)
-    assert fed(timer(cost=slow), *[timed(10.0, 0.1)] * 4).step(10.0).seconds > 1.0
-    # Two CFs that wait for nothing: the network must have become faster.
-    idle = [timed(10.0, 0.0)] * 4 + [timed(20.0, 0.0)] * 4
-    assert isnan(fed(timer(cost=slow), *idle).step(20.0).seconds)
-
-
-@pytest.mark.parametrize("cost", [None, LinkCost(0.0, inf)])
-def test_where_nothing_is_known_nothing_is_said(cost):
-    step = fed(timer(cost=cost), *[timed(10.0, 0.1)] * 4).step(10.0)
-    assert isnan(step.seconds)
-    assert "dense was not timed" in headline(0.2, step, 0.9)
-
-
-def test_a_modelled_clock_knows_exactly():
-    clock = ModelledClock(0.25, LinkSpec(8e6))
-    made = fed(timer(clock), timed(10.0, 0.1))
-    assert made.step(10.0) == DenseStep(clock.step(NBYTES))
-    assert made.network == "modelled 8 Mbit/s link"
+def paced(seconds, dense=nan, measured=True, doubt=0.0):
+    """Ten steps that took so long each, and a dense step in place of each."""
+    pace = Pace()
+    pace.add(10 * seconds, 10, DenseStep(dense, measured, doubt))
+    return pace
 
 
 @pytest.mark.parametrize(
@@ -80,25 +35,57 @@ def test_a_modelled_clock_knows_exactly():
         (0.19, 1.6, 0.98, 0.0, "8.4x faster than dense on this network (0.19 s a step instead of a "
          "measured 1.6 s), 98% fewer bytes"),
         (0.1, 1.6, 0.98, 0.0, "16x faster than dense"),
-        (1.0, 1.02, 0.5, 0.0, "as fast as dense on this network"),
-        (1.0, 0.5, 0.98, 0.0, "dense is right on this network: 0.50 s a step (measured), 1.0 s in"),
-        (1.0, 1.0, 0.1, 0.9, "dense is right on this network"),
+        (1.0, 1.02, 0.5, 0.0, "about as fast as dense on this network (1.0 s a step), 50%"),
+        (1.0, 0.5, 0.98, 0.0, "2.0x slower than dense on this network (1.0 s a step instead of a "
+         "measured 0.50 s), 98% fewer bytes"),
+        (1.0, 1.0, 0.1, 0.9, "mostly dense on this network: 1.0 s a step, 90% of the steps dense"),
         (1.0, 1.0, 0.0, 1.0, "dense all along: 1.0 s a step"),
         (nan, nan, 0.9, 0.0, "90% fewer bytes than dense; no step was timed"),
+        (1.0, nan, 0.9, 0.0, "90% fewer bytes than dense, 1.0 s a step; dense was not timed on"),
         (1.0, 4.0, -0.5, 0.0, "4.0x faster"),
+        (0.116, 0.124, 0.0, 0.0, "1.1x faster than dense on this network (0.116 s a step instead "
+         "of a measured 0.124 s), as many bytes"),
     ],
 )  # fmt: skip
 def test_the_sentence(seconds, dense, saved, share, told):
-    said = headline(seconds, DenseStep(dense, measured=True), saved, dense_share=share)
+    said = headline(paced(seconds, dense), saved, dense_share=share)
     assert said.startswith(told)
     assert "\n" not in said
     assert not re.search(r"nan|inf\b|T_comp|e[+-]\d", said)
 
 
 def test_what_is_only_modelled_is_no_verdict_for_dense():
-    said = headline(0.45, DenseStep(0.42), 0.77)
+    said = headline(paced(0.45, 0.42, measured=False), 0.77)
     assert said.startswith("dense may be as fast on this network (0.45 s a step, dense a modelled ")
-    assert headline(0.45, DenseStep(0.42), 0.1, dense_share=0.9).startswith("dense is right")
+
+
+def test_what_is_within_the_doubt_is_no_difference():
+    assert headline(paced(1.0, 1.3, doubt=0.1), 0.9).startswith("1.3x faster")
+    assert headline(paced(1.0, 1.3, doubt=0.3), 0.9).startswith("about as fast as dense")
+    assert headline(paced(1.3, 1.0, doubt=0.3), 0.9).startswith("about as fast as dense")
+
+
+@given(
+    st.floats(1e-4, 1e3), st.floats(1e-4, 1e3), st.floats(0, 0.99), st.floats(-1, 0.99),
+    st.booleans(),
+)  # fmt: skip
+def test_beside_a_verdict_for_dense_nothing_is_called_faster(seconds, dense, share, saved, timed):
+    verdict = "dense is right: no CF promises more progress a second"
+    pace = paced(seconds, dense) if timed else paced(nan)
+    said = headline(pace, saved, cf=DENSE, dense_share=share, verdict=verdict)
+    assert said.startswith("dense is right on this network: ")
+    assert not re.search("faster|slower|as fast", said)
+
+
+@given(st.floats(1e-4, 1e3), st.floats(0.3, 3))
+def test_two_times_that_are_compared_differ_or_are_left_out(seconds, ratio):
+    for said in (
+        headline(paced(seconds, ratio * seconds), 0.5),
+        costs(ratio * seconds, seconds, 0.5),
+    ):
+        pair = re.search(r"([\d.]+ \w+) a step instead of (?:a measured )?([\d.]+ \w+)", said)
+        assert pair is None or pair[1] != pair[2]
+        assert pair is not None or 0.9 < ratio < 1.1
 
 
 def test_bytes_are_never_all_saved():
@@ -124,29 +111,70 @@ def test_numbers_as_people_write_them():
 
 def test_a_record_tells_it_and_one_of_before_does_not():
     report = StepReport(9, 10.0)
-    record = StepRecord(report, 1.0, 1.0, 1.0)
-    assert headline_of(record) == ""
-    known = {"active": 2.0, "active_steps": 10, "sent": 1.0, "dense": 50.0}
-    record = StepRecord(report, 1.0, 1.0, 1.0, **known, dense_step=DenseStep(1.6))
-    assert headline_of(record, "emulated 10 Mbit/s link") == (
+    assert headline_of(StepRecord(report, 1.0, 1.0, 1.0)) == ""
+    pace = paced(0.2, 1.6, measured=False)
+    known = StepRecord(report, 1.0, 1.0, 1.0, sent=1.0, dense=50.0, pace=pace)
+    assert headline_of(known, "emulated 10 Mbit/s link") == (
         "8.0x faster than dense on this emulated 10 Mbit/s link (0.20 s a step instead of a "
         "modelled 1.6 s), 98% fewer bytes"
     )
+    concluded = replace(known, report=StepReport(9, DENSE), verdict="dense is right: so it is")
+    assert headline_of(concluded).startswith("dense is right on this network: 0.20 s a step")
+
+
+# -- beside a dense run --------------------------------------------------------------------------
+
+
+def beside_dense(ours=0.5, dense=1.6, turns=2, trained=10):
+    """Two runs of one comparison that took turns."""
+    known = {"sent": 1.0, "dense": 50.0}
+    a = made("ours", [record(i, 10.0, ours, **known) for i in range(trained)], ((trained, 5.70),))
+    b = made("dense", [record(i, 1.0, dense) for i in range(10)], ((10, 5.68),), **DENSE_RUN)
+    firsts = [10 * turn // turns for turn in range(turns)]
+    return [
+        Row(one.name, (replace(one, slices=tuple(Slice(i, i + 5, paced(s)) for i in firsts)),))
+        for one, s in ((a, ours), (b, dense))
+    ]
 
 
 def test_quality_is_told_beside_a_dense_run_and_only_there():
-    ours = made("ours", evaluations=((10, 5.70),))
-    bare = made("dense", [record(i, 1.0, 1.6) for i in range(10)], ((10, 5.68),), **DENSE_RUN)
-    rows = [Row(run.name, (run,)) for run in (ours, bare)]
+    rows = beside_dense()
     told = headlines(rows)
     assert [*told] == ["ours"]
+    assert told["ours"].startswith("3.2x faster than dense on this network (0.50 s a step instead ")
+    assert "a measured 1.6 s), 98% fewer bytes" in told["ours"]
     assert told["ours"].endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
-    assert "3.2x faster" in told["ours"]
-    assert "a measured 1.6 s" in told["ours"]
-    assert headlines(rows[:1]) == {}  # nor does its own record tell
-    longer = Row("longer", (made("longer", evaluations=((20, 5.70),), steps=20),))
-    longer = replace(longer, runs=(replace(longer.run, trained=20),))
-    assert headlines([longer, rows[1]])["longer"].endswith("after 20 steps instead of 10")
+    assert headlines(rows[:1])["ours"].startswith("98% fewer bytes than dense, 0.50 s a step; dens")
+    longer = beside_dense(trained=20)
+    assert headlines(longer)["ours"].endswith("after 20 steps instead of 10")
+
+
+def test_runs_that_were_made_at_different_times_are_not_compared_by_their_seconds():
+    ours, dense = beside_dense(turns=0)
+    assert pace_beside(ours, dense) is None
+    told = headlines([ours, dense])["ours"]
+    assert "faster" not in told
+    assert told.endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
+
+
+def test_turns_that_contradict_one_another_show_no_difference():
+    ours, dense = beside_dense()
+    slow, fast = (Slice(first, first + 5, paced(s)) for first, s in ((0, 1.0), (5, 4.0)))
+    dense = Row("dense", (replace(dense.run, slices=(slow, fast)),))
+    ours = Row("ours", (replace(ours.run, slices=(replace(slow, pace=paced(1.5)),
+                                                  replace(fast, pace=paced(2.0)))),))  # fmt: skip
+    assert headlines([ours, dense])["ours"].startswith("about as fast as dense")
+
+
+def test_by_one_modelled_clock_runs_compare_at_any_time():
+    clock = {"fixed_clock": 0.1}
+    ours = made("ours", [record(i, 10.0, 0.5) for i in range(10)], **clock)
+    dense = made("dense", [record(i, 1.0, 1.6) for i in range(10)], **clock, **DENSE_RUN)
+    pace = pace_beside(Row("ours", (ours,)), Row("dense", (dense,)))
+    assert pace.speedup == pytest.approx(3.2)
+    assert not pace.is_measured
+    other = replace(dense, config=replace(dense.config, fixed_clock=0.2))
+    assert pace_beside(Row("ours", (ours,)), Row("dense", (other,))) is None
 
 
 def test_qualities_are_compared_as_far_as_seeds_tell():

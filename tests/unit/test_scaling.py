@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from adaptive import Summary
+from adaptive.pace import Pace
 from runs.compare.options import make_comparison
 from runs.config import TrainConfig
 from runs.options import make_config
@@ -20,14 +21,15 @@ from runs.tables import text_of
 from runs.train import Outcome
 from tests.unit.made_runs import made, record
 
-SUMMARY = Summary(10, 1.0, {1.0: 10}, 0, 1e6, 1000, 250.0, 1e6)
+PACE = Pace(steps=9, seconds=9 / 4)
+SUMMARY = Summary(10, 1.0, {1.0: 10}, 0, 1e6, 1000, 250.0, 1e6, pace=PACE)
 OUTCOME = Outcome(10, 0, False, seconds=2.5, loss=1.0, summary=SUMMARY, quality=5.0)
 ALONE = TrainConfig(log_dir="x", policy="off", workers=4, one_worker_seconds=0.2)
 
 
 def test_a_result_tells_it_from_its_own_steps_per_second() -> None:
     result = make_result(ALONE, OUTCOME, [], Recorded([], []))
-    assert result["scaling_efficiency"] == pytest.approx(0.2 * 10 / 2.5)
+    assert result["scaling_efficiency"] == pytest.approx(0.2 * 4)
     told = text_of(*ending(ALONE, OUTCOME, result, []))
     assert "scaling efficiency   0.8 (a step of one worker: 0.2 s)" in told
 
