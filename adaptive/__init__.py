@@ -38,7 +38,6 @@ from policies import Fixed as Fixed
 from policies import Goodput as Goodput
 from policies import GraVAC as GraVAC
 from policies import GraVACPaper as GraVACPaper
-from policies import Layerwise as Layerwise
 from policies import Plan as Plan
 from policies import Policy as Policy
 from policies import Schedule as Schedule

@@ -401,7 +401,7 @@ class AdaptiveCompressor:
     @property
     def layer_cfs(self) -> dict[str, float]:
         """The CFs in use of the layers (by parameter name) that have another than `cf`."""
-        return dict(self._session.controller.cfs.sent_layers) if self._session else {}
+        return dict(self._session.controller.cfs.layers) if self._session else {}
 
     def __repr__(self) -> str:
         """What was chosen, and how far it is."""

@@ -23,7 +23,6 @@ from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import ModelledClock
 from adaptive.headline import DenseTimer
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
@@ -138,7 +137,7 @@ class Controller(saved.Stateful):
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
-        if plan.layers and self.requested.layers is None:
+        if plan.layers and not self.policy.layerwise:
             raise ValueError(
                 f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
             )
@@ -161,14 +160,14 @@ class Controller(saved.Stateful):
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
         requested, shadow = self.requested, not (self.forced_dense or plan.rest)
-        layers = requested.layers if plan.read_layers else None
+        layers = requested.layers if plan.read_sum else ()
         peers = requested.peers if shadow else None
         # The first local step of ranks that part does not count.
         steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
         tally = Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
-            layers=0 if layers is None else layers.numel,
+            layers=len(layers),
             sketch=0 if peers is None else WIDTH,
             updates=self.memory().scales is not None,
             drift=peers is not None and len(self.numbers) > 1,
@@ -187,12 +186,13 @@ class Controller(saved.Stateful):
             tally.at("corrupt").add_(corrupt)
         if peers is not None:
             peers.begin_step(tally)
-        norms: Mapping[ModelParameter, Tensor] = {}
         if plan.read_sum:
             norm, norms = requested.sums.read()
             tally.at("sum_norm").copy_(norm)
-        if layers is not None:
-            tally.at("layers").copy_(layers.read(norms))
+            if layers:
+                missing = norm.new_full((), nan)
+                found = [norms.get(layer, missing) for layer in layers]
+                tally.at("layers").copy_(torch.stack(found))
         return tally
 
     def take_steps(self, local_steps: int) -> None:
@@ -249,7 +249,7 @@ class Controller(saved.Stateful):
             timed_bytes=timed_bytes,
         )
         recorded = {
-            "layer_cfs": self.cfs.sent_layers,
+            "layer_cfs": self.cfs.layers,
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
@@ -348,8 +348,9 @@ class Controller(saved.Stateful):
             if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
                 self.carrying = self.residual_first = False
             ranks = self.exchange.ranks
-            layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
-            report = replace(report, layers=layers, **agreed.reported())
+            of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read
+            norms = {layer.name: norm / ranks for layer, norm in of_layers}
+            report = replace(report, layer_norms=norms, **agreed.reported())
             if tally.sharded:
                 wire = agreed.sent_bytes + report.statistics_bytes
                 timed = agreed.timed_bytes

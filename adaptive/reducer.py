@@ -211,12 +211,12 @@ class Reducer:
         settled = min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, rooms)
-        energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
+        bucket.open(parameters, self.memory, step.tally, self.clip_norm)
         _tell(step.on_local, parameters, work, bucket.poisoned)
         if turn is not None:
             turn(bucket, step.cfs, step.tally)
             bucket.turned = True
-        self.requested.observe(bucket, energies, step.tally)
+        self.requested.observe(bucket, step.tally)
         return bucket
 
     def _fold(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:

@@ -2,7 +2,7 @@
 share (no torch, no I/O, no clock).
 
 base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
-(with exploration.py and drift.py), accordion.py, papers.py, budget.py, layerwise.py, baselines.py.
+(with exploration.py and drift.py), accordion.py, papers.py, budget.py, baselines.py.
 They share estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved
 states).
 """
@@ -17,7 +17,6 @@ from policies.accordion import Accordion as Accordion
 from policies.base import DENSE as DENSE
 from policies.base import Context as Context
 from policies.base import GainKind as GainKind
-from policies.base import LayerReport as LayerReport
 from policies.base import Measurement as Measurement
 from policies.base import Plan as Plan
 from policies.base import Policy as Policy
@@ -28,13 +27,12 @@ from policies.baselines import Warmup as Warmup
 from policies.budget import Budget as Budget
 from policies.goodput import Goodput as Goodput
 from policies.gravac import GraVAC as GraVAC
-from policies.layerwise import Layerwise as Layerwise
 from policies.papers import AccordionPaper as AccordionPaper
 from policies.papers import GraVACPaper as GraVACPaper
 
 _ours = (
     *(Accordion, AccordionPaper, Budget, Fixed, Goodput),
-    *(GraVAC, GraVACPaper, Layerwise, Schedule, Warmup),
+    *(GraVAC, GraVACPaper, Schedule, Warmup),
 )
 _registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ours}
 

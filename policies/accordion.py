@@ -10,7 +10,6 @@ from typing import Any
 from policies import checks
 from policies.base import (
     Context,
-    LayerReport,
     Plan,
     Policy,
     StepReport,
@@ -138,7 +137,7 @@ class Accordion(WrappingPolicy):
         # The CF of the plan is that of all layers together: their elements / the elements kept.
         kept = sum(self._numels[name] / cf for name, cf in cfs.items())
         send = sum(self._numels[name] for name in cfs) / kept
-        return Plan(send, layers={send: cfs})
+        return Plan(send, layers=cfs)
 
     @property
     def critical(self) -> bool:
@@ -168,7 +167,6 @@ class Accordion(WrappingPolicy):
             reason=self._reason or plan.reason,
             accumulate=True,
             read_sum=self._detects,
-            read_layers=self._detects and self.per_layer,
         )
 
     def observe(self, report: StepReport) -> None:
@@ -202,8 +200,7 @@ class Accordion(WrappingPolicy):
         begun: list[str] = []
         over: list[str] = []
         for name, regime in self._regimes.items():
-            of_layer = report.layers.get(name, LayerReport()).sum_norm
-            norm = of_layer if self.per_layer else report.sum_norm
+            norm = report.layer_norms.get(name, nan) if self.per_layer else report.sum_norm
             if numbers := regime.detect(norm, self.eta, stays=self._dropped):
                 told = f"{name}: {numbers}" if self.per_layer else numbers
                 (begun if regime.critical else over).append(told)

@@ -158,15 +158,12 @@ def with_arguments(text: str, given: Mapping[str, Any]) -> str:
     return canonical(type(text)(ast.unparse(call)))
 
 
-def in_python(text: str, layerwise: bool = False) -> tuple[str, list[str]]:
-    """How a script writes it, and the classes that it has to import for that. layerwise: inside of
-    a Layerwise."""
-    if is_name(text) and not layerwise:
+def in_python(text: str) -> tuple[str, list[str]]:
+    """How a script writes it, and the classes that it has to import for that."""
+    if is_name(text):
         return f'"{text}"', []
-    called = f"{BY_NAME[text].__name__}()" if text in BY_NAME else text
-    written = f"Layerwise({called})" if layerwise else text
-    calls = (node.func for node in ast.walk(_parsed(written)) if isinstance(node, ast.Call))
-    return written, sorted({ast.unparse(each) for each in calls} & {*_CLASSES})
+    calls = (node.func for node in ast.walk(_parsed(text)) if isinstance(node, ast.Call))
+    return text, sorted({ast.unparse(each) for each in calls} & {*_CLASSES})
 
 
 def value_of(words: Sequence[str]) -> Any:

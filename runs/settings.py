@@ -138,9 +138,6 @@ class Compressing:
     ddp_hook: Annotated[str | None, one_of(*DDP_HOOKS)] = None
     """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
     of rank 4, dense in its first 2 steps, in one bucket)."""
-    layerwise: Switch | None = None
-    """Share the bytes of the policy's CF out among the layers, so that least waits; --policy
-    layerwise: those of gravac's (off)."""
     base: Annotated[str | None, metavar("NAME")] = "topk"
     """Compressor: adacomp, bf16, dgc, fp16, int8, natural, none, onebit, powersgd, qsgd, randomk,
     redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's values travel

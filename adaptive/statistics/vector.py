@@ -40,11 +40,11 @@ class Tally:
     into which whoever measures adds. Its length follows from what is asked for in the step, which
     is the same on every rank.
 
-    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
-    many numbers of the layers, and of signal gain's sketch. updates: what is sent are updates.
-    drift: how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by
-    rank. norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards:
-    in how many each replica of the model is. known: the numbers that the host knows, by name.
+    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers: of how many
+    the norms are read. sketch: numbers of signal gain's. updates: what is sent are updates. drift:
+    how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by rank.
+    norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards: in how
+    many each replica of the model is. known: the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -163,7 +163,7 @@ class Statistics:
     energies: list[float] = _numbers("ranks", only="by_energy")
     """Every rank's own `total`."""
     layers: list[float] = _numbers("layers")
-    """Numbers of each layer, if they are read in this step."""
+    """`sum_norm` of each layer, if they are read in this step."""
     signal_total: float = _number("sum", reported=True, only="sketch")
     """<g_t, g_{t+1}>, t + 1 being this step; `peers_total` <g_t, g_t> between different ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")

@@ -194,7 +194,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("powersgd", {}),
     ("sketch", {}),
     ("signsgd", {"memory": "residual", "residual_dtype": torch.bfloat16}),
-    ("topk", {"policy": "layerwise"}),
+    ("topk", {"policy": "accordion-paper"}),
     ("topk", {"policy": "accordion"}),
 ]
 

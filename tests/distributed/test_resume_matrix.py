@@ -26,7 +26,6 @@ from adaptive import (
     Goodput,
     GraVAC,
     GraVACPaper,
-    Layerwise,
     Policy,
     Schedule,
     Summary,
@@ -55,7 +54,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(5.0),
     "goodput": lambda: Goodput(opening=2, cooldown=2),
     "gravac": _gravac,
-    "layerwise": lambda: Layerwise(_gravac(), window=3),
     "schedule": lambda: Schedule({0: 1.0, 3: 8.0, 9: 20.0, 12: 1.0, 14: 4.0}),
     "warmup": lambda: Warmup(_gravac(), steps=10),
     # What policies of one name decide on makes a difference, too.

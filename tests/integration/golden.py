@@ -41,7 +41,6 @@ from adaptive import (
     Goodput,
     GraVAC,
     GraVACPaper,
-    Layerwise,
     LinkSpec,
     MemoryTimeline,
     ModelledClock,
@@ -132,9 +131,6 @@ RUNS: dict[str, Run] = {
         "bucket",
         ranks=3,
         unused=True,
-    ),
-    "layerwise": Run(
-        lambda: Layerwise(_gravac(), window=8), "topk", "residual", "all_gather", "layer"
     ),
     "a layer left out": Run(_goodput, "topk", "momentum", "all_gather", "bucket", unused=True),
     "adamw": Run(_goodput, "topk", "updates", "all_gather", "bucket", ranks=3),

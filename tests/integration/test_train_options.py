@@ -64,7 +64,7 @@ BAD = {
     "--policy Goodput(gain='raw')": ["gain='raw'", "'signal'"],
     "--policy goodput --base qsgd": ["policy", "'signal'", "topk", "'qsgd'"],
     "--policy GraVAC(gain='signal') --base qsgd": ["policy", "'signal'", "'qsgd'"],
-    "--layerwise on --granularity bucket": ["--granularity", "'layer'", "'bucket'"],
+    "--policy accordion-paper --granularity bucket": ["--granularity", "'layer'", "'bucket'"],
     "--local-steps 0": ["--local-steps", "'0'", ">= 1", "auto"],
     "--local-steps auto --policy gravac": ["--local-steps", "'gravac'", "'goodput'", "'auto'"],
     "--local-steps auto --memory residual": ["--memory", "'updates'", "'residual'"],
@@ -181,7 +181,6 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
         ("--epsilon 0.5 --omega 0.2", "GraVAC(epsilon=0.5, omega=0.2)"),
         ("--policy gravac-paper --epsilon 0.5", "GraVACPaper(epsilon=0.5)"),
         ("--policy GraVAC(patience=3) --epsilon 0.5", "GraVAC(epsilon=0.5, patience=3)"),
-        ("--policy layerwise", "layerwise"),
     ],
 )
 def test_settings_choose_their_policy(options: str, policy: str) -> None:

@@ -42,14 +42,17 @@ NAN = float("nan")
         ({"masking": 0.5}, ["masking", "0.5", ">= 1"]),
         ({"shadow_sample": 0}, ["shadow_sample", "0", "(0, 1]"]),
         ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
-        ({"policy": "layerwise", "base": "fp16"}, ["policy", "'layerwise'", "base='fp16'"]),
         (
-            {"policy": "layerwise", "granularity": "bucket"},
-            ["granularity", "'layer'", "'layerwise'", "got 'bucket'"],
+            {"policy": "accordion-paper", "base": "fp16"},
+            ["policy", "'accordion-paper'", "base='fp16'"],
         ),
         (
-            {"policy": "layerwise", "hooks": {2: lambda state, bucket: bucket}},
-            ["hooks", "must be empty", "'layerwise'", "CF 2"],
+            {"policy": "accordion-paper", "granularity": "bucket"},
+            ["granularity", "'layer'", "'accordion-paper'", "got 'bucket'"],
+        ),
+        (
+            {"policy": "accordion-paper", "hooks": {2: lambda state, bucket: bucket}},
+            ["hooks", "must be empty", "'accordion-paper'", "CF 2"],
         ),
         ({"clip_norm": -1}, ["clip_norm", "-1", "> 0"]),
         ({"dense_below": -1}, ["dense_below", "-1", ">= 0"]),

@@ -13,10 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from policies.accordion import Accordion
-from policies.base import Context, LayerReport, Measurement, Plan, StepReport
+from policies.base import Context, Measurement, Plan, StepReport
 from policies.baselines import Schedule
 from policies.gravac import GraVAC
-from policies.layerwise import Layerwise
 from tests.unit.plans import reasons
 
 RANGE = (10.0, 1000.0)
@@ -236,10 +235,8 @@ def interval(policy, conv, fc, lr=0.1):
     """One interval whose sums have these norms; returns the plan after it."""
     for _ in range(policy.interval):
         plan = policy.plan()
-        assert plan.read_layers == plan.read_sum
-        norms = {"conv": conv, "fc": fc} if plan.read_layers else {}
-        told = {name: LayerReport(sum_norm=norm) for name, norm in norms.items()}
-        policy.observe(StepReport(0, plan.send, sum_norm=nan, lr=lr, layers=told))
+        told = {"conv": conv, "fc": fc} if plan.read_sum else {}
+        policy.observe(StepReport(0, plan.send, sum_norm=nan, lr=lr, layer_norms=told))
     return policy.plan()
 
 
@@ -248,13 +245,13 @@ def test_each_layer_has_a_regime_of_its_own():
     assert policy.plan().send == 10
     assert interval(policy, 1.0, 1.0).send == 10  # one sum tells nothing
     plan = interval(policy, 1.0, 9.0)
-    assert plan.layers[plan.send] == {"conv": 100.0, "fc": 10.0}
+    assert plan.layers == {"conv": 100.0, "fc": 10.0}
     assert plan.send == pytest.approx(1000 / (300 / 100 + 700 / 10))  # all elements / elements kept
     assert "critical regime over, conv: norm of its accumulated gradient 1 to 1" in plan.reason
     plan = interval(policy, 1.0, 9.0)
     assert (plan.send, plan.layers) == (100, {})
     plan = interval(policy, 9.0, 9.0)
-    assert plan.layers[plan.send] == {"conv": 10.0, "fc": 100.0}
+    assert plan.layers == {"conv": 10.0, "fc": 100.0}
     assert policy.status()["critical"] == 0.5
 
 
@@ -306,7 +303,7 @@ def test_a_policy_for_the_quiet_times():
 
 
 def test_what_cannot_be_nested_is_refused():
-    for wrong in (Accordion(), Layerwise()):
+    for wrong in (Accordion(), Accordion(per_layer=True)):
         with pytest.raises(ValueError, match="high='"):
             Accordion(high=wrong)
     with pytest.raises(ValueError, match="per_layer"):

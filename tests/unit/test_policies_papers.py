@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from policies import Context, LayerReport, Measurement, StepReport, make_policy
+from policies import Context, Measurement, StepReport, make_policy
 from policies.base import DENSE
 from policies.papers import PRESETS, AccordionPaper, GraVACPaper
 from tests.unit.gravac_world import FALLING, FASTER, GOOD, LADDER, RANGE, World
@@ -139,17 +139,16 @@ def drive(policy, norms, steps, lrs=()):
         plan = policy.plan()
         plans.append(plan)
         layers = {}
-        if plan.read_layers:
-            found = norms[min(readings, len(norms) - 1)]
-            layers = {name: LayerReport(sum_norm=norm) for name, norm in found.items()}
+        if plan.read_sum:
+            layers = norms[min(readings, len(norms) - 1)]
             readings += 1
         lr = lrs[step] if lrs else 0.1
-        policy.observe(StepReport(step, plan.send, layers=layers, lr=lr))
+        policy.observe(StepReport(step, plan.send, layer_norms=layers, lr=lr))
     return plans
 
 
 def cfs_of(plan):
-    return {name: plan.layers.get(plan.send, {}).get(name, plan.send) for name in LAYERS}
+    return {name: plan.layers.get(name, plan.send) for name in LAYERS}
 
 
 def test_local_gradients_of_one_epoch_of_each_interval_are_summed():
@@ -157,7 +156,6 @@ def test_local_gradients_of_one_epoch_of_each_interval_are_summed():
     assert [i for i, plan in enumerate(plans) if plan.accumulate] == [0, 1, 10, 11, 20, 21]
     assert [i for i, plan in enumerate(plans) if plan.read_sum] == [2, 12, 22]
     assert all(plan.local_sum for plan in plans)
-    assert all(plan.read_layers == plan.read_sum for plan in plans)
 
 
 def test_each_layer_goes_to_high_by_its_own_norm_an_interval_before():

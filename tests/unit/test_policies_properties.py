@@ -17,8 +17,6 @@ from policies import (
     Fixed,
     Goodput,
     GraVAC,
-    LayerReport,
-    Layerwise,
     Measurement,
     StepReport,
     Warmup,
@@ -91,9 +89,6 @@ accordions = st.fixed_dictionaries(
         "interval": st.integers(1, 6),
     }
 )
-layerwises = st.fixed_dictionaries(
-    {"window": st.integers(1, 5), "step_size": st.sampled_from([1.5, 2, 30])}
-)
 warmups = st.fixed_dictionaries(
     {"steps": st.integers(1, 6), "stages": st.integers(1, 3), "factor": st.sampled_from([1.5, 4])}
 )
@@ -112,21 +107,14 @@ grids = st.sampled_from(sorted(GRIDS))
 
 
 def context(cf_range, grid="any"):
-    def layer_bytes(layer, cf):
-        return (4.0 if cf == DENSE else 5.0) * LAYERS[layer] / cf
-
-    return Context(cf_range, 50, GRIDS[grid], layers=LAYERS, layer_bytes=layer_bytes)
+    return Context(cf_range, 50, GRIDS[grid], layers=LAYERS)
 
 
-def layer_reports(policy, plan, move):
+def layer_norms(policy, plan, move):
     """What a policy that asks for it is told of the layers."""
-    if not (policy.layerwise and plan.read_layers):
+    if not (policy.layerwise and plan.read_sum):
         return {}
-    cfs = sorted({plan.send, *policy.candidates()} - {DENSE})
-    return {
-        name: LayerReport(energy, move["sum_norm"], dict.fromkeys(cfs, move["gains"][i % 2]))
-        for i, (name, energy) in enumerate(zip(LAYERS, move["energies"], strict=True))
-    }
+    return dict(zip(LAYERS, move["energies"], strict=True))
 
 
 def measurement(gain, norms, is_wild):
@@ -171,7 +159,7 @@ def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
                 dense_wire_bytes=move["bytes"],
                 sum_norm=move["sum_norm"] if plan.read_sum else nan,
                 lr=move["lr"],
-                layers=layer_reports(policy, plan, move),
+                layer_norms=layer_norms(policy, plan, move),
                 grad_norm=move["norms"][1] if move["wild"] else 1.0,
                 steady=shadowed if policy.shadow else {},
                 signal={cf: gain * move["total"] for cf, gain in shadowed.items()},
@@ -223,14 +211,9 @@ def accordions_in(cf_range):
     )
 
 
-def layerwises_in(cf_range):
-    then = st.one_of(singles, tables(cf_range), policies_of(Accordion, accordions, high=singles))
-    return policies_of(Layerwise, layerwises, then=then)
-
-
 def policies_in(cf_range):
     """Makers of any policy, alone or in another."""
-    others = st.one_of(singles, tables(cf_range), accordions_in(cf_range), layerwises_in(cf_range))
+    others = st.one_of(singles, tables(cf_range), accordions_in(cf_range))
     return st.one_of(
         others, policies_of(Warmup, warmups), policies_of(Warmup, warmups, then=others)
     )
@@ -250,7 +233,7 @@ def test_plans_stay_in_the_range_and_give_a_reason_for_every_change(case, grid, 
         check_allowed(plan, cf_range, GRIDS[grid])
     assert plans[0].reason == ""
     for before, plan in pairwise(plans):
-        if plan.layers.get(plan.send, {}) != before.layers.get(before.send, {}):
+        if plan.layers != before.layers:
             assert plan.reason
         if plan.send != before.send:
             assert change(before.send, plan.send, "") in plan.reason
@@ -261,14 +244,12 @@ def test_plans_stay_in_the_range_and_give_a_reason_for_every_change(case, grid, 
 def check_allowed(plan, cf_range, can_do):
     """Nothing is sent or probed outside the range, or that cannot be done."""
     least, most = map(can_do, cf_range)
-    sent = {plan.send: plan.send} | dict(plan.layers.get(plan.send, {}))
+    sent = {plan.send: plan.send} | dict(plan.layers)
     if set(sent) > set(LAYERS):  # the plan's own CF is no more than their mean
         assert DENSE <= sent.pop(plan.send) <= most
-    of_layers = [cf for cfs in plan.layers.values() for cf in cfs.values()]
-    for cf in (*sent.values(), *plan.probe, *of_layers):
+    for cf in (*sent.values(), *plan.probe, *plan.layers.values()):
         assert cf == DENSE or least <= cf <= most
         assert can_do(cf) == cf
-    assert set(plan.layers) <= {plan.send, *plan.probe}
     assert len({plan.send, DENSE, *plan.probe}) == len(plan.probe) + 1 + (plan.send != DENSE)
 
 

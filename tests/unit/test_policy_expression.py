@@ -16,7 +16,6 @@ from policies import (
     Fixed,
     Goodput,
     GraVAC,
-    Layerwise,
     Schedule,
     Warmup,
     make_policy,
@@ -58,9 +57,10 @@ def test_calls_with_literals_and_calls_in_them() -> None:
     schedule = policy_from("Schedule({0: 10, 5: 100}, gain='signal')")
     assert isinstance(schedule, Schedule)
     assert (schedule.pieces, schedule.gain) == ({0: 10, 5: 100}, "signal")
-    nested = policy_from("Layerwise(Accordion(low=10, high=Goodput(power=1)), window=7)")
-    assert isinstance(nested, Layerwise)
-    assert nested.gain == "signal"
+    nested = policy_from("Warmup(Accordion(low=10, high=Goodput(power=1)), steps=7)")
+    assert isinstance(nested, Warmup)
+    assert isinstance(nested.then, Accordion)
+    assert nested.shadow
 
 
 def test_a_class_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

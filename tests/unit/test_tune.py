@@ -425,7 +425,6 @@ def test_every_picture_there_is_something_to_show_in_is_on_the_page(
         {"policy": "warmup", "warmup_steps": 5, "masking": False, "link": "1gbit"},
         {"policy": "goodput", "margin": 0.1},
         {"policy": "Schedule({0: 1, 20: 50.5}, gain='raw')"},
-        {"policy": "gravac", "epsilon": 0.2, "layerwise": True},
         {"policy": "budget", "share": 0.3, "exchange": "sharded"},
     ],
 )
