@@ -19,7 +19,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4, retry=2),
+    "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4),
     "goodput": lambda: Goodput(gain="error_fed", opening=4, cooldown=3),
     "budget": lambda: Budget(share=0.2, window=6, look_every=2),
     "bytes": lambda: Budget(bytes_per_step=700),

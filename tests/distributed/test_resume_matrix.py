@@ -19,13 +19,11 @@ import torch
 
 from adaptive import (
     Accordion,
-    AccordionPaper,
     AdaptiveCompressor,
     Budget,
     Fixed,
     Goodput,
     GraVAC,
-    GraVACPaper,
     Policy,
     Schedule,
     Summary,
@@ -60,8 +58,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "goodput, error_fed": lambda: Goodput(opening=2, cooldown=2, gain="error_fed"),
     "gravac, signal": lambda: _gravac(gain="signal"),
     "gravac, error_fed": lambda: _gravac(gain="error_fed"),
-    "gravac-paper": lambda: GraVACPaper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
-    "accordion-paper": lambda: AccordionPaper(interval=4, epoch=2, eta=0.01),
+    "gravac-paper": lambda: GraVAC.paper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
+    "accordion-paper": lambda: Accordion.paper(interval=4, epoch=2, eta=0.01),
     "accordion, layers": lambda: Accordion(interval=3, eta=0.01, per_layer=True),
 }
 BASES = (*compressor_names(), "topk+fp32", "dgc+qsgd", "redsync+bf16")

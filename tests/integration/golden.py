@@ -34,13 +34,11 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import (
     Accordion,
-    AccordionPaper,
     AdaptiveCompressor,
     Budget,
     Fixed,
     Goodput,
     GraVAC,
-    GraVACPaper,
     LinkSpec,
     MemoryTimeline,
     ModelledClock,
@@ -136,10 +134,10 @@ RUNS: dict[str, Run] = {
     "adamw": Run(_goodput, "topk", "updates", "all_gather", "bucket", ranks=3),
     "votes": Run(_goodput, "topk", "updates", "voted_indices", "bucket", ranks=4),
     "gravac of the paper": Run(
-        lambda: GraVACPaper(window=6, epsilon=0.3), "dgc+fp32", "residual", "all_gather", "layer"
+        lambda: GraVAC.paper(window=6, epsilon=0.3), "dgc+fp32", "residual", "all_gather", "layer"
     ),
     "accordion of the paper": Run(
-        lambda: AccordionPaper(interval=10, epoch=4, eta=0.2),
+        lambda: Accordion.paper(interval=10, epoch=4, eta=0.2),
         "topk+fp32",
         "residual",
         "all_gather",

@@ -79,7 +79,7 @@ BAD = {
     "--policy Nope()": [
         "--policy",
         "'Nope()'",
-        "Accordion, AccordionPaper, Budget",
+        "Accordion, Accordion.paper, Budget",
     ],
     "--momentum 1": ["--momentum", "'1'", "[0, 1)"],
     "--lr-drop 0": ["--lr-drop", "'0'", ">= 1"],
@@ -179,8 +179,8 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
         ("--base none", "fixed"),
         ("--cf 100", "Fixed(cf=100)"),
         ("--epsilon 0.5 --omega 0.2", "GraVAC(epsilon=0.5, omega=0.2)"),
-        ("--policy gravac-paper --epsilon 0.5", "GraVACPaper(epsilon=0.5)"),
-        ("--policy GraVAC(patience=3) --epsilon 0.5", "GraVAC(epsilon=0.5, patience=3)"),
+        ("--policy gravac-paper --epsilon 0.5", "GraVAC.paper(epsilon=0.5)"),
+        ("--policy GraVAC(cooldown=3) --epsilon 0.5", "GraVAC(cooldown=3, epsilon=0.5)"),
     ],
 )
 def test_settings_choose_their_policy(options: str, policy: str) -> None:

@@ -59,7 +59,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "accordion per layer": lambda: Accordion(interval=4, per_layer=True),
     "budget": lambda: Budget(window=6),
     "goodput": lambda: Goodput(opening=3, cooldown=2),
-    "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05, retry=1),
+    "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05),
     "parting": lambda: Stepping(first=1, later=2),
     "meeting": lambda: Stepping(first=2, later=1),
     "warmup": lambda: Warmup(Goodput(), steps=2, stages=2),

@@ -44,15 +44,15 @@ NAN = float("nan")
         ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
         (
             {"policy": "accordion-paper", "base": "fp16"},
-            ["policy", "'accordion-paper'", "base='fp16'"],
+            ["policy", "'accordion'", "base='fp16'"],
         ),
         (
             {"policy": "accordion-paper", "granularity": "bucket"},
-            ["granularity", "'layer'", "'accordion-paper'", "got 'bucket'"],
+            ["granularity", "'layer'", "'accordion'", "got 'bucket'"],
         ),
         (
             {"policy": "accordion-paper", "hooks": {2: lambda state, bucket: bucket}},
-            ["hooks", "must be empty", "'accordion-paper'", "CF 2"],
+            ["hooks", "must be empty", "'accordion'", "CF 2"],
         ),
         ({"clip_norm": -1}, ["clip_norm", "-1", "> 0"]),
         ({"dense_below": -1}, ["dense_below", "-1", ">= 0"]),

@@ -67,7 +67,7 @@ def test_they_can_be_chosen() -> None:
         (
             {"rungs": {4: "int8"}, "policy": "accordion-paper"},
             ValueError,
-            "policy 'accordion-paper'",
+            "policy 'accordion'",
         ),
     ],
     ids=str,
