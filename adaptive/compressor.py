@@ -71,8 +71,7 @@ class AdaptiveCompressor:
     dense_below: tensors of fewer elements than this are sent uncompressed.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
-        "shared_indices" (sparsifiers with fp32 values: the ranks take turns in choosing the indices
-        for all), "shared_indices_by_energy" (the rank with the largest error-fed gradient chooses).
+        "voted_indices" (sparsifiers: each rank proposes 1/N of the indices for all).
         "gossip": there is no mean, each rank steps by itself and exchanges parameters with its
         neighbours (docs/gossip.md); with policy "fixed" (the default then), "schedule" or "warmup",
         and an optimizer of all parameters handed over. "auto": the fastest by a cost model of the
@@ -185,7 +184,7 @@ class AdaptiveCompressor:
         checksum: bool = False,
         checkpoint: str = "auto",
     ) -> None:
-        compressor, foreign = make_base(base, memory, exchange), check_hooks(hooks)
+        compressor, foreign = make_base(base, memory), check_hooks(hooks)
         exchange = check_exchange(exchange, compressor)
         neighbours = choose_gossip(compressor, exchange, topology, gossip, consensus_step)
         if neighbours is not None:

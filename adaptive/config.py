@@ -44,16 +44,15 @@ VALUES = "int4"
 element takes 13 bits at CF 100 instead of 41, its index included (docs/results.md)."""
 
 
-def make_base(base: str | Compressor, memory: Any, exchange: Any) -> Compressor:
+def make_base(base: str | Compressor, memory: Any) -> Compressor:
     """The compressor called `base`, or `base` itself if it is one. A sparsifier named without a "+"
-    sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none") or
-    the ranks' values are summed on the wire (shared indices). docs/results.md has the comparison.
+    sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none").
+    docs/results.md has the comparison.
 
     ValueError for an unknown name, TypeError for anything else."""
     compressor = make_compressor(base)
     says_nothing = isinstance(base, str) and "+" not in base
-    may_round = memory != "none" and not str(exchange).startswith("shared_indices")
-    if says_nothing and may_round and isinstance(compressor, Sparsifier):
+    if says_nothing and memory != "none" and isinstance(compressor, Sparsifier):
         compressor = compressor.coded(VALUES)
     if isinstance(base, str):
         compressor.shown = base

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import isfinite, nan
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -171,7 +171,6 @@ class Controller(saved.Stateful):
             sketch=0 if peers is None else WIDTH,
             updates=self.memory().scales is not None,
             drift=peers is not None and len(self.numbers) > 1,
-            by_energy=self.sizes.choice.by_energy,
             norms=self.policy.gain == "raw",
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
@@ -205,17 +204,6 @@ class Controller(saved.Stateful):
     def meet(self) -> None:
         """The ranks meet with this step: what they have not sent yet waits in residuals."""
         self.carrying, self._compressed_last = True, self.step
-
-    @property
-    def leader(self) -> int:
-        """The rank that chooses for all in this step: the ranks take turns, or with `by_energy` it
-        is the one whose error-fed gradient was largest in the last step."""
-        energies, shards = self.agreed.energies, self.exchange.shards
-        if energies:
-            replicas = [energies[i : i + shards] for i in range(0, len(energies), shards)]
-            finite = [sum(each) if all(map(isfinite, each)) else -1.0 for each in replicas]
-            return finite.index(max(finite))
-        return self.step % self.exchange.world_size
 
     def end_step(self, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
@@ -299,7 +287,6 @@ class Controller(saved.Stateful):
         self.flush()
         return {
             **super().state_dict(),
-            "energies": list(self.agreed.energies),
             **self.stopwatch.state_dict(),
             **self.recorder.state_dict(),
         }
@@ -316,11 +303,7 @@ class Controller(saved.Stateful):
         self.exchange.corrupt.clear()
         self.corrupt = False
         self._agreed_step = self.step - 1
-        energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
-        n = self.exchange.ranks
-        whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
-        saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
-        self.agreed = Statistics(energies=energies)
+        self.agreed = Statistics()
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
 

@@ -552,11 +552,11 @@ class Session:
         elif plan.send == DENSE:
             done = self._reducer.dense(step, work, parameters)
         else:
-            nbytes, leader = self._sizes.bucket_nbytes(cfs), controller.leader
+            nbytes = self._sizes.bucket_nbytes(cfs)
             strategy = self._choice.pick(nbytes, self._granularity.by(plan.send))
             strategy = strategy if delayed is None else delayed.remembering(strategy)
             done = self._reducer.compressed(
-                step, work, parameters, strategy, leader, bucket.index(), bucket.is_last()
+                step, work, parameters, strategy, bucket.index(), bucket.is_last()
             )
         if bucket.is_last():
             self._end_step(scale)

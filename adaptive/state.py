@@ -242,7 +242,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "local": states[0]["local"],
         "sum": {},
         "peers": {name: torch.zeros_like(found) for name, found in heir["peers"].items()},
-        "controller": {**heir["controller"], "energies": [], "times": [], "timing": None},
+        "controller": {**heir["controller"], "times": [], "timing": None},
     }
 
 

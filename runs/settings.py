@@ -43,7 +43,7 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 
 EXCHANGES = (
     *("auto", "all_reduce", "all_gather", "sharded", "voted_indices"),
-    *("shared_indices", "shared_indices_by_energy", "gossip"),
+    "gossip",
 )
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
 GOSSIP_ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
@@ -146,7 +146,7 @@ class Compressing:
     """Smallest and largest CF beside dense (10 1000)."""
     exchange: str | None = None
     """How payloads become the mean: auto, all_reduce, all_gather, sharded, voted_indices,
-    shared_indices, shared_indices_by_energy, gossip (auto)."""
+    gossip (auto)."""
     down_cf: Annotated[Number | None, metavar("CF")] = None
     """With --exchange sharded: of the means on their way back; 1: compressed on the way up only
     (that of the gradients)."""

@@ -239,15 +239,6 @@ class Exchange:
         wire = payload.nbytes * (n - 1) / n  # on average over the ranks
         return self._receive(work, payload.nbytes, wire, out.view(n, size), what)
 
-    def broadcast(self, payload: Tensor, source: int, what: str) -> Future[Tensor]:
-        """What `payload` (uint8, n elements) is on the rank `source` of the group: a tensor of
-        shape (1, n), which may be `payload` itself."""
-        if self._check_bytes:
-            payload = signed(payload)
-        work = dist.broadcast(payload, group_src=source, group=self.group, async_op=True)
-        wire = payload.nbytes * (self.world_size - 1) / self.world_size
-        return self._receive(work, payload.nbytes, wire, payload[None], what, source)
-
     def to_neighbours(
         self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int], what: str
     ) -> Arriving:
@@ -327,14 +318,14 @@ class Exchange:
         return self._link.hold(done, wire, device) if self._link else done
 
     def _receive(
-        self, work: dist.Work, nbytes: int, wire: float, rows: Tensor, what: str, source: int = 0
+        self, work: dist.Work, nbytes: int, wire: float, rows: Tensor, what: str
     ) -> Future[Tensor]:
         """A future of the `rows` that a collective fills; fails if that has failed, instead of
         handing on a buffer that nothing was received in."""
 
         def finish(future: Future[Tensor]) -> Tensor:
             _after(future, rows)
-            return self.checked(rows, what, range(source, source + len(rows)))
+            return self.checked(rows, what, range(len(rows)))
 
         return self._hold(work.get_future(), nbytes, wire, rows.device).then(finish)
 

@@ -35,16 +35,14 @@ class Outgoing:
     """What a rank has to send for one bucket.
 
     payloads: one a unit; for a strategy that `takes_sums` its only part is the error-fed gradient.
-    If the bucket is poisoned so are payloads, but error-fed gradients are zero. leader: the rank
-    that chooses for all, if one does. report: is told, still in the hook's body, which payloads the
-    strategy has made itself.
+    If the bucket is poisoned so are payloads, but error-fed gradients are zero. report: is told,
+    still in the hook's body, which payloads the strategy has made itself.
     """
 
     index: int
     bucket: Bucket
     units: list[Unit]
     payloads: Sequence[Payload]
-    leader: int
     report: Callable[[Sequence[Payload]], None]
 
     @property
@@ -180,39 +178,6 @@ def _downward(unit: Unit, cf: float | None) -> Unit:
         return unit
     cf = unit.compressor.supported(cf, unit.numel)
     return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else unit.compressor)
-
-
-def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The leader's indices are broadcast, and the values that each rank has there summed, with what
-    is sent as it is; NaN if its gradients are not finite (Tyagi and Swany, AR-Topk). Bytes a rank
-    sends: (N-1)/N index lists, 2(N-1)/N value lists."""
-    own = list(out.payloads)
-    sparse = [
-        (i, unit, unit.compressor)
-        for i, unit in enumerate(out.units)
-        if isinstance(unit.compressor, Sparsifier)
-    ]
-    sizes = [compressor.index_nbytes(unit.numel, unit.cf) for _, unit, compressor in sparse]
-    indices = out.bucket.work.new_zeros(sum(sizes), dtype=torch.uint8)
-    if exchange.rank == out.leader:
-        for (i, unit, compressor), room in zip(sparse, indices.split(sizes), strict=True):
-            chosen = compressor.compress(own[i].parts[0], unit.cf, unit.key)
-            room.copy_(compressor.pack_indices(chosen))
-    rows = yield exchange.broadcast(indices, out.leader, f"bucket {out.index}, indices")
-
-    for (i, unit, compressor), packed in zip(sparse, rows[0].split(sizes), strict=True):
-        own[i] = compressor.at(own[i].parts[0], packed, unit.cf, unit.key)
-    out.report(own)
-    values = torch.cat([out.bucket.work[:0], *(payload.parts[-1] for payload in own)])
-    fill_if(out.bucket.poisoned, values, nan)
-    total = yield exchange.all_reduce(values)
-
-    means = total.split([payload.parts[-1].numel() for payload in own])
-    received = [
-        [payload.with_parts(*payload.parts[:-1], mean)]
-        for payload, mean in zip(own, means, strict=True)
-    ]
-    return Received(received, all_finite(total) ^ True, 1 / exchange.world_size, own)
 
 
 def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rounds:

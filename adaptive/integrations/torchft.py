@@ -72,7 +72,7 @@ class CompressedProcessGroup:
         self, pg: Any, base: str | Compressor = "topk", cf: float = 100.0, dense_below: int = 1024
     ) -> None:
         self._pg = pg
-        self._compressor = make_base(base, "auto", "all_gather")
+        self._compressor = make_base(base, "auto")
         if isinstance(self._compressor, RoundsCompressor):
             raise ValueError(f"base {self._compressor.shown!r} takes several rounds")
         self._cf = check_cf(cf)

@@ -42,9 +42,9 @@ class Tally:
 
     cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers: of how many
     the norms are read. sketch: numbers of signal gain's. updates: what is sent are updates. drift:
-    how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by rank.
-    norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards: in how
-    many each replica of the model is. known: the numbers that the host knows, by name.
+    how far ranks drift apart is to be known. norms:
+    those of the gain "raw" are to be known. ranks: of all that decide alike. shards: in how many
+    each replica of the model is. known: the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -53,7 +53,6 @@ class Tally:
     sketch: int = 0
     updates: bool = False
     drift: bool = False
-    by_energy: bool = False
     norms: bool = False
     ranks: int = 1
     shards: int = 1
@@ -115,9 +114,6 @@ class Tally:
         waits[self.rank] = self.known.get("exchange_seconds", nan)
         on_host = torch.tensor([*known, *waits], dtype=torch.float64)  # what is declared first
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
-        if self.by_energy:
-            total = self.at("total").masked_fill(self.at("spoiled") > 0, nan)
-            self.at("energies")[self.rank : self.rank + 1].copy_(total)
         return self.vector
 
 
@@ -160,8 +156,6 @@ class Statistics:
     kept_norms: list[float] = _numbers("cfs", only="norms")
     shadow_error: list[float] = _numbers("ladder")
     shadow_total: list[float] = _numbers("ladder")
-    energies: list[float] = _numbers("ranks", only="by_energy")
-    """Every rank's own `total`."""
     layers: list[float] = _numbers("layers")
     """`sum_norm` of each layer, if they are read in this step."""
     signal_total: float = _number("sum", reported=True, only="sketch")

@@ -121,6 +121,6 @@ def _supported(source: Source, base: Compressor | None) -> Callable[[float], flo
 def _known_base(config: TrainConfig) -> Compressor | None:
     """None for a compressor of the user's own."""
     try:
-        return make_base(config.base or "topk", config.memory, config.exchange)
+        return make_base(config.base or "topk", config.memory)
     except ValueError:
         return None

@@ -75,7 +75,6 @@ CASES = [
     ("topk", "sharded", "all_to_all_single"),
     ("qsgd", "sharded", "all_gather"),
     ("int8", "sharded", "all_to_all_single"),
-    ("topk+fp32", "shared_indices", "broadcast"),
     ("topk", "voted_indices", "all_gather"),
     ("topk", "voted_indices", "all_to_all_single"),
 ]

@@ -58,7 +58,6 @@ WAYS = [
     ("topk", {"exchange": "sharded"}),
     ("topk", {"exchange": "voted_indices"}),
     ("dgc+int8", {"exchange": "voted_indices"}),
-    ("topk", {"exchange": "shared_indices"}),
     ("dgc", {"granularity": "layer"}),
     ("randomk", {"exchange": "all_reduce"}),
     ("powersgd", {}),

@@ -188,7 +188,6 @@ def test_replicas_stay_equal_to_the_bit(device_path: bool) -> None:
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"exchange": "sharded"}),
     ("topk", {"exchange": "voted_indices"}),
-    ("topk+fp32", {"exchange": "shared_indices_by_energy"}),
     ("dgc", {"granularity": "layer", "checksum": True}),
     ("randomk", {"exchange": "all_reduce"}),
     ("powersgd", {}),

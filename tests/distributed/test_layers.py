@@ -55,7 +55,6 @@ def _run(
         ("topk", "all_gather"),
         ("topk", "sharded"),
         ("topk", "voted_indices"),
-        ("topk", "shared_indices"),
         ("threshold", "auto"),
         ("randomk", "auto"),
         ("powersgd", "auto"),

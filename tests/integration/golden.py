@@ -110,7 +110,7 @@ RUNS: dict[str, Run] = {
         lambda: _gravac(gain="error_fed", epsilon=0.2), "dgc", "momentum", "all_gather", "bucket"
     ),
     "accordion": Run(
-        lambda: Accordion(interval=6, eta=0.2), "topk+fp32", "momentum", "shared_indices", "bucket"
+        lambda: Accordion(interval=6, eta=0.2), "topk+fp32", "momentum", "voted_indices", "bucket"
     ),
     "accordion, by layer": Run(
         lambda: Accordion(interval=6, eta=0.2, per_layer=True), "topk", "none", "sharded", "layer"
@@ -125,7 +125,7 @@ RUNS: dict[str, Run] = {
         lambda: Schedule({0: 1.0, 7: 8.0, 23: 40.0, 41: 1.0, 44: 16.0}),
         "topk+fp32",
         "residual",
-        "shared_indices_by_energy",
+        "voted_indices",
         "bucket",
         ranks=3,
         unused=True,

@@ -60,9 +60,6 @@ class MetaExchange(Exchange):
     def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str = "") -> Future[Tensor]:
         return _done(payload.new_empty(2, sizes[0]))
 
-    def broadcast(self, tensor: Tensor, source: int, what: str = "") -> Future[Tensor]:
-        return _done(tensor[None])
-
 
 def _done(tensor: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future()
@@ -171,7 +168,7 @@ class Hook:
         if not measured:
             done = self.reducer.dense(step, buffer, self.parameters)
         else:
-            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, 0, True)
+            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, True)
         assert done.wait().shape == buffer.shape
         for corrupt in self.exchange.corrupt:
             tally.at("corrupt").add_(corrupt)

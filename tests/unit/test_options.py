@@ -123,22 +123,21 @@ def test_before_attach_there_is_nothing_to_tell(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "memory", "exchange", "name"),
+    ("base", "memory", "name"),
     [
-        ("topk", "auto", "auto", "topk+int4"),
-        ("dgc", "momentum", "sharded", "dgc+int4"),
-        ("topk+fp32", "auto", "auto", "topk"),
-        ("topk+bf16", "auto", "auto", "topk+bf16"),
-        (TopK(), "auto", "auto", "topk"),
-        ("topk", "none", "auto", "topk"),  # what rounding loses would be lost for good
-        ("topk", "auto", "shared_indices", "topk"),  # summed on the wire
-        ("randomk", "auto", "auto", "randomk"),
+        ("topk", "auto", "topk+int4"),
+        ("dgc", "momentum", "dgc+int4"),
+        ("topk+fp32", "auto", "topk"),
+        ("topk+bf16", "auto", "topk+bf16"),
+        (TopK(), "auto", "topk"),
+        ("topk", "none", "topk"),  # what rounding loses would be lost for good
+        ("randomk", "auto", "randomk"),
     ],
 )
 def test_values_are_coded_where_nobody_says_and_errors_are_fed_back(
-    base: str | Compressor, memory: str, exchange: str, name: str
+    base: str | Compressor, memory: str, name: str
 ) -> None:
-    made = make_base(base, memory, exchange)
+    made = make_base(base, memory)
     assert made.name == name
     assert made.shown == (base if isinstance(base, str) else name)  # in messages
 

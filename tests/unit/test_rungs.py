@@ -37,7 +37,6 @@ def test_by_default_bf16_and_int8_are_below_the_range() -> None:
         {"base": "int8"},
         {"base": "powersgd"},
         {"memory": "none"},
-        {"exchange": "shared_indices", "base": "topk+fp32"},
     ],
     ids=str,
 )
