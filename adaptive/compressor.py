@@ -135,8 +135,6 @@ class AdaptiveCompressor:
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
         in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
-    checksum: send 4 bytes behind each payload that is gathered, scattered or broadcast, so that
-        bytes changed on the way raise CorruptPayload out of backward (docs/reliability.md).
     checkpoint: what `state_dict()` gives. "rank": each rank its own state, to save and load by
         itself. "gathered": rank 0 the states of all ranks, for frameworks that write what rank 0
         has, and hand it to every rank. "opaque": each rank one leaf of bytes, for
@@ -181,7 +179,6 @@ class AdaptiveCompressor:
         clock: Callable[[], float] = time.perf_counter,
         process_group: dist.ProcessGroup | None = None,
         debug: bool | int | None = None,
-        checksum: bool = False,
         checkpoint: str = "auto",
     ) -> None:
         compressor, foreign = make_base(base, memory), check_hooks(hooks)
@@ -226,7 +223,6 @@ class AdaptiveCompressor:
             link=spec,
             clock=clock,
             debug=debug_interval(debug),
-            checksum=checks.flag("checksum", checksum),
             gossip=neighbours,
         )
         self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)

@@ -184,7 +184,6 @@ class Settings:
     link: LinkSpec | None
     clock: Callable[[], float]
     debug: int
-    checksum: bool
     gossip: GossipChoice | None = None
     claimed: Sequence[Policy | Compressor] = ()
     in_use: bool = False
@@ -334,7 +333,7 @@ class Settings:
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
         as_they_are += " shadow_sample clip_norm local_steps outer_lr outer_momentum overlap delay"
-        as_they_are += " debug checksum residual_dtype"
+        as_they_are += " debug residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

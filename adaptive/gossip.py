@@ -197,7 +197,6 @@ class Gossip:
             pack(out, units, payloads),
             self.topology.receivers(step, rank),
             list(weights),
-            f"parameters {index}",
         )
         chunk.round = _Round(units, list(weights.values()), arriving)
         self._take_in(chunk, x, units, payloads, own_weight)

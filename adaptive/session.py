@@ -99,7 +99,7 @@ class Session:
         self.settings = settings
         self.model = model
         link = EmulatedLink(settings.link) if settings.link else None
-        self.exchange = Exchange(group, link, settings.checksum, everyone)
+        self.exchange = Exchange(group, link, everyone)
         world_size, tells = self.exchange.world_size, self.exchange.place == 0
         self._parameters = ModelParameters(model, settings.residual_dtype)
         of_ddp = model if isinstance(model, DistributedDataParallel) else None

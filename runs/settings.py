@@ -186,8 +186,6 @@ class Compressing:
     delay: Whole | None = None
     """Each worker takes its own step at once, and the mean of all takes the place of that so many
     steps later: up to N exchanges are under way while they compute (0)."""
-    checksum: Switch | None = None
-    """A checksum behind each payload, so that bytes changed on the way end the run (off)."""
     topology: Annotated[str | None, one_of(*TOPOLOGIES)] = None
     """With --exchange gossip: who a worker's neighbours are (ring)."""
     gossip: Annotated[str | None, one_of(*GOSSIP_ALGORITHMS)] = None

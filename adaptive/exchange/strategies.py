@@ -76,7 +76,7 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     """Every rank sends its payloads to every other. Bytes a rank sends: (N-1) payloads."""
     wire = pack(out, out.units, out.payloads)
     out.payloads = ()  # our own comes back, too
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}")
+    rows = yield exchange.all_gather(wire)
     sizes = payload_sizes(out.units, out.dtype)
     by_unit = rows.split(sizes, dim=1)
     # One unit after the other, so that the decoded payloads of no more than one are in memory.
@@ -121,7 +121,7 @@ def sharded(
     ]
     sizes = [sum(payload_sizes(units, out.dtype)) for units in shards]
     wire = pack(out, out.units, out.payloads)
-    rows = yield exchange.all_to_all(wire, sizes, f"bucket {out.index}")
+    rows = yield exchange.all_to_all(wire, sizes)
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row, out.dtype) for row in rows]
@@ -160,7 +160,7 @@ def sharded(
             server[unit.key.name] = torch.where(flag, unspoilt, mean)
         means = []
     out.report(second)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means", means=True)
+    rows = yield exchange.all_gather(wire, means=True)
 
     everyones: list[Payload] = []
     for units, row, size in zip(down, rows, down_sizes, strict=True):
@@ -196,7 +196,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     for (i, unit, compressor), room in zip(sparse, wire.split(sizes), strict=True):
         proposed = compressor.compress(own[i].parts[0], unit.cf * n, unit.key)
         room.copy_(compressor.pack_indices(proposed))
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, proposed indices")
+    rows = yield exchange.all_gather(wire)
 
     for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
         own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.cf, unit.key)
@@ -207,7 +207,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     wires = [lists.encode(sent, rank, key, out.bucket.poisoned) for rank in range(n)]
     out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
     sizes = [wire.numel() for wire in wires]
-    rows = yield exchange.all_to_all(torch.cat(wires), sizes, f"bucket {out.index}")
+    rows = yield exchange.all_to_all(torch.cat(wires), sizes)
 
     mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
     for row in rows:
@@ -220,7 +220,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     sent.sub_(exact.sub_(mean), alpha=n)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means", means=True)
+    rows = yield exchange.all_gather(wire, means=True)
 
     for rank, row in enumerate(rows):
         for piece, decoded in zip(

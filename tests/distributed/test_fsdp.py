@@ -188,7 +188,7 @@ def test_replicas_stay_equal_to_the_bit(device_path: bool) -> None:
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"exchange": "sharded"}),
     ("topk", {"exchange": "voted_indices"}),
-    ("dgc", {"granularity": "layer", "checksum": True}),
+    ("dgc", {"granularity": "layer"}),
     ("randomk", {"exchange": "all_reduce"}),
     ("powersgd", {}),
     ("sketch", {}),

@@ -54,10 +54,10 @@ class MetaExchange(Exchange):
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         return _done(tensor)
 
-    def all_gather(self, payload: Tensor, what: str = "", means: bool = False) -> Future[Tensor]:
+    def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         return _done(payload.new_empty(2, payload.numel()))
 
-    def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str = "") -> Future[Tensor]:
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         return _done(payload.new_empty(2, sizes[0]))
 
 

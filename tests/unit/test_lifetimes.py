@@ -106,7 +106,7 @@ def lifetimes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lifetimes]:
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 CASES: dict[str, tuple[str, list[float], dict[str, Any], Any, dict[str, Any]]] = {
-    "gathered": ("topk", [16.0], {"exchange": "all_gather", "checksum": True}, SGD, {}),
+    "gathered": ("topk", [16.0], {"exchange": "all_gather"}, SGD, {}),
     "sharded": ("dgc", [16.0], {"exchange": "sharded"}, SGD, {}),
     "voted": ("topk+int8", [16.0], {"exchange": "voted_indices"}, SGD, {}),
     "summed": ("bf16", [2.0], {}, SGD, {}),

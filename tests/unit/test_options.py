@@ -85,7 +85,6 @@ def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
         ({"link": 100}, ["link", "'100mbit'", "100"]),
         ({"clock": 3.0}, ["clock", "seconds", "3.0"]),
         ({"debug": "yes"}, ["debug", "'yes'"]),
-        ({"checksum": "crc"}, ["checksum", "True or False", "'crc'"]),
         ({"policy": GraVAC}, ["policy", "GraVAC"]),
         ({"policy": "schedule"}, ["policy='schedule'", "'pieces'", "pieces, gain"]),
         ({"timeline": "logs"}, ["timeline", "MemoryTimeline"]),
