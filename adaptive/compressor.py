@@ -416,8 +416,8 @@ class AdaptiveCompressor:
         return self._running().summary()
 
     def explain(self, detail: bool = False) -> str:
-        """The present state in words: whether compression is worth it here, the CF and why, and
-        what would make it move. detail: and the numbers of the policy's rule."""
+        """The present state in words: whether compression is worth it here, and the CF and why.
+        detail: and the numbers of the policy's rule."""
         return self._running().explain(detail)
 
     def doctor(self, steps: int = STEPS, tell: Callable[[Verdict], None] | None = print) -> Doctor:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import nan
+from math import isnan, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +95,7 @@ class Controller(saved.Stateful):
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
-    _last_switch: tuple[int, str, str] = saved.saved((0, "", ""))  # the step, why, details
+    _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
@@ -110,10 +110,9 @@ class Controller(saved.Stateful):
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
-            self._last_switch = (self.step, plan.reason, self.policy.details())
+            self._last_switch = (self.step, plan.reason)
         if switches or (plan.reason and not self.forced_dense):
-            details = self.policy.details()
-            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason, details))
+            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
         compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
@@ -268,19 +267,19 @@ class Controller(saved.Stateful):
         )
 
     def explain(self, detail: bool = False) -> str:
-        """Whether it is worth it; CF, since when and why; what the policy has concluded, and what
-        would change it. detail: and the numbers of the policy's rule, then and now."""
-        step, reason, details = self._last_switch
+        """Whether it is worth it; CF, since when and why; what the policy has concluded.
+        detail: and the numbers of the policy's rule now."""
+        step, reason = self._last_switch
         lines = [self.summary().headline]
         cf = named(self.cf)
         cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense until it is attached again"])
-        lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
-        if detail:
-            told = (f"at step {step}", details), ("now", self.policy.details())
-            lines += [f"numbers of the rule, {when}: {what}" for when, what in told if what]
+        lines += [self.policy.verdict()] if self.policy.verdict() else []
+        numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
+        if detail and numbers:
+            lines += [f"numbers of the rule: {', '.join(numbers)}"]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:

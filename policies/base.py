@@ -258,15 +258,6 @@ class Policy(ABC):
         """One sentence if the policy has reached a conclusion worth telling; else ""."""
         return ""
 
-    def next_move(self) -> str:
-        """One sentence on what would make the CF change; "" if the policy does not say."""
-        return ""
-
-    def details(self) -> str:
-        """The numbers of its rule, in words; unless it says otherwise, those of `status()`."""
-        known = [f"{name} {value:.4g}" for name, value in self.status().items() if value == value]
-        return ", ".join(known)
-
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
         """Another number of ranks has saved the state that was loaded: forget what depends on it
         (step times, bytes on the wire, norms of mean gradients)."""
@@ -338,9 +329,6 @@ class WrappingPolicy(DeclaredPolicy):
 
     def verdict(self) -> str:
         return self._active.verdict()
-
-    def details(self) -> str:
-        return self._active.details()
 
     def rescale(self) -> None:
         self._active.rescale()

@@ -194,18 +194,6 @@ class Budget(DeclaredPolicy):
             "exploring": float(by_time and (self._brief or self._look is not None)),
         }
 
-    def next_move(self) -> str:
-        if self.bytes_per_step is not None:
-            return f"it changes when a step's bytes do; bytes_per_step is {self.bytes_per_step:g}"
-        if not self._time.timed():
-            return "it changes when it is known what the network costs"
-        most, least = self._limit * (1 + self.hysteresis), self._limit / (1 + self.hysteresis)
-        return (
-            f"it changes when communication takes more than {percent(most)} of a step (now "
-            f"{percent(self._share(self._send))}, as predicted), or less than {percent(least)} at "
-            f"a smaller CF"
-        )
-
     def rescale(self) -> None:
         """It stays at its CF while it measures step times anew, but keeps to bytes at once."""
         before = self._now

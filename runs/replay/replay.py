@@ -66,8 +66,7 @@ def replay(
         plan = policy.plan()
         plans.append(plan)
         if (plan.send != before and i > 0) or plan.reason:
-            step, details = record.report.step, policy.details()
-            events.append(Event(step, before, plan.send, plan.reason, details))
+            events.append(Event(record.report.step, before, plan.send, plan.reason))
         if followed == i and _same_plan(plan, record):
             followed += 1
         wanted = () if plan.rest else ladder

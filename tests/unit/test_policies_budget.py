@@ -311,15 +311,3 @@ def test_bytes_measured_then_computed():
     assert wire.at(40.0) == 2.5e4
     wire.observe(sent(DENSE, 1e5, dense=1e5))  # another model, so to speak
     assert (wire.at(20.0), wire.at(DENSE)) == (5e4, 1e5)
-
-
-def test_what_would_make_it_move():
-    run = Network(Budget(share=0.2))
-    assert run.policy.next_move() == "it changes when it is known what the network costs"
-    run.run(100)
-    assert run.policy.next_move().startswith(
-        "it changes when communication takes more than 25% of a step (now "
-    )
-    assert run.policy.next_move().endswith(", or less than 16% at a smaller CF")
-    run = Network(Budget(bytes_per_step=5e4))
-    assert run.policy.next_move() == "it changes when a step's bytes do; bytes_per_step is 50000"

@@ -58,7 +58,6 @@ def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
         "cf_before": 10,
         "cf": 20,
         "reason": "scale up",
-        "details": "",
     }
     assert last["report"]["cf"] == 1.5
 
