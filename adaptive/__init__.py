@@ -25,12 +25,9 @@ from compressors import NoCompression as NoCompression
 from compressors import RandomK as RandomK
 from compressors import TopK as TopK
 from policies import Accordion as Accordion
-from policies import AccordionPaper as AccordionPaper
 from policies import Fixed as Fixed
 from policies import Goodput as Goodput
 from policies import GraVAC as GraVAC
-from policies import GraVACPaper as GraVACPaper
-from policies import Layerwise as Layerwise
 from policies import Plan as Plan
 from policies import Policy as Policy
 from policies import Schedule as Schedule

@@ -38,27 +38,22 @@ class StepCFs:
     """The CFs of one step, the same on every rank.
 
     send: the CF of the step. measured: ascending; with `send`, unless that is dense or a foreign
-    hook's. layers: for a CF of these, the CFs of the layers (by parameter name) that have another.
+    hook's. layers: the CFs of the layers (by parameter name) that do not send at `send`.
     """
 
     send: float = DENSE
     measured: tuple[float, ...] = ()
-    layers: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
-
-    @property
-    def sent_layers(self) -> Mapping[str, float]:
-        """The layers that do not send at `send`, and their CFs."""
-        return self.layers.get(self.send, {})
+    layers: Mapping[str, float] = field(default_factory=dict)
 
     def sent(self, layer: str) -> float:
         """What a layer sends at."""
-        return self.sent_layers.get(layer, self.send)
+        return self.layers.get(layer, self.send)
 
     def levels(self, layer: str) -> tuple[float, ...]:
         """What a layer is to be compressed at for each of the CFs measured."""
         if not self.layers:
             return self.measured
-        return tuple(self.layers.get(cf, {}).get(layer, cf) for cf in self.measured)
+        return tuple(self.sent(layer) if cf == self.send else cf for cf in self.measured)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +150,9 @@ class Bucket:
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
-    ) -> Tensor:
+    ) -> None:
         """Look at the local gradients of these parameters, clip them, and add their norms to the
-        tally. Returns ||g||^2 of each (float64)."""
+        tally."""
         grads = self.work.split([parameter.local.numel() for parameter in parameters])
         energies = squared_norms(grads)
         if clip_norm is not None:
@@ -173,7 +168,6 @@ class Bucket:
             self.parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
             start = stop
         fill_if(self.poisoned, self.work, 0.0)
-        return energies
 
     def of(self, unit: Unit) -> Tensor:
         """The unit's slice of `work`."""

@@ -71,8 +71,7 @@ class AdaptiveCompressor:
     dense_below: tensors of fewer elements than this are sent uncompressed.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
-        "shared_indices" (sparsifiers with fp32 values: the ranks take turns in choosing the indices
-        for all), "shared_indices_by_energy" (the rank with the largest error-fed gradient chooses).
+        "voted_indices" (sparsifiers: each rank proposes 1/N of the indices for all).
         "gossip": there is no mean, each rank steps by itself and exchanges parameters with its
         neighbours (docs/gossip.md); with policy "fixed" (the default then), "schedule" or "warmup",
         and an optimizer of all parameters handed over. "auto": the fastest by a cost model of the
@@ -131,8 +130,6 @@ class AdaptiveCompressor:
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
         in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
-    checksum: send 4 bytes behind each payload that is gathered, scattered or broadcast, so that
-        bytes changed on the way raise CorruptPayload out of backward (docs/reliability.md).
     checkpoint: what `state_dict()` gives. "rank": each rank its own state, to save and load by
         itself. "gathered": rank 0 the states of all ranks, for frameworks that write what rank 0
         has, and hand it to every rank. "auto": "gathered" where `attach` is handed what Accelerate
@@ -173,10 +170,9 @@ class AdaptiveCompressor:
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
         debug: bool | int | None = None,
-        checksum: bool = False,
         checkpoint: str = "auto",
     ) -> None:
-        compressor, foreign = make_base(base, memory, exchange), check_hooks(hooks)
+        compressor, foreign = make_base(base, memory), check_hooks(hooks)
         exchange = check_exchange(exchange, compressor)
         neighbours = choose_gossip(compressor, exchange, topology, gossip, consensus_step)
         if neighbours is not None:
@@ -217,7 +213,6 @@ class AdaptiveCompressor:
             link=spec,
             clock=clock,
             debug=debug_interval(debug),
-            checksum=checks.flag("checksum", checksum),
             gossip=neighbours,
         )
         self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
@@ -362,7 +357,7 @@ class AdaptiveCompressor:
     @property
     def layer_cfs(self) -> dict[str, float]:
         """The CFs in use of the layers (by parameter name) that have another than `cf`."""
-        return dict(self._session.controller.cfs.sent_layers) if self._session else {}
+        return dict(self._session.controller.cfs.layers) if self._session else {}
 
     def __repr__(self) -> str:
         """What was chosen, and how far it is."""
@@ -382,8 +377,8 @@ class AdaptiveCompressor:
         return self._running().summary()
 
     def explain(self, detail: bool = False) -> str:
-        """The present state in words: whether compression is worth it here, the CF and why, and
-        what would make it move. detail: and the numbers of the policy's rule."""
+        """The present state in words: whether compression is worth it here, and the CF and why.
+        detail: and the numbers of the policy's rule."""
         return self._running().explain(detail)
 
     def flush(self) -> None:

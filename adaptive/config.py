@@ -42,16 +42,15 @@ VALUES = "int4"
 element takes 13 bits at CF 100 instead of 41, its index included (docs/results.md)."""
 
 
-def make_base(base: str | Compressor, memory: Any, exchange: Any) -> Compressor:
+def make_base(base: str | Compressor, memory: Any) -> Compressor:
     """The compressor called `base`, or `base` itself if it is one. A sparsifier named without a "+"
-    sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none") or
-    the ranks' values are summed on the wire (shared indices). docs/results.md has the comparison.
+    sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none").
+    docs/results.md has the comparison.
 
     ValueError for an unknown name, TypeError for anything else."""
     compressor = make_compressor(base)
     says_nothing = isinstance(base, str) and "+" not in base
-    may_round = memory != "none" and not str(exchange).startswith("shared_indices")
-    if says_nothing and may_round and isinstance(compressor, Sparsifier):
+    if says_nothing and memory != "none" and isinstance(compressor, Sparsifier):
         compressor = compressor.coded(VALUES)
     if isinstance(base, str):
         compressor.shown = base
@@ -184,7 +183,6 @@ class Settings:
     link: LinkSpec | None
     clock: Callable[[], float]
     debug: int
-    checksum: bool
     gossip: GossipChoice | None = None
 
     def __post_init__(self) -> None:
@@ -311,7 +309,7 @@ class Settings:
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
         as_they_are += " shadow_sample clip_norm local_steps outer_lr outer_momentum overlap delay"
-        as_they_are += " debug checksum residual_dtype"
+        as_they_are += " debug residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

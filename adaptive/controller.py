@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import isfinite, nan
+from math import isnan, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import StepClock
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.pace import DenseTimer
-from adaptive.parameters import ModelParameter
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
@@ -98,7 +97,7 @@ class Controller(saved.Stateful):
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
-    _last_switch: tuple[int, str, str] = saved.saved((0, "", ""))  # the step, why, details
+    _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
@@ -113,10 +112,9 @@ class Controller(saved.Stateful):
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
-            self._last_switch = (self.step, plan.reason, self.policy.details())
+            self._last_switch = (self.step, plan.reason)
         if switches or (plan.reason and not self.forced_dense):
-            details = self.policy.details()
-            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason, details))
+            self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
         compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
@@ -135,7 +133,7 @@ class Controller(saved.Stateful):
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
-        if plan.layers and self.requested.layers is None:
+        if plan.layers and not self.policy.layerwise:
             raise ValueError(
                 f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
             )
@@ -166,27 +164,27 @@ class Controller(saved.Stateful):
             tally.at("corrupt").add_(corrupt)
         if tally.sketch and requested.peers is not None:
             requested.peers.begin_step(tally)
-        norms: Mapping[ModelParameter, Tensor] = {}
         if plan.read_sum:
             norm, norms = requested.sums.read()
             tally.at("sum_norm").copy_(norm)
-        if plan.read_layers and requested.layers is not None:
-            tally.at("layers").copy_(requested.layers.read(norms))
+            if requested.layers:
+                missing = norm.new_full((), nan)
+                found = [norms.get(layer, missing) for layer in requested.layers]
+                tally.at("layers").copy_(torch.stack(found))
         return tally
 
     def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
         """Empty, for what a step with this plan measures."""
         requested, shadow = self.requested, not (self.forced_dense or plan.rest)
-        layers = requested.layers if plan.read_layers else None
+        layers = requested.layers if plan.read_sum else ()
         peers = requested.peers if shadow else None
         return Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
-            layers=0 if layers is None else layers.numel,
+            layers=len(layers),
             sketch=0 if peers is None else WIDTH,
             updates=self.memory().moments is not None,
             drift=peers is not None and len(self.numbers) > 1,
-            by_energy=self.sizes.choice.by_energy,
             norms=self.policy.gain == "raw",
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
@@ -205,17 +203,6 @@ class Controller(saved.Stateful):
     def meet(self) -> None:
         """The ranks meet with this step: what they have not sent yet waits in residuals."""
         self.carrying, self._compressed_last = True, self.step
-
-    @property
-    def leader(self) -> int:
-        """The rank that chooses for all in this step: the ranks take turns, or with `by_energy` it
-        is the one whose error-fed gradient was largest in the last step."""
-        energies, shards = self.agreed.energies, self.exchange.shards
-        if energies:
-            replicas = [energies[i : i + shards] for i in range(0, len(energies), shards)]
-            finite = [sum(each) if all(map(isfinite, each)) else -1.0 for each in replicas]
-            return finite.index(max(finite))
-        return self.step % self.exchange.world_size
 
     def end_step(self, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
@@ -249,7 +236,7 @@ class Controller(saved.Stateful):
             timed_bytes=timed_bytes,
         )
         recorded = {
-            "layer_cfs": self.cfs.sent_layers,
+            "layer_cfs": self.cfs.layers,
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
@@ -295,9 +282,9 @@ class Controller(saved.Stateful):
         )
 
     def explain(self, detail: bool = False) -> str:
-        """Whether it is worth it; CF, since when and why; what the policy has concluded, and what
-        would change it. detail: and the numbers of the policy's rule, then and now."""
-        step, reason, details = self._last_switch
+        """Whether it is worth it; CF, since when and why; what the policy has concluded.
+        detail: and the numbers of the policy's rule now."""
+        step, reason = self._last_switch
         if self.too_small:
             return TOO_SMALL
         lines = [self.summary().headline]
@@ -306,17 +293,16 @@ class Controller(saved.Stateful):
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense from now on"])
-        lines += [line for line in (self.policy.verdict(), self.policy.next_move()) if line]
-        if detail:
-            told = (f"at step {step}", details), ("now", self.policy.details())
-            lines += [f"numbers of the rule, {when}: {what}" for when, what in told if what]
+        lines += [self.policy.verdict()] if self.policy.verdict() else []
+        numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
+        if detail and numbers:
+            lines += [f"numbers of the rule: {', '.join(numbers)}"]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
         self.flush()
         return {
             **super().state_dict(),
-            "energies": list(self.agreed.energies),
             **self.stopwatch.state_dict(),
             **self.recorder.state_dict(),
         }
@@ -332,11 +318,7 @@ class Controller(saved.Stateful):
         self.exchange.take_traffic()
         self.exchange.corrupt.clear()
         self.corrupt = False
-        energies = saved.read(state, "energies", list[object])  # of a spoiled step not finite
-        n = self.exchange.ranks
-        whole = len(energies) in (0, n) and all(isinstance(energy, float) for energy in energies)
-        saved.together(whole, f"'energies' must be {n} numbers or none, got {energies!r}")
-        self.agreed = Statistics(energies=energies)
+        self.agreed = Statistics()
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
         if not same_clock:
@@ -362,8 +344,9 @@ class Controller(saved.Stateful):
             if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
                 self.carrying = False
             ranks = self.exchange.ranks
-            layers = requested.layers.reports(agreed.layers, ranks) if requested.layers else {}
-            report = replace(report, layers=layers, **agreed.reported())
+            of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read
+            norms = {layer.name: norm / ranks for layer, norm in of_layers}
+            report = replace(report, layer_norms=norms, **agreed.reported())
             if tally.sharded:
                 wire = agreed.sent_bytes + report.statistics_bytes
                 timed = agreed.timed_bytes

@@ -175,14 +175,13 @@ class Gossip:
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
         tally.at("spoiled").add_(torch.as_tensor(bucket.poisoned))
         self._exchange.count_floats(sum(unit.floats for unit in units))
-        out = Outgoing(index, bucket, units, payloads, 0, lambda _: None)
+        out = Outgoing(index, bucket, units, payloads, lambda _: None)
         weights = self.topology.sources(step, rank)
         own_weight = weights.pop(rank)
         arriving = self._exchange.to_neighbours(
             pack(out, units, payloads),
             self.topology.receivers(step, rank),
             list(weights),
-            f"parameters {index}",
         )
         chunk.round = _Round(units, list(weights.values()), arriving)
         self._take_in(chunk, x, units, payloads, own_weight)

@@ -104,14 +104,12 @@ class Reducer:
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
         strategy: Strategy,
-        leader: int,
         index: int,
         last: bool,
     ) -> Future[Tensor]:
         """Exchange the gradients of bucket `index` compressed as `step.cfs` says.
 
-        strategy: how payloads become the mean. leader: the rank that chooses for all, if one does.
-        last: no bucket of this step comes after it."""
+        strategy: how payloads become the mean. last: no bucket of this step comes after it."""
         rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
         bucket = self._open(step, buffer, parameters, rooms)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
@@ -134,7 +132,7 @@ class Reducer:
                 if not in_vain:
                     _record(step, bucket, unit, compress_levels(unit, a, sent=payload))
 
-        outgoing = Outgoing(index, bucket, units, payloads, leader, report)
+        outgoing = Outgoing(index, bucket, units, payloads, report)
 
         def finish(received: Received) -> Tensor:
             memory.undo(received.poisoned)  # 5, while the bucket still holds the gradients
@@ -212,9 +210,9 @@ class Reducer:
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, rooms, updates=step.updates)
-        energies = bucket.open(parameters, self.memory, step.tally, self.clip_norm)
+        bucket.open(parameters, self.memory, step.tally, self.clip_norm)
         _tell(step.on_local, parameters, work, bucket.poisoned)
-        self.requested.observe(bucket, energies, step.tally)
+        self.requested.observe(bucket, step.tally)
         return bucket
 
     def _fold(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:

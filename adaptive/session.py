@@ -111,7 +111,7 @@ class Session:
         # DDP rebuilds its buckets after the first backward, with a static graph after the second.
         self._settling = isinstance(model, DistributedDataParallel) * (1 + model.static_graph)
         link = EmulatedLink(settings.link) if settings.link else None
-        self.exchange = Exchange(group, link, settings.checksum, everyone)
+        self.exchange = Exchange(group, link, everyone)
         world_size, tells = self.exchange.world_size, self.exchange.place == 0
         self._parameters = ModelParameters(model, settings.residual_dtype)
         self.agreed = Agreed(self._parameters)
@@ -469,7 +469,7 @@ class Session:
             done, last = [], len(updates.chunks) - 1
             for i, chunk in enumerate(updates.chunks):
                 work = updates.outgoing(chunk)
-                args = chunk.parameters, strategy, controller.leader, i, i == last
+                args = chunk.parameters, strategy, i, i == last
                 done.append(self._reducer.compressed(step, work, *args))
             tally.at("grad").copy_(grad)
             controller.end_step(self._watch.take_found())
@@ -713,11 +713,11 @@ class Session:
         elif plan.send == DENSE:
             done = self._reducer.dense(step, work, parameters)
         else:
-            nbytes, leader = self._sizes.bucket_nbytes(cfs), controller.leader
+            nbytes = self._sizes.bucket_nbytes(cfs)
             strategy = self._choice.pick(nbytes, self._granularity.by(plan.send))
             strategy = strategy if delayed is None else delayed.remembering(strategy)
             done = self._reducer.compressed(
-                step, work, parameters, strategy, leader, bucket.index(), bucket.is_last()
+                step, work, parameters, strategy, bucket.index(), bucket.is_last()
             )
         if bucket.is_last():
             self._end_step(scale)

@@ -90,7 +90,7 @@ class Sizes:
     def bucket_nbytes(self, cfs: StepCFs) -> float:
         """Bytes of a bucket's payloads in a step, roughly."""
         nbytes = self.payload_nbytes(cfs.send)
-        for layer, cf in cfs.sent_layers.items():
+        for layer, cf in cfs.layers.items():
             nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)
         return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / BUCKET))
 
@@ -192,7 +192,6 @@ def start_policy(
         unknown=frozenset(hooks.keys() - assumed.keys()),
         wire_bytes=sizes.wire_bytes,
         layers={name: shape.numel() for name, shape in sizes.layers().items()},
-        layer_bytes=sizes.layer_nbytes,
         local_steps=local_steps,
         overlap=settings.overlap,
         updates=are_updates(memory, local_steps),

@@ -21,8 +21,8 @@ from policies.state import read, together
 State = Mapping[str, Any]
 
 CONTENTS = (
-    *("compressor", "link", "server", "memory", "moments", "local", "shadow", "sum", "layers"),
-    *("peers", "controller", "resharded_from"),
+    *("compressor", "link", "server", "memory", "moments", "local", "shadow", "sum", "peers"),
+    *("controller", "resharded_from"),
 )
 """What a state holds beside what must be equal."""
 
@@ -231,7 +231,6 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
     old = len(states)
     weights = shares(old, rank, new)
     heir = states[rank * old // new]  # of what cannot be shared out; rank 0's of rank 0
-    layers = [state["layers"] for state in states]
     return {
         **heir,
         "world_size": new,
@@ -242,9 +241,8 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "memory": _memory(states, weights),
         "local": states[0]["local"],
         "sum": {},
-        "layers": {n: _mean(weights, [of_rank[n] for of_rank in layers]) for n in layers[0]},
         "peers": {name: torch.zeros_like(found) for name, found in heir["peers"].items()},
-        "controller": {**heir["controller"], "energies": [], "times": [], "timing": None},
+        "controller": {**heir["controller"], "times": [], "timing": None},
     }
 
 

@@ -80,7 +80,7 @@ class RandomK(Compressor):
     def _compress(self, tensor: Tensor, total: Scalar, cf: float, key: Key) -> Payload:
         base.check_flat(tensor)
         cf, numel = base.check_cf(cf), tensor.numel()
-        indices = shared_indices(self.seed, key, numel, kept(numel, cf), tensor.device)
+        indices = seeded_indices(self.seed, key, numel, kept(numel, cf), tensor.device)
         values = tensor.detach().index_select(0, indices)
         return self._payload(values, 1.0, total, numel, cf, key)
 
@@ -116,10 +116,10 @@ class RandomK(Compressor):
 
     def _indices(self, payload: Payload) -> Tensor:
         k, device = kept(payload.numel, payload.cf), payload.parts[0].device
-        return shared_indices(self.seed, payload.key, payload.numel, k, device)
+        return seeded_indices(self.seed, payload.key, payload.numel, k, device)
 
 
-def shared_indices(seed: int, key: Key, numel: int, k: int, device: torch.device) -> Tensor:
+def seeded_indices(seed: int, key: Key, numel: int, k: int, device: torch.device) -> Tensor:
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
     index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all differ, those for

@@ -205,15 +205,6 @@ class Sparsifier(Compressor):
         numel, k = payload.numel, kept(payload.numel, payload.cf)
         return choose_format(numel, k).encode(payload.parts[0], numel, k, self.exact_count)
 
-    def at(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
-        """The payload of flat `tensor` at the indices that another rank chose and packed."""
-        base.check_flat(tensor)
-        indices, corrupt = self._unpacked(packed, tensor.numel(), cf)
-        flat, host = tensor.detach(), is_host(tensor.device)
-        values = flat.index_select(0, indices) if host else take_present(flat, indices)
-        chosen = Selected(indices, values, squared_norm(tensor))
-        return replace(self._payload(chosen, tensor.numel(), cf, key), corrupt=corrupt)
-
     def in_full(self) -> Sparsifier:
         """A sparsifier that keeps the same elements, and writes any number of values in full."""
         other = self.coded("fp32")

@@ -1,15 +1,15 @@
 """Policies decide when to switch to another CF: pure state machines on statistics that all ranks
 share (no torch, no I/O, no clock).
 
-base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
-(with exploration.py and drift.py), accordion.py, papers.py, layerwise.py, baselines.py.
+base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py,
+accordion.py, baselines.py.
 They share estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved
 states).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -17,7 +17,6 @@ from policies.accordion import Accordion as Accordion
 from policies.base import DENSE as DENSE
 from policies.base import Context as Context
 from policies.base import GainKind as GainKind
-from policies.base import LayerReport as LayerReport
 from policies.base import Measurement as Measurement
 from policies.base import Plan as Plan
 from policies.base import Policy as Policy
@@ -27,15 +26,20 @@ from policies.baselines import Schedule as Schedule
 from policies.baselines import Warmup as Warmup
 from policies.goodput import Goodput as Goodput
 from policies.gravac import GraVAC as GraVAC
-from policies.layerwise import Layerwise as Layerwise
-from policies.papers import AccordionPaper as AccordionPaper
-from policies.papers import GraVACPaper as GraVACPaper
 
-_ours = (
-    *(Accordion, AccordionPaper, Fixed, Goodput),
-    *(GraVAC, GraVACPaper, Layerwise, Schedule, Warmup),
-)
-_registry: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ours}
+LIBRARY: Mapping[str, Callable[..., Policy]] = {
+    "accordion": Accordion,
+    "accordion-paper": Accordion.paper,
+    "fixed": Fixed,
+    "goodput": Goodput,
+    "gravac": GraVAC,
+    "gravac-paper": GraVAC.paper,
+    "schedule": Schedule,
+    "warmup": Warmup,
+}
+"""What makes the library's own policies, by name."""
+
+_registry = dict(LIBRARY)
 
 
 def register(name: str, factory: Callable[..., Policy]) -> None:
@@ -70,7 +74,7 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     except TypeError as error:
         raise TypeError(
             f"policy={policy!r}, settings {settings}: {error}; accepted: a Policy object, as made "
-            f"by {getattr(factory, '__name__', policy)}({', '.join(accepted.parameters)}), or the "
-            f"name with these settings"
+            f"by {getattr(factory, '__qualname__', policy)}({', '.join(accepted.parameters)}), or "
+            f"the name with these settings"
         ) from None
     return factory(**settings)

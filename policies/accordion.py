@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from math import inf, isfinite, nan
 from typing import Any
 
 from policies import checks
-from policies.base import (
-    Context,
-    LayerReport,
-    Plan,
-    Policy,
-    StepReport,
-    WrappingPolicy,
-    change,
-    counted_steps,
-    setting,
-)
-from policies.baselines import Fixed
+from policies.base import Context, DeclaredPolicy, Plan, StepReport, change, setting
 from policies.state import Stateful, saved
 from policies.words import percent
 
@@ -57,54 +46,66 @@ class Regime(Stateful):
 
 
 @dataclass(eq=False)
-class Accordion(WrappingPolicy):
+class Accordion(DeclaredPolicy):
     """A policy that sends the CF `low` while training is in a critical regime (see `Regime`), else
     `high`.
 
     A learning rate that drops makes the regime critical at once, for the rest of that interval and
     the next.
 
-    low, high: CFs, 1 (dense) or inside cf_range; None: the ends of cf_range. Or policies, each of
-        which sees the reports of the steps that it has planned.
+    low, high: CFs, 1 (dense) or inside cf_range; None: the ends of cf_range.
     eta: relative change of the norm that makes a regime critical, > 0.
     interval: steps between detections, >= 1; the paper has 10 epochs.
-    per_layer: each layer has a regime, and so a CF, of its own, as in the paper. low and high must
-        be CFs then.
+    per_layer: each layer has a regime, and so a CF, of its own, as in the paper.
+    epoch: steps, fewer than `interval`, of the rule of the paper (see `paper`); None: ours, which
+        compares the mean gradients of whole intervals.
     ValueError or TypeError names the setting that is wrong.
     """
 
     name = "accordion"
 
-    low: float | Policy | None = None
-    high: float | Policy | None = None
+    low: float | None = setting(None, checks.real, or_none=True, least=1)
+    high: float | None = setting(None, checks.real, or_none=True, least=1)
     _: KW_ONLY
     eta: float = setting(0.5, checks.real, above=0)
     interval: int = setting(100, checks.whole, least=1)
     per_layer: bool = setting(False, checks.flag)
+    epoch: int | None = setting(None, checks.whole, or_none=True, least=1)
 
     _step: int = saved(0)  # of the interval
     _dropped: bool = saved(False)  # whether the learning rate has, in this interval
     _lr: float | None = saved(None)
     _reason: str = saved("")
     _regimes: dict[str, Regime] = saved()  # by layer; "" is the whole model
-    _sides: dict[str, Policy] = saved()  # "low" and "high"
+
+    @classmethod
+    def paper(
+        cls,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        interval: int = 100,
+        epoch: int | None = None,
+        **settings: Any,
+    ) -> Accordion:
+        """Accordion as in its paper (section 4, Algorithm 1) and its released code; `settings` are
+        this class's.
+
+        Each layer has a regime of its own. What is compared is the norm of the layer's *local,
+        uncompressed* gradient, summed over the first `epoch` steps of each detection interval
+        (None: a tenth of it), with that of the interval before. The regime is decided as soon as
+        these steps are over. (The released code asks rank 0 alone, here it is the mean over the
+        ranks of their norms.) A learning rate that drops makes all regimes critical until the next
+        detection."""
+        tenth = max(1, checks.whole("interval", interval, least=2) // 10)
+        epoch = tenth if epoch is None else epoch
+        return cls(low, high, interval=interval, epoch=epoch, **{"per_layer": True, **settings})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.layerwise = self.per_layer
-        for name, side in (("low", self.low), ("high", self.high)):
-            if not isinstance(side, Policy):
-                if side is not None:
-                    checks.real(name, side, least=1)
-            elif self.per_layer or side.layerwise or isinstance(side, Accordion):
-                raise ValueError(
-                    f"{name}={side.name!r}: must be a CF with per_layer=True, else a CF or a "
-                    f"policy for the whole model that is not Accordion"
-                )
-        nested = [side for side in (self.high, self.low) if isinstance(side, Policy)]
-        self.shadow = any(side.shadow for side in nested)
-        kinds = [side.gain for side in nested] or [Policy.gain]
-        self.gain = "signal" if "signal" in kinds else kinds[0]  # it needs products of its own
+        if self.epoch is not None and self.epoch >= self.interval:
+            raise ValueError(f"epoch={self.epoch}: must be less than interval={self.interval}")
 
     def start(self, context: Context) -> None:
         """Raises ValueError if low or high is neither 1 nor inside cf_range, or low > high, or
@@ -114,31 +115,23 @@ class Accordion(WrappingPolicy):
         self._begin()
         low = context.cf_range[0] if self.low is None else self.low
         high = context.cf_range[1] if self.high is None else self.high
-        if not isinstance(low, Policy) and not isinstance(high, Policy) and low > high:
+        if low > high:
             raise ValueError(f"low={low:g}: must not exceed high={high:g}")
-        self._sides = {}
-        for name, side in (("low", low), ("high", high)):
-            policy = side if isinstance(side, Policy) else Fixed(context.check(name, side))
-            policy.start(context)
-            self._sides[name] = policy
+        self._low = context.supported(context.check("low", low))
+        self._high = context.supported(context.check("high", high))
         self._numels = dict(context.layers)
         self._regimes = {name: Regime() for name in (context.layers if self.per_layer else [""])}
 
-    @property
-    def _active(self) -> Policy:
-        """The side, low or high, whose plan is sent if all layers have the same CF."""
-        return self._sides["low" if self.critical else "high"]
-
-    def _layered(self) -> Plan | None:
-        """A plan with low and high by layer; None if all layers have the same CF."""
-        low, high = (side.plan().send for side in self._sides.values())
-        cfs = {name: low if each.critical else high for name, each in self._regimes.items()}
+    def _send(self) -> tuple[float, Mapping[str, float]]:
+        """The CF, and those of the layers if these do not all have the same."""
+        cfs = {
+            name: self._low if each.critical else self._high for name, each in self._regimes.items()
+        }
         if len(set(cfs.values())) == 1:
-            return None
+            return next(iter(cfs.values())), {}
         # The CF of the plan is that of all layers together: their elements / the elements kept.
         kept = sum(self._numels[name] / cf for name, cf in cfs.items())
-        send = sum(self._numels[name] for name in cfs) / kept
-        return Plan(send, layers={send: cfs})
+        return sum(self._numels[name] for name in cfs) / kept, cfs
 
     @property
     def critical(self) -> bool:
@@ -146,43 +139,27 @@ class Accordion(WrappingPolicy):
         that a script may take larger batches where it is not (docs/recipes.md)."""
         return any(regime.critical for regime in self._regimes.values())
 
-    @property
-    def _ends(self) -> bool:
-        """Whether this step is the last of its interval."""
-        return self._step == self.interval - 1
-
-    @property
-    def _detects(self) -> bool:
-        """Whether the sum is read in this step, and compared with the one before."""
-        return self._ends
-
-    @property
-    def _left(self) -> int:
-        """Steps until then, this one included."""
-        return self.interval - self._step
-
     def plan(self) -> Plan:
-        plan = self._layered() or self._active.plan()
-        return replace(
-            plan,
-            reason=self._reason or plan.reason,
-            accumulate=True,
-            read_sum=self._detects,
-            read_layers=self._detects and self.per_layer,
+        last = self.interval - 1 if self.epoch is None else self.epoch  # before the sum is read
+        send, layers = self._send()
+        return Plan(
+            send,
+            reason=self._reason,
+            layers=layers,
+            accumulate=self.epoch is None or self._step < self.epoch,
+            local_sum=self.epoch is not None,
+            read_sum=self._step == last,
         )
 
     def observe(self, report: StepReport) -> None:
-        before = self.plan().send
-        if self._layered() is None:
-            self._active.observe(report)
+        before, _ = self._send()
         dropped = self._watch_learning_rate(report.lr)
         detected = self._detect(report)  # after a drop, too: the next sum is compared with this one
         why = dropped or detected
-        if self._ends:
-            self._step, self._dropped = 0, False
-        else:
-            self._step += 1
-        self._reason = change(before, self.plan().send, why) if why else ""
+        self._step = (self._step + 1) % self.interval
+        if self._step == 0 or self.epoch is not None:  # as published the next detection judges
+            self._dropped = False
+        self._reason = change(before, self._send()[0], why) if why else ""
 
     def _watch_learning_rate(self, lr: float) -> str:
         """Make all regimes critical if the learning rate has dropped; why if one was not."""
@@ -202,8 +179,7 @@ class Accordion(WrappingPolicy):
         begun: list[str] = []
         over: list[str] = []
         for name, regime in self._regimes.items():
-            of_layer = report.layers.get(name, LayerReport()).sum_norm
-            norm = of_layer if self.per_layer else report.sum_norm
+            norm = report.layer_norms.get(name, nan) if self.per_layer else report.sum_norm
             if numbers := regime.detect(norm, self.eta, stays=self._dropped):
                 told = f"{name}: {numbers}" if self.per_layer else numbers
                 (begun if regime.critical else over).append(told)
@@ -211,44 +187,25 @@ class Accordion(WrappingPolicy):
         return "; ".join(f"{what}, {_listed(which)}" for what, which in changes.items() if which)
 
     def candidates(self) -> tuple[float, ...]:
-        return tuple(sorted({cf for each in self._sides.values() for cf in each.candidates()}))
+        return tuple(sorted({self._low, self._high}))
 
     def status(self) -> Mapping[str, float]:
-        """critical: part of the regimes that are. sum_norm: of the whole model, last interval.
-        Also the numbers of the side, low or high, that is active."""
+        """critical: part of the regimes that are. sum_norm: of the whole model, last interval."""
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
-            **super().status(),
             "critical": sum(regime.critical for regime in regimes) / len(regimes),
             "sum_norm": nan if whole is None else whole,
         }
 
-    def next_move(self) -> str:
-        low, high = (f"{side.name}, CF {side.plan().send:g}" for side in self._sides.values())
-        known = any(regime.norm is not None for regime in self._regimes.values())
-        left = self._left if known and not self._dropped else self._left + self.interval
-        move = (
-            f"in {counted_steps(left)} {'each layer' if self.per_layer else 'it'} goes to low "
-            f"({low}) if the norm of its accumulated gradient has changed by {percent(self.eta)} "
-            f"(eta) or more, else to high ({high}); to low at once if the learning rate drops to "
-            f"{LR_DROP:g} of itself"
-        )
-        active = self._active
-        inner = "" if isinstance(active, Fixed) else active.next_move()
-        return f"{move}; until then {active.name} decides: {inner}" if inner else move
-
     def rescale(self) -> None:
         """Regimes stay until two sums can be compared: means over more ranks have less noise."""
-        for side in self._sides.values():
-            side.rescale()
         for regime in self._regimes.values():
             regime.norm = None
         self._step = 0
 
     def _saved_settings(self) -> dict[str, Any]:
-        sides = [side.name for side in self._sides.values()]
-        return {**super()._saved_settings(), "sides": sides, "layers": list(self._regimes)}
+        return {**super()._saved_settings(), "layers": list(self._regimes)}
 
 
 def _listed(told: list[str]) -> str:

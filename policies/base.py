@@ -50,9 +50,8 @@ class Context:
     # Bytes that a rank puts on the wire in a step at a CF; without any, how they compare.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
-    # (empty if the layers are not known or must all have the same), and a layer's payload bytes.
+    # (empty if the layers are not known or must all have the same).
     layers: Mapping[str, int] = field(default_factory=dict)
-    layer_bytes: Callable[[str, float], float] = lambda layer, cf: nan
 
     def __post_init__(self) -> None:
         checks.cf_range(self.cf_range)
@@ -82,11 +81,12 @@ class Plan:
     reason: str = ""  # why it differs from the plan before, in words and numbers; "" if it does not
     accumulate: bool = False  # keep the sum of the decoded mean gradients (as large as the model)
     local_sum: bool = False  # the sum is of each rank's own gradients instead
-    read_sum: bool = False  # put the norm of that sum into this step's report, start a new sum
-    # For `send` or a CF of `probe`: the CFs of single layers, by name; layers not named get the CF
-    # itself. Only policies with `layerwise = True` may fill it.
-    layers: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
-    read_layers: bool = False  # put a `LayerReport` of each layer into this step's report
+    # Put the norm of that sum into this step's report (for a policy with `layerwise = True` also
+    # the norm of each layer's part), and start a new sum.
+    read_sum: bool = False
+    # The CFs of single layers, by name; layers not named are sent at `send`. Only policies with
+    # `layerwise = True` may fill it.
+    layers: Mapping[str, float] = field(default_factory=dict)
     # Steps of its own that each rank takes until the next exchange, one of `Context.local_steps`;
     # 0: as many as before.
     local_steps: int = 0
@@ -144,15 +144,6 @@ def _surviving(total: float, error: float) -> float:
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """The statistics of one layer over the steps since its last report."""
-
-    energy: float = nan  # ||g||^2 of the local gradients, summed over steps and ranks
-    sum_norm: float = nan  # as in `StepReport`, of this layer
-    steady: Mapping[float, float] = field(default_factory=dict)  # as in `StepReport`
-
-
-@dataclass(frozen=True)
 class StepReport:
     """The statistics of one step, the same on every rank. Times are in seconds; nan: not known."""
 
@@ -177,7 +168,8 @@ class StepReport:
     lr: float = nan  # of the first parameter group, if an optimizer was handed over
     # Steady-state gain by CF from the shadow ladder, for policies with `shadow = True`.
     steady: Mapping[float, float] = field(default_factory=dict)
-    layers: Mapping[str, LayerReport] = field(default_factory=dict)  # if the plan said read_layers
+    # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
     decode_seconds: float = nan  # that went to decoding what was received, mean over ranks
     compute_seconds: float = nan  # forward and backward, mean over ranks; nan without a model
     # For policies with the gain "signal", of the step before this one: <c, g> by CF of the shadow
@@ -236,7 +228,7 @@ class Policy(ABC):
     name: str = ""
     gain: GainKind = "gradient"  # by which it decides; T_comp in the timeline uses it too
     shadow: bool = False  # it needs the steady-state gains of its candidates
-    layerwise: bool = False  # its plans may give layers CFs of their own, and read their reports
+    layerwise: bool = False  # its plans may give layers CFs of their own
     chooses_local_steps: bool = False  # its plans may say how many local steps the ranks take
 
     @abstractmethod
@@ -265,15 +257,6 @@ class Policy(ABC):
     def verdict(self) -> str:
         """One sentence if the policy has reached a conclusion worth telling; else ""."""
         return ""
-
-    def next_move(self) -> str:
-        """One sentence on what would make the CF change; "" if the policy does not say."""
-        return ""
-
-    def details(self) -> str:
-        """The numbers of its rule, in words; unless it says otherwise, those of `status()`."""
-        known = [f"{name} {value:.4g}" for name, value in self.status().items() if value == value]
-        return ", ".join(known)
 
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
         """Another number of ranks has saved the state that was loaded: forget what depends on it
@@ -346,9 +329,6 @@ class WrappingPolicy(DeclaredPolicy):
 
     def verdict(self) -> str:
         return self._active.verdict()
-
-    def details(self) -> str:
-        return self._active.details()
 
     def rescale(self) -> None:
         self._active.rescale()

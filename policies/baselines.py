@@ -20,7 +20,6 @@ from policies.base import (
     StepReport,
     WrappingPolicy,
     change,
-    counted_steps,
     setting,
 )
 from policies.state import saved
@@ -59,9 +58,6 @@ class Fixed(DeclaredPolicy):
 
     def candidates(self) -> tuple[float, ...]:
         return self.plan().send, *self.probe
-
-    def next_move(self) -> str:
-        return "nothing would change it"
 
     def _saved_settings(self) -> dict[str, Any]:
         return {"send": self.plan().send}
@@ -118,12 +114,6 @@ class Schedule(DeclaredPolicy):
 
     def candidates(self) -> tuple[float, ...]:
         return tuple(sorted(set(self._cfs.values())))
-
-    def next_move(self) -> str:
-        for start, cf in self._cfs.items():
-            if start >= max(1, self.step):
-                return f"the schedule has CF {cf:g} from step {start}"
-        return "the schedule has no later piece"
 
     def _saved_settings(self) -> dict[str, Any]:
         return {"cfs": [list(piece) for piece in self._cfs.items()]}
@@ -198,12 +188,6 @@ class Warmup(WrappingPolicy):
 
     def candidates(self) -> tuple[float, ...]:
         return *self._stages.candidates(), *self._then.candidates()
-
-    def next_move(self) -> str:
-        if not self._left:
-            return self._then.next_move()
-        follows = f"{self._then.name} takes over in {counted_steps(self._left)}"
-        return f"{self._stages.next_move()}; {follows}, with CF {self._then.plan().send:g}"
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**super()._saved_settings(), "then": self._then.name}

@@ -1,23 +1,12 @@
-"""Averages and relative changes of the noisy numbers of single steps, and waits that grow with
-failures."""
+"""Averages of the noisy numbers of single steps, and waits that grow with failures."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 
 from policies.state import Stateful, declare, saved
-
-
-def relative_change(now: float, before: float) -> float:
-    """How much two numbers differ, the same both ways: 0.3 is 1.3 times as much or 1 / 1.3 of it.
-    Infinite if they differ and either is not positive."""
-    if now == before:
-        return 0.0
-    if now <= 0 or before <= 0:
-        return inf
-    return max(now / before, before / now) - 1
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ from policies.estimators import Averages
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import saved, together
 from policies.step_time import STRIDE_STEPS, StepTime
-from policies.words import costs, named, percent, progress
+from policies.words import costs, named, progress
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
@@ -265,26 +265,6 @@ class Goodput(DeclaredPolicy):
     def verdict(self) -> str:
         sends_dense = self._send == DENSE and self._since >= self.cooldown
         return "dense is right: no CF promises more progress a second" if sends_dense else ""
-
-    def next_move(self) -> str:
-        promised = self.t_comp()
-        needed = {cf: self._needed(cf, promised) for cf in promised if cf != self._send}
-        if not needed:
-            return "nothing is known of the other CFs yet"
-        first = max(needed, key=lambda cf: (promised[cf] - needed[cf], -cf))
-        told = f"{named(first)} is nearest to taking over: it {self._beside(first, promised)}"
-        here = promised.get(self._send)
-        if here is None:
-            return told
-        must = needed[first] / here - 1
-        return f"{told}; it would have to promise more{f' than {percent(must)}' if must else ''}"
-
-    def details(self) -> str:
-        """T_comp (see `t_comp`) of each CF, and what the gains rest on."""
-        listed = [f"{value:.4g} at CF {cf:g}" for cf, value in self.t_comp().items()]
-        told = [f"T_comp, gain^{self._power:g} x steps/s: {', '.join(listed) or 'not known'}"]
-        told += [] if self._signal is None else [self._signal.described()]
-        return "; ".join(told)
 
     def _beside(self, cf: float, promised: Mapping[float, float]) -> str:
         """What another CF promises, beside the one in use: time, bytes and gain."""

@@ -1,16 +1,17 @@
 """GraVAC (Tyagi, Swany, 2023): choose the CF by gain and compression throughput.
 
 A run explores the ladder, then settles on the CF where compression throughput saturates, or stays
-dense if no CF beats that. Beyond the paper, it explores again when something has drifted
-(drift.py). The rest stays known: if only step times have changed, a few steps a candidate do.
+dense if no CF beats that. The *floor* is the CF that is sent where the candidate may not be: at
+first the smallest CF, later the largest one that loses no gain against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import InitVar, dataclass, field
+from enum import IntEnum
 from math import inf, nan
-from typing import get_args
+from typing import Any, get_args
 
 from policies import checks
 from policies.base import (
@@ -24,19 +25,205 @@ from policies.base import (
     change,
     setting,
 )
-from policies.drift import Drift, DriftMonitor
-from policies.exploration import CandidateStatistics, Level, SendRule
-from policies.state import saved, together
-from policies.words import named, percent, progress
+from policies.estimators import Averages, Backoff
+from policies.signal_gain import SignalGain
+from policies.state import Stateful, saved, together
+from policies.step_time import StepTime
+from policies.words import costs, named, percent, progress, seconds_in_words
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
 
-TIMED_STEPS = 3
-"""Steps that the shortest window leaves for a candidate's step time, after those for its gain."""
+MAX_DOUBLINGS = 6
+"""The cooldown of the send rule grows to 64 times the first."""
 
 DENSE_WINDOW, FLOOR_WINDOW = 0, 1
 """The first windows of an exploration; those of the candidates follow."""
+
+
+class Level(IntEnum):
+    """A choice of the send rule; larger ones compress more."""
+
+    DENSE = 0
+    FLOOR = 1
+    CANDIDATE = 2
+
+
+@dataclass(eq=False)
+class SendRule(Stateful):
+    """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
+    else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
+
+    The bare rule flaps with the error-fed gain: a dense step empties the residual, and the gain
+    looks good until compressed steps have filled it. So moving down is easy and moving up is hard.
+    """
+
+    epsilon: float  # gain below which the present level is left at once
+    hysteresis: float  # moving up needs epsilon x (1 + hysteresis), at most 1
+    cooldown: InitVar[int]  # steps between a move and one up, more after a move up soon undone
+    bare: bool = False  # Algorithm 1 as published: neither of them; an unknown gain is too small
+
+    level: Level = saved(Level.DENSE)
+    _cooldown: Backoff = saved()
+    _since_move: int | None = saved(None)  # steps
+    _on_trial: bool = saved(False)  # whether the last move was one up after a cooldown
+
+    def __post_init__(self, cooldown: int) -> None:
+        self._cooldown = Backoff(cooldown, MAX_DOUBLINGS)
+
+    @property
+    def up_at(self) -> float:
+        """The gain that moving up needs."""
+        return min(1.0, self.epsilon * (1 + self.hysteresis))
+
+    def enter(self, level: Level) -> None:
+        """Go to a level for another reason, after which moving up needs no cooldown."""
+        self.level, self._since_move, self._on_trial = level, None, False
+
+    def step(self, floor: float | None, candidate: float | None) -> str:
+        """Take one step; returns why the level changed, "" if it did not.
+
+        floor, candidate: averaged gains. None: not known, or a candidate that must not be sent.
+        """
+        if self.bare:
+            return self._step_bare(floor, candidate)
+        waited = self._since_move = None if self._since_move is None else self._since_move + 1
+        gains = {Level.DENSE: 1.0, Level.FLOOR: floor, Level.CANDIDATE: candidate}
+        here = gains[self.level]
+        if here is not None and here < self.epsilon:
+            if self._on_trial and waited is not None:
+                self._cooldown.judge(waited)
+            # A floor whose gain is not known is sent, since that is how it gets measured.
+            floor_serves = floor is None or floor >= self.epsilon
+            self.level = Level.FLOOR if floor_serves else Level.DENSE
+            self._since_move, self._on_trial = 0, False
+            return f"gain {here:.4g} < epsilon {self.epsilon:g}"
+        if waited is not None and waited < self._cooldown.steps:
+            return ""
+        for level, gain in gains.items():
+            if level > self.level and gain is not None and gain >= self.up_at:
+                self.level, self._since_move, self._on_trial = level, 0, waited is not None
+                return f"gain {gain:.4g} >= {self.up_at:.4g} (epsilon {self.epsilon:g}, hysteresis)"
+        return ""
+
+    def _step_bare(self, floor: float | None, candidate: float | None) -> str:
+        """`step` of the bare rule."""
+        before, self.level = self.level, Level.DENSE
+        for level, gain in ((Level.CANDIDATE, candidate), (Level.FLOOR, floor)):
+            if gain is not None and gain >= self.epsilon:
+                self.level = level
+                break
+        if self.level == before:
+            return ""
+        told = ["not known" if gain is None else f"{gain:.4g}" for gain in (floor, candidate)]
+        return f"gains {told[0]} of the floor, {told[1]} of the candidate; epsilon {self.epsilon:g}"
+
+
+@dataclass(eq=False)
+class CandidateStatistics(Stateful):
+    """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
+    they are known (GraVAC, section 3.1). A gain is averaged while it is measured, and noted at the
+    end of a CF's window."""
+
+    kind: GainKind
+    weight: float  # of a new value in the average of a gain
+    believed_after: int  # measurements that an average needs before it counts
+    nbytes: Callable[[float], float]  # bytes on the wire at a CF
+    assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
+    overlap: int | None = 0  # see `Context`
+
+    _averages: Averages = saved()
+    _judged: dict[float, float] = saved({})
+    time: StepTime = saved()
+    signal: SignalGain | None = saved()  # only if `kind` is "signal"
+
+    def __post_init__(self) -> None:
+        self._averages = Averages(self.weight)
+        self.time = StepTime(self.nbytes, self.overlap)
+        self.signal = SignalGain() if self.kind == "signal" else None
+
+    def observe(self, report: StepReport, measured: Collection[float]) -> str:
+        """Take in one step, in which the gains of these CFs were measured; averages of others would
+        become stale. Returns, in words, whether another estimate of the signal gain decides."""
+        self.time.observe(report)
+        if self.signal is not None:
+            return self.signal.observe(report)
+        self._averages.keep_only(measured)
+        for cf, measurement in report.measurements.items():
+            self._averages.add(cf, *measurement.terms(self.kind))
+        return ""
+
+    def gain(self, cf: float | None) -> float | None:
+        """The gain of a CF in [0, 1], as far as it is known; dense has 1."""
+        if cf is None:
+            return None
+        if cf == DENSE:
+            return 1.0
+        if cf in self.assumed:
+            return self.assumed[cf]
+        if self.signal is not None:
+            return self.signal.gain(cf)
+        if self._averages.steps(cf) < self.believed_after:
+            return self._judged.get(cf)
+        return min(1.0, self._averages[cf])
+
+    def judge(self, cf: float | None) -> None:
+        """A window of this CF is over: note its gain, if that is known."""
+        gain = self.gain(cf)
+        if cf is not None and cf != DENSE and gain is not None:
+            self._judged[cf] = gain
+
+    def forget_times(self, chosen: float | None) -> None:
+        """Step times have changed, gains have not: that of the CF in use is noted."""
+        self.judge(chosen)
+        self.time = StepTime(self.nbytes, self.overlap)
+
+    def t_sys(self, cf: float) -> float | None:
+        """Steps a second at a CF; None if it was never run."""
+        seconds = self.time.measured(cf)
+        return 1 / seconds if seconds else None
+
+    def t_comp(self, epsilon: float) -> dict[float, float]:
+        """T_comp of the judged CFs that were sent and whose gain is at least epsilon."""
+        return {
+            cf: gain * t_sys
+            for cf, gain in self._judged.items()
+            if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
+        }
+
+    def times_of(self, chosen: float, other: float) -> str:
+        """The step time of a choice, in words, beside that of dense (of another CF, where dense is
+        the choice); "" where it is not known."""
+        beside = DENSE if chosen != DENSE else other
+        now, then = self.time.measured(chosen), self.time.measured(beside)
+        if now is None:
+            return ""
+        told = f"; {seconds_in_words(now)} a step"
+        return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
+
+    def costs_of(self, cf: float, here: float) -> str:
+        """What a switch to a CF from another changes, in words: the step time, where both were
+        run, and the bytes."""
+        saved = 1 - self.nbytes(cf) / (self.nbytes(here) or nan)
+        return costs(self.time.measured(cf), self.time.measured(here), saved)
+
+    def why_dense_wins(self) -> str:
+        """Why no CF can beat dense, not even with nothing on the wire, the fastest compression and
+        the best gain, as soon as two CFs that were sent show it; else ""."""
+        dense = self.t_sys(DENSE)
+        sent = [t_sys for cf in self._judged if (t_sys := self.t_sys(cf)) is not None]
+        seconds = self.time.bound()
+        if dense is None or len(sent) < 2 or not seconds:
+            return ""
+        gain = max(self._judged.values())
+        # If a step was faster than the model's bound, the model is wrong.
+        if gain > dense * seconds or gain * max(sent) > dense:
+            return ""
+        return (
+            f"even with nothing on the wire a step would take {seconds_in_words(seconds)}, at a "
+            f"gain of {gain:.4g}: {progress(gain / seconds / dense, 'dense')}, "
+            f"{seconds_in_words(1 / dense)} a step"
+        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,13 +242,9 @@ class GraVAC(DeclaredPolicy):
     allow_dense: measure dense first, and keep it if no CF beats it. Else it is sent only while no
         gain reaches epsilon.
     dense_window: steps of that measurement; 0: dense is not measured.
-    hysteresis, cooldown (steps): around epsilon, see `SendRule`; a choice stands for a cooldown.
-    drift: relative change (0.3: 1.3 times as much, or 1 / 1.3 of it) of the step time or gain of
-        the CF in use that opens the exploration again if it lasts; None: none does.
-    patience: short windows that a drift must last: of a fifth of `window`, but enough steps to
-        measure a gain and a step time.
-    retry: windows after which gains that were too small are measured again (twice as many each time
-        that this changes nothing); None: they never are.
+    hysteresis, cooldown (steps): around epsilon, see `SendRule`.
+    as_published: the rule of the paper to the letter, see `paper`; then `allow_dense`,
+        `dense_window`, `hysteresis` and `cooldown` say nothing.
     ValueError or TypeError names the setting that is wrong.
     """
 
@@ -77,21 +260,32 @@ class GraVAC(DeclaredPolicy):
     dense_window: int = setting(10, checks.whole, least=0)
     hysteresis: float = setting(0.1, checks.real, least=0)
     cooldown: int = setting(40, checks.whole, least=1)
-    drift: float | None = setting(0.3, checks.real, or_none=True, above=0)
-    patience: int = setting(2, checks.whole, least=1)
-    retry: int | None = setting(10, checks.whole, or_none=True, least=1)
+    as_published: bool = setting(False, checks.flag)
 
     _ladder: tuple[float, ...] = field(init=False, repr=False, default=())
     _judging: int = saved(DENSE_WINDOW)  # the window of an exploration
     _window_step: int = saved(0)
-    _quick: bool = saved(False)  # it explores with short windows
     _floor: float = saved(DENSE)
     _chosen: float | None = saved(None)
     _reason: str = saved("")
     _verdict: str = saved("")
     _statistics: CandidateStatistics = saved()
     _rule: SendRule = saved()
-    _monitor: DriftMonitor = saved()
+
+    @classmethod
+    def paper(cls, **settings: Any) -> GraVAC:
+        """GraVAC as in its paper (sections 3.1 and 3.2, Algorithm 1); `settings` are this class's.
+
+        The first window sends the smallest CF, whatever its gain. Then every CF of the ladder is
+        the candidate for one window, whatever is sent in it: each step sends the candidate if its
+        gain is at least epsilon, else the floor if its gain is, else dense. At the end of a window
+        the floor moves up to the candidate if that loses no more gain than omega, and stays there.
+        When all have been candidates, the CF at which compression throughput saturates is the
+        candidate for good, under the same rule. There is no dense measurement, hysteresis or
+        cooldown. The paper has epsilon 0.7 and 0.9; its released code compares it with a ratio of
+        norms (gain="raw"), of which such gains are about the square."""
+        published = {"epsilon": 0.7, "omega": 0.01, "window": 500, "gain": "error_fed"}
+        return cls(**{**published, "as_published": True, **settings})
 
     def start(self, context: Context) -> None:
         """Raises ValueError if step_size makes too many candidates, or one of unknown gain."""
@@ -105,9 +299,9 @@ class GraVAC(DeclaredPolicy):
                 f"hooks: CF {min(nameless):g} is a candidate of GraVAC too, which needs to know "
                 f"its gain; give HookRung(hook, gain=...) or another CF"
             )
-        # A short window must still leave steps to send the candidate in.
-        believed_after = min(MIN_OBSERVATIONS, max(1, self.window // 4))
-        self._short_window = min(self.window, max(self.window // 5, believed_after + TIMED_STEPS))
+        # A window must still leave steps to send the candidate in.
+        enough = 1 if self.as_published else MIN_OBSERVATIONS
+        believed_after = min(enough, max(1, self.window // 4))
         self._statistics = CandidateStatistics(
             self.gain,
             min(0.5, context.world_size / 100),  # the paper's weight, which lets the past count too
@@ -116,18 +310,13 @@ class GraVAC(DeclaredPolicy):
             context.assumed,
             context.overlap,
         )
-        self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown)
-        self._monitor = DriftMonitor(
-            self._statistics,
-            self._rule,
-            omega=self.omega,
-            drift=self.drift,
-            patience=self.patience,
-            steps=self._short_window,
-            retry=None if self.retry is None else self.retry * self.window,
-            cooldown=self.cooldown,
-        )
-        self._explore(quick=False)
+        bare = self.as_published
+        self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown, bare)
+        self._explore()
+
+    @property
+    def _dense_may_win(self) -> bool:
+        return self.allow_dense and not self.as_published
 
     def plan(self) -> Plan:
         return Plan(self._send, self._probe, self._reason)
@@ -138,6 +327,8 @@ class GraVAC(DeclaredPolicy):
         judged now or next; then the chosen one."""
         if self._chosen is not None:
             return None if self._chosen in (DENSE, self._floor) else self._chosen
+        if self.as_published and self._judging == FLOOR_WINDOW:
+            return None
         rung = max(self._judging, FLOOR_WINDOW + 1) - FLOOR_WINDOW
         return self._ladder[rung] if rung < len(self._ladder) else None
 
@@ -152,8 +343,8 @@ class GraVAC(DeclaredPolicy):
         """The CFs whose gains are needed and not shown by what is sent."""
         if self.shadow:  # the gains of the whole ladder are known
             return ()
-        if self._send == self._chosen:
-            return self._monitor.probed
+        if self._send == self._chosen and not self.as_published:
+            return ()
         wanted = (self._floor, self._candidate)
         return tuple(cf for cf in wanted if cf is not None and cf not in (DENSE, self._send))
 
@@ -161,7 +352,7 @@ class GraVAC(DeclaredPolicy):
         sent, probed = self._send, self._probe
         basis = self._statistics.observe(report, {sent, *probed})
         explores = self._chosen is None
-        why = self._step_exploration() if explores else self._step_choice(report)
+        why = self._step_exploration() if explores else self._step_choice()
         chooses = explores and self._chosen is not None  # and has told of its step time
         switches = self._send != sent and not chooses
         costs = self._statistics.costs_of(self._send, sent) if switches else ""
@@ -172,29 +363,28 @@ class GraVAC(DeclaredPolicy):
 
     # Exploring: a window of steps for dense, for the floor, and for each candidate
 
-    def _explore(self, quick: bool) -> None:
-        """Begin to explore from the smallest CF up. quick: with short windows."""
+    def _explore(self) -> None:
+        """Begin to explore from the smallest CF up."""
         self._chosen = None
         self._verdict = ""
-        self._quick = quick
         self._floor = self._ladder[0]
         self._window_step = 0
         known = self._statistics.t_sys(DENSE) is not None or DENSE in self._ladder
-        measures_dense = self.allow_dense and self.dense_window > 0 and not known
+        measures_dense = self._dense_may_win and self.dense_window > 0 and not known
         self._judging = DENSE_WINDOW if measures_dense else FLOOR_WINDOW
         self._rule.enter(Level.DENSE if measures_dense else Level.FLOOR)
 
     def _step_exploration(self) -> str:
         """Returns why the plan changes, "" if it does not."""
         judges_dense = self._judging == DENSE_WINDOW
-        window = self.dense_window if judges_dense else self.window
-        if self._quick:
-            window = min(window, self._short_window)
-        if judges_dense or self._rule.level != Level.DENSE:
+        if judges_dense or self.as_published or self._rule.level != Level.DENSE:
             self._window_step += 1
-            if self._window_step >= window:
-                return self._end_window()
-        return "" if judges_dense else self._follow_rule()
+        if self._window_step >= (self.dense_window if judges_dense else self.window):
+            why = self._end_window()
+            followed = self._follow_rule() if self.as_published else ""
+            return why or followed
+        first = self.as_published and self._judging == FLOOR_WINDOW
+        return "" if judges_dense or first else self._follow_rule()
 
     def _end_window(self) -> str:
         """Go on with the next window, or choose; returns why."""
@@ -211,7 +401,7 @@ class GraVAC(DeclaredPolicy):
         self._statistics.judge(judged)
         why = ""
         if judged != self._ladder[0]:
-            if self.allow_dense and (why := self._statistics.why_dense_wins()):
+            if self._dense_may_win and (why := self._statistics.why_dense_wins()):
                 return self._choose(DENSE, why)
             why = self._promote(judged)
         if self._candidate is None:
@@ -227,7 +417,7 @@ class GraVAC(DeclaredPolicy):
         rises, why = loses_no_gain(floor, gain, self.omega)
         if not rises:
             return f"{why}, {stays}"
-        if gain is not None and gain < self.epsilon:
+        if gain is not None and gain < self.epsilon and not self.as_published:
             return f"{why} but gain < epsilon {self.epsilon:g}, {stays}"
         moves = f"floor {self._floor:g} -> {candidate:g}"
         self._floor = candidate
@@ -242,18 +432,19 @@ class GraVAC(DeclaredPolicy):
 
     def _best(self) -> tuple[float, str]:
         """The CF to choose when all candidates were judged, and why."""
-        t_comp = self._statistics.t_comp(self.epsilon)
+        epsilon = 0.0 if self.as_published else self.epsilon
+        t_comp = self._statistics.t_comp(epsilon)
         if not t_comp:
-            return self._floor, f"no CF has both gain >= epsilon {self.epsilon:g} and a step time"
-        dense = self._statistics.t_sys(DENSE) if self.allow_dense else None
+            return self._floor, f"no CF has both gain >= epsilon {epsilon:g} and a step time"
+        dense = self._statistics.t_sys(DENSE) if self._dense_may_win else None
         chosen, why = choose(t_comp, dense, self.omega)
         return chosen, f"{why}{self._statistics.times_of(chosen, max(t_comp))}"
 
     def _choose(self, chosen: float, why: str) -> str:
         """Send this CF, as far as the send rule allows, or dense; returns why."""
-        tried = self._ladder[: self._judging - FLOOR_WINDOW]
-        self._chosen, self._floor = chosen, self._ladder[0]
-        self._monitor.begin(chosen, tuple(cf for cf in tried if cf not in (DENSE, chosen)))
+        self._chosen = chosen
+        if not self.as_published:
+            self._floor = self._ladder[0]
         if chosen == DENSE:
             self._rule.enter(Level.DENSE)
             self._verdict = f"GraVAC stays dense: {why}"
@@ -262,28 +453,20 @@ class GraVAC(DeclaredPolicy):
         self._verdict = f"GraVAC settled on CF {chosen:g}: {why}"
         return f"settled, {why}"
 
-    def _step_choice(self, report: StepReport) -> str:
+    def _step_choice(self) -> str:
         """Returns why the plan changes, "" if it does not."""
-        if found := self._monitor.observe(report):
-            return self._explore_again(*found)
         return "" if self._chosen == DENSE else self._follow_rule()
 
-    def _explore_again(self, drift: Drift, why: str) -> str:
-        """Explore again, and forget what has drifted; returns why."""
-        quick = drift == Drift.TIMES and self._chosen is not None
-        if drift == Drift.TIMES:
-            self._statistics.forget_times(self._chosen)
-        else:
-            self._statistics.forget_gains()
-        self._explore(quick)
-        return f"explores again, {why}"
-
     def rescale(self) -> None:
-        """It explores again, as after a change of the network."""
+        """It forgets the step times, and explores again (as published: once only)."""
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
+        self._statistics.forget_times(self._chosen)
+        if self.as_published:
+            return
         sent = self._send
-        why = self._explore_again(Drift.TIMES, "the number of ranks has changed")
+        self._explore()
+        why = "explores again, the number of ranks has changed"
         self._reason = change(sent, self._send, why)
 
     # What it says of itself
@@ -317,33 +500,10 @@ class GraVAC(DeclaredPolicy):
             return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
         return self._verdict
 
-    def next_move(self) -> str:
-        if self._chosen is not None:
-            move = self._monitor.described() or "nothing but epsilon changes it any more"
-        else:
-            cf = (DENSE, *self._ladder)[self._judging]
-            what = "dense" if self._judging == DENSE_WINDOW else f"CF {cf:g}"
-            move = f"{what} is judged, {self._window_step} steps of its window so far"
-        signal = self._statistics.signal
-        if signal is None or signal.clear:
-            return move
-        return f"{move} (no signal gain now: noise hides it, and gains stay what they were)"
-
-    def details(self) -> str:
-        """Gain and T_comp of each CF, as far as they are known, and what the gains rest on."""
-        told, statistics = [], self._statistics
-        for cf in (DENSE, *self._ladder):
-            gain, t_sys = statistics.gain(cf), statistics.t_sys(cf)
-            if gain is not None and t_sys is not None:
-                told.append(f"{gain * t_sys:.4g} at CF {cf:g} (gain {gain:.4g})")
-        listed = ", ".join(told) or "not known"
-        rule = f"epsilon {self.epsilon:g}, omega {self.omega:g}"
-        basis = [] if statistics.signal is None else [statistics.signal.described()]
-        return "; ".join([f"T_comp, gain x steps/s: {listed}", rule, *basis])
-
     def _check_loaded(self) -> None:
-        explores = self._judging <= len(self._ladder)
-        together(explores or self._chosen is not None, "'chosen' and 'judging' contradict")
+        explores = DENSE_WINDOW <= self._judging <= len(self._ladder)
+        over = self._judging > FLOOR_WINDOW and self._chosen is not None
+        together(explores or over, "'chosen' and 'judging' contradict")
 
 
 def loses_no_gain(floor: float | None, gain: float | None, omega: float) -> tuple[bool, str]:

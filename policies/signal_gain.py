@@ -117,13 +117,6 @@ class MeanRatio(Stateful):
         """The mean total in its standard errors; nan before there is one."""
         return self.mean(DENSE) / self.error if self.error > 0 else nan
 
-    def described(self) -> str:
-        """How clear the ratio is, in words."""
-        return (
-            f"{self.mean(DENSE):.3g} +- {self.error:.2g}, {self.errors:.2g} standard errors (clear "
-            f"from {CLEAR:g}, lost below {LOST:g})"
-        )
-
     def _square(self, a: float, b: float) -> float:
         """Mean of the product of the products of two CFs."""
         cfs = list(self._means)
@@ -184,14 +177,6 @@ class SignalGain(Stateful):
     @property
     def clear(self) -> bool:
         return self.peers.clear or self.next.clear
-
-    def described(self) -> str:
-        """What the gains rest on, and how clear the two ratios are."""
-        peers, following = self.peers.described(), self.next.described()
-        return (
-            f"gains rest on {self.basis.value}: <g, g of a peer> is {peers}, <g, g of the next "
-            f"step> {following}"
-        )
 
     def gain(self, cf: float) -> float | None:
         """The gain of a CF, in [0, 1]; None if nothing is known of this CF."""

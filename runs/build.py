@@ -15,7 +15,6 @@ from torch import nn, optim
 from adaptive import (
     AdaptiveCompressor,
     Fixed,
-    Layerwise,
     LinkSpec,
     Policy,
     Schedule,
@@ -33,7 +32,7 @@ from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, DEFAULT_CF, LR, WITH_B
 from runs.tasks import TASKS, Task, make_task, trainable
 
 CF_RANGE = (10.0, 1000.0)
-_ELSEWHERE = ("layerwise", "base", "cf_range", "rungs", "fixed_clock", "model_mb", "server")
+_ELSEWHERE = ("base", "cf_range", "rungs", "fixed_clock", "model_mb", "server")
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
 _CLASSES = (optim.SGD, optim.AdamW, optim.Adam, optim.NAdam, optim.RAdam, optim.RMSprop)
@@ -57,8 +56,7 @@ def build_task(config: TrainConfig) -> Task:
 def build_policy(config: TrainConfig) -> Policy:
     """The policy of the library's hook. ValueError if it cannot be read, or its settings are out
     of range; an UntrustedPolicyError if a file names a class that is not the library's."""
-    policy = policy_from(config.policy)
-    return Layerwise(policy) if config.layerwise else policy
+    return policy_from(config.policy)
 
 
 def cf_range(config: TrainConfig, policy: Policy) -> tuple[float, float]:

@@ -99,11 +99,8 @@ def _check_together(policy: str, given: Mapping[str, Any]) -> None:
                 f"{told(name)} needs the library's hook, which --policy off leaves out; accepted: "
                 f"any other --policy (fixed with --cf 1 for a dense run)"
             )
-    if policy == "fixed" and "cf_range" in given and not given.get("layerwise"):
-        raise UsageError(
-            f"{told('cf_range')} is for the other policies; --policy fixed takes --cf (and both "
-            f"with --layerwise on)"
-        )
+    if policy == "fixed" and "cf_range" in given:
+        raise UsageError(f"{told('cf_range')} is for the other policies; --policy fixed takes --cf")
     if given.get("base") == "none" and given["policy"] not in ("fixed", "Fixed(cf=1)"):
         raise UsageError(
             f"--base none compresses nothing, so it goes with --policy fixed and no --cf; got "

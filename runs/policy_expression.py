@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
@@ -27,15 +27,13 @@ OFF = "off"
 SHOWN = 200
 """Characters of a policy that an error repeats."""
 
-_CLASSES: dict[str, Any] = {
-    name: each
-    for name, each in vars(policies).items()
-    if isinstance(each, type) and issubclass(each, Policy) and each is not Policy
-}
-BY_NAME = {each.name: each for each in _CLASSES.values()}
-"""The library's policies, by the names that `AdaptiveCompressor(policy=...)` takes, too."""
+BY_NAME = {name: factory.__qualname__ for name, factory in policies.LIBRARY.items()}
+"""How the library's policies are written, GraVAC or GraVAC.paper, by the names that
+`AdaptiveCompressor(policy=...)` takes, too."""
 
-_OURS = ("policies", "adaptive")
+_NAMES = {written: name for name, written in BY_NAME.items()}
+
+_OURS = ("policies.", "adaptive.")
 """Modules that export these classes, so that they may stand before their names."""
 
 
@@ -61,7 +59,7 @@ def policy_from(text: str) -> Policy:
         raise
     except TypeError as error:
         if text in BY_NAME:
-            call = f"{BY_NAME[text].__name__}({', '.join(argument_names(text))})"
+            call = f"{BY_NAME[text]}({', '.join(argument_names(text))})"
             raise ValueError(f"policy {text} needs arguments, written as {call}") from error
         raise ValueError(f"policy {_shown(text)}: {error}") from error
     except (RecursionError, MemoryError):
@@ -81,20 +79,27 @@ def is_name(text: str) -> bool:
 def policy_name(text: str) -> str:
     """The name of the policy: `gravac` of GraVAC(window=5); a class of the user's own is called by
     its own name. ValueError if the library has no policy of a name that stands alone."""
-    head = text.partition("(")[0].strip()
-    last = head.rpartition(".")[2]
+    head = _without_module(text.partition("(")[0].strip())
     if is_name(text) and text not in (*BY_NAME, OFF):
         raise ValueError(
             f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got "
             f"{_shown(text)}"
         )
-    return str(_CLASSES[last].name) if last in _CLASSES else last
+    return _NAMES.get(head, head.rpartition(".")[2])
+
+
+def _without_module(name: str) -> str:
+    """GraVAC of policies.GraVAC, and of gravac."""
+    for module in _OURS:
+        if name.removeprefix(module) in _NAMES:
+            return name.removeprefix(module)
+    return BY_NAME.get(name, name)
 
 
 def argument_names(text: str) -> tuple[str, ...]:
     """The arguments of a policy of the library; none of others."""
-    policy = BY_NAME.get(policy_name(text))
-    return () if policy is None else tuple(_taken(policy))
+    made = policies.LIBRARY.get(policy_name(text))
+    return () if made is None else tuple(_taken(made))
 
 
 def written_arguments(text: str) -> dict[str, Any]:
@@ -119,15 +124,13 @@ def canonical(text: str) -> str:
         call = _parsed(text)
         for node in ast.walk(call):
             if isinstance(node, ast.Call):
-                name, last = ast.unparse(node.func), ast.unparse(node.func).rpartition(".")[2]
-                ours = BY_NAME[name].__name__ if name in BY_NAME else last
-                node.func = ast.Name(ours) if ours in _CLASSES else node.func
+                node.func = _parsed(_without_module(ast.unparse(node.func)))
                 node.keywords.sort(key=lambda each: str(each.arg))
         made = ast.unparse(call)
     except (ValueError, RecursionError, MemoryError):
         return text
-    if made.endswith("()") and made[:-2] in _CLASSES:
-        return type(text)(_CLASSES[made[:-2]].name)
+    if made.endswith("()") and made[:-2] in _NAMES:
+        return type(text)(_NAMES[made[:-2]])
     # In double quotes, since a shell's are single ones.
     return type(text)(made if '"' in made else made.replace("'", '"'))
 
@@ -141,7 +144,7 @@ def with_arguments(text: str, given: Mapping[str, Any]) -> str:
     named = {key.removeprefix(f"{name}_"): value for key, value in given.items()}
     for key, value in named.items():
         if key not in known:
-            owners = [one for one, cls in BY_NAME.items() if key in argument_names(one)]
+            owners = [one for one in BY_NAME if key in argument_names(one)]
             whose = f"is for --policy {' or '.join(owners)}" if owners else "is unknown"
             raise ValueError(
                 f"{key} {_plain(value)} {whose}; got --policy {name}, which takes "
@@ -149,7 +152,7 @@ def with_arguments(text: str, given: Mapping[str, Any]) -> str:
             )
         if key in written_arguments(text):
             raise ValueError(f"{key} {_plain(value)}: is given twice, also in --policy {text}")
-    call = _parsed(f"{BY_NAME[name].__name__}()" if is_name(text) else text)
+    call = _parsed(f"{BY_NAME[name]}()" if is_name(text) else text)
     assert isinstance(call, ast.Call)
     call.keywords += [
         ast.keyword(key, ast.parse(literal(value), mode="eval").body)
@@ -158,15 +161,13 @@ def with_arguments(text: str, given: Mapping[str, Any]) -> str:
     return canonical(type(text)(ast.unparse(call)))
 
 
-def in_python(text: str, layerwise: bool = False) -> tuple[str, list[str]]:
-    """How a script writes it, and the classes that it has to import for that. layerwise: inside of
-    a Layerwise."""
-    if is_name(text) and not layerwise:
+def in_python(text: str) -> tuple[str, list[str]]:
+    """How a script writes it, and the classes that it has to import for that."""
+    if is_name(text):
         return f'"{text}"', []
-    called = f"{BY_NAME[text].__name__}()" if text in BY_NAME else text
-    written = f"Layerwise({called})" if layerwise else text
-    calls = (node.func for node in ast.walk(_parsed(written)) if isinstance(node, ast.Call))
-    return written, sorted({ast.unparse(each) for each in calls} & {*_CLASSES})
+    calls = (node.func for node in ast.walk(_parsed(text)) if isinstance(node, ast.Call))
+    ours = {ast.unparse(each) for each in calls} & {*_NAMES}
+    return text, sorted({each.partition(".")[0] for each in ours})
 
 
 def value_of(words: Sequence[str]) -> Any:
@@ -184,7 +185,7 @@ def value_of(words: Sequence[str]) -> Any:
 def _parsed(text: str) -> ast.expr:
     for name in BY_NAME:
         if "-" in name:  # which is no name in Python
-            text = text.replace(f"{name}(", f"{BY_NAME[name].__name__}(")
+            text = text.replace(f"{name}(", f"{BY_NAME[name]}(")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
@@ -230,19 +231,18 @@ def _value(node: ast.expr, text: str) -> Any:
     return factory(*(_value(each, text) for each in node.args), **given)
 
 
-def _taken(policy: Any) -> list[str]:
-    """The names of its arguments."""
-    return [each.name for each in fields(policy) if each.init]
+def _taken(made: Any) -> list[str]:
+    """The names of the arguments of what makes a policy: a class, or GraVAC.paper."""
+    return [each.name for each in fields(getattr(made, "__self__", made)) if each.init]
 
 
-def _named(name: str, text: str) -> type[Policy]:
-    """A class of the library, or MODULE.CLASS of the user's own."""
+def _named(name: str, text: str) -> Callable[..., Policy]:
+    """What makes a policy of the library, or MODULE.CLASS of the user's own."""
     module, _, last = name.rpartition(".")
-    if last in _CLASSES and module in ("", *_OURS):
-        return _CLASSES[last]
-    if name in BY_NAME:
-        return BY_NAME[name]
-    accepted = f"accepted: {', '.join(sorted(_CLASSES))}, or MODULE.CLASS of a policy of your own"
+    ours = _NAMES.get(_without_module(name))
+    if ours is not None:
+        return policies.LIBRARY[ours]
+    accepted = f"accepted: {', '.join(sorted(_NAMES))}, or MODULE.CLASS of a policy of your own"
     if not module:
         raise ValueError(f"{name} is no policy; {accepted}")
     if not isinstance(text, Typed):

@@ -47,7 +47,7 @@ _FIELDS = Fields(
         "timed_cf": _CF._replace(unknown=True),
         **dict.fromkeys(("numel", "world_size"), _COUNT),
         **dict.fromkeys(("local_steps", "timed_steps"), _LOCAL),
-        **dict.fromkeys(("seconds", "median_seconds", "grad_norm", "sum_norm", "energy"), _AMOUNT),
+        **dict.fromkeys(("seconds", "median_seconds", "grad_norm", "sum_norm"), _AMOUNT),
         **dict.fromkeys(("kept", "total", "grad", "sample_total"), _AMOUNT),
         **dict.fromkeys(("kept_norms", "grad_norms", "down_bytes"), _AMOUNT),
         **dict.fromkeys(("wire_bytes", "dense_wire_bytes", "timed_bytes"), _AMOUNT),

@@ -43,7 +43,7 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 
 EXCHANGES = (
     *("auto", "all_reduce", "all_gather", "sharded", "voted_indices"),
-    *("shared_indices", "shared_indices_by_energy", "gossip"),
+    "gossip",
 )
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
 GOSSIP_ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
@@ -138,9 +138,6 @@ class Compressing:
     ddp_hook: Annotated[str | None, one_of(*DDP_HOOKS)] = None
     """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
     of rank 4, dense in its first 2 steps, in one bucket)."""
-    layerwise: Switch | None = None
-    """Share the bytes of the policy's CF out among the layers, so that least waits; --policy
-    layerwise: those of gravac's (off)."""
     base: Annotated[str | None, metavar("NAME")] = "topk"
     """Compressor: adacomp, bf16, dgc, fp16, int8, natural, none, onebit, powersgd, qsgd, randomk,
     redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's values travel
@@ -149,7 +146,7 @@ class Compressing:
     """Smallest and largest CF beside dense (10 1000)."""
     exchange: str | None = None
     """How payloads become the mean: auto, all_reduce, all_gather, sharded, voted_indices,
-    shared_indices, shared_indices_by_energy, gossip (auto)."""
+    gossip (auto)."""
     down_cf: Annotated[Number | None, metavar("CF")] = None
     """With --exchange sharded: of the means on their way back; 1: compressed on the way up only
     (that of the gradients)."""
@@ -189,8 +186,6 @@ class Compressing:
     delay: Whole | None = None
     """Each worker takes its own step at once, and the mean of all takes the place of that so many
     steps later: up to N exchanges are under way while they compute (0)."""
-    checksum: Switch | None = None
-    """A checksum behind each payload, so that bytes changed on the way end the run (off)."""
     topology: Annotated[str | None, one_of(*TOPOLOGIES)] = None
     """With --exchange gossip: who a worker's neighbours are (ring)."""
     gossip: Annotated[str | None, one_of(*GOSSIP_ALGORITHMS)] = None

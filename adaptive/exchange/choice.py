@@ -17,7 +17,6 @@ from adaptive.exchange.strategies import (
     gathered,
     in_rounds,
     sharded,
-    shared_indices,
     summed,
     voted_indices,
 )
@@ -49,10 +48,6 @@ class Strategy:
 GATHERED = Strategy("all_gather", gathered, 1)
 SUMMED = Strategy("all_reduce", summed, 1)
 SHARDED = Strategy("sharded", sharded, 2, sharded=True)
-SHARED_INDICES = Strategy("shared_indices", shared_indices, 2, takes_sums=True)
-"""The ranks take turns to choose."""
-BY_ENERGY = Strategy("shared_indices_by_energy", shared_indices, 2, takes_sums=True)
-"""The one with the largest error-fed gradient does."""
 
 GOSSIP = "gossip"
 """No way to the mean: parameters go to neighbours only (adaptive/gossip.py)."""
@@ -63,8 +58,6 @@ EXCHANGES = (
     "all_gather",
     "sharded",
     "voted_indices",
-    "shared_indices",
-    "shared_indices_by_energy",
     GOSSIP,
 )
 
@@ -79,8 +72,7 @@ def strategies(base: Compressor) -> list[Strategy]:
     if isinstance(base, Sparsifier):
         start = partial(voted_indices, values=base.values)
         voted = Strategy("voted_indices", start, 3, takes_sums=True, votes=True)
-        shared = [SHARED_INDICES, BY_ENERGY] if base.values.lossless else []
-        return [GATHERED, SHARDED, voted, *shared]
+        return [GATHERED, SHARDED, voted]
     return [GATHERED, SHARDED]
 
 
@@ -152,11 +144,6 @@ class ExchangeChoice:
     def measures(self) -> bool:
         """The choice depends on the link, which is to be measured."""
         return self._fixed is None and self._world_size > 2
-
-    @property
-    def by_energy(self) -> bool:
-        """The ranks' energies must be known."""
-        return self._fixed is BY_ENERGY
 
     def pick(self, nbytes: float, compressor: Compressor) -> Strategy:
         """For payloads of `nbytes` a bucket, which `compressor` makes: the base, or a quantizer

@@ -2,18 +2,12 @@
 
 Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
 future's callback (callbacks run in an order that differs between ranks).
-
-With `AdaptiveCompressor(checksum=True)` a checksum follows each payload: bytes that were changed on
-their way decode into plausible garbage, mostly without an error, and perhaps on one rank only. On
-the CPU it is CRC-32. On other devices it is a sum of the bytes with odd weights by position, modulo
-2^32, which also finds any single byte that was changed; more may cancel out, once in 2^32 times.
 """
 
 from __future__ import annotations
 
 import atexit
 import time
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,51 +20,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink, new_future
-from compressors.base import CorruptPayload
 from compressors.kernels.blocks import Flag, fresh, is_host
 
 T = TypeVar("T")
-
-NBYTES = 4
-"""Bytes of a checksum."""
-
-_MULTIPLIER = 2654435761
-"""Of the positions: their products, made odd, are the weights on a device (Knuth's hash)."""
-
-
-def checksum(payload: Tensor) -> Tensor:
-    """NBYTES bytes of a contiguous, flat uint8 tensor."""
-    if is_host(payload.device):
-        total = torch.tensor([zlib.crc32(payload.numpy().data)])
-    else:
-        places = torch.arange(1, payload.numel() + 1, device=payload.device)
-        weights = (places * _MULTIPLIER) | 1
-        total = ((payload.to(torch.int64) + 1) * weights).sum(0, keepdim=True)
-    return total.view(torch.uint8)[:NBYTES]
-
-
-def signed(payload: Tensor) -> Tensor:
-    """The payload (flat uint8) with its checksum behind it."""
-    return torch.cat((payload, checksum(payload)))
-
-
-def check(rows: Tensor, what: str, sources: Sequence[int] | None = None) -> tuple[Tensor, Flag]:
-    """The payloads (ranks, bytes) without their checksums, and whether one has not its own. On the
-    host that is a CorruptPayload, which names `what` and the ranks. sources: whose the rows are;
-    None: of ranks 0, 1, ..."""
-    payloads = rows[:, :-NBYTES]
-    own = torch.stack([checksum(payload) for payload in payloads])
-    same = (own == rows[:, -NBYTES:]).all(dim=1)
-    if not is_host(rows.device):
-        return payloads, same.all() ^ True
-    ranks = range(len(rows)) if sources is None else sources
-    wrong = [str(rank) for rank, fits in zip(ranks, same, strict=True) if not fits]
-    if wrong:
-        raise CorruptPayload(
-            f"{what}: the payload from rank {', '.join(wrong)} has not its checksum: its bytes "
-            f"were changed on the way"
-        )
-    return payloads, False
 
 
 @atexit.register
@@ -150,15 +102,12 @@ class Exchange:
 
     everyone: all ranks that decide alike, whose statistics are summed; None: those of the group.
     Where a model is sharded they are more: the group then has the ranks that hold the same shard.
-    check_bytes: all but what is summed carries a checksum; where it is not that of what has
-    arrived, the future raises CorruptPayload, which begins with the `what` of the call.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         link: EmulatedLink | None = None,
-        check_bytes: bool = False,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
@@ -168,7 +117,6 @@ class Exchange:
         self.ranks = dist.get_world_size(self.everyone)
         self.place = dist.get_rank(self.everyone)
         self._link = link
-        self._check_bytes = check_bytes
         self._traffic = Traffic()
         self.corrupt: deque[Tensor] = deque()  # of `count_corrupt`, to be drained
 
@@ -225,11 +173,9 @@ class Exchange:
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         return work.get_future().then(lambda future: _after(future, tensor))
 
-    def all_gather(self, payload: Tensor, what: str, means: bool = False) -> Future[Tensor]:
+    def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
         rank's payload is of the mean, not of its own gradients."""
-        if self._check_bytes:
-            payload = signed(payload)
         n, size = self.world_size, payload.numel()
         out = fresh(n * size, payload.dtype, payload.device)
         # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
@@ -237,39 +183,25 @@ class Exchange:
         work = gather(out, payload, group=self.group, async_op=True)
         wire = gather_wire_bytes(size, n)
         self._traffic.down += wire * means
-        return self._receive(work, size, wire, out.view(n, size), what)
+        return self._receive(work, size, wire, out.view(n, size))
 
-    def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str) -> Future[Tensor]:
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
         1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
-        if self._check_bytes:
-            payload = torch.cat([signed(part) for part in payload.split(list(sizes))])
-            sizes = [size + NBYTES for size in sizes]
         n, size = self.world_size, sizes[self.rank]
         out = fresh(n * size, payload.dtype, payload.device)
         work = dist.all_to_all_single(
             out, payload, [size] * n, list(sizes), self.group, async_op=True
         )
         wire = payload.nbytes * (n - 1) / n  # on average over the ranks
-        return self._receive(work, payload.nbytes, wire, out.view(n, size), what)
-
-    def broadcast(self, payload: Tensor, source: int, what: str) -> Future[Tensor]:
-        """What `payload` (uint8, n elements) is on the rank `source` of the group: a tensor of
-        shape (1, n), which may be `payload` itself."""
-        if self._check_bytes:
-            payload = signed(payload)
-        work = dist.broadcast(payload, group_src=source, group=self.group, async_op=True)
-        wire = payload.nbytes * (self.world_size - 1) / self.world_size
-        return self._receive(work, payload.nbytes, wire, payload[None], what, source)
+        return self._receive(work, payload.nbytes, wire, out.view(n, size))
 
     def to_neighbours(
-        self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int], what: str
+        self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int]
     ) -> Arriving:
         """Send `payload` (uint8, n elements) to each of the `receivers`, and receive as much from
         each of the `sources` (ranks of the group). Every rank must be in as many of the lists of
         others as it says, in the same order of calls."""
-        if self._check_bytes:
-            payload = signed(payload)
         rows = fresh(len(sources) * payload.numel(), payload.dtype, payload.device)
         rows = rows.view(len(sources), payload.numel())
         calls: list[tuple[Any, Tensor, int]] = [
@@ -286,7 +218,7 @@ class Exchange:
         nbytes = payload.numel() * len(receivers)
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes
-        arriving = Arriving(self, works, payload, rows, what, sources)
+        arriving = Arriving(works, payload, rows)
         if self._link is not None:
             arriving.held = self._link.hold(arriving, nbytes, rows.device)
         return arriving
@@ -319,14 +251,6 @@ class Exchange:
         """In how many parts each replica of the model is; 1 if it is not sharded."""
         return self.ranks // self.world_size
 
-    def checked(self, rows: Tensor, what: str, sources: Sequence[int]) -> Tensor:
-        """What the ranks `sources` have sent, without checksums. CorruptPayload as by `check`."""
-        if not (self._check_bytes and len(rows)):
-            return rows
-        payloads, corrupt = check(rows, what, sources)
-        self.count_corrupt(corrupt)
-        return payloads
-
     def take_traffic(self) -> Traffic:
         """What was counted so far; counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
@@ -340,17 +264,11 @@ class Exchange:
         self._traffic.wire += wire
         return self._link.hold(done, wire, device) if self._link else done
 
-    def _receive(
-        self, work: dist.Work, nbytes: int, wire: float, rows: Tensor, what: str, source: int = 0
-    ) -> Future[Tensor]:
+    def _receive(self, work: dist.Work, nbytes: int, wire: float, rows: Tensor) -> Future[Tensor]:
         """A future of the `rows` that a collective fills; fails if that has failed, instead of
         handing on a buffer that nothing was received in."""
-
-        def finish(future: Future[Tensor]) -> Tensor:
-            _after(future, rows)
-            return self.checked(rows, what, range(source, source + len(rows)))
-
-        return self._hold(work.get_future(), nbytes, wire, rows.device).then(finish)
+        done = work.get_future().then(lambda future: _after(future, rows))
+        return self._hold(done, nbytes, wire, rows.device)
 
 
 @dataclass(eq=False)
@@ -359,12 +277,9 @@ class Arriving:
     gloo). payload: this rank's own, to be left alone until then. held: when an emulated link lets
     it through."""
 
-    exchange: Exchange
     works: Sequence[dist.Work]
     payload: Tensor
     rows: Tensor
-    what: str
-    sources: Sequence[int]
     held: Future[Tensor] | None = None
 
     def wait(self) -> Tensor:
@@ -374,9 +289,8 @@ class Arriving:
         return self.rows
 
     def payloads(self) -> Tensor:
-        """(sources, bytes), once all are there. CorruptPayload as by `check`."""
-        rows = self.wait() if self.held is None else self.held.wait()
-        return self.exchange.checked(rows, self.what, self.sources)
+        """(sources, bytes), once all are there."""
+        return self.wait() if self.held is None else self.held.wait()
 
 
 def _after(future: Future[Any], tensor: Tensor) -> Tensor:

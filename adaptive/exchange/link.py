@@ -58,7 +58,7 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
         times = []
         for _ in range(PROBES):
             began = clock()
-            exchange.all_gather(payload, "a probe").wait()
+            exchange.all_gather(payload).wait()
             if device.type == "cuda":  # until here only its stream waits
                 torch.cuda.synchronize(device)
             times.append(clock() - began)

@@ -35,16 +35,14 @@ class Outgoing:
     """What a rank has to send for one bucket.
 
     payloads: one a unit; for a strategy that `takes_sums` its only part is the error-fed gradient.
-    If the bucket is poisoned so are payloads, but error-fed gradients are zero. leader: the rank
-    that chooses for all, if one does. report: is told, still in the hook's body, which payloads the
-    strategy has made itself.
+    If the bucket is poisoned so are payloads, but error-fed gradients are zero. report: is told,
+    still in the hook's body, which payloads the strategy has made itself.
     """
 
     index: int
     bucket: Bucket
     units: list[Unit]
     payloads: Sequence[Payload]
-    leader: int
     report: Callable[[Sequence[Payload]], None]
 
     @property
@@ -78,7 +76,7 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     """Every rank sends its payloads to every other. Bytes a rank sends: (N-1) payloads."""
     wire = pack(out, out.units, out.payloads)
     out.payloads = ()  # our own comes back, too
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}")
+    rows = yield exchange.all_gather(wire)
     sizes = payload_sizes(out.units, out.dtype)
     by_unit = rows.split(sizes, dim=1)
     # One unit after the other, so that the decoded payloads of no more than one are in memory.
@@ -123,7 +121,7 @@ def sharded(
     ]
     sizes = [sum(payload_sizes(units, out.dtype)) for units in shards]
     wire = pack(out, out.units, out.payloads)
-    rows = yield exchange.all_to_all(wire, sizes, f"bucket {out.index}")
+    rows = yield exchange.all_to_all(wire, sizes)
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row, out.dtype) for row in rows]
@@ -162,7 +160,7 @@ def sharded(
             server[unit.key.name] = torch.where(flag, unspoilt, mean)
         means = []
     out.report(second)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, compressed means", means=True)
+    rows = yield exchange.all_gather(wire, means=True)
 
     everyones: list[Payload] = []
     for units, row, size in zip(down, rows, down_sizes, strict=True):
@@ -182,39 +180,6 @@ def _downward(unit: Unit, cf: float | None) -> Unit:
     return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else unit.compressor)
 
 
-def shared_indices(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The leader's indices are broadcast, and the values that each rank has there summed, with what
-    is sent as it is; NaN if its gradients are not finite (Tyagi and Swany, AR-Topk). Bytes a rank
-    sends: (N-1)/N index lists, 2(N-1)/N value lists."""
-    own = list(out.payloads)
-    sparse = [
-        (i, unit, unit.compressor)
-        for i, unit in enumerate(out.units)
-        if isinstance(unit.compressor, Sparsifier)
-    ]
-    sizes = [compressor.index_nbytes(unit.numel, unit.cf) for _, unit, compressor in sparse]
-    indices = out.bucket.work.new_zeros(sum(sizes), dtype=torch.uint8)
-    if exchange.rank == out.leader:
-        for (i, unit, compressor), room in zip(sparse, indices.split(sizes), strict=True):
-            chosen = compressor.compress(own[i].parts[0], unit.cf, unit.key)
-            room.copy_(compressor.pack_indices(chosen))
-    rows = yield exchange.broadcast(indices, out.leader, f"bucket {out.index}, indices")
-
-    for (i, unit, compressor), packed in zip(sparse, rows[0].split(sizes), strict=True):
-        own[i] = compressor.at(own[i].parts[0], packed, unit.cf, unit.key)
-    out.report(own)
-    values = torch.cat([out.bucket.work[:0], *(payload.parts[-1] for payload in own)])
-    fill_if(out.bucket.poisoned, values, nan)
-    total = yield exchange.all_reduce(values)
-
-    means = total.split([payload.parts[-1].numel() for payload in own])
-    received = [
-        [payload.with_parts(*payload.parts[:-1], mean)]
-        for payload, mean in zip(own, means, strict=True)
-    ]
-    return Received(received, all_finite(total) ^ True, 1 / exchange.world_size, own)
-
-
 def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rounds:
     """Each rank proposes 1/N of the indices, those of its own largest elements, and all ranks send
     their values at all of them: to the owner of each shard of the values, which sends the mean on.
@@ -231,7 +196,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     for (i, unit, compressor), room in zip(sparse, wire.split(sizes), strict=True):
         proposed = compressor.compress(own[i].parts[0], unit.cf * n, unit.key)
         room.copy_(compressor.pack_indices(proposed))
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, proposed indices")
+    rows = yield exchange.all_gather(wire)
 
     for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
         own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.cf, unit.key)
@@ -242,7 +207,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     wires = [lists.encode(sent, rank, key, out.bucket.poisoned) for rank in range(n)]
     out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
     sizes = [wire.numel() for wire in wires]
-    rows = yield exchange.all_to_all(torch.cat(wires), sizes, f"bucket {out.index}")
+    rows = yield exchange.all_to_all(torch.cat(wires), sizes)
 
     mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
     for row in rows:
@@ -255,7 +220,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     sent.sub_(exact.sub_(mean), alpha=n)
-    rows = yield exchange.all_gather(wire, f"bucket {out.index}, means", means=True)
+    rows = yield exchange.all_gather(wire, means=True)
 
     for rank, row in enumerate(rows):
         for piece, decoded in zip(

@@ -1,15 +1,13 @@
-"""What is measured of the gradients only if a policy asks: a shadow ladder, layers, their sum.
+"""What is measured of the gradients only if a policy asks: a shadow ladder, and their sum.
 
-A layer is a parameter. Accordion asks for the norm of the sum of the decoded mean gradients over an
-interval, policies that give layers CFs of their own for the gains layer by layer: added up locally,
-and agreed only in the steps whose plan reads them, since with many layers they would be more than
-what a step at a large CF sends.
+Accordion asks for the norm of the sum of the decoded mean gradients over an interval, of the whole
+model or of each layer (parameter). Ranks agree on the norms only in the steps whose plan reads
+them: with many layers they would be more than what a step at a large CF sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import inf, nan
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar
-from policies import LayerReport, Policy
+from policies import Policy
 
 
 class GradientSum:
@@ -65,73 +63,6 @@ class GradientSum:
         self._totals = {by_name[n]: by_name[n].zeros().copy_(t) for n, t in state.items()}
 
 
-class LayerStatistics:
-    """The energies of each layer on this rank, added up since they were last read.
-
-    They are a matrix: a row for each layer, which holds ||g||^2, the norm of the sum of the mean
-    gradients, and for each CF of the shadow ladder what it would have lost and of how much.
-
-    parameters: of the layers, in an order that is the same on every rank. ladder: the CFs of the
-    shadow ladder, if there is one.
-    """
-
-    def __init__(self, parameters: Collection[ModelParameter], ladder: Sequence[float]) -> None:
-        self._ladder = tuple(ladder)
-        self._row_of = {parameter: row for row, parameter in enumerate(parameters)}
-        self._rows: dict[tuple[ModelParameter, ...], Tensor] = {}  # as tensors on the device
-        self._sums = torch.zeros(len(self._row_of), 2 + 2 * len(ladder), dtype=torch.float64)
-
-    @property
-    def numel(self) -> int:
-        """How many numbers `read` gives."""
-        return self._sums.numel()
-
-    def add_energies(self, parameters: Sequence[ModelParameter], energies: Tensor) -> None:
-        """||g||^2 of layers in this step, (layers,); what is not finite is left out."""
-        finite = energies.masked_fill(~(energies < inf), 0)
-        self._add(parameters, finite[:, None], slice(1))
-
-    def add_levels(self, parameters: Sequence[ModelParameter], levels: Tensor) -> None:
-        """What each CF of the ladder would have lost of layers in this step, and of how much:
-        (2, CFs, layers)."""
-        self._add(parameters, levels.flatten(0, 1).T, slice(2, None))
-
-    def _add(self, parameters: Sequence[ModelParameter], numbers: Tensor, columns: slice) -> None:
-        key = tuple(parameters)
-        rows = self._rows.get(key)
-        if rows is None:
-            found = [self._row_of[parameter] for parameter in parameters]
-            rows = self._rows[key] = torch.tensor(found).to(numbers.device)
-        self._sums = self._sums.to(numbers.device)
-        self._sums[:, columns].index_add_(0, rows, numbers)
-
-    def read(self, sum_norms: Mapping[ModelParameter, Tensor]) -> Tensor:
-        """Everything as one flat tensor, to be summed over the ranks; then a new sum begins.
-
-        sum_norms: of the mean gradients; nan of a layer that is not there."""
-        read, self._sums = self._sums, torch.zeros_like(self._sums)
-        missing = read.new_full((), nan)
-        read[:, 1] = torch.stack([sum_norms.get(layer, missing) for layer in self._row_of])
-        return read.flatten()
-
-    def reports(self, summed: Sequence[float], world_size: int) -> dict[str, LayerReport]:
-        """By layer, from what `read` became after the sum over the ranks; none if that is empty."""
-        n, found = len(self._ladder), {}
-        for layer, row in self._row_of.items() if summed else ():
-            energy, sum_norm, *rest = summed[row * (2 + 2 * n) :][: 2 + 2 * n]
-            levels = zip(self._ladder, rest, rest[n:], strict=False)
-            steady = {cf: 1 - error / total for cf, error, total in levels if total > 0}
-            found[layer.name] = LayerReport(energy, sum_norm / world_size, steady)
-        return found
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The row of each layer, by name."""
-        return {layer.name: self._sums[row].clone() for layer, row in self._row_of.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sums = torch.stack([state[layer.name] for layer in self._row_of])
-
-
 class RequestedStatistics:
     """What is measured of the gradients only because the policy asks for it.
 
@@ -149,8 +80,9 @@ class RequestedStatistics:
         self.ladder = tuple(cfs) if policy.shadow else ()
         """CFs of the shadow ladder."""
         self._shadow: ShadowLadder | None = None
-        self.layers = LayerStatistics(parameters, self.ladder) if policy.layerwise else None
-        self._options = (policy.gain == "signal", self.layers, whole_buckets, share)
+        self.layers = tuple(parameters) if policy.layerwise else ()
+        """The layers whose norms are read, in an order that is the same on every rank."""
+        self._options = (policy.gain == "signal", whole_buckets, share)
         self.sums = GradientSum()
 
     def follow(self, memory: NoMemory) -> None:
@@ -163,21 +95,16 @@ class RequestedStatistics:
         """Of signal gain, if it is wanted."""
         return None if self._shadow is None else self._shadow.peers
 
-    def observe(self, bucket: Bucket, energies: Tensor, tally: Tally) -> None:
-        """Take in a bucket's local gradients. energies: ||g||^2 of each part (float64)."""
+    def observe(self, bucket: Bucket, tally: Tally) -> None:
+        """Take in a bucket's local gradients."""
         if self._shadow is not None and tally.ladder:
             self._shadow.step(bucket, tally)
-        if self.layers is not None and bucket.poisoned is not True:
-            if isinstance(bucket.poisoned, Tensor):
-                energies = energies.masked_fill(bucket.poisoned, 0)
-            self.layers.add_energies([part.parameter for part in bucket.parts], energies)
 
     def parts(self) -> dict[str, Any]:
         """What has a state, by the name that it is saved under; None if it is not asked for."""
         return {
             "shadow": self._shadow,
             "sum": self.sums,
-            "layers": self.layers,
             "peers": self.peers,
         }
 
@@ -193,8 +120,8 @@ class RequestedStatistics:
         self.sums.load_state_dict(state["sum"], by_name)
         if self._shadow is not None:
             self._shadow.load_state_dict(state["shadow"], by_name)
-        for name, part in (("layers", self.layers), ("peers", self.peers)):
-            like = part.state_dict() if part is not None else {}
-            check_like(name, state[name], like, complete=True)
-            if part is not None:
-                part.load_state_dict(state[name])
+        peers = self.peers
+        like = peers.state_dict() if peers is not None else {}
+        check_like("peers", state["peers"], like, complete=True)
+        if peers is not None:
+            peers.load_state_dict(state["peers"])

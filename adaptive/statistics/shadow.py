@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +36,6 @@ from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
 from compressors.kernels.blocks import Flag, is_host, on_host
-
-if TYPE_CHECKING:
-    from adaptive.statistics.requested import LayerStatistics
 
 WHOLE = 1024
 """Elements up to which a tensor is its own sample."""
@@ -122,14 +119,13 @@ class ShadowLadder:
 
     cfs: ascending. memory: the one in use, whose momentum and masking the shadow follows; not with
     `signal`, which also finds the products that signal gain is made of (signal.py), of plain error
-    feedback. layers: told of each layer, if somebody asks. whole_buckets: the parameters of a
-    bucket are compressed as one. share: of the elements of what is large.
+    feedback. whole_buckets: the parameters of a bucket are compressed as one. share: of the
+    elements of what is large.
     """
 
     cfs: tuple[float, ...]
     memory: NoMemory
     signal: bool = False
-    layers: LayerStatistics | None = None
     whole_buckets: bool = False
     share: float = SHARE
     _group_of: dict[ModelParameter, ShadowGroup] = field(default_factory=dict)
@@ -240,8 +236,6 @@ class ShadowLadder:
         error, all_of_it = (levels @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
         tally.at("shadow_total").add_(all_of_it)
-        if self.layers is not None and not self.whole_buckets:
-            self.layers.add_levels(group.parameters, levels * sections.weights)
 
     def _gradients(
         self, parts: Sequence[Part], strides: Sequence[int], updates: bool

@@ -39,12 +39,11 @@ class Tally:
     into which whoever measures adds. Its length follows from what is asked for in the step, which
     is the same on every rank.
 
-    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers, sketch: how
-    many numbers of the layers, and of signal gain's sketch. updates: the ranks' optimizers step by
-    themselves, and what is sent are updates.
-    drift: how far ranks drift apart is to be known. by_energy: energies are to be agreed rank by
-    rank. norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards:
-    in how many each replica of the model is. known: the numbers that the host knows, by name.
+    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers: of how many
+    the norms are read. sketch: numbers of signal gain's. updates: the ranks' optimizers step by
+    themselves, and what is sent are updates. drift: how far ranks drift apart is to be known.
+    norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards: in how
+    many each replica of the model is. known: the numbers that the host knows, by name.
     """
 
     cfs: tuple[float, ...] = ()
@@ -53,7 +52,6 @@ class Tally:
     sketch: int = 0
     updates: bool = False
     drift: bool = False
-    by_energy: bool = False
     norms: bool = False
     ranks: int = 1
     shards: int = 1
@@ -115,9 +113,6 @@ class Tally:
         waits[self.rank] = self.known.get("exchange_seconds", nan)
         on_host = torch.tensor([*known, *waits], dtype=torch.float64)  # what is declared first
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
-        if self.by_energy:
-            total = self.at("total").masked_fill(self.at("spoiled") > 0, nan)
-            self.at("energies")[self.rank : self.rank + 1].copy_(total)
         return self.vector
 
 
@@ -160,10 +155,8 @@ class Statistics:
     kept_norms: list[float] = _numbers("cfs", only="norms")
     shadow_error: list[float] = _numbers("ladder")
     shadow_total: list[float] = _numbers("ladder")
-    energies: list[float] = _numbers("ranks", only="by_energy")
-    """Every rank's own `total`."""
     layers: list[float] = _numbers("layers")
-    """Numbers of each layer, if they are read in this step."""
+    """`sum_norm` of each layer, if they are read in this step."""
     signal_total: float = _number("sum", reported=True, only="sketch")
     """<g_t, g_{t+1}>, t + 1 being this step; `peers_total` <g_t, g_t> between different ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")

@@ -132,14 +132,12 @@ def headline_of(
 
 @dataclass(frozen=True)
 class Event:
-    """A switch from one CF to another, or a judgement (both CFs the same), with its reason, and in
-    `details` the numbers of the rule behind it."""
+    """A switch from one CF to another, or a judgement (both CFs the same), with its reason."""
 
     step: int
     cf_before: float
     cf: float
     reason: str
-    details: str = ""
 
 
 class Timeline:

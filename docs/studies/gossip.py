@@ -57,7 +57,7 @@ CONTENDERS = (
 )
 LINKS = ("1gbit,0.1ms", "1gbit,10ms", "100mbit,1ms", "10mbit,1ms", "10mbit,50ms")
 
-HOPS = {"all_reduce": 2, "all_gather": 1, "sharded": 2, "voted_indices": 3, "shared_indices": 3}
+HOPS = {"all_reduce": 2, "all_gather": 1, "sharded": 2, "voted_indices": 3}
 """Messages that follow one another in an exchange, for each of the other ranks."""
 
 LATENCIES = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -147,9 +147,8 @@ def _strategy(config: TrainConfig) -> str:
     if sends_dense(config):
         return "all_reduce"
     exchange = config.exchange or "auto"
-    base = make_base(config.base or "none", config.memory or "auto", exchange)
-    picked = ExchangeChoice(base, exchange, config.workers).pick(1e6, base).name
-    return picked.removesuffix("_by_energy")
+    base = make_base(config.base or "none", config.memory or "auto")
+    return ExchangeChoice(base, exchange, config.workers).pick(1e6, base).name
 
 
 def make_table(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from policies.papers import PRESETS
 from runs.config import TrainConfig
 from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
@@ -40,6 +39,14 @@ _KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compres
 _TRAINING = ("steps", *(each.name for each in fields(Optimizing)))
 _cf = number_that(lambda cf: cf >= 1, "a CF >= 1 after @")
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
+
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "gravac-paper": {"base": "dgc+fp32", "granularity": "layer", "memory": "residual"},
+    "accordion-paper": {"base": "topk+fp32", "granularity": "layer", "memory": "residual"},
+}
+"""The arguments of `AdaptiveCompressor` that go with the papers' policies: compression tensor by
+tensor, values in 32 bits, plain error feedback. memory="momentum" is DGC's own memory (Lin and
+others, 2018)."""
 
 
 @dataclass(frozen=True)

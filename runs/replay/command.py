@@ -34,7 +34,7 @@ from a + b x bytes + compress fitted to the CFs that were really sent, bytes in 
 gradients stay those of the recorded run, whatever CF the policy chooses: the model says what the
 policy would have decided, not how well the network would have trained. A record that measured many
 CFs tells most (train --policy "Fixed(probe=(10, 40, 100, 1000))"). A policy that reads each layer
-("Accordion(per_layer=True)", --layerwise on) is replayed on records of the same readings only."""
+("Accordion(per_layer=True)") is replayed on records of the same readings only."""
 
 
 @dataclass(frozen=True, kw_only=True)

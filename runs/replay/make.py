@@ -67,10 +67,9 @@ def start_policy(config: TrainConfig, source: Source) -> Policy:
     try:
         context = make_context(config, source, policy)
         if policy.layerwise and not context.layers:
-            layerwise = " --layerwise on" if config.layerwise else ""
             raise ValueError(
                 f"layers are not known: the header of {source.path} names none; accepted: a policy "
-                f"without CFs of layers, or a record of train --policy {config.policy}{layerwise} "
+                f"without CFs of layers, or a record of train --policy {config.policy} "
                 f"--granularity layer"
             )
         policy.start(context)
@@ -83,7 +82,6 @@ def make_context(config: TrainConfig, source: Source, policy: Policy) -> Context
     """What the controller would have told the policy."""
     header, base = source.recorded.header, _known_base(config)
     supported = _supported(source, base)
-    layers, layer_bytes = recorded_layers(header, base)
     low, high = cf_range(config, policy)
     ends = supported(low), supported(high)
     return Context(
@@ -92,28 +90,16 @@ def make_context(config: TrainConfig, source: Source, policy: Policy) -> Context
         supported,
         assumed={} if header is None else header.assumed,
         wire_bytes=RecordedCosts(source.recorded.steps, header).computed,
-        layers=layers,
-        layer_bytes=layer_bytes,
+        layers=recorded_layers(header),
         local_steps=(1,) if header is None else header.local_steps,
         overlap=0 if header is None else header.overlap,
         updates=header is not None and are_updates(header.memory, header.local_steps),
     )
 
 
-def recorded_layers(
-    header: Header | None, base: Compressor | None
-) -> tuple[dict[str, int], Callable[[str, float], float]]:
-    """Elements of each layer, and payload bytes of a layer at a CF; no layers without a header.
-    base: None for one that is not known, which is taken to send the fewer the larger the CF."""
-    shapes = {name: tuple(shape) for name, shape in (header.layers if header else {}).items()}
-
-    def nbytes(layer: str, cf: float) -> float:
-        shape = shapes[layer]
-        if cf == DENSE or base is None:
-            return 4.0 * prod(shape) / cf
-        return base.exchanged_nbytes(shape, cf)
-
-    return {name: prod(shape) for name, shape in shapes.items()}, nbytes
+def recorded_layers(header: Header | None) -> dict[str, int]:
+    """Elements of each layer, by name; no layers without a header."""
+    return {name: prod(shape) for name, shape in (header.layers if header else {}).items()}
 
 
 def _supported(source: Source, base: Compressor | None) -> Callable[[float], float]:
@@ -135,6 +121,6 @@ def _supported(source: Source, base: Compressor | None) -> Callable[[float], flo
 def _known_base(config: TrainConfig) -> Compressor | None:
     """None for a compressor of the user's own."""
     try:
-        return make_base(config.base or "topk", config.memory, config.exchange)
+        return make_base(config.base or "topk", config.memory)
     except ValueError:
         return None

@@ -1,8 +1,8 @@
 """Run a policy over a record: agreed statistics in, plans out.
 
 While the policy plans what was recorded, it sees the recorded reports, bit for bit. From the first
-step on where it plans otherwise, it sees what it would have seen by a model (reports.py). Sums and
-layers it sees where its own plans read them.
+step on where it plans otherwise, it sees what it would have seen by a model (reports.py). Norms of
+summed gradients it sees where its own plans read them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, nan
 
 from adaptive import Event, StepRecord
-from policies import DENSE, LayerReport, Plan, Policy
+from policies import DENSE, Plan, Policy
 from runs.parser import UsageError
 from runs.records import Recorded
 from runs.replay.costs import RecordedCosts
@@ -49,14 +49,14 @@ def replay(
     policy: Policy, recorded: Recorded, reports: Reports | None = None, told: bool = False
 ) -> Replayed:
     """The policy must have been started. reports: of the same record, if there are any yet. told:
-    say how far it is, if that takes long. UsageError if the policy reads of layers what was not
-    recorded."""
+    say how far it is, if that takes long. UsageError if the policy reads norms of layers that were
+    not recorded."""
     records = recorded.steps
     reports = Reports(recorded) if reports is None else reports
     assumed = recorded.header.assumed if recorded.header is not None else {}
     known = {DENSE, *assumed}
     ladder = tuple(cf for cf in policy.candidates() if cf not in known) if policy.shadow else ()
-    readings = _Readings(records, ladder)
+    readings = _Readings(records, policy.layerwise)
     plans: list[Plan] = []
     events: list[Event] = []
     followed = guessed = 0
@@ -66,8 +66,7 @@ def replay(
         plan = policy.plan()
         plans.append(plan)
         if (plan.send != before and i > 0) or plan.reason:
-            step, details = record.report.step, policy.details()
-            events.append(Event(step, before, plan.send, plan.reason, details))
+            events.append(Event(record.report.step, before, plan.send, plan.reason))
         if followed == i and _same_plan(plan, record):
             followed += 1
         wanted = () if plan.rest else ladder
@@ -76,9 +75,11 @@ def replay(
         else:
             report, modelled = reports.modelled_at(i, plan.send, plan.probe, before, wanted)
         guessed += modelled
-        sum_norm, layers = readings.read(i, plan)
-        reads = plan.read_sum or plan.read_layers
-        policy.observe(replace(report, sum_norm=sum_norm, layers=layers) if reads else report)
+        if plan.read_sum:
+            sum_norm, layers = readings.read(i)
+            report = replace(report, sum_norm=sum_norm, layer_norms=layers)
+        readings.pass_by(i)
+        policy.observe(report)
         before = plan.send
     return Replayed(
         tuple(plans),
@@ -96,66 +97,57 @@ def _same_plan(plan: Plan, record: StepRecord) -> bool:
     """The record does not hold the plan, but what was sent and which CFs were measured."""
     report = record.report
     measured = {plan.send, *plan.probe} - {DENSE}
-    layers = dict(plan.layers.get(plan.send, {}))
     return (
         plan.send == report.cf
         and measured == set(report.measurements)
-        and (layers == record.layer_cfs)
+        and dict(plan.layers) == record.layer_cfs
     )
 
 
 class _Readings:
-    """What a replayed policy reads now and then, of all steps since it last did: the norm of the
-    summed gradient, and each layer's statistics.
+    """What a replayed policy reads now and then: the norm of the gradients summed since it last
+    did, and with `layerwise` the norm of each layer's part of the sum.
 
     Recorded ones are of the steps since the recorded policy last read. If those are others, the sum
     of the gradients' norms stands in for the norm of their sum (modelled: how often), and nothing
-    tells what a layer's would be. ladder: the CFs whose steady-state gains are wanted.
+    tells what a layer's would be.
     """
 
-    def __init__(self, records: Sequence[StepRecord], ladder: tuple[float, ...]) -> None:
-        self._records, self._ladder = records, ladder
-        layers = [layer for record in records for layer in record.report.layers.values()]
-        self._has_gains = {cf for layer in layers for cf in layer.steady}.issuperset(ladder)
-        # Where the replayed and the recorded policy have last read:
-        self._our_sum = self._their_sum = self._our_layers = self._their_layers = 0
+    def __init__(self, records: Sequence[StepRecord], layerwise: bool) -> None:
+        self._records, self._layerwise = records, layerwise
+        self._ours = self._theirs = 0  # where the replayed and the recorded policy have last read
         self.modelled = 0
 
-    def read(self, i: int, plan: Plan) -> tuple[float, Mapping[str, LayerReport]]:
-        """What the report of step `i` has: nan and nothing where the plan does not read. UsageError
-        for layers of which the recorded policy has not read the same."""
+    def read(self, i: int) -> tuple[float, Mapping[str, float]]:
+        """The norms that the report of step `i` has. UsageError for layers of which the recorded
+        policy has not read the same."""
+        report = self._records[i].report
+        same = self._was_read(i) and self._ours == self._theirs
+        if self._layerwise and not (same and report.layer_norms):
+            raise UsageError(self._unknown(report.step))
+        sum_norm = report.sum_norm if same else self._modelled(i)
+        self._ours = i
+        return sum_norm, report.layer_norms if self._layerwise else {}
+
+    def pass_by(self, i: int) -> None:
+        """Step `i` is over, whether the replayed policy has read in it or not."""
+        self._theirs = i if self._was_read(i) else self._theirs
+
+    def _was_read(self, i: int) -> bool:
+        """Whether the recorded policy has read (older records say only what)."""
         record = self._records[i]
-        report = record.report
-        read_sum = record.read_sum or isfinite(report.sum_norm)  # older records say only the latter
-        same_sum = read_sum and self._our_sum == self._their_sum
-        same_layers = bool(report.layers) and self._our_layers == self._their_layers
-        sum_norm, layers = nan, {}
-        if plan.read_layers:
-            if not (same_layers and self._has_gains and (same_sum or not plan.read_sum)):
-                raise UsageError(self._unknown(report.step))
-            layers = {name: self._asked(layer, plan) for name, layer in report.layers.items()}
-            self._our_layers = i
-        if plan.read_sum:
-            sum_norm = report.sum_norm if same_sum else self._modelled(i)
-            self._our_sum = i
-        self._their_sum = i if read_sum else self._their_sum
-        self._their_layers = i if report.layers else self._their_layers
-        return sum_norm, layers
+        return record.read_sum or isfinite(record.report.sum_norm)
 
     def _modelled(self, i: int) -> float:
-        norms = [record.report.grad_norm for record in self._records[self._our_sum : i]]
+        norms = [record.report.grad_norm for record in self._records[self._ours : i]]
         self.modelled += bool(norms)
         return sum(norms) if norms else nan
 
-    def _asked(self, layer: LayerReport, plan: Plan) -> LayerReport:
-        steady = {cf: gain for cf, gain in layer.steady.items() if cf in self._ladder}
-        return replace(layer, sum_norm=layer.sum_norm if plan.read_sum else nan, steady=steady)
-
     def _unknown(self, step: int) -> str:
-        first = self._records[self._our_layers].report.step
+        first = self._records[self._ours].report.step
         return (
-            f"TIMELINE: at step {step} this policy reads each layer's statistics since step "
-            f"{first}, which cannot be told from the record, since no policy read them there; "
+            f"TIMELINE: at step {step} this policy reads the norm of each layer's gradients since "
+            f"step {first}, which cannot be told from the record, since no policy read them there; "
             f"accepted: a record of the same policy with the same interval (train --policy "
-            f"'Accordion(per_layer=True)', or --layerwise on), or one CF for all layers"
+            f"'Accordion(per_layer=True)'), or one CF for all layers"
         )

@@ -24,7 +24,7 @@ memory."""
 
 class Reports:
     """The reports that a policy gets from one record, for any number of replays: without the norm
-    of a summed gradient and without layers, which depend on earlier plans too.
+    of a summed gradient and of its layers, which depend on earlier plans too.
 
     guessed: some steady-state gain was modelled."""
 
@@ -44,7 +44,7 @@ class Reports:
         steady, guessed = self.gains.steady(i, ladder)
         self.guessed = self.guessed or guessed
         report = self.recorded.steps[i].report
-        return replace(report, sum_norm=nan, steady=steady, layers={}), guessed
+        return replace(report, sum_norm=nan, steady=steady, layer_norms={}), guessed
 
     def _modelled_at(
         self,
@@ -66,7 +66,7 @@ class Reports:
             wire_bytes=self.costs.nbytes(cf),
             sum_norm=nan,
             steady=steady,
-            layers={},
+            layer_norms={},
             **self._times(before if i >= 2 else nan),  # the first step of all is never timed
         )
         return report, guessed

@@ -183,12 +183,10 @@ def _notes(source: Source, config: TrainConfig, replayed: Replayed) -> Iterator[
     if source.config is None:
         yield "neither config.json nor the record has CF range, workers, base: as given"
     sums = any(plan.accumulate for plan in plans) and not any(plan.read_sum for plan in plans)
-    layerwise = config.layerwise or policy_name(config.policy) == "layerwise"
-    if sums or (layerwise and not any(plan.read_layers for plan in plans)):
-        what = "summed gradient" if sums else "report of its layers"
+    if sums:
         yield (
-            f"the policy has read no {what} in these {len(plans)} steps, and so decided nothing by "
-            f"it: its interval is longer than the record"
+            f"the policy has read no summed gradient in these {len(plans)} steps, and so decided "
+            f"nothing by it: its interval is longer than the record"
         )
 
 

@@ -65,7 +65,7 @@ def _config_of(header: Header, folder: Path) -> TrainConfig:
     """As far as a policy is concerned."""
     base = header.base
     with suppress(ValueError):  # one of the user's own
-        if make_base(base, None, None).name != base:
+        if make_base(base, None).name != base:
             base += "+fp32"  # a sparsifier whose values travel as they are has to say so
     return TrainConfig(
         log_dir=str(folder),

@@ -347,7 +347,7 @@ WIDTH = 88
 
 def make_snippet(config: TrainConfig) -> str:
     """Imports and an `AdaptiveCompressor`; the learning rate as a comment, if it was searched."""
-    policy, names = in_python(config.policy, bool(config.layerwise))
+    policy, names = in_python(config.policy)
     settings = compressor_settings(config, build_policy(config))
     given: dict[str, Any] = {"base": config.base}
     if "cf_range" in settings:

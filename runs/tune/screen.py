@@ -78,8 +78,6 @@ class Record:
 def read(tuning: Tuning) -> Record:
     """UsageError if the record is of no use for this study."""
     given, own = str(tuning.timeline), BY_POLICY[policy_name(tuning.config().policy)]
-    if tuning.config().layerwise:
-        raise UsageError("--layerwise on: a replay knows no layers; accepted: without --proxy")
     if not _screened(tuning):
         raise UsageError(
             f"--proxy replay: none of the policy's own settings is searched, and a replay tells "

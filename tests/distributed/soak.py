@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gravac, sharded, residual": {
         "momentum": 0.0,
         "cf_range": (4, 100),
-        "policy": lambda: GraVAC(epsilon=0.2, window=20, dense_window=5, retry=2),
+        "policy": lambda: GraVAC(epsilon=0.2, window=20, dense_window=5),
         "exchange": "sharded",
         "memory": "residual",
     },

@@ -180,7 +180,7 @@ def _compressed(rank: int, delay: int, options: dict[str, Any]) -> dict[str, Any
             (2, 1, {}),
             (2, 3, {}),
             (4, 2, {"base": "int8"}),
-            (4, 3, {"base": "topk+fp32", "checksum": True}),
+            (4, 3, {"base": "topk+fp32"}),
             (2, 2, {"base": "qsgd"}),
         ],
     ),

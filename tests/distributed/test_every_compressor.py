@@ -36,7 +36,7 @@ def _all(rank: int, exchange: str, bad_at: int | None) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("exchange", ["all_reduce", "all_gather", "sharded", "shared_indices"])
+@pytest.mark.parametrize("exchange", ["all_reduce", "all_gather", "sharded", "voted_indices"])
 @pytest.mark.parametrize(
     ("world_size", "bad_at"), [(2, 4), pytest.param(3, None, marks=pytest.mark.long)]
 )

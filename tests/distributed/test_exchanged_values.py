@@ -16,8 +16,7 @@ from tests.quick import quick
 SPARSE = [
     ("topk", "all_gather"),
     ("topk", "sharded"),
-    ("topk", "shared_indices"),
-    ("dgc", "shared_indices_by_energy"),
+    ("dgc", "all_gather"),
     ("adacomp", "all_gather"),
     ("sketch", "auto"),
     ("randomk", "all_reduce"),

@@ -49,8 +49,6 @@ WAYS = [
     ("topk", {"exchange": "voted_indices"}),
     ("dgc+qsgd", {"exchange": "voted_indices"}),
     ("topk+fp32", {"exchange": "voted_indices"}),
-    ("topk", {"exchange": "shared_indices"}),
-    ("topk", {"exchange": "shared_indices_by_energy"}),
     ("randomk", {"exchange": "all_reduce"}),
     ("randomk", {"exchange": "sharded"}),
 ]
@@ -75,7 +73,7 @@ def test_one_bucket(base: str, options: dict[str, Any], world_size: int) -> None
 
 @pytest.mark.parametrize(
     "exchange",
-    quick("sharded", of=["sharded", "voted_indices", "shared_indices", "all_gather"]),
+    quick("sharded", of=["sharded", "voted_indices", "all_gather"]),
 )
 def test_eight_ranks(exchange: str) -> None:
     _check(run_ranks(8, run, "topk", {"exchange": exchange}, 0.004, CFS, 4))

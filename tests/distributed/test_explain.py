@@ -1,4 +1,4 @@
-"""`compressor.explain()`: the CF, why, and what would make it move."""
+"""`compressor.explain()`: the CF and why, and the numbers of the rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
     for step in range(steps):
         clock.now += 0.1 + 1 / compressor.cf
         loss_of(model, step, rank).backward()
-    told.append(compressor.explain())
+    told.append(compressor.explain(detail=True))
     compressor.detach()
     told.append(compressor.explain())
     return told
@@ -29,10 +29,10 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
 @pytest.mark.parametrize(
     ("policy", "wanted"),
     [
-        (Fixed(cf=10), ["CF 10 since step 0", "nothing would change it"]),
-        (Warmup(steps=3), ["CF 16 since step 3: ", "takes over in "]),
-        (Accordion(interval=4), ["since step", "accumulated gradient has changed by"]),
-        (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "gain"]),
+        (Fixed(cf=10), ["CF 10 since step 0"]),
+        (Warmup(steps=3), ["CF 16 since step 3: the schedule has CF 16"]),
+        (Accordion(interval=4), ["since step", "numbers of the rule: critical 1"]),
+        (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "epsilon 0.3"]),
         (Goodput(opening=2), ["since step", "progress a second", " a step instead of "]),
     ],
     ids=lambda v: v.name if isinstance(v, Policy) else "",

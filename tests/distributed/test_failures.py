@@ -36,7 +36,6 @@ QUICK = [
     ("bf16", "all_reduce"),
     ("int8", "sharded"),
     ("topk", "voted_indices"),
-    ("topk+fp32", "shared_indices"),
     ("powersgd", "all_reduce"),
 ]
 

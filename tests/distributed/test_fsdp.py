@@ -188,13 +188,12 @@ def test_replicas_stay_equal_to_the_bit(device_path: bool) -> None:
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"exchange": "sharded"}),
     ("topk", {"exchange": "voted_indices"}),
-    ("topk+fp32", {"exchange": "shared_indices_by_energy"}),
-    ("dgc", {"granularity": "layer", "checksum": True}),
+    ("dgc", {"granularity": "layer"}),
     ("randomk", {"exchange": "all_reduce"}),
     ("powersgd", {}),
     ("sketch", {}),
     ("signsgd", {"memory": "residual", "residual_dtype": torch.bfloat16}),
-    ("topk", {"policy": "layerwise"}),
+    ("topk", {"policy": "accordion-paper"}),
     ("topk", {"policy": "accordion"}),
 ]
 

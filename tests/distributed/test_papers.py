@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AccordionPaper, AdaptiveCompressor, GraVACPaper
+from adaptive import Accordion, AdaptiveCompressor, GraVAC
 from policies import StepReport
-from policies.papers import PRESETS
+from runs.compare.contender import PRESETS
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, local_gradients, loss_of, same, small_net
 
@@ -37,7 +37,7 @@ def _train(rank: int, policy: Any, cf_range: tuple[float, float]) -> Any:
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     reports = _listening(policy)
-    options = {**PRESETS[policy.name], "base": "topk+fp32"}  # exact, not dgc's threshold
+    options = {**PRESETS[f"{policy.name}-paper"], "base": "topk+fp32"}  # exact, not dgc's threshold
     compressor = AdaptiveCompressor(cf_range=cf_range, policy=policy, **options)
     compressor.attach(model, optimizer=optimizer)
     gradients = []
@@ -58,9 +58,9 @@ def _mean_of_ranks(number: Tensor) -> float:
 
 def _accordion(rank: int, low: float) -> tuple[Tensor, list[Any], list[Any]]:
     """Norms by layer as reported, and as the paper has them."""
-    policy = AccordionPaper(low, 20.0, interval=INTERVAL, epoch=EPOCH)
+    policy = Accordion.paper(low, 20.0, interval=INTERVAL, epoch=EPOCH)
     parameters, reports, gradients = _train(rank, policy, (2.0, 20.0))
-    told = [{n: each.sum_norm for n, each in r.layers.items()} for r in reports if r.layers]
+    told = [dict(r.layer_norms) for r in reports if r.layer_norms]
     wanted = []
     for first in range(0, STEPS - EPOCH, INTERVAL):
         epoch = gradients[first : first + EPOCH]
@@ -83,7 +83,7 @@ def test_accordion_compares_local_uncompressed_gradients_of_an_epoch(
 
 def _raw(rank: int) -> tuple[list[float], list[float]]:
     """The gain at the CF sent, by step, as reported and as the released code computes it."""
-    policy = GraVACPaper(epsilon=1e-6, window=STEPS, gain="raw")
+    policy = GraVAC.paper(epsilon=1e-6, window=STEPS, gain="raw")
     _, reports, gradients = _train(rank, policy, (10.0, 40.0))
     residuals: dict[str, Tensor] = {}
     wanted = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AccordionPaper, AdaptiveCompressor
+from adaptive import Accordion, AdaptiveCompressor
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, listen
 
@@ -101,7 +101,7 @@ def _batches_by_regime(rank: int, compressed: bool, sizes: list[int]) -> tuple[l
     model = DDP(nn.Sequential(nn.Linear(12, 60), nn.Tanh(), nn.Linear(60, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if compressed:
-        policy = AccordionPaper(low=1, high=1, interval=6)
+        policy = Accordion.paper(low=1, high=1, interval=6)
         AdaptiveCompressor(policy=policy).attach(model, optimizer=optimizer)
     taken: list[int] = []
 

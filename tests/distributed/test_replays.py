@@ -10,8 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, JSONLTimeline
-from compressors import make_compressor
-from policies import Accordion, Context, Goodput, GraVAC, Layerwise, Plan, Policy
+from policies import Accordion, Context, Goodput, GraVAC, Plan, Policy
 from runs.records import Recorded, read_records
 from runs.replay.costs import RecordedCosts
 from runs.replay.make import recorded_layers
@@ -20,11 +19,10 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4, retry=2),
+    "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4),
     "goodput": lambda: Goodput(gain="error_fed", opening=4, cooldown=3),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
     "accordion by layer": lambda: Accordion(interval=5, eta=0.2, per_layer=True),
-    "layerwise": lambda: Layerwise(GraVAC(window=6, dense_window=3), window=7),
 }
 STEPS, POISONED = 50, 17
 
@@ -62,15 +60,13 @@ def _train(rank: int, policy: Policy, link: str, path: str) -> list[Plan]:
 def _context(recorded: Recorded) -> Context:
     header = recorded.header
     assert header is not None
-    layers, layer_bytes = recorded_layers(header, make_compressor(header.base))
     return Context(
         header.cf_range,
         header.world_size,
         lambda cf: header.supported.get(cf, cf),
         assumed=header.assumed,
         wire_bytes=RecordedCosts(recorded.steps, header).computed,
-        layers=layers,
-        layer_bytes=layer_bytes,
+        layers=recorded_layers(header),
     )
 
 

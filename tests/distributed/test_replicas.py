@@ -79,7 +79,6 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (NESTEROV, {"clip_norm": 0.05}),
     (NESTEROV, {"base": "powersgd"}),
     (DAMPENED, {"base": "qsgd", "exchange": "sharded"}),
-    (DAMPENED, {"base": "topk+fp32", "exchange": "shared_indices"}),
     (DAMPENED, {"base": "topk", "exchange": "voted_indices"}),
 ]
 

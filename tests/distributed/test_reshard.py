@@ -16,7 +16,6 @@ from adaptive import (
     AdaptiveCompressor,
     Goodput,
     GraVAC,
-    Layerwise,
     LinkSpec,
     reshard_states,
 )
@@ -34,7 +33,6 @@ POLICIES = {
     "accordion": lambda: Accordion(interval=5, per_layer=True),
     "goodput": lambda: Goodput(opening=3, cooldown=4),
     "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05),
-    "layerwise": lambda: Layerwise(GraVAC(window=4, dense_window=3, epsilon=0.05), window=5),
 }
 MOMENTUM, STEPS = 0.9, 20
 
@@ -113,7 +111,7 @@ def _stage(rank: int, policy: str, base: str, folder: str, start: int) -> dict[s
         pytest.param(*("gravac", "topk", 4, 2), marks=pytest.mark.long),
         pytest.param(*("accordion", "redsync", 3, 2), marks=pytest.mark.long),
         pytest.param(*("gravac", "powersgd", 2, 3), marks=pytest.mark.long),
-        ("layerwise", "topk", 2, 1),
+        ("accordion", "topk", 2, 1),
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(

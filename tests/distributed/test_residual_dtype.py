@@ -61,7 +61,7 @@ def _run(rank: int, dtype: torch.dtype, options: dict[str, Any], on_device: bool
                 {"exchange": "voted_indices"},
             )
         ),
-        {"base": "topk+int4", "memory": "residual", "checksum": True},
+        {"base": "topk+int4", "memory": "residual"},
     ],
     ids=str,
 )

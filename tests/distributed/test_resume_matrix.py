@@ -19,13 +19,10 @@ import torch
 
 from adaptive import (
     Accordion,
-    AccordionPaper,
     AdaptiveCompressor,
     Fixed,
     Goodput,
     GraVAC,
-    GraVACPaper,
-    Layerwise,
     Policy,
     Schedule,
     Summary,
@@ -53,15 +50,14 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(5.0),
     "goodput": lambda: Goodput(opening=2, cooldown=2),
     "gravac": _gravac,
-    "layerwise": lambda: Layerwise(_gravac(), window=3),
     "schedule": lambda: Schedule({0: 1.0, 3: 8.0, 9: 20.0, 12: 1.0, 14: 4.0}),
     "warmup": lambda: Warmup(_gravac(), steps=10),
     # What policies of one name decide on makes a difference, too.
     "goodput, error_fed": lambda: Goodput(opening=2, cooldown=2, gain="error_fed"),
     "gravac, signal": lambda: _gravac(gain="signal"),
     "gravac, error_fed": lambda: _gravac(gain="error_fed"),
-    "gravac-paper": lambda: GraVACPaper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
-    "accordion-paper": lambda: AccordionPaper(interval=4, epoch=2, eta=0.01),
+    "gravac-paper": lambda: GraVAC.paper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
+    "accordion-paper": lambda: Accordion.paper(interval=4, epoch=2, eta=0.01),
     "accordion, layers": lambda: Accordion(interval=3, eta=0.01, per_layer=True),
 }
 BASES = (*compressor_names(), "topk+fp32", "dgc+qsgd", "redsync+bf16")

@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "momentum, sketches": {"policy": lambda: Goodput(gain="signal")},
     "sharded": {"exchange": "sharded", "cfs": [4.0, 1.0, 9.0]},
     "votes": {"exchange": "voted_indices", "cfs": [4.0, 1.0, 9.0]},
-    "a leader": {"exchange": "shared_indices_by_energy", "cfs": [6.0]},
     "powersgd": {"base": "powersgd", "cfs": [1.0, 3.0, 6.0], "memory": "residual"},
     "local steps": {"local_steps": 3, "cfs": [4.0, 1.0], "exchange": "sharded"},
     "sums on the wire": {"base": "fp16", "cfs": [2.0], "exchange": "all_reduce"},

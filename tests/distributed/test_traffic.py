@@ -14,7 +14,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
 from tests.quick import quick
 
-COLLECTIVES = {"all_reduce": 0, "all_gather_single": 1, "all_to_all_single": 1, "broadcast": 0}
+COLLECTIVES = {"all_reduce": 0, "all_gather_single": 1, "all_to_all_single": 1}
 """By name: the position of the argument that is handed over."""
 
 
@@ -91,7 +91,6 @@ def _count(
         ("topk", "all_gather"),
         ("topk", "sharded"),
         ("topk", "voted_indices"),
-        ("topk", "shared_indices"),
         ("randomk", "auto"),
         ("powersgd", "auto"),
     ],
@@ -106,7 +105,7 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(
         assert result["payload"] == sum(counted[name] for name in COLLECTIVES)
         n = world_size
         wire = counted["all_reduce"] * 2 * (n - 1) / n + counted["all_gather_single"] * (n - 1)
-        wire += (counted["all_to_all_single"] + counted["broadcast"]) * (n - 1) / n
+        wire += counted["all_to_all_single"] * (n - 1) / n
         assert result["wire"] == pytest.approx(wire)
         assert result["dense"] == pytest.approx(6 * 4 * result["numel"] * 2 * (n - 1) / n)
         assert result["counted"] == results[0]["counted"]

@@ -74,7 +74,7 @@ WAYS = [
 ]
 OTHERS = [
     ("topk", False, {"exchange": "sharded"}, ["_read_indices", "_add_sparse", "_write_sparse"]),
-    ("topk", False, {"exchange": "shared_indices"}, ["_read_indices", "_add_if"]),
+    ("topk", False, {"exchange": "voted_indices"}, ["_read_indices", "_add_if"]),
     ("int8", False, {"exchange": "all_gather"}, ["_bucket_levels", "_dense_mean", "_any_nan"]),
     ("bf16", False, {}, ["_floats", "_dense_mean"]),
 ]

@@ -85,7 +85,7 @@ def pairs() -> list[tuple[str, str]]:
     """Every base by name with every exchange that the library allows it."""
     found = []
     for name in compressor_names():
-        made = make_base(name, "auto", "auto")
+        made = make_base(name, "auto")
         ways = {way.name for way in strategies(made)} | {
             way.name for way in strategies(make_compressor(name))
         }
@@ -394,7 +394,7 @@ def value_trials(seed: int, quick: bool) -> Iterator[Trial]:
     chance = random.Random(seed + 1)
     names = compressor_names()
     for base in chance.sample(names, 4) if quick else names:
-        feeds_back = make_base(base, "auto", "auto").error_feedback
+        feeds_back = make_base(base, "auto").error_feedback
         memories = ("residual", "momentum", "none") if feeds_back else ("none",)
         trials = [
             {"memory": memory, "value": value, "ever": ever, "whole": whole}

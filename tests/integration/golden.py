@@ -34,13 +34,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import (
     Accordion,
-    AccordionPaper,
     AdaptiveCompressor,
     Fixed,
     Goodput,
     GraVAC,
-    GraVACPaper,
-    Layerwise,
     LinkSpec,
     MemoryTimeline,
     Policy,
@@ -112,7 +109,7 @@ RUNS: dict[str, Run] = {
         lambda: _gravac(gain="error_fed", epsilon=0.2), "dgc", "momentum", "all_gather", "bucket"
     ),
     "accordion": Run(
-        lambda: Accordion(interval=6, eta=0.2), "topk+fp32", "momentum", "shared_indices", "bucket"
+        lambda: Accordion(interval=6, eta=0.2), "topk+fp32", "momentum", "voted_indices", "bucket"
     ),
     "accordion, by layer": Run(
         lambda: Accordion(interval=6, eta=0.2, per_layer=True), "topk", "none", "sharded", "layer"
@@ -124,22 +121,19 @@ RUNS: dict[str, Run] = {
         lambda: Schedule({0: 1.0, 7: 8.0, 23: 40.0, 41: 1.0, 44: 16.0}),
         "topk+fp32",
         "residual",
-        "shared_indices_by_energy",
+        "voted_indices",
         "bucket",
         ranks=3,
         unused=True,
-    ),
-    "layerwise": Run(
-        lambda: Layerwise(_gravac(), window=8), "topk", "residual", "all_gather", "layer"
     ),
     "a layer left out": Run(_goodput, "topk", "momentum", "all_gather", "bucket", unused=True),
     "adamw": Run(_goodput, "topk", "updates", "all_gather", "bucket", ranks=3),
     "votes": Run(_goodput, "topk", "updates", "voted_indices", "bucket", ranks=4),
     "gravac of the paper": Run(
-        lambda: GraVACPaper(window=6, epsilon=0.3), "dgc+fp32", "residual", "all_gather", "layer"
+        lambda: GraVAC.paper(window=6, epsilon=0.3), "dgc+fp32", "residual", "all_gather", "layer"
     ),
     "accordion of the paper": Run(
-        lambda: AccordionPaper(interval=10, epoch=4, eta=0.2),
+        lambda: Accordion.paper(interval=10, epoch=4, eta=0.2),
         "topk+fp32",
         "residual",
         "all_gather",

@@ -22,7 +22,7 @@ from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m
 pytestmark = pytest.mark.long
 
 STEPS = 60
-NESTED = "Layerwise(Accordion(low=10, high=GraVAC(window=6, dense_window=3), interval=7), window=9)"
+NESTED = "Warmup(GraVAC(window=6, dense_window=3), steps=5)"
 RUNS = (
     "gravac:window=6",
     "accordion:interval=7,cf_range=10/200",

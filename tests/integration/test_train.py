@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_another_number_of_workers(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
     folder = tmp_path / "log"
-    options = "--steps 6 --batch-size 1 --checkpoint-every 6 --fixed-clock 0.1 --checksum on"
+    options = "--steps 6 --batch-size 1 --checkpoint-every 6 --fixed-clock 0.1"
     before = start(*TRAIN, "--data", text, "--log-dir", folder, *options.split())
     assert before.end() == 0, before.err
     for steps, old, new in ((12, 2, 3), (15, 3, 1)):

@@ -63,7 +63,7 @@ BAD = {
     "--policy Goodput(gain='raw')": ["gain='raw'", "'signal'"],
     "--policy goodput --base qsgd": ["policy", "'signal'", "topk", "'qsgd'"],
     "--policy GraVAC(gain='signal') --base qsgd": ["policy", "'signal'", "'qsgd'"],
-    "--layerwise on --granularity bucket": ["--granularity", "'layer'", "'bucket'"],
+    "--policy accordion-paper --granularity bucket": ["--granularity", "'layer'", "'bucket'"],
     "--local-steps 0": ["--local-steps", "'0'", ">= 1", "auto"],
     "--local-steps auto --policy gravac": ["--local-steps", "'gravac'", "'goodput'", "'auto'"],
     "--local-steps auto --memory residual": ["--memory", "'updates'", "'residual'"],
@@ -78,7 +78,7 @@ BAD = {
     "--policy Nope()": [
         "--policy",
         "'Nope()'",
-        "Accordion, AccordionPaper, Fixed",
+        "Accordion, Accordion.paper, Fixed",
     ],
     "--momentum 1": ["--momentum", "'1'", "[0, 1)"],
     "--lr-drop 0": ["--lr-drop", "'0'", ">= 1"],
@@ -177,9 +177,8 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
         ("--base none", "fixed"),
         ("--cf 100", "Fixed(cf=100)"),
         ("--epsilon 0.5 --omega 0.2", "GraVAC(epsilon=0.5, omega=0.2)"),
-        ("--policy gravac-paper --epsilon 0.5", "GraVACPaper(epsilon=0.5)"),
-        ("--policy GraVAC(patience=3) --epsilon 0.5", "GraVAC(epsilon=0.5, patience=3)"),
-        ("--policy layerwise", "layerwise"),
+        ("--policy gravac-paper --epsilon 0.5", "GraVAC.paper(epsilon=0.5)"),
+        ("--policy GraVAC(cooldown=3) --epsilon 0.5", "GraVAC(cooldown=3, epsilon=0.5)"),
     ],
 )
 def test_settings_choose_their_policy(options: str, policy: str) -> None:

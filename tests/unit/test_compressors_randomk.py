@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from compressors import Key, RandomK, kept
-from compressors.randomk import shared_indices as indices_on
+from compressors.randomk import seeded_indices as indices_on
 from tests.unit import samples
 from tests.unit.device_path import count_operations, meta
 
 either_path = pytest.mark.usefixtures("either_path")
 normal = partial(samples.normal, dtype=torch.float64, seed=1)
-shared_indices = partial(indices_on, device=torch.device("cpu"))
+seeded_indices = partial(indices_on, device=torch.device("cpu"))
 
 
 @either_path
 @pytest.mark.parametrize("numel", [1, 2, 3, 64, 97, 1024, 1025, 5000, 30_030])
 def test_indices_are_a_permutation_with_nested_prefixes(numel):
     for step in range(5):
-        indices = shared_indices(0, Key("w", step), numel, numel)
+        indices = seeded_indices(0, Key("w", step), numel, numel)
         np.testing.assert_array_equal(np.sort(indices), np.arange(numel))
         for k in (1, numel // 3, numel - 1):
             np.testing.assert_array_equal(
-                shared_indices(0, Key("w", step), numel, k), indices[: max(0, k)]
+                seeded_indices(0, Key("w", step), numel, k), indices[: max(0, k)]
             )
 
 
@@ -36,7 +36,7 @@ def test_indices_are_a_permutation_with_nested_prefixes(numel):
 def test_no_overflow_at_the_largest_sizes(numel):
     """Against the definition, start + i * stride mod numel, in Python's integers."""
     for step in range(5):
-        indices = shared_indices(1, Key("w", step), numel, 5000).tolist()
+        indices = seeded_indices(1, Key("w", step), numel, 5000).tolist()
         stride = (indices[1] - indices[0]) % numel
         assert gcd(stride, numel) == 1
         assert indices == [(indices[0] + i * stride) % numel for i in range(5000)]
@@ -45,7 +45,7 @@ def test_no_overflow_at_the_largest_sizes(numel):
 @either_path
 def test_indices_never_change_between_processes_or_versions():
     """Ranks may be different processes on different machines: no hash() and no global state."""
-    assert shared_indices(0, Key("layer.weight", 3), 1000, 6).tolist() == [
+    assert seeded_indices(0, Key("layer.weight", 3), 1000, 6).tolist() == [
         995,
         298,
         601,
@@ -57,7 +57,7 @@ def test_indices_never_change_between_processes_or_versions():
 
 def test_two_ranks_choose_alike_and_steps_names_seeds_differ():
     def chosen(seed: int, key: Key) -> list[int]:
-        return shared_indices(seed, key, 10_000, 50).tolist()
+        return seeded_indices(seed, key, 10_000, 50).tolist()
 
     assert chosen(0, Key("a", 1)) == chosen(0, Key("a", 1))
     others = [chosen(0, Key("a", 2)), chosen(0, Key("b", 1)), chosen(1, Key("a", 1))]
@@ -80,7 +80,7 @@ def test_decompressed_equals_reference(unbiased):
     payload = compressor.compress(x, 7.0, Key("w", 1))
     k = kept(1000, 7.0)
     expected = np.zeros(1000)
-    indices = shared_indices(2, Key("w", 1), 1000, k)
+    indices = seeded_indices(2, Key("w", 1), 1000, k)
     expected[indices] = x.numpy()[indices] * (1000 / k if unbiased else 1)
     np.testing.assert_allclose(compressor.decompress(payload).numpy(), expected, rtol=1e-15)
     assert len(payload.parts) == 1
@@ -128,7 +128,7 @@ def test_every_element_is_equally_likely():
     numel, k, steps = 60, 6, 5000
     counts = np.zeros(numel)
     for step in range(steps):
-        counts[shared_indices(0, Key("w", step), numel, k)] += 1
+        counts[seeded_indices(0, Key("w", step), numel, k)] += 1
     expected = steps * k / numel
     deviation = np.sqrt(expected * (1 - k / numel))
     assert np.abs(counts - expected).max() < 4.5 * deviation

@@ -74,7 +74,7 @@ def test_the_rest_reads_no_value_either(compressor, numel):
         compressor.indices(payload)
         packed = compressor.pack_indices(payload)
         assert packed.numel() == compressor.index_nbytes(numel, cf)
-        elsewhere = compressor.at(meta(numel), packed, cf, KEY)
+        elsewhere = compressor.at_proposed(meta(numel), packed[None], cf, KEY)
         compressor.add_to(meta(numel), elsewhere)
         assert isinstance(elsewhere.corrupt, torch.Tensor)
 
@@ -94,7 +94,7 @@ def test_bytes_that_nobody_sent_stay_within_bounds(compressor, data, numel, cf):
         compressor.add_to(out, payload)
         compressor.subtract_from(out, compressor.recompress(payload, 3.0))
         packed = raw[size - compressor.index_nbytes(numel, cf) :]
-        at = compressor.at(out, packed, cf, KEY)
+        at = compressor.at_proposed(out, packed[None], cf, KEY)
         compressor.subtract_from(out, at)
         assert bool(at.corrupt) == bool(payload.corrupt)
         again = torch.empty_like(raw)

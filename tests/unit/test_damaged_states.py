@@ -24,7 +24,6 @@ from adaptive import (
     Fixed,
     Goodput,
     GraVAC,
-    Layerwise,
     Policy,
     Warmup,
 )
@@ -58,10 +57,9 @@ class Stepping(DeclaredPolicy):
 POLICIES: dict[str, Callable[[], Policy]] = {
     "accordion per layer": lambda: Accordion(interval=4, per_layer=True),
     "goodput": lambda: Goodput(opening=3, cooldown=2),
-    "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05, retry=1),
+    "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05),
     "parting": lambda: Stepping(first=1, later=2),
     "meeting": lambda: Stepping(first=2, later=1),
-    "layerwise": lambda: Layerwise(Fixed(cf=8), window=4),
     "warmup": lambda: Warmup(Goodput(), steps=2, stages=2),
 }
 RUNS = [
@@ -280,9 +278,9 @@ def test_whatever_a_policy_raises_all_is_put_back(monkeypatch: pytest.MonkeyPatc
 def test_a_refused_state_leaves_the_statistics_that_are_under_way() -> None:
     straight, disturbed = _Run("goodput", "topk"), _Run("goodput", "topk")
     disturbed.train(3)
-    damaged = {**deepcopy(disturbed.state()), "layers": {"stranger": torch.zeros(3)}}
+    damaged = {**deepcopy(disturbed.state()), "peers": {"stranger": torch.zeros(3)}}
     disturbed.train(5)
-    with pytest.raises(ValueError, match="state: layers has unknown keys: stranger"):
+    with pytest.raises(ValueError, match="state: peers has unknown keys: stranger"):
         disturbed.compressor.load_state_dict(damaged)
     for run, steps in ((straight, (3, 9)), (disturbed, (4,))):
         for each in steps:

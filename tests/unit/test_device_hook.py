@@ -56,17 +56,14 @@ class MetaExchange(Exchange):
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         return _done(tensor)
 
-    def all_gather(self, payload: Tensor, what: str = "", means: bool = False) -> Future[Tensor]:
+    def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         return _done(payload.new_empty(2, payload.numel()))
 
     def gather_objects(self, own: Any) -> list[Any]:
         return [own, own]
 
-    def all_to_all(self, payload: Tensor, sizes: Sequence[int], what: str = "") -> Future[Tensor]:
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         return _done(payload.new_empty(2, sizes[0]))
-
-    def broadcast(self, tensor: Tensor, source: int, what: str = "") -> Future[Tensor]:
-        return _done(tensor[None])
 
 
 def _done(tensor: Tensor) -> Future[Tensor]:
@@ -178,7 +175,7 @@ class Hook:
         elif not measured:
             done = self.reducer.dense(step, buffer, self.parameters)
         else:
-            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, 0, True)
+            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, True)
         assert done.wait().shape == buffer.shape
         for corrupt in self.exchange.corrupt:
             tally.at("corrupt").add_(corrupt)
@@ -197,7 +194,7 @@ class Hook:
         step = replace(step, updates=True)
         for i, chunk in enumerate(memory.chunks):
             work = memory.outgoing(chunk)
-            args = chunk.parameters, self.strategy, 0, i, True
+            args = chunk.parameters, self.strategy, i, True
             mean = self.reducer.compressed(step, work, *args).wait()
             memory.apply(chunk, mean, lambda: step.tally.at("stepped"))
         memory.exchanged()

@@ -70,8 +70,7 @@ def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str)
     [
         (make_compressor("topk"), "all_reduce"),
         (make_compressor("qsgd"), "all_reduce"),
-        (make_compressor("randomk"), "shared_indices"),
-        (make_compressor("topk+int8"), "shared_indices"),
+        (make_compressor("randomk"), "voted_indices"),
         (make_compressor("powersgd"), "all_gather"),
         (RandomK(unbiased=True), "sharded"),
         (QSGD(), "nonsense"),

@@ -106,10 +106,9 @@ def lifetimes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lifetimes]:
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 CASES: dict[str, tuple[str, list[float], dict[str, Any], Any, dict[str, Any]]] = {
-    "gathered": ("topk", [16.0], {"exchange": "all_gather", "checksum": True}, SGD, {}),
+    "gathered": ("topk", [16.0], {"exchange": "all_gather"}, SGD, {}),
     "sharded": ("dgc", [16.0], {"exchange": "sharded"}, SGD, {}),
     "voted": ("topk+int8", [16.0], {"exchange": "voted_indices"}, SGD, {}),
-    "shared": ("topk", [16.0], {"exchange": "shared_indices"}, SGD, {}),
     "summed": ("bf16", [2.0], {}, SGD, {}),
     "powersgd": ("powersgd", [8.0], {}, SGD, {}),
     "sketch": ("sketch", [8.0], {}, SGD, {}),

@@ -16,7 +16,6 @@ from adaptive import (
     AdaptiveCompressor,
     GraVAC,
     JSONLTimeline,
-    Layerwise,
     LinkSpec,
     Policy,
     TensorBoardTimeline,
@@ -47,7 +46,7 @@ class Every(Warmup):
 
 
 def _nested() -> Policy:
-    return Warmup(steps=3, then=Layerwise(GraVAC(window=4, dense_window=3), window=6))
+    return Warmup(steps=3, then=GraVAC(window=4, dense_window=3))
 
 
 def _train(rank: int, folder: Path, policy: Any, base: Any) -> None:

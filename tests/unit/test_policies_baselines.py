@@ -161,13 +161,6 @@ def test_pieces_must_fit_the_range(cf):
         started({0: 10, 3: cf})
 
 
-def test_what_comes_next():
-    policy = started({2: 10})
-    assert policy.next_move() == "the schedule has CF 10 from step 2"
-    drive(policy, 3)
-    assert policy.next_move() == "the schedule has no later piece"
-
-
 # Warm-up
 
 
@@ -262,22 +255,6 @@ def test_refuses_a_state_of_other_settings():
 def test_errors_name_the_argument(settings, named):
     with pytest.raises((ValueError, TypeError), match=named):
         Warmup(**settings)
-
-
-def test_what_follows_a_warm_up():
-    policy = Warmup(Schedule({0: 50, 9: 100}), steps=2, stages=2)
-    policy.start(Context((4, 1000), 2))
-    told = []
-    for step in range(5):
-        told.append(policy.next_move())
-        policy.observe(StepReport(step, policy.plan().send))
-    assert told == [
-        "the schedule has CF 16 from step 2; schedule takes over in 4 steps, with CF 50",
-        "the schedule has CF 16 from step 2; schedule takes over in 3 steps, with CF 50",
-        "the schedule has CF 16 from step 2; schedule takes over in 2 steps, with CF 50",
-        "the schedule has no later piece; schedule takes over in 1 step, with CF 50",
-        "the schedule has CF 100 from step 9",
-    ]
 
 
 class Certain(Fixed):

@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE
-from policies.estimators import Averages, Backoff, relative_change
+from policies.estimators import Averages, Backoff
 from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, MeanRatio, descending
-
-
-@pytest.mark.parametrize(
-    ("now", "before", "distance"),
-    [(1, 1, 0), (1.3, 1, 0.3), (1, 1.3, 0.3), (2, 1, 1), (0, 0, 0), (0, 1, float("inf"))],
-)
-def test_relative_changes(now, before, distance):
-    assert relative_change(now, before) == pytest.approx(distance)
 
 
 def test_a_wait_doubles_with_failures_and_is_itself_again_after_a_success():

@@ -9,8 +9,7 @@ from math import isnan, nan
 import pytest
 
 from policies.base import DENSE, Context, Measurement, Plan, StepReport
-from policies.exploration import MAX_DOUBLINGS, CandidateStatistics, Level, SendRule
-from policies.gravac import GraVAC
+from policies.gravac import MAX_DOUBLINGS, CandidateStatistics, GraVAC, Level, SendRule
 from tests.unit.gravac_world import FALLING, GOOD, RANGE, bare, world
 from tests.unit.plans import reasons, sends
 
@@ -166,14 +165,6 @@ def test_a_gain_stays_known_after_its_window_until_it_is_measured_again():
     copy = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf, {})
     copy.load_state_dict(json.loads(json.dumps(seen.state_dict())))
     assert (copy.gain(10.0), copy.gain(20.0)) == (0.75, 0.25)
-
-
-def test_gains_that_changed_leave_the_times_known():
-    seen = statistics_of({10.0: 0.75}, {DENSE: 1.0, 10.0: 0.5})
-    seen.judge(10.0)
-    seen.forget_gains()
-    assert (seen.gain(10.0), seen.t_comp(0.1)) == (None, {})
-    assert (seen.t_sys(10.0), seen.t_sys(DENSE)) == (2.0, 1.0)
 
 
 # The way up the ladder

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from policies import DENSE, Context, Goodput, StepReport, make_policy
 from policies.goodput import FILLED, FOREIGN, RESTING, STRIDE_STEPS, WATCHED
 from policies.step_time import StepTime
-from policies.words import percent
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
 GAINS[1000.0] = 0.006
@@ -195,7 +194,6 @@ def test_reasons_carry_the_numbers():
     for words in ("more progress a second than CF 10", " a step instead of ", "50% fewer bytes"):
         assert words in told
     assert "T_comp" not in told
-    assert "at CF 10" in policy.details()
     assert policy.status()["t_comp"] == pytest.approx(t_comp(20.0, 1e6), rel=0.01)
 
 
@@ -397,60 +395,6 @@ def test_signal_gain_counts_to_a_power(given, updates, ranks, power):
 def test_errors_name_the_argument(options, named):
     with pytest.raises(ValueError, match=named):
         make_policy("goodput", **options)
-
-
-def test_what_would_make_it_move():
-    policy = started()
-    assert policy.next_move() == "nothing is known of the other CFs yet"
-    run(policy, [1e6] * 40)
-    here, sent = policy.t_comp(), policy.plan().send
-    assert sent == 20.0
-    nearest = max(
-        (cf for cf in here if cf != sent), key=lambda cf: here[cf] - needed(cf, here, sent)
-    )
-    told = policy.next_move()
-    less = percent(1 - here[nearest] / here[sent])
-    assert told.startswith(
-        f"CF {nearest:g} is nearest to taking over: it promises {less} less progress a second than "
-        f"CF {sent:g} ("
-    )
-    must = needed(nearest, here, sent) / here[sent] - 1
-    assert told.endswith(f"promise more{f' than {percent(must)}' if must else ''}")
-
-
-def needed(cf, promised, sent, margin=0.05):
-    return promised[sent] * (1 + margin if cf > sent else 1)
-
-
-@pytest.mark.parametrize(
-    ("here", "others", "told"),
-    [
-        (
-            20.0,
-            {10.0: 0.9, 40.0: 1.0},
-            ["CF 40 is nearest", "as much progress", "more than 5%"],
-        ),
-        (
-            20.0,
-            {10.0: 0.98, 40.0: 1.0},
-            ["CF 10 is nearest", "2% less progress", "have to promise more"],
-        ),
-        (20.0, {10.0: 0.9, 1.0: 0.9}, ["dense is nearest"]),  # the smaller of two that are as near
-    ],
-)
-def test_the_nearest_is_the_one_that_lacks_least(monkeypatch, here, others, told):
-    policy = started()
-    policy._send = here
-    monkeypatch.setattr(policy, "t_comp", lambda: {here: 1.0, **others})
-    assert all(words in policy.next_move() for words in told)
-
-
-def test_where_nothing_is_promised_here_anything_is_enough(monkeypatch):
-    policy = started()
-    monkeypatch.setattr(policy, "t_comp", lambda: {40.0: 0.3})
-    assert policy.next_move() == (
-        "CF 40 is nearest to taking over: it promises progress, where nothing is known of CF 10"
-    )
 
 
 def test_dense_is_no_conclusion_before_its_cooldown_is_over():

@@ -96,7 +96,6 @@ def test_the_choice_uses_times_under_the_cf_they_belong_to():
     plan = run.settle()
     assert plan.send == 20.0
     assert "0.10 s a step" in plan.reason
-    assert "9 at CF 20" in run.policy.details()
 
 
 def test_choice_without_any_times_keeps_the_floor():
@@ -161,7 +160,7 @@ def test_dense_is_kept_where_no_cf_beats_it():
     why = "CF 1000, the best, makes 0.056% less progress a second than dense"
     assert plan.reason.startswith(f"back to dense from CF 1000: {why}; ")
     assert run.policy.verdict().startswith(f"GraVAC stays dense: {why}; ")
-    later = run.run(200)  # then it looks at the gains again
+    later = run.run(200)
     assert {bare(plan) for plan in later} == {(DENSE, ())}
     assert not reasons(later[1:])
     status = run.policy.status()
@@ -347,10 +346,6 @@ RANGE = (10.0, 1000.0)
         ({"dense_window": -1}, ValueError, "dense_window=-1"),
         ({"hysteresis": -0.1}, ValueError, "hysteresis=-0.1: must be a finite number >= 0"),
         ({"cooldown": 0}, ValueError, "cooldown=0"),
-        ({"drift": 0}, ValueError, "drift=0: must be a finite number > 0"),
-        ({"drift": "0.3"}, TypeError, "drift='0.3'"),
-        ({"patience": 0}, ValueError, "patience=0: must be an int >= 1"),
-        ({"retry": 0}, ValueError, "retry=0: must be an int >= 1"),
     ],
 )
 def test_settings_are_checked(settings, error, message):
@@ -426,7 +421,6 @@ def test_the_bare_send_rule_flaps_on_the_toy():
 @pytest.mark.parametrize("ranks", [2, 50])
 @pytest.mark.parametrize(("steps", "most"), [(600, 12), (4000, 60)])
 def test_gravac_switches_a_handful_of_times_on_the_toy(allow_dense, ranks, steps, most):
-    """The longer run: with every exploration that the gain's ups and downs open again."""
     toy = ErrorFeedback()
     policy = GraVAC(epsilon=0.7, gain="error_fed", allow_dense=allow_dense)
     policy.start(Context((10.0, 20.0), ranks))

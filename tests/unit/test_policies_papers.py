@@ -7,16 +7,17 @@ import re
 
 import pytest
 
-from policies import Context, LayerReport, Measurement, StepReport, make_policy
+from policies import Context, Measurement, StepReport, make_policy, policy_names
+from policies.accordion import Accordion
 from policies.base import DENSE
-from policies.papers import PRESETS, AccordionPaper, GraVACPaper
+from policies.gravac import GraVAC
 from tests.unit.gravac_world import FALLING, FASTER, GOOD, LADDER, RANGE, World
 
 WINDOW = 4
 
 
 def world(gain, seconds=FASTER, ranks=2):
-    return World(GraVACPaper(window=WINDOW, epsilon=0.5, omega=0.1), gain, seconds, ranks=ranks)
+    return World(GraVAC.paper(window=WINDOW, epsilon=0.5, omega=0.1), gain, seconds, ranks=ranks)
 
 
 def sent(plans):
@@ -92,7 +93,7 @@ def test_the_raw_gain_is_a_ratio_of_norms_and_not_of_energies():
     assert measured.gain("raw") == pytest.approx(0.7)
     assert measured.gain("error_fed") == pytest.approx(0.49)
     for gain, compresses in (("raw", True), ("error_fed", False)):
-        policy = GraVACPaper(epsilon=0.6, window=1, gain=gain)
+        policy = GraVAC.paper(epsilon=0.6, window=1, gain=gain)
         policy.start(Context(RANGE, 2))
         policy.observe(StepReport(0, 10.0, {10.0: measured}))
         assert (policy.plan().send == 10.0) == compresses
@@ -104,7 +105,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been():
         whole.run(steps)
         parted.run(steps)
         state = json.loads(json.dumps(parted.policy.state_dict(), allow_nan=False))
-        fresh = GraVACPaper(window=WINDOW, epsilon=0.5, omega=0.1)
+        fresh = GraVAC.paper(window=WINDOW, epsilon=0.5, omega=0.1)
         fresh.start(Context(RANGE, 2, wire_bytes=lambda cf: 1e6 / cf))
         fresh.load_state_dict(state)
         parted.policy = fresh
@@ -116,8 +117,8 @@ def test_a_damaged_state_is_refused():
     run = world(GOOD)
     run.run(3)
     state = run.policy.state_dict()
-    for damage in ({"rung": 99}, {"rung": -1}, {"chosen": 10.0}):
-        with pytest.raises(ValueError, match="rung"):
+    for damage in ({"judging": 99}, {"judging": -1}):
+        with pytest.raises(ValueError, match="judging"):
             run.policy.load_state_dict({**state, **damage})
 
 
@@ -127,7 +128,7 @@ LAYERS = {"a": 100, "b": 300}
 
 
 def accordion(**settings):
-    policy = AccordionPaper(**{"interval": 10, "epoch": 2, **settings})
+    policy = Accordion.paper(**{"interval": 10, "epoch": 2, **settings})
     policy.start(Context(RANGE, 2, layers=LAYERS))
     return policy
 
@@ -139,17 +140,16 @@ def drive(policy, norms, steps, lrs=()):
         plan = policy.plan()
         plans.append(plan)
         layers = {}
-        if plan.read_layers:
-            found = norms[min(readings, len(norms) - 1)]
-            layers = {name: LayerReport(sum_norm=norm) for name, norm in found.items()}
+        if plan.read_sum:
+            layers = norms[min(readings, len(norms) - 1)]
             readings += 1
         lr = lrs[step] if lrs else 0.1
-        policy.observe(StepReport(step, plan.send, layers=layers, lr=lr))
+        policy.observe(StepReport(step, plan.send, layer_norms=layers, lr=lr))
     return plans
 
 
 def cfs_of(plan):
-    return {name: plan.layers.get(plan.send, {}).get(name, plan.send) for name in LAYERS}
+    return {name: plan.layers.get(name, plan.send) for name in LAYERS}
 
 
 def test_local_gradients_of_one_epoch_of_each_interval_are_summed():
@@ -157,7 +157,6 @@ def test_local_gradients_of_one_epoch_of_each_interval_are_summed():
     assert [i for i, plan in enumerate(plans) if plan.accumulate] == [0, 1, 10, 11, 20, 21]
     assert [i for i, plan in enumerate(plans) if plan.read_sum] == [2, 12, 22]
     assert all(plan.local_sum for plan in plans)
-    assert all(plan.read_layers == plan.read_sum for plan in plans)
 
 
 def test_each_layer_goes_to_high_by_its_own_norm_an_interval_before():
@@ -176,7 +175,7 @@ def test_a_dropped_learning_rate_is_critical_until_the_next_detection_only():
 
 
 def test_an_epoch_is_a_tenth_of_the_interval_if_nobody_says():
-    policy = AccordionPaper(interval=40)
+    policy = Accordion.paper(interval=40)
     policy.start(Context(RANGE, 2, layers=LAYERS))
     plans = drive(policy, [{"a": 1.0, "b": 1.0}], 40)
     assert sum(plan.accumulate for plan in plans) == 4
@@ -188,6 +187,18 @@ def test_settings_that_do_not_fit_are_refused(settings):
         accordion(**settings)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_presets_are_of_policies_that_have_names(name):
-    assert make_policy(name).name == name
+@pytest.mark.parametrize(
+    ("name", "made"), [("gravac-paper", GraVAC.paper()), ("accordion-paper", Accordion.paper())]
+)
+def test_names_stand_for_the_papers_settings(name, made):
+    assert name in policy_names()
+    assert repr(make_policy(name)) == repr(made)
+    assert repr(made) != repr(type(made)())
+
+
+def test_the_papers_settings_can_be_changed():
+    assert make_policy("gravac-paper", epsilon=0.9).epsilon == 0.9
+    with pytest.raises(TypeError, match="drift"):
+        GraVAC.paper(drift=0.3)
+    policy = Accordion.paper(10, 100, interval=40, eta=0.2)
+    assert (policy.high, policy.epoch, policy.eta, policy.layerwise) == (100, 4, 0.2, True)

@@ -14,7 +14,6 @@ from policies import (
     Fixed,
     Goodput,
     GraVAC,
-    Layerwise,
     Measurement,
     Plan,
     Policy,
@@ -32,7 +31,6 @@ def _context(world_size: int) -> Context:
         world_size,
         wire_bytes=lambda cf: 1e6 * (world_size - 1) / cf,
         layers={"w": 900, "b": 100},
-        layer_bytes=lambda layer, cf: 4e3 / cf,
     )
 
 
@@ -82,7 +80,6 @@ MAKERS = {
     "fixed": lambda: Fixed(cf=20),
     "goodput": lambda: Goodput(gain="error_fed", opening=2, cooldown=3),
     "gravac": lambda: GraVAC(window=4, dense_window=2),
-    "layerwise": lambda: Layerwise(Fixed(cf=20), window=4),
     "schedule": lambda: Schedule({0: 10, 30: 20}),
     "warmup": lambda: Warmup(GraVAC(window=4, dense_window=2), steps=2, stages=1),
 }

@@ -54,7 +54,6 @@ def test_a_clear_signal_decides_after_some_steps_and_says_so():
     assert signal.clear
     assert words.startswith("gains now rest on a comparison with the next step")
     assert "standard errors" not in words
-    assert "standard errors" in signal.described()
     assert {cf: signal.gain(cf) for cf in SIGNAL} == {
         cf: pytest.approx(gain) for cf, gain in SIGNAL.items()
     }
@@ -78,7 +77,6 @@ def test_it_is_lost_later_than_it_was_found():
     assert errors[-2] >= LOST > errors[-1]
     assert any(LOST < each < CLEAR for each in errors)
     assert words.startswith("gains now rest on what was clear last")
-    assert "lost below 1.5" in signal.described()
     assert signal.status()["signal"] == 1.0
     gains = {cf: signal.gain(cf) for cf in SIGNAL}
     for _ in range(200):
@@ -162,7 +160,6 @@ def test_gravac_decides_on_it_while_it_means_something(total, decides, floor):
     assert policy.status()["gain_floor"] == pytest.approx(floor)
     assert policy.status()["signal"] == 2 * bool(decides)
     assert (policy.status()["next_errors"] > 0) == bool(decides)
-    assert ("no signal gain now" in policy.next_move()) == (not decides)
     assert any(decides in reason for reason in reasons)
     assert not probed  # the shadow ladder knows them all
 
@@ -283,9 +280,8 @@ def test_a_cf_that_is_sure_does_not_wait_for_one_that_promises_more_and_is_not()
             )
         )
         if step == 398:
-            promised, told = policy.t_comp(), policy.next_move()
+            promised = policy.t_comp()
     assert promised[1000.0] > promised[100.0] > 1.1 * promised[10.0]
-    assert "CF 100 is nearest" in told
     assert policy.plan().send == 100.0
 
 

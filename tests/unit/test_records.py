@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptive import Event, Header, JSONLTimeline, StepRecord, StepReport
-from policies import LayerReport, Measurement
+from policies import Measurement
 from runs import files
 from runs.files import read_json
 from runs.records import Recorded, keep_before, read_metrics, read_records
@@ -49,7 +49,7 @@ def _record(step: int, cf: float = 10.0) -> StepRecord:
         wire_bytes=400.0,
         dense_wire_bytes=4000.0,
         steady={cf: 0.5},
-        layers={"fc.weight": LayerReport(1.0, nan, {cf: 0.25})},
+        layer_norms={"fc.weight": 0.25},
         signal={cf: -0.1},
         signal_total=-0.2,
     )
@@ -123,7 +123,7 @@ WRONG: dict[str, list[Any]] = {
     "report/lr": NOT_A_NUMBER,
     "report/measurements": [None, 1, [], "x", {"x": {}}, {"0": {}}, {"nan": {}}, {"10": 3}],
     "report/steady": [None, 1, [], {"inf": 1}, {"10": "x"}],
-    "report/layers": [None, [], {"fc": None}, {"fc": {"energy": -1}}],
+    "report/layer_norms": [None, [], {"fc": "x"}, {"fc": {"energy": 1}}],
     "report": [None, 1, [], "x", {}],
     "layer_cfs": [None, {"fc": 0}, {"fc": None}],
     "status": [None, 3, {"floor": "x"}],

@@ -249,7 +249,7 @@ def test_its_own_plans_from_its_own_reports() -> None:
     for i in range(200):
         plan = policy.plan()
         if (plan.send != before and i > 0) or plan.reason:
-            events.append(Event(i, before, plan.send, plan.reason, policy.details()))
+            events.append(Event(i, before, plan.send, plan.reason))
         before = plan.send
         lost = dict.fromkeys(sorted({plan.send, *plan.probe} - {1}), 0.2 + 0.1 * (i % 3))
         records.append(_record(i, plan.send, lost))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaptive import Event, Fixed, Header, Plan, Policy, StepRecord, StepReport
-from policies import Accordion, LayerReport, Layerwise, Measurement
+from policies import Accordion, Measurement
 from policies.base import Context
 from runs.config import TrainConfig
 from runs.options import make_config
@@ -27,14 +26,7 @@ STEPS, POISONED = 90, 37
 
 
 def _started(policy: Policy) -> Policy:
-    policy.start(
-        Context(
-            CF_RANGE,
-            world_size=2,
-            layers=NUMELS,
-            layer_bytes=lambda name, cf: 4 * NUMELS[name] if cf == 1 else 5 * NUMELS[name] / cf,
-        )
-    )
+    policy.start(Context(CF_RANGE, world_size=2, layers=NUMELS))
     return policy
 
 
@@ -43,28 +35,20 @@ def _norm(step: int) -> float:
     return nan if step == POISONED else 1 + random.Random(step).random()
 
 
-def _report(step: int, plan: Plan, ladder: Sequence[float], since: int) -> StepReport:
+def _report(step: int, plan: Plan, reads_layers: bool, since: int) -> StepReport:
     """What a controller might have said; of layers, only what the plan reads."""
     rng = random.Random(1000 + step)
-    layers = {
-        name: LayerReport(
-            energy=rng.uniform(1, 9),
-            sum_norm=rng.uniform(1, 2) if plan.read_sum else nan,
-            steady={cf: cf ** -rng.uniform(0.05, 0.3) for cf in ladder},
-        )
-        for name in NUMELS
-    }
+    norms = {name: rng.uniform(1, 2) for name in NUMELS}
     if since <= POISONED < step:
-        layers = {name: LayerReport(of.energy, nan, of.steady) for name, of in layers.items()}
+        norms = dict.fromkeys(NUMELS, nan)
     return StepReport(
         step,
         plan.send,
         {cf: Measurement(0.5, 0.5, 1, 1, 0.5, 1) for cf in {plan.send, *plan.probe} - {1}},
-        steady=dict.fromkeys(ladder, 0.5),
         grad_norm=_norm(step),
         lr=0.1,
         sum_norm=rng.uniform(1, 2) if plan.read_sum else nan,
-        layers=layers if plan.read_layers else {},
+        layer_norms=norms if plan.read_sum and reads_layers else {},
         wire_bytes=100.0,
         dense_wire_bytes=4.0 * sum(NUMELS.values()),
     )
@@ -72,7 +56,6 @@ def _report(step: int, plan: Plan, ladder: Sequence[float], since: int) -> StepR
 
 def _record_of(policy: Policy, steps: int = STEPS) -> tuple[list[Plan], Recorded]:
     """A run of a policy, in another place than a replay."""
-    ladder = tuple(cf for cf in policy.candidates() if cf != 1) if policy.shadow else ()
     plans: list[Plan] = []
     recorded = Recorded([], [])
     before, since = 1.0, 0
@@ -80,14 +63,14 @@ def _record_of(policy: Policy, steps: int = STEPS) -> tuple[list[Plan], Recorded
         plan = policy.plan()
         if (plan.send != before and i > 0) or plan.reason:
             recorded.events.append(Event(i, before, plan.send, plan.reason))
-        report = _report(i, plan, ladder, since)
+        report = _report(i, plan, policy.layerwise, since)
         policy.observe(report)
-        layer_cfs = dict(plan.layers.get(plan.send, {}))
+        layer_cfs = dict(plan.layers)
         recorded.steps.append(
             StepRecord(report, 0.0, nan, nan, layer_cfs=layer_cfs, read_sum=plan.read_sum)
         )
         plans.append(plan)
-        before, since = plan.send, i if plan.read_layers else since
+        before, since = plan.send, i if plan.read_sum else since
     return plans, recorded
 
 
@@ -95,15 +78,11 @@ def _accordion(interval: int = 6) -> Policy:
     return _started(Accordion(interval=interval, eta=0.2, per_layer=True))
 
 
-def _layerwise(window: int = 7) -> Policy:
-    return _started(Layerwise(Fixed(100), window=window))
-
-
 class Reads(Policy):
     """Reads in the steps that it is told to, and keeps what it finds."""
 
-    def __init__(self, steps: dict[int, Plan], ladder: tuple[float, ...] = ()) -> None:
-        self.steps, self.ladder, self.shadow = steps, ladder, bool(ladder)
+    def __init__(self, steps: dict[int, Plan], layerwise: bool = True) -> None:
+        self.steps, self.layerwise = steps, layerwise
         self.seen: list[StepReport] = []
 
     def start(self, context: Context) -> None: ...
@@ -114,20 +93,17 @@ class Reads(Policy):
     def observe(self, report: StepReport) -> None:
         self.seen.append(report)
 
-    def candidates(self) -> tuple[float, ...]:
-        return self.ladder
-
     def state_dict(self) -> dict[str, object]:
         return {}
 
     def load_state_dict(self, state: object) -> None: ...
 
 
-BOTH = Plan(10, read_sum=True, read_layers=True)
+BOTH = Plan(10, read_sum=True)
 
 
-def _seen(recorded: Recorded, steps: dict[int, Plan], ladder: tuple[float, ...] = ()) -> Reads:
-    policy = Reads(steps, ladder)
+def _seen(recorded: Recorded, steps: dict[int, Plan], layerwise: bool = True) -> Reads:
+    policy = Reads(steps, layerwise)
     replay(policy, recorded)
     return policy
 
@@ -141,12 +117,9 @@ def by_layer() -> Recorded:
 # -- one's own record --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [_accordion, _layerwise])
-def test_a_policy_of_layers_replays_its_own_record_bit_for_bit(
-    make: Callable[[], Policy],
-) -> None:
-    plans, recorded = _record_of(make())
-    replayed = replay(make(), recorded)
+def test_a_policy_of_layers_replays_its_own_record_bit_for_bit() -> None:
+    plans, recorded = _record_of(_accordion())
+    replayed = replay(_accordion(), recorded)
     assert list(replayed.plans) == plans
     assert list(replayed.events) == recorded.events
     assert replayed.identical
@@ -155,10 +128,10 @@ def test_a_policy_of_layers_replays_its_own_record_bit_for_bit(
 
 
 def test_the_readings_of_ones_own_record_are_those_recorded(by_layer: Recorded) -> None:
-    reads = {i: BOTH for i, record in enumerate(by_layer.steps) if record.report.layers}
+    reads = {i: BOTH for i, record in enumerate(by_layer.steps) if record.report.layer_norms}
     seen = _seen(by_layer, reads).seen
-    assert repr([report.layers for report in seen]) == repr(  # nan is nan
-        [record.report.layers for record in by_layer.steps]
+    assert repr([report.layer_norms for report in seen]) == repr(  # nan is nan
+        [record.report.layer_norms for record in by_layer.steps]
     )
 
 
@@ -170,12 +143,10 @@ def test_another_interval_cannot_be_told_from_the_record(interval: int, by_layer
     first = interval - 1
     with pytest.raises(UsageError, match=f"at step {first} .*since step 0, which cannot be told"):
         replay(_accordion(interval), by_layer)
-    with pytest.raises(UsageError, match=r"cannot be told.*train --policy 'Accordion"):
-        replay(_layerwise(interval), _record_of(_layerwise(8))[1])
 
 
 def test_an_interval_longer_than_the_record_reads_nothing(by_layer: Recorded) -> None:
-    assert not any(plan.read_layers for plan in replay(_accordion(2 * STEPS), by_layer).plans)
+    assert not any(plan.read_sum for plan in replay(_accordion(2 * STEPS), by_layer).plans)
 
 
 def test_readings_of_the_same_steps_are_those_recorded_whatever_is_sent(by_layer: Recorded) -> None:
@@ -183,54 +154,43 @@ def test_readings_of_the_same_steps_are_those_recorded_whatever_is_sent(by_layer
     reads = {i: replace(BOTH, send=50.0) for i in (5, 11, 17)}
     seen = _seen(by_layer, reads).seen
     for i in reads:
-        assert repr(seen[i].layers) == repr(by_layer.steps[i].report.layers)
+        assert repr(seen[i].layer_norms) == repr(by_layer.steps[i].report.layer_norms)
     with pytest.raises(UsageError, match="since step 5, which cannot"):
         _seen(by_layer, {5: BOTH, 17: BOTH})
-    with pytest.raises(UsageError, match="since step 11, which cannot"):
-        _seen(by_layer, {5: BOTH, 11: Plan(10, read_layers=True), 17: BOTH})
 
 
-def test_what_a_plan_does_not_read_is_not_seen(by_layer: Recorded) -> None:
+def test_what_a_policy_does_not_read_is_not_seen(by_layer: Recorded) -> None:
     """Followed or modelled: a report has what this policy asked for, not the recorded one."""
     for send in (10.0, 50.0):
-        alone = {4: Plan(send), 5: Plan(send, read_layers=True), 23: Plan(send, read_sum=True)}
-        seen = _seen(by_layer, alone).seen
-        assert [i for i, report in enumerate(seen) if report.layers] == [5]
-        assert [i for i, report in enumerate(seen) if not isnan(report.sum_norm)] == [23]
-        assert all(isnan(layer.sum_norm) for layer in seen[5].layers.values())
-        assert all(not layer.steady for layer in seen[5].layers.values())
+        alone = {4: Plan(send), 5: Plan(send, read_sum=True), 23: Plan(send, read_sum=True)}
+        seen = _seen(by_layer, alone, layerwise=False).seen
+        assert [i for i, report in enumerate(seen) if not isnan(report.sum_norm)] == [5, 23]
+        assert not any(report.layer_norms for report in seen)
 
 
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_a_record_without_what_is_read_is_refused_and_says_how_to_record_it(
-    by_layer: Recorded,
-) -> None:
+def test_a_record_without_what_is_read_is_refused_and_says_how_to_record_it() -> None:
     nothing = _record_of(_started(Fixed(10)))[1]
-    without_sums = _record_of(_layerwise(6))[1]
-    for make, records in (
-        (_accordion, (without_sums, nothing)),
-        (lambda: _layerwise(6), (by_layer, nothing)),  # without gains
-    ):
-        for recorded in records:
-            with pytest.raises(UsageError, match="cannot be told from the record"):
-                replay(make(), recorded)
+    whole = _record_of(_started(Accordion(interval=6, eta=0.2)))[1]
+    for recorded in (whole, nothing):
+        with pytest.raises(UsageError, match=r"cannot be told.*train --policy 'Accordion"):
+            replay(_accordion(), recorded)
 
 
 @pytest.mark.parametrize("header", [True, False])
-@pytest.mark.parametrize("option", ["per_layer", "layerwise"])
 def test_a_record_that_names_no_layers_says_what_to_do(
-    option: str, header: bool, by_layer: Recorded, tmp_path: Path
+    header: bool, by_layer: Recorded, tmp_path: Path
 ) -> None:
     head = Header(
         "gravac", {}, CF_RANGE, 2, "topk", "momentum", 5010, 20040.0, {1.0: 1.0}, {1.0: 20040.0}
     )
     recorded = Recorded(by_layer.steps, [], head if header else None)
-    policy = "accordion" if option == "per_layer" else "gravac"
-    config: TrainConfig = make_config({"policy": policy, option: True, "log_dir": str(tmp_path)})
+    given = {"policy": "accordion", "per_layer": True, "log_dir": str(tmp_path)}
+    config: TrainConfig = make_config(given)
     source = Source(tmp_path / "timeline.jsonl", recorded, None)
-    named = "--policy Accordion(per_layer=True)" if option == "per_layer" else "--layerwise on"
+    named = "--policy Accordion(per_layer=True)"
     with pytest.raises(UsageError) as error:
         start_policy(config, source)
     for part in (named, "layers are not known", "train --policy", "without CFs of layers"):

@@ -34,11 +34,9 @@ def _state(rank: int, world_size: int, memory: dict[str, Any]) -> dict[str, Any]
         "local": {},
         "shadow": {"w": {"stride": 1, "residual": torch.full((2, 5), float(rank))}},
         "sum": {"w": torch.ones(5)},
-        "layers": {"w": torch.tensor([1.0 + rank, 0.0, 2.0 * rank, 4.0])},
         "peers": {"found": torch.ones(3)},
         "controller": {
             "step": 7,
-            "energies": [1.0] * world_size,
             "times": [(1.0, [0.1])],
             "timing": {},
             "totals": {"steps": 7 + rank},
@@ -106,12 +104,11 @@ def test_what_depends_on_the_number_of_ranks_is_left_out() -> None:
     assert [state["controller"]["totals"]["steps"] for state in four] == [7, 7, 8, 8]
     one = reshard_states(states, 1)[0]
     assert torch.equal(one["memory"]["w"]["residual"], torch.full((5,), 0.5))
-    assert one["layers"]["w"].tolist() == [1.5, 0.0, 1.0, 4.0]
     for state in (*four, one):
         controller = state["controller"]
         assert state["resharded_from"] == 2
         assert (state["sum"], state["link"]) == ({}, None)
-        assert (controller["energies"], controller["times"], controller["timing"]) == ([], [], None)
+        assert (controller["times"], controller["timing"]) == ([], None)
         assert not state["peers"]["found"].any()
         assert controller["step"] == 7
     assert [state["resharded_from"] for state in reshard_states(states, 2)] == [None, None]

@@ -43,9 +43,7 @@ def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
 def test_what_is_summed_over_ranks_is_read_back() -> None:
     vectors = []
     for rank in range(3):
-        tally = Tally(
-            (10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, by_energy=True, norms=True
-        )
+        tally = Tally((10.0, 20.0), (10.0, 40.0), 2, 4, ranks=3, rank=rank, norms=True)
         _fill(tally, shadow_error=[1.0, 3.0], shadow_total=[4.0, 4.0], grad=[4.0])
         _fill(tally, grad_norms=[4.0])
         levels = torch.tensor([[8.0, 6.0, 2.0], [8.0, 4.0, 4.0]], dtype=torch.float64)
@@ -65,7 +63,6 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert agreed.lr == pytest.approx(0.5)
     assert isnan(agreed.sum_norm)
     assert reported["steady"] == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
-    assert agreed.energies == [8.0, 8.0, 8.0]  # each rank's own
     assert agreed.layers == [3.0, 6.0]
     assert agreed.sketch == [3.0, 6.0, 9.0, 12.0]
     assert (agreed.signal, agreed.signal_total) == ([1.5, -1.5], -3.0)
@@ -75,7 +72,7 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert reported["measurements"][20.0].gain("raw") == pytest.approx(0.5)  # 3 * 2 / (3 * 4)
 
 
-def test_layers_and_products_are_read_back_without_energies() -> None:
+def test_layers_and_products_are_read_back() -> None:
     vectors = []
     for rank in range(2):
         tally = Tally(cfs=(10.0,), ladder=(10.0,), layers=1, sketch=1, ranks=2, rank=rank)
@@ -85,7 +82,7 @@ def test_layers_and_products_are_read_back_without_energies() -> None:
         vectors.append(tally.complete())
     agreed = Statistics.agreed(tally, torch.stack(vectors).sum(0))
     assert isnan(agreed.reported()["network_seconds"])  # not known on every rank
-    assert (agreed.energies, agreed.layers, agreed.sketch) == ([], [3.0], [10.0])
+    assert (agreed.layers, agreed.sketch) == ([3.0], [10.0])
     assert (agreed.signal_total, agreed.peers_total) == (4.0, 8.0)
     assert (agreed.signal, agreed.peers) == ([2.0], [6.0])
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adaptive import LinkSpec
-from policies.papers import PRESETS
 from runs.build import check_compression
+from runs.compare.contender import PRESETS
 from runs.compare.options import make_comparison
 from runs.compare.suite_table import suite_json, suite_notes, suite_table
 from runs.compare.suites import SUITES, Plan

@@ -58,7 +58,6 @@ def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
         "cf_before": 10,
         "cf": 20,
         "reason": "scale up",
-        "details": "",
     }
     assert last["report"]["cf"] == 1.5
 
@@ -66,7 +65,7 @@ def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
 def test_the_header_is_the_first_line_and_read_back(tmp_path: Path) -> None:
     header = Header(
         policy="gravac",
-        settings={"epsilon": 0.3, "retry": None},
+        settings={"epsilon": 0.3, "cooldown": None},
         cf_range=(10.0, 1000.0),
         world_size=2,
         base="topk",

@@ -110,10 +110,10 @@ def _tuning(folder: Path, **given: Any) -> Tuning:
 def test_what_is_given_is_not_searched_and_what_is_asked_for_is(tmp_path: Path) -> None:
     names = [p.name for p in _tuning(tmp_path, epsilon=0.4, also=["lr", "base"]).space]
     assert names == ["omega", "window", "scaling", "gain", "lr", "base"]
-    written = _tuning(tmp_path, policy="GraVAC(gain='raw', patience=3)", epsilon=0.4)
+    written = _tuning(tmp_path, policy="GraVAC(gain='raw', cooldown=3)", epsilon=0.4)
     assert [p.name for p in written.space] == ["omega", "window", "scaling"]
     assert written.config({"window": 7}).policy == (
-        'GraVAC(epsilon=0.4, gain="raw", patience=3, window=7)'
+        'GraVAC(cooldown=3, epsilon=0.4, gain="raw", window=7)'
     )
     assert [p.name for p in _tuning(tmp_path, search=["lr"]).space] == ["lr"]
     harris = _tuning(tmp_path, plan="random", base="dgc", cf=100.0, policy="fixed")
@@ -425,7 +425,6 @@ def test_every_picture_there_is_something_to_show_in_is_on_the_page(
         {"policy": "warmup", "warmup_steps": 5, "masking": False, "link": "1gbit"},
         {"policy": "goodput", "margin": 0.1},
         {"policy": "Schedule({0: 1, 20: 50.5}, gain='raw')"},
-        {"policy": "gravac", "epsilon": 0.2, "layerwise": True},
         {"policy": "goodput", "exchange": "sharded"},
     ],
 )
