@@ -34,8 +34,8 @@ class AdaptiveCompressionCallback(Callback):
     """Compresses the gradient exchange of Lightning's DDP strategies.
 
     compressor: one that is made already; else it is made with these arguments, anew for each
-    `fit`. It gets the trainer's optimizer, if it has exactly one, and its `GradScaler`. Its state
-    is in the trainer's checkpoints, that of all ranks. `compressor` is the one in use.
+    `fit`. It gets the trainer's optimizers and its `GradScaler`. Its state is in the trainer's
+    checkpoints, that of all ranks. `compressor` is the one in use.
 
     TypeError when training starts with a strategy of several processes that is not DDP.
     """
@@ -62,15 +62,9 @@ class AdaptiveCompressionCallback(Callback):
         if self._model is not None:
             self.compressor = self._given or AdaptiveCompressor(**self._arguments)
         self._model = model
-        optimizers = trainer.optimizers
-        if len(optimizers) != 1 and trainer.is_global_zero:
-            log.warning(
-                "%d optimizers: none is handed over, and gradients get plain error feedback",
-                len(optimizers),
-            )
         self.compressor.attach(
             model,
-            optimizer=optimizers[0] if len(optimizers) == 1 else None,
+            optimizer=trainer.optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
         if self._loaded is not None:
